@@ -1,0 +1,3 @@
+"""Fine-tune large language models on HPC clusters."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,60 @@
+"""One micro-batch of packed rows.
+
+Shapes: B rows, T tokens per row. All three tensors are int64 of shape BT.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens with their next-token labels and the position of each token in its document.
+
+    ``labels_BT[b, t]`` is the token to predict *at* position t (already shifted), or ``IGNORED_LABEL``.
+    ``positions_BT`` starts again at 0 with each document of a packed row: attention must not cross such a start.
+    ``first_row`` is the index of the first row in the global stream of rows; it keys the micro-batch's randomness.
+    """
+
+    tokens_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    positions_BT: torch.Tensor
+    num_loss_tokens: int
+    first_row: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in this micro-batch, padding rows of an empty one included."""
+        return self.tokens_BT.shape[0]
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return this batch with its tensors on ``device``; the copy from pinned memory does not wait."""
+        if device.type == "cpu":
+            return self
+        return Batch(
+            *(
+                t.to(device, non_blocking=True)
+                for t in (self.tokens_BT, self.labels_BT, self.positions_BT)
+            ),
+            self.num_loss_tokens,
+            self.first_row,
+        )
+
+    def pin(self) -> "Batch":
+        """Return this batch in page-locked host memory, from which a GPU copies without waiting."""
+        return Batch(
+            self.tokens_BT.pin_memory(),
+            self.labels_BT.pin_memory(),
+            self.positions_BT.pin_memory(),
+            self.num_loss_tokens,
+            self.first_row,
+        )
+
+
+def empty_batch(first_row: int) -> Batch:
+    """Return a row of one token without a label: it takes part in collectives and changes nothing."""
+    zeros_BT = torch.zeros(1, 1, dtype=torch.int64)
+    return Batch(zeros_BT, torch.full_like(zeros_BT, IGNORED_LABEL), zeros_BT.clone(), 0, first_row)

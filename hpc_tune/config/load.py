@@ -1,0 +1,214 @@
+"""YAML file + ``key=value`` overrides -> one frozen ``RunConfig``, or one error that lists every problem.
+
+defaults <- file.yaml <- key=value ... -> interpolate ${oc.env:SCRATCH} -> validate -> check -> RunConfig
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import ConfigError
+
+
+def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of ``path`` (None: the embedded default) with ``key=value`` overrides applied.
+
+    Raises:
+        ConfigError: one message that lists all problems found.
+    """
+    source = path or "the embedded default"
+    tree = _read_yaml(path)
+    problems = []
+    for override in overrides:
+        try:
+            _apply_override(tree, override)
+        except ConfigError as error:
+            problems.append(str(error))
+    try:
+        values = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source}: {_first_line(error)} (key {error.full_key or '?'})") from None
+    assert isinstance(values, dict)
+    config = None
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        problems += [_explain(e, source) for e in error.errors()]
+    if config is not None:
+        problems += check(config)
+    if problems or config is None:
+        raise ConfigError(_list(problems))
+    return config
+
+
+def check(config: RunConfig) -> list[str]:
+    """Return what is wrong with a configuration whose fields are each valid; empty if it can run."""
+    problems = [
+        f"{name}={value} is not available in hpc_tune yet; {instead}"
+        for name, value, refused, instead in (
+            ("tune.method", config.tune.method, {"qlora"}, "use lora, dora or full"),
+            ("parallel.engine", config.parallel.engine, {"deepspeed"}, "use native"),
+            ("parallel.tensor", config.parallel.tensor or 1, None, "use 1"),
+            ("parallel.pipeline", config.parallel.pipeline or 1, None, "use 1"),
+            (
+                "parallel.zero_stage",
+                config.parallel.zero_stage or 1,
+                None,
+                "leave it out and set parallel.shard",
+            ),
+            (
+                "parallel.offload_params",
+                config.parallel.offload_params,
+                {"cpu", "nvme"},
+                "use none",
+            ),
+            (
+                "parallel.offload_optimizer",
+                config.parallel.offload_optimizer,
+                {"cpu", "nvme"},
+                "use none",
+            ),
+            ("parallel.recompute", config.parallel.recompute, {"selective"}, "use none or full"),
+            ("memory.governor", config.memory.governor, {"on"}, "use observe or off"),
+            ("train.compile", config.train.compile, {True}, "use false"),
+            ("train.float8", config.train.float8, {True}, "use false"),
+            ("run.wandb", config.run.wandb, {True}, "use run.tensorboard"),
+        )
+        if (value in refused if refused is not None else value != 1)
+    ]
+    if config.parallel.zero_stage == 1:
+        problems.append(
+            "parallel.zero_stage needs the deepspeed engine, which is not available in hpc_tune yet"
+        )
+    if config.parallel.replicate not in (None, 1) and config.parallel.shard not in (None, 1):
+        problems.append(
+            f"parallel.replicate={config.parallel.replicate} with parallel.shard={config.parallel.shard} "
+            "is not available in hpc_tune yet; set one of them to 1"
+        )
+    if config.tune.method == "full" and config.tune.dropout:
+        problems.append("tune.dropout has no effect with tune.method=full; leave it out")
+    if config.train.eval_every_steps and not config.data.eval_path:
+        problems.append("train.eval_every_steps needs data.eval_path")
+    return problems
+
+
+def write_resolved(config: RunConfig, path: Path) -> None:
+    """Write every field of ``config`` to ``path`` as YAML that ``load_config`` reads back."""
+    text = yaml.safe_dump(config.model_dump(), sort_keys=False)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.rename(path)
+
+
+def field_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of every field."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from field_names(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
+    """Yield (dotted name, type, default, prose) of every field, for the help text."""
+    for part_name, part in RunConfig.model_fields.items():
+        part_type = part.annotation
+        assert isinstance(part_type, type) and issubclass(part_type, BaseModel)
+        for name, field in part_type.model_fields.items():
+            yield (
+                f"{part_name}.{name}",
+                _type_name(field.annotation),
+                field.default,
+                field.description or "",
+            )
+
+
+def _read_yaml(path: str | None) -> DictConfig:
+    if path is None:
+        text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            near = difflib.get_close_matches(Path(path).name, _names_beside(path), n=3)
+            hint = f"; near it there is {', '.join(near)}" if near else ""
+            raise ConfigError(f"--config {path}: no such file{hint}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    try:
+        tree = OmegaConf.create(yaml.safe_load(text) or {})
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(
+            f"{path}: expected 'part:' with 'key: value' below it, found a list or a single value"
+        )
+    return tree
+
+
+def _names_beside(path: str) -> list[str]:
+    folder = Path(path).parent
+    return [p.name for p in folder.iterdir()] if folder.is_dir() else []
+
+
+def _apply_override(tree: DictConfig, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not key=value, such as train.max_steps=100")
+    try:
+        OmegaConf.update(tree, key, yaml.safe_load(text) if text else None, force_add=True)
+    except (YAMLError, OmegaConfBaseException, AssertionError) as error:
+        raise ConfigError(f"{override!r} cannot be applied: {_first_line(error)}") from None
+
+
+def _explain(error: Any, source: str) -> str:
+    """Turn one pydantic error into: where, found, expected, what to do."""
+    # pydantic appends the branch of a union to the location; the user knows only the field.
+    known = list(field_names())
+    name = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        leaves = {k.rpartition(".")[2]: k for k in known}
+        near = difflib.get_close_matches(name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7)
+        moved = leaves.get(name.rpartition(".")[2])
+        near = near or ([moved] if moved else [])
+        hint = (
+            f"; did you mean {' or '.join(near)}?"
+            if near
+            else "; python -m hpc_tune --help lists all keys"
+        )
+        return f"{name}: no such key in {source} or its overrides{hint}"
+    field = next((k for k in known if name == k or name.startswith(k + ".")), name)
+    return f"{field}={error['input']!r}: {error['msg']}"
+
+
+def _type_name(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(args[0])
+    if origin is typing.Literal:
+        return " | ".join(str(a) for a in args)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(a) for a in args if a is not types.NoneType)
+    return getattr(annotation, "__name__", str(annotation)) if not args else str(annotation)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _list(problems: list[str]) -> str:
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        return unique[0]
+    return f"{len(unique)} problems in the configuration:\n" + "\n".join(f"  - {p}" for p in unique)

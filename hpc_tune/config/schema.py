@@ -1,0 +1,288 @@
+"""The configuration tree: every field with its unit, its default's reason and its trade-off in prose.
+
+The values are frozen. A field that this version cannot honour is refused by ``load.check``, never ignored.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from hpc_tune.units import parse_bytes, parse_seconds
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+def _number(value: Any, parse: Any) -> Any:
+    return value if value is None else parse(value)
+
+
+Bytes = Annotated[int, BeforeValidator(lambda v: _number(v, parse_bytes)), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(lambda v: _number(v, parse_seconds)), Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class ModelConfig(_Part):
+    """Which model is tuned."""
+
+    path: str = Field(
+        "builtin:tiny",
+        description="A Hugging Face model directory (config.json, safetensors, tokenizer), or builtin:tiny, a small "
+        "Llama-shaped model with a byte tokenizer that needs no download. Names of a hub are not downloaded: compute "
+        "nodes have no internet.",
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="The dtype of weights and arithmetic. auto: bf16 on a GPU that has it, fp32 on a CPU. Adapters and "
+        "their optimizer state stay in fp32 whatever this says.",
+    )
+
+
+class TuneConfig(_Part):
+    """Which weights are trained."""
+
+    method: Literal["lora", "dora", "qlora", "full"] = Field(
+        "lora",
+        description="lora: low-rank adapters on a frozen base (arXiv:2106.09685); dora: lora plus a learned magnitude "
+        "(arXiv:2402.09353), slower and often a little better; qlora: lora on a 4-bit base; full: all weights.",
+    )
+    rank: PositiveInt = Field(
+        16, description="The rank of the adapters; memory and flops of the adapter grow with it."
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        32.0,
+        description="The adapter's output is scaled by alpha / rank; twice the rank is the common choice.",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="Dropout on the adapter's input. 0 is fastest and right for one or two epochs.",
+    )
+    targets: list[str] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="Names of the linear layers that get adapters, such as [q_proj, v_proj]; all-linear is every one "
+        "but the output head.",
+    )
+
+
+class DataConfig(_Part):
+    """What the model is trained on."""
+
+    path: str = Field(
+        "builtin:pydocs",
+        description="A prepared .h5 file, or raw data: .jsonl, .parquet, .txt, .md, or a folder of one of these kinds. "
+        "Raw data is prepared first, into data.cache. builtin:pydocs: question and docstring pairs of this Python.",
+    )
+    eval_path: str | None = Field(
+        None,
+        description="Held-out data in the same forms. builtin:pydocs:heldout is the held-out part of pydocs.",
+    )
+    seq_len: PositiveInt = Field(
+        1024,
+        description="Tokens per row. A longer document is cut here, and counted; memory grows with it.",
+    )
+    packing: bool = Field(
+        True,
+        description="Put several documents into one row, apart in attention and positions: the same gradient with less "
+        "padding. false: one document per row.",
+    )
+    loss_on: Literal["answers", "all"] = Field(
+        "answers",
+        description="answers: only what the assistant says is learned; all: the prompts too.",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="A Jinja file that replaces the tokenizer's chat template; needed where it has none.",
+    )
+    cache: str | None = Field(
+        None,
+        description="The folder for files prepared from raw data; default: data/ in the run directory.",
+    )
+
+
+class BatchConfig(_Part):
+    """How much is learned from in one optimizer step."""
+
+    global_size: PositiveInt = Field(
+        64,
+        description="Rows of data.seq_len per optimizer step over all ranks. It alone decides what is learned; "
+        "accumulation follows from it, whatever the number of ranks.",
+    )
+    micro_size: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Rows per forward pass on one rank. It changes memory and speed, not the gradient. auto: the "
+        "largest that fits.",
+    )
+
+
+class OptimConfig(_Part):
+    """AdamW (arXiv:1711.05101) and its learning rate."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(
+        2e-4, description="The peak learning rate; 2e-4 suits adapters, 1e-5 full fine-tuning."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "cosine",
+        description="How the learning rate falls after the warm-up, over all steps of the run.",
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="Steps over which the learning rate rises from 0."
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="Where linear and cosine end, as a share of lr."
+    )
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.9, description="Decay of the first moment."
+    )
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.999, description="Decay of the second moment."
+    )
+    eps: Annotated[float, Field(gt=0)] = Field(
+        1e-8, description="Keeps the division by the second moment finite."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Decoupled weight decay on trained matrices."
+    )
+    clip_norm: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="The gradient is scaled down to this global L2 norm; 0 leaves it as it is."
+    )
+
+
+class ParallelConfig(_Part):
+    """How the model is spread over the ranks: replicate x shard x tensor x pipeline is the world size."""
+
+    engine: Literal["auto", "native", "deepspeed"] = Field(
+        "auto", description="auto: native PyTorch."
+    )
+    replicate: PositiveInt | None = Field(
+        None,
+        description="Copies of the model that each train on their share of the rows. Unset: chosen.",
+    )
+    shard: PositiveInt | None = Field(
+        None,
+        description="Ranks over which one copy of the weights is split (FSDP2). Unset: chosen.",
+    )
+    tensor: PositiveInt | None = Field(
+        None, description="Ranks over which each matrix product is split."
+    )
+    pipeline: PositiveInt | None = Field(
+        None, description="Stages into which the decoder blocks are cut."
+    )
+    zero_stage: Literal[1, 2, 3] | None = Field(
+        None, description="The DeepSpeed ZeRO stage (arXiv:1910.02054)."
+    )
+    offload_params: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where idle weights wait."
+    )
+    offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where optimizer state lives."
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="full: keep only each decoder block's input and compute the rest again in the backward pass, a "
+        "third more flops for far less memory (arXiv:1604.06174).",
+    )
+
+
+class MemoryConfig(_Part):
+    """The memory governor."""
+
+    governor: Literal["on", "observe", "off"] = Field(
+        "observe",
+        description="observe: sample host and device memory and report; off: do not even look.",
+    )
+    host_limit: Bytes | None = Field(
+        None,
+        description="Bytes of host memory this job may use on a node, where less than the machine's limit.",
+    )
+
+
+class TrainConfig(_Part):
+    """How long and in which way."""
+
+    max_steps: PositiveInt | None = Field(
+        None, description="Optimizer steps; unset: as many as train.epochs asks."
+    )
+    epochs: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Passes over the data, where max_steps is unset."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="Seeds order, adapters and dropout."
+    )
+    deterministic: bool = Field(
+        False,
+        description="Only kernels that give the same bits each time; slower on GPUs, free on CPUs.",
+    )
+    compile: bool = Field(False, description="torch.compile of the decoder blocks.")
+    float8: bool = Field(False, description="float8 matrix products on hardware that has them.")
+    eval_every_steps: PositiveInt | None = Field(
+        None,
+        description="Evaluate on data.eval_path after every so many steps; it is done at the end in any case.",
+    )
+    eval_rows: PositiveInt | None = Field(
+        None, description="Evaluate on only so many rows; unset: all."
+    )
+    time_limit: Seconds | None = Field(
+        None,
+        description="Checkpoint and leave with exit code 75 before so long has passed; under Slurm the job's "
+        "own end time is known and needs no setting.",
+    )
+
+
+class CheckpointConfig(_Part):
+    """When checkpoints are written, how many stay, and from where a run goes on."""
+
+    every_steps: PositiveInt | None = Field(
+        None, description="Save after every so many optimizer steps."
+    )
+    every_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        30.0, description="Save when so many minutes have passed since the last save."
+    )
+    keep: PositiveInt = Field(
+        2, description="Newest checkpoints that stay; older ones are removed after a save."
+    )
+    resume: str = Field(
+        "auto",
+        description="auto: the newest checkpoint of the run directory that verifies, or a fresh start; none: start "
+        "afresh, refused where checkpoints exist; else the path of a checkpoint.",
+    )
+
+
+class RunSettings(_Part):
+    """Where the run lives and what it tells."""
+
+    dir: str = Field(
+        "runs/default", description="The run directory, on a file system that all nodes share."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where there is one, else cpu."
+    )
+    threads: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="CPU threads per rank; auto: the rank's share of the cores it may run on.",
+    )
+    interface: str | None = Field(
+        None,
+        description="The network interface to prefer for rendezvous and CPU collectives, such as ib0.",
+    )
+    timeout: Seconds = Field(
+        1800.0,
+        description="Seconds after which a collective that a rank does not join ends the job.",
+    )
+    tensorboard: bool = Field(True, description="Write tensorboard/ in the run directory.")
+    wandb: bool = Field(False, description="Log to Weights & Biases too.")
+
+
+class RunConfig(_Part):
+    """One run, whole."""
+
+    model: ModelConfig = ModelConfig()
+    tune: TuneConfig = TuneConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunSettings = RunSettings()

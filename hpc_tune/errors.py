@@ -1,0 +1,44 @@
+"""Errors, split by who must act, and the exit codes of the command line."""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USER = 2
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
+
+
+class HpcTuneError(Exception):
+    """An error that was foreseen: its message alone tells the user what to do."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(HpcTuneError):
+    """The configuration or the command line is wrong; the user mends it."""
+
+    exit_code = EXIT_USER
+
+
+class DataError(HpcTuneError):
+    """The training data or the model directory is wrong; the user mends it."""
+
+    exit_code = EXIT_USER
+
+
+class WorldError(HpcTuneError):
+    """The ranks do not form the world that the launcher promised."""
+
+
+class CheckpointError(HpcTuneError):
+    """A checkpoint cannot be written or cannot be used."""
+
+
+class MemoryBudgetError(HpcTuneError):
+    """The work does not fit into the memory of the host or the device."""
+
+
+class RemoteError(HpcTuneError):
+    """Another rank failed and has already printed why; this rank only leaves."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
