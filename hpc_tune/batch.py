@@ -14,15 +14,18 @@ IGNORED_LABEL = -100
 class Batch:
     """Rows of tokens with their next-token labels and the position of each token in its document.
 
-    ``labels_BT[b, t]`` is the token to predict *at* position t (already shifted), or ``IGNORED_LABEL``.
-    ``positions_BT`` starts again at 0 with each document of a packed row: attention must not cross such a start.
-    ``first_row`` is the index of the first row in the global stream of rows; it keys the micro-batch's randomness.
+    ``labels_BT[b, t]`` is the token to predict *at* position t (already shifted), or
+    ``IGNORED_LABEL``. ``positions_BT`` starts again at 0 with each document of a packed row:
+    attention must not cross such a start.
+    ``num_tokens`` counts the tokens of documents, without padding. ``first_row`` is the index of the first row in the global
+    stream of rows; it keys the micro-batch's randomness.
     """
 
     tokens_BT: torch.Tensor
     labels_BT: torch.Tensor
     positions_BT: torch.Tensor
     num_loss_tokens: int
+    num_tokens: int
     first_row: int
 
     @property
@@ -31,7 +34,7 @@ class Batch:
         return self.tokens_BT.shape[0]
 
     def to(self, device: torch.device) -> "Batch":
-        """Return this batch with its tensors on ``device``; the copy from pinned memory does not wait."""
+        """Return this batch on ``device``; a copy from pinned memory does not wait."""
         if device.type == "cpu":
             return self
         return Batch(
@@ -40,6 +43,7 @@ class Batch:
                 for t in (self.tokens_BT, self.labels_BT, self.positions_BT)
             ),
             self.num_loss_tokens,
+            self.num_tokens,
             self.first_row,
         )
 
@@ -50,11 +54,13 @@ class Batch:
             self.labels_BT.pin_memory(),
             self.positions_BT.pin_memory(),
             self.num_loss_tokens,
+            self.num_tokens,
             self.first_row,
         )
 
 
 def empty_batch(first_row: int) -> Batch:
-    """Return a row of one token without a label: it takes part in collectives and changes nothing."""
+    """Return a row of one token without a label: it joins collectives and changes nothing."""
     zeros_BT = torch.zeros(1, 1, dtype=torch.int64)
-    return Batch(zeros_BT, torch.full_like(zeros_BT, IGNORED_LABEL), zeros_BT.clone(), 0, first_row)
+    labels_BT = torch.full_like(zeros_BT, IGNORED_LABEL)
+    return Batch(zeros_BT, labels_BT, zeros_BT.clone(), 0, 0, first_row)

@@ -1,7 +1,8 @@
 """Rank-aware logging, the JSON-lines event writer and the progress display.
 
-Rank 0 speaks for the world: ``log.info`` prints there only. A warning is printed by the rank that has it, with the
-rank in front. Everything goes to stderr, so that a command's result on stdout can be piped.
+Rank 0 speaks for the world: ``log.info`` prints there only. A warning is printed by the rank that
+has it, with the rank in front. Everything goes to stderr, so that a command's result on stdout can
+be piped.
 """
 
 import json
@@ -123,6 +124,13 @@ class Progress:
         rate = (done - self._start) / max(now_s - self._began_s, 1e-9)
         left = f", {format_seconds((self._total - done) / rate)} left" if rate > 0 else ""
         log.info("%s %d/%d  %s%s", self._what, done, self._total, note, left)
+
+    def show(self, done: int, total: int) -> None:
+        """Show progress of work whose total is known only on the way."""
+        self._total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+        self.update(done)
 
     def close(self) -> None:
         """Take the bar off the screen."""

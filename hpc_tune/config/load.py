@@ -1,6 +1,8 @@
-"""YAML file + ``key=value`` overrides -> one frozen ``RunConfig``, or one error that lists every problem.
+"""YAML file + ``key=value`` overrides -> one frozen ``RunConfig``, or one error that lists every
+problem.
 
-defaults <- file.yaml <- key=value ... -> interpolate ${oc.env:SCRATCH} -> validate -> check -> RunConfig
+defaults <- file.yaml <- key=value ... -> interpolate ${oc.env:SCRATCH} -> validate -> check ->
+RunConfig
 """
 
 import difflib
@@ -22,7 +24,8 @@ from hpc_tune.errors import ConfigError
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of ``path`` (None: the embedded default) with ``key=value`` overrides applied.
+    """Return the configuration of ``path`` (None: the embedded default) with ``key=value``
+    overrides applied.
 
     Raises:
         ConfigError: one message that lists all problems found.
@@ -47,13 +50,14 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
         problems += [_explain(e, source) for e in error.errors()]
     if config is not None:
         problems += check(config)
-    if problems or config is None:
+    if problems:
         raise ConfigError(_list(problems))
+    assert config is not None
     return config
 
 
 def check(config: RunConfig) -> list[str]:
-    """Return what is wrong with a configuration whose fields are each valid; empty if it can run."""
+    """Return what is wrong with a configuration whose fields are each valid."""
     problems = [
         f"{name}={value} is not available in hpc_tune yet; {instead}"
         for name, value, refused, instead in (
@@ -93,7 +97,8 @@ def check(config: RunConfig) -> list[str]:
         )
     if config.parallel.replicate not in (None, 1) and config.parallel.shard not in (None, 1):
         problems.append(
-            f"parallel.replicate={config.parallel.replicate} with parallel.shard={config.parallel.shard} "
+            f"parallel.replicate={config.parallel.replicate} with "
+            f"parallel.shard={config.parallel.shard} "
             "is not available in hpc_tune yet; set one of them to 1"
         )
     if config.tune.method == "full" and config.tune.dropout:
@@ -124,7 +129,8 @@ def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
     """Yield (dotted name, type, default, prose) of every field, for the help text."""
     for part_name, part in RunConfig.model_fields.items():
         part_type = part.annotation
-        assert isinstance(part_type, type) and issubclass(part_type, BaseModel)
+        assert isinstance(part_type, type)
+        assert issubclass(part_type, BaseModel)
         for name, field in part_type.model_fields.items():
             yield (
                 f"{part_name}.{name}",

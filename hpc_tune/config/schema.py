@@ -1,6 +1,8 @@
-"""The configuration tree: every field with its unit, its default's reason and its trade-off in prose.
+"""The configuration tree: every field with its unit, its default's reason and its trade-off in
+prose.
 
-The values are frozen. A field that this version cannot honour is refused by ``load.check``, never ignored.
+The values are frozen. A field that this version cannot honour is refused by ``load.check``, never
+ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -28,14 +30,14 @@ class ModelConfig(_Part):
 
     path: str = Field(
         "builtin:tiny",
-        description="A Hugging Face model directory (config.json, safetensors, tokenizer), or builtin:tiny, a small "
-        "Llama-shaped model with a byte tokenizer that needs no download. Names of a hub are not downloaded: compute "
-        "nodes have no internet.",
+        description="A Hugging Face model directory (config.json, safetensors, tokenizer), or "
+        "builtin:tiny, a small Llama-shaped model with a byte tokenizer that needs no download. "
+        "Names of a hub are not downloaded: compute nodes have no internet.",
     )
     dtype: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
-        description="The dtype of weights and arithmetic. auto: bf16 on a GPU that has it, fp32 on a CPU. Adapters and "
-        "their optimizer state stay in fp32 whatever this says.",
+        description="The dtype of weights and arithmetic. auto: bf16 on a GPU that has it, fp32 "
+        "on a CPU. Adapters and their optimizer state stay in fp32 whatever this says.",
     )
 
 
@@ -44,15 +46,17 @@ class TuneConfig(_Part):
 
     method: Literal["lora", "dora", "qlora", "full"] = Field(
         "lora",
-        description="lora: low-rank adapters on a frozen base (arXiv:2106.09685); dora: lora plus a learned magnitude "
-        "(arXiv:2402.09353), slower and often a little better; qlora: lora on a 4-bit base; full: all weights.",
+        description="lora: low-rank adapters on a frozen base (arXiv:2106.09685); dora: lora plus "
+        "a learned magnitude (arXiv:2402.09353), slower and often a little better; qlora: lora on "
+        "a 4-bit base; full: all weights.",
     )
     rank: PositiveInt = Field(
         16, description="The rank of the adapters; memory and flops of the adapter grow with it."
     )
     alpha: Annotated[float, Field(gt=0)] = Field(
         32.0,
-        description="The adapter's output is scaled by alpha / rank; twice the rank is the common choice.",
+        description="The adapter's output is scaled by alpha / rank; twice the rank is the common "
+        "choice.",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -60,8 +64,8 @@ class TuneConfig(_Part):
     )
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear",
-        description="Names of the linear layers that get adapters, such as [q_proj, v_proj]; all-linear is every one "
-        "but the output head.",
+        description="Names of the linear layers that get adapters, such as [q_proj, v_proj]; "
+        "all-linear is every one but the output head.",
     )
 
 
@@ -70,21 +74,24 @@ class DataConfig(_Part):
 
     path: str = Field(
         "builtin:pydocs",
-        description="A prepared .h5 file, or raw data: .jsonl, .parquet, .txt, .md, or a folder of one of these kinds. "
-        "Raw data is prepared first, into data.cache. builtin:pydocs: question and docstring pairs of this Python.",
+        description="A prepared .h5 file, or raw data: .jsonl, .parquet, .txt, .md, or a folder "
+        "of one of these kinds. Raw data is prepared first, into data.cache. builtin:pydocs: "
+        "question and docstring pairs of this Python.",
     )
     eval_path: str | None = Field(
         None,
-        description="Held-out data in the same forms. builtin:pydocs:heldout is the held-out part of pydocs.",
+        description="Held-out data in the same forms. builtin:pydocs:heldout is the held-out part "
+        "of pydocs.",
     )
     seq_len: PositiveInt = Field(
         1024,
-        description="Tokens per row. A longer document is cut here, and counted; memory grows with it.",
+        description="Tokens per row. A longer document is cut here, and counted; memory grows "
+        "with it.",
     )
     packing: bool = Field(
         True,
-        description="Put several documents into one row, apart in attention and positions: the same gradient with less "
-        "padding. false: one document per row.",
+        description="Put several documents into one row, apart in attention and positions: the "
+        "same gradient with less padding. false: one document per row.",
     )
     loss_on: Literal["answers", "all"] = Field(
         "answers",
@@ -92,11 +99,13 @@ class DataConfig(_Part):
     )
     chat_template: str | None = Field(
         None,
-        description="A Jinja file that replaces the tokenizer's chat template; needed where it has none.",
+        description="A Jinja file that replaces the tokenizer's chat template; needed where it "
+        "has none.",
     )
     cache: str | None = Field(
         None,
-        description="The folder for files prepared from raw data; default: data/ in the run directory.",
+        description="The folder for files prepared from raw data; default: data/ in the run "
+        "directory.",
     )
 
 
@@ -105,13 +114,13 @@ class BatchConfig(_Part):
 
     global_size: PositiveInt = Field(
         64,
-        description="Rows of data.seq_len per optimizer step over all ranks. It alone decides what is learned; "
-        "accumulation follows from it, whatever the number of ranks.",
+        description="Rows of data.seq_len per optimizer step over all ranks. It alone decides "
+        "what is learned; accumulation follows from it, whatever the number of ranks.",
     )
     micro_size: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="Rows per forward pass on one rank. It changes memory and speed, not the gradient. auto: the "
-        "largest that fits.",
+        description="Rows per forward pass on one rank. It changes memory and speed, not the "
+        "gradient. auto: the largest that fits.",
     )
 
 
@@ -149,14 +158,15 @@ class OptimConfig(_Part):
 
 
 class ParallelConfig(_Part):
-    """How the model is spread over the ranks: replicate x shard x tensor x pipeline is the world size."""
+    """How the model is spread: replicate x shard x tensor x pipeline is the world size."""
 
     engine: Literal["auto", "native", "deepspeed"] = Field(
         "auto", description="auto: native PyTorch."
     )
     replicate: PositiveInt | None = Field(
         None,
-        description="Copies of the model that each train on their share of the rows. Unset: chosen.",
+        description="Copies of the model that each train on their share of the rows. Unset: "
+        "chosen.",
     )
     shard: PositiveInt | None = Field(
         None,
@@ -179,8 +189,8 @@ class ParallelConfig(_Part):
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="full: keep only each decoder block's input and compute the rest again in the backward pass, a "
-        "third more flops for far less memory (arXiv:1604.06174).",
+        description="full: keep only each decoder block's input and compute the rest again in the "
+        "backward pass, a third more flops for far less memory (arXiv:1604.06174).",
     )
 
 
@@ -193,7 +203,8 @@ class MemoryConfig(_Part):
     )
     host_limit: Bytes | None = Field(
         None,
-        description="Bytes of host memory this job may use on a node, where less than the machine's limit.",
+        description="Bytes of host memory this job may use on a node, where less than the "
+        "machine's limit.",
     )
 
 
@@ -217,15 +228,16 @@ class TrainConfig(_Part):
     float8: bool = Field(False, description="float8 matrix products on hardware that has them.")
     eval_every_steps: PositiveInt | None = Field(
         None,
-        description="Evaluate on data.eval_path after every so many steps; it is done at the end in any case.",
+        description="Evaluate on data.eval_path after every so many steps; it is done at the end "
+        "in any case.",
     )
     eval_rows: PositiveInt | None = Field(
         None, description="Evaluate on only so many rows; unset: all."
     )
     time_limit: Seconds | None = Field(
         None,
-        description="Checkpoint and leave with exit code 75 before so long has passed; under Slurm the job's "
-        "own end time is known and needs no setting.",
+        description="Checkpoint and leave with exit code 75 before so long has passed; under "
+        "Slurm the job's own end time is known and needs no setting.",
     )
 
 
@@ -243,8 +255,9 @@ class CheckpointConfig(_Part):
     )
     resume: str = Field(
         "auto",
-        description="auto: the newest checkpoint of the run directory that verifies, or a fresh start; none: start "
-        "afresh, refused where checkpoints exist; else the path of a checkpoint.",
+        description="auto: the newest checkpoint of the run directory that verifies, or a fresh "
+        "start; none: start afresh, refused where checkpoints exist; else the path of a "
+        "checkpoint.",
     )
 
 
@@ -263,7 +276,8 @@ class RunSettings(_Part):
     )
     interface: str | None = Field(
         None,
-        description="The network interface to prefer for rendezvous and CPU collectives, such as ib0.",
+        description="The network interface to prefer for rendezvous and CPU collectives, such as "
+        "ib0.",
     )
     timeout: Seconds = Field(
         1800.0,

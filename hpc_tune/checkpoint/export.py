@@ -1,0 +1,191 @@
+"""A checkpoint -> files that other tools load: a peft adapter, or a merged model.
+
+Everything is streamed tensor by tensor: merging holds one base tensor and its change at a time.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.log import Progress
+from hpc_tune.model.weights import (
+    PIECE_BYTES,
+    Region,
+    TensorIndex,
+    index_model_directory,
+    regions_of,
+    write_regions,
+)
+
+SHARD_BYTES = 2 << 30
+_ADAPTER_PREFIX = "base_model.model."
+
+
+def export_adapter(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> Path:
+    """Write the adapter of a checkpoint as a directory that stock peft loads.
+
+    Raises:
+        ConfigError: if the run had no adapter. CheckpointError: if files are damaged.
+    """
+    if tune.method == "full":
+        raise ConfigError("tune.method=full has no adapter; export --to merged writes the model")
+    from hpc_tune.model.build import lora_config
+
+    index = checkpoint_index(checkpoint)
+    names = [n for n in index.pieces if n.startswith(_ADAPTER_PREFIX)]
+    with _replacing(out) as temporary:
+        regions = regions_of({name: _read(index, name) for name in names})
+        write_regions(temporary / "adapter_model.safetensors", regions)
+        config = lora_config(tune)
+        config.base_model_name_or_path = str(base.resolve())
+        config.inference_mode = True
+        if tune.targets == "all-linear":
+            config.target_modules = {n.split(".lora_")[0].rpartition(".")[2] for n in names}
+        config.save_pretrained(temporary)
+        _copy_tokenizer(base, temporary)
+    return out
+
+
+def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> Path:
+    """Write base plus adapter (or the fully tuned weights) as a Hugging Face model directory.
+
+    Each tensor keeps the dtype it has in the base. One tensor is held at a time.
+
+    Raises:
+        CheckpointError, DataError: if files are damaged or belong to another model.
+    """
+    trained, stored = checkpoint_index(checkpoint), index_model_directory(base)
+    merged = _Merged(trained, stored, tune)
+    shards = _shards(stored)
+    progress = Progress("merging", len(stored.pieces))
+    weight_map: dict[str, str] = {}
+    with _replacing(out) as temporary:
+        for number, names in enumerate(shards, 1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            write_regions(temporary / file, [merged.region(name) for name in names])
+            weight_map |= dict.fromkeys(names, file)
+            progress.update(len(weight_map))
+        index = {"metadata": {"total_size": stored.num_bytes}, "weight_map": weight_map}
+        (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        for file_path in sorted(base.iterdir()):
+            if _is_companion(file_path):
+                shutil.copyfile(file_path, temporary / file_path.name)
+    progress.close()
+    return out
+
+
+def checkpoint_index(checkpoint: Path) -> TensorIndex:
+    """Return the index of a checkpoint's tensors.
+
+    Raises:
+        CheckpointError: if there are none, or a file is damaged.
+    """
+    files = sorted(checkpoint.glob("rank-*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{checkpoint} has no rank-*.safetensors: it is no checkpoint")
+    return TensorIndex(files, CheckpointError)
+
+
+class _Merged:
+    """The tensors of the merged model, each made when it is asked for."""
+
+    def __init__(self, trained: TensorIndex, stored: TensorIndex, tune: TuneConfig) -> None:
+        self._trained, self._stored, self._tune = trained, stored, tune
+        suffix = ".lora_A.weight"
+        self._adapted: dict[str, str] = {}
+        for name in trained.pieces:
+            if name.startswith(_ADAPTER_PREFIX) and name.endswith(suffix):
+                layer = name.removesuffix(suffix)
+                self._adapted[self._base_name(layer)] = layer
+
+    def _base_name(self, layer: str) -> str:
+        path = layer.removeprefix(_ADAPTER_PREFIX) + ".weight"
+        for candidate in (path, path.partition(".")[2]):
+            if candidate in self._stored.pieces:
+                return candidate
+        raise CheckpointError(f"the base model has no {path}, which the adapter changes")
+
+    def region(self, name: str) -> Region:
+        shape, dtype = self._stored.shapes[name], self._stored.dtypes[name]
+        return Region(name, dtype, shape, (0,) * len(shape), shape, lambda: self._tensor(name))
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        out = torch.empty(self._stored.shapes[name], dtype=self._stored.dtypes[name])
+        if name in self._trained.pieces:
+            self._trained.fill(out, name)
+        elif name in self._adapted:
+            self._add_adapter(out, name, self._adapted[name])
+        else:
+            self._stored.fill(out, name)
+        return out
+
+    def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
+        """W + (alpha / rank) B A by blocks of rows; DoRA: each row scaled to its magnitude."""
+        a, b = (_read(self._trained, f"{layer}.lora_{x}.weight") for x in "AB")
+        scaling = self._tune.alpha / self._tune.rank
+        rows = max(1, PIECE_BYTES // (4 * out.shape[1]))
+        for start in range(0, out.shape[0], rows):
+            block = torch.empty(out[start : start + rows].shape, dtype=torch.float32)
+            self._stored.fill(block, name, (start, 0))
+            block.addmm_(b[start : start + rows], a, alpha=scaling)
+            if self._tune.method == "dora":
+                magnitude = _read(self._trained, f"{layer}.lora_magnitude_vector.weight")
+                wanted = magnitude[start : start + rows]
+                block *= (wanted / block.norm(dim=1)).unsqueeze(1)
+            out[start : start + rows] = block
+
+
+def _read(index: TensorIndex, name: str) -> torch.Tensor:
+    tensor = torch.empty(index.shapes[name], dtype=index.dtypes[name])
+    index.fill(tensor, name)
+    return tensor
+
+
+def _shards(stored: TensorIndex) -> list[list[str]]:
+    """Cut the tensors into files of about SHARD_BYTES, in name order."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in sorted(stored.pieces):
+        num_bytes = torch.Size(stored.shapes[name]).numel() * stored.dtypes[name].itemsize
+        if shards[-1] and filled + num_bytes > SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += num_bytes
+    return shards
+
+
+def _is_companion(file: Path) -> bool:
+    """Whether a file of the base directory belongs to the model but is not its weights."""
+    return file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(
+        ".safetensors.index.json"
+    )
+
+
+def _copy_tokenizer(base: Path, out: Path) -> None:
+    for file in sorted(base.iterdir()):
+        if _is_companion(file) and file.name.startswith(("tokenizer", "special", "chat_template")):
+            shutil.copyfile(file, out / file.name)
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """Give a temporary folder that becomes ``out`` when the block ends well, else is removed."""
+    temporary = out.with_name(out.name + ".tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

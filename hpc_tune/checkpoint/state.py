@@ -1,0 +1,100 @@
+"""What a checkpoint's manifest carries besides tensors, and which of it must match on resume.
+
+Every field of the configuration is of one of three kinds: it *must match* (another value would
+continue a different run), it *warns* (the run goes on, but not as the uninterrupted one would
+have), or it is *free* (world size, layout, micro-batch, offload, paths, logging).
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import CheckpointError, ConfigError
+
+MUST_MATCH = (
+    "tune.method",
+    "tune.rank",
+    "tune.alpha",
+    "tune.dropout",
+    "tune.targets",
+    "data.seq_len",
+    "data.packing",
+    "batch.global_size",
+    "train.seed",
+)
+WARN = (
+    "model.dtype",
+    "optim.lr",
+    "optim.schedule",
+    "optim.warmup_steps",
+    "optim.min_lr_ratio",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.eps",
+    "optim.weight_decay",
+    "optim.clip_norm",
+)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything that the next step depends on, but the tensors. All JSON types.
+
+    Randomness needs no state: order, adapters and dropout are functions of (seed, sample).
+    ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
+    """
+
+    step: int
+    total_steps: int
+    model_identity: str
+    loader: dict[str, Any]
+    layout: dict[str, int]
+    micro_size: int
+    config: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], where: str) -> "RunState":
+        """Return the state of a manifest.
+
+        Raises:
+            CheckpointError: if fields are missing or unknown.
+        """
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise CheckpointError(f"{where}: its state cannot be used: {error}") from None
+
+
+def compare(saved: RunState, config: RunConfig, identity: str, total_steps: int) -> list[str]:
+    """Return warnings for a resume of ``saved`` with ``config``.
+
+    Raises:
+        ConfigError: lists every difference that must not be.
+    """
+    now = config.model_dump()
+    refused: list[str] = []
+    warnings: list[str] = []
+    if saved.model_identity != identity:
+        refused.append("model.path: it is another model than the checkpoint's")
+    for name in (*MUST_MATCH, *WARN):
+        part, _, field = name.partition(".")
+        before, after = saved.config.get(part, {}).get(field), now[part][field]
+        if before != after:
+            found = f"{name}: {before} in the checkpoint, {after} now"
+            (refused if name in MUST_MATCH else warnings).append(found)
+    if saved.total_steps != total_steps:
+        warnings.append(
+            f"the run has {total_steps} steps now and had {saved.total_steps}: "
+            "the learning rate follows the new length"
+        )
+    if refused:
+        raise ConfigError(
+            "the checkpoint is of another run and cannot be resumed:\n"
+            + "\n".join(f"  - {line}" for line in refused)
+            + "\nUse the old values, another run.dir, or checkpoint.resume=none in an empty one."
+        )
+    return warnings

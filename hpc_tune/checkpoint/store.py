@@ -1,0 +1,187 @@
+"""The commit protocol of checkpoints. It knows files and hashes, no tensors.
+
+Writing step 100, in this order:
+
+    1  checkpoints/step-00000100.tmp/            made by rank 0, after any leftover of it is removed
+    2  rank-*.safetensors                        written and synced by the ranks
+    3  manifest.json                             step, state, size and SHA-256 of each file; synced
+    4  fsync of the .tmp folder
+    5  rename to step-00000100, fsync of checkpoints/
+    6  older checkpoints: renamed to .tmp, then removed
+
+A checkpoint is valid if its name has no .tmp, its manifest's own hash is right, and every file it
+names has the size and hash it says. So a reader treats a .tmp folder as nothing at all (a save, or
+a removal, that was cut off), and refuses by name a folder whose files were damaged later. The only
+operation that makes a checkpoint appear is the rename of step 5, which is atomic within one folder
+on local disks, NFS and Lustre; no locks are used.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.errors import CheckpointError
+from hpc_tune.log import log
+from hpc_tune.model.weights import WrittenFile
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_READ_BYTES = 1 << 20
+
+
+class Store:
+    """The ``checkpoints`` folder of a run. Only rank 0 calls the methods that write."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self._keep = folder, keep
+
+    def steps(self) -> list[Path]:
+        """Return the committed checkpoints, oldest first, without looking inside."""
+        if not self.folder.is_dir():
+            return []
+        named = [(m, p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
+        return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint that verifies; say which ones were refused and why."""
+        for path in reversed(self.steps()):
+            try:
+                verify(path)
+            except CheckpointError as error:
+                log.warning("refused a checkpoint: %s; trying the one before", error)
+            else:
+                return path
+        return None
+
+    def begin(self, step: int) -> Path:
+        """Make and return the folder to write step ``step`` into.
+
+        Raises:
+            CheckpointError: if the file system refuses.
+        """
+        temporary = self.folder / f"step-{step:08d}.tmp"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"{temporary} cannot be made: {error}") from None
+        return temporary
+
+    def commit(self, temporary: Path, state: dict[str, Any], files: Iterable[WrittenFile]) -> Path:
+        """Make a written folder a checkpoint, remove older ones, and return its path.
+
+        Raises:
+            CheckpointError: if the file system refuses; older checkpoints are then untouched.
+        """
+        body = {
+            "format": FORMAT,
+            "files": {f.name: {"bytes": f.num_bytes, "sha256": f.sha256} for f in files},
+            "state": state,
+        }
+        final = temporary.with_suffix("")
+        try:
+            _write_synced(temporary / MANIFEST, {**body, "sha256": _hash_of(body)})
+            _sync_folder(temporary)
+            if final.exists():  # only one that verify() refused is ever written again
+                _remove(final)
+            temporary.rename(final)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise CheckpointError(f"{final} cannot be committed: {error}") from None
+        self.prune()
+        return final
+
+    def prune(self) -> None:
+        """Remove all but the newest ``keep`` checkpoints."""
+        for path in self.steps()[: -self._keep]:
+            try:
+                _remove(path)
+            except OSError as error:
+                log.warning("an old checkpoint could not be removed: %s", error)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the state in a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: if it is missing or damaged, or of another format.
+    """
+    return _read_manifest(path)["state"]
+
+
+def verify(path: Path) -> None:
+    """Read every byte of a checkpoint.
+
+    Raises:
+        CheckpointError: names the first file that is missing, cut off or damaged.
+    """
+    for name, entry in _read_manifest(path)["files"].items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+            if size != entry["bytes"]:
+                raise CheckpointError(f"{file} has {size} bytes, expected {entry['bytes']}")
+            if _hash_file(file) != entry["sha256"]:
+                raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's")
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        body = {key: manifest[key] for key in ("format", "files", "state")}
+        intact = manifest["sha256"] == _hash_of(body)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error!r}") from None
+    if not intact:
+        raise CheckpointError(f"{file} is damaged: its SHA-256 does not fit its content")
+    if body["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {body['format']}, this version of hpc_tune reads {FORMAT}"
+        )
+    return body
+
+
+def _hash_of(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_file(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_synced(file: Path, content: dict[str, Any]) -> None:
+    with file.open("w", encoding="utf-8") as out:
+        json.dump(content, out, indent=1, sort_keys=True)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Take a checkpoint's name away first, so that a removal cut off leaves only a .tmp."""
+    doomed = path.with_name(path.name + ".old.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,204 @@
+"""The command line. Nothing here imports torch before the arguments are known to be good."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_tune import __version__
+from hpc_tune.config.load import describe_fields, load_config
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
+from hpc_tune.log import configure
+from hpc_tune.world.discover import rank_hint
+
+COMMANDS = {
+    "train": "fine-tune a model (the default command)",
+    "prepare": "turn raw data into one prepared .h5 file",
+    "export": "write a checkpoint as a peft adapter or a merged model",
+    "generate": "answer a prompt with a tuned model",
+    "inspect": "list and verify the checkpoints of a run",
+}
+OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print what is wrong before the launcher ends it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or (arguments[0] not in COMMANDS and arguments[0] not in ("-h", "--help")):
+        if arguments[:1] and not arguments[0].startswith("-") and "=" not in arguments[0]:
+            return _refuse(ConfigError(_unknown_command(arguments[0])))
+        arguments.insert(0, "train")
+    if arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return EXIT_DONE
+    command, rest = arguments[0], arguments[1:]
+    configure(rank_hint(os.environ))
+    try:
+        match command:
+            case "train":
+                return _train(rest)
+            case "prepare":
+                return _prepare(rest)
+            case "export":
+                return _export(rest)
+            case "generate":
+                return _generate(rest)
+            case _:
+                return _inspect(rest)
+    except HpcTuneError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _train(arguments: list[str]) -> int:
+    parser = _parser("train", config=True)
+    parser.add_argument("--version", action="version", version=f"hpc_tune {__version__}")
+    config = _config_of(parser, arguments)
+    from hpc_tune.train.run import run
+
+    return run(config)
+
+
+def _prepare(arguments: list[str]) -> int:
+    parser = _parser("prepare", config=True)
+    parser.add_argument("--out", required=True, help="the .h5 file to write")
+    options, config = _options_and_config(parser, arguments)
+    from hpc_tune.train.preparing import run_prepare
+
+    return run_prepare(config, Path(options.out))
+
+
+def _export(arguments: list[str]) -> int:
+    parser = _parser("export")
+    parser.add_argument("run", help="a run directory or one of its checkpoints")
+    parser.add_argument("--to", choices=("adapter", "merged"), required=True)
+    parser.add_argument("--out", help="the directory to write; default: RUN/export/adapter|merged")
+    options = parser.parse_args(arguments)
+    from hpc_tune.checkpoint.export import export_adapter, export_merged
+    from hpc_tune.checkpoint.locate import locate
+
+    found = locate(Path(options.run))
+    out = Path(options.out) if options.out else found.run_dir / "export" / options.to
+    write = export_adapter if options.to == "adapter" else export_merged
+    print(write(found.checkpoint, found.config.tune, found.base, out))
+    return EXIT_DONE
+
+
+def _generate(arguments: list[str]) -> int:
+    parser = _parser("generate")
+    parser.add_argument("--run", help="a run directory or one of its checkpoints")
+    parser.add_argument("--model", help="a model directory, instead of --run")
+    parser.add_argument("--base", action="store_true", help="with --run: without the adapter")
+    parser.add_argument("--prompt", required=True, help="what the user says; - reads stdin")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if (options.run is None) == (options.model is None):
+        raise ConfigError("generate needs --run RUN_DIR or --model MODEL_DIR, one of them")
+    from hpc_tune.generate import answer
+
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    print(
+        answer(
+            run=Path(options.run) if options.run else None,
+            model=Path(options.model) if options.model else None,
+            with_adapter=not options.base,
+            prompt=prompt,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+    )
+    return EXIT_DONE
+
+
+def _inspect(arguments: list[str]) -> int:
+    parser = _parser("inspect")
+    parser.add_argument("run", help="a run directory or one of its checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every byte and check it")
+    options = parser.parse_args(arguments)
+    from hpc_tune.checkpoint.locate import describe
+
+    lines, all_valid = describe(Path(options.run), options.verify)
+    print("\n".join(lines))
+    return EXIT_DONE if all_valid else 1
+
+
+def _parser(command: str, config: bool = False) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m hpc_tune {command}",
+        description=COMMANDS[command],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if config:
+        parser.add_argument("--config", metavar="FILE", help="YAML; without it: a tiny default")
+        parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of FILE")
+        parser.epilog = _fields_text()
+    return parser
+
+
+def _config_of(parser: argparse.ArgumentParser, arguments: list[str]) -> RunConfig:
+    return _options_and_config(parser, arguments)[1]
+
+
+def _options_and_config(
+    parser: argparse.ArgumentParser, arguments: list[str]
+) -> tuple[Any, RunConfig]:
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        raise ConfigError(
+            f"unknown argument {unknown[0]}; settings are written key=value, such as "
+            f"{unknown[0].lstrip('-') or 'train.seed'}=..., see --help"
+        )
+    return options, load_config(options.config, options.overrides)
+
+
+def _refuse(error: HpcTuneError) -> int:
+    """Print the error on rank 0; the others stay silent, and let it speak before they leave."""
+    if rank_hint(os.environ) == 0:
+        print(f"hpc_tune: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(OTHER_RANKS_WAIT_S)
+    return error.exit_code
+
+
+def _unknown_command(word: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{word!r} is neither a command ({', '.join(COMMANDS)}) nor key=value{hint}"
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        f"hpc_tune {__version__}: fine-tune large language models on HPC clusters\n\n"
+        "usage: python -m hpc_tune [COMMAND] [--config FILE] [key=value ...]\n"
+        "       mpirun -np 16 python -m hpc_tune --config FILE\n\n"
+        f"commands (COMMAND --help says more):\n{commands}\n\n{_fields_text()}"
+    )
+
+
+def _fields_text() -> str:
+    import textwrap
+
+    lines = ["settings (in FILE as part: {key: value}, or part.key=value):"]
+    for name, kind, default, prose in describe_fields():
+        shown = (
+            "unset"
+            if default is None
+            else str(default).lower()
+            if default in (True, False) and isinstance(default, bool)
+            else default
+        )
+        lines.append(f"  {name} = {shown}  ({kind})")
+        lines += textwrap.wrap(prose, 92, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)

@@ -1,0 +1,281 @@
+"""The file of prepared data: its format and its reader.
+
+One HDF5 file that describes itself. All datasets are contiguous and uncompressed, so each of them
+is one range of bytes that can be memory-mapped without HDF5::
+
+    /  (attributes)        format, version, content, tokenizer, tokenizer_fingerprint, vocab_size,
+       |                   seq_len, loss_on, source, counters (JSON), hpc_tune_version
+       +- tokens               uint16 or uint32 [num_tokens]    the documents one after the other
+       +- loss_mask            uint8 [num_tokens]               1: learned as a target
+       +- documents/offsets    int64 [num_documents + 1]        i: tokens[offsets[i]:offsets[i + 1]]
+       +- documents/by_length  uint32 or int64 [num_documents]  numbers, stably sorted by length
+       +- lengths/values       int64 [num_lengths]              the distinct lengths, rising
+       +- lengths/counts       int64 [num_lengths]              how many documents have each
+
+The reader takes the datasets' places from HDF5, closes it and maps the bytes with numpy: no HDF5
+handle is inherited through a fork, no HDF5 lock is taken on a parallel file system, and opening
+costs the same for ten documents as for ten million. The mapped pages are page cache, which the
+kernel takes back under pressure, not memory of the process.
+"""
+
+import json
+import mmap
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint
+from hpc_tune.errors import DataError
+
+FORMAT = "hpc_tune tokens"
+VERSION = 1
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
+
+_DTYPES = {
+    "tokens": ("uint16", "uint32"),
+    "loss_mask": ("uint8",),
+    "documents/offsets": ("int64",),
+    "documents/by_length": ("uint32", "int64"),
+    "lengths/values": ("int64",),
+    "lengths/counts": ("int64",),
+}
+
+
+@dataclass
+class Counters:
+    """What became of the examples of a source."""
+
+    examples: int = 0
+    documents: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    truncated: int = 0
+    split: int = 0
+    last_answer_only: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, reason: str) -> None:
+        """Count one example that gives no document."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def add(self, other: "Counters") -> None:
+        """Add another part's counts to these."""
+        for name, value in asdict(other).items():
+            if name != "dropped":
+                setattr(self, name, getattr(self, name) + value)
+        for reason, count in other.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    def __str__(self) -> str:
+        """Return one line for a person."""
+        parts = [
+            f"{self.examples:,} examples -> {self.documents:,} documents, {self.tokens:,} tokens,"
+            f" {self.loss_tokens:,} of them learned"
+        ]
+        if self.truncated:
+            parts.append(f"{self.truncated:,} cut at seq_len")
+        if self.split:
+            parts.append(f"{self.split:,} texts split into pieces of seq_len")
+        if self.last_answer_only:
+            parts.append(
+                f"{self.last_answer_only:,} learn only their last answer"
+                " (the chat template renders earlier turns differently later)"
+            )
+        parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """The file's description of itself."""
+
+    content: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    seq_len: int
+    loss_on: str
+    source: str
+    counters: Counters
+    hpc_tune_version: str
+
+
+class TokenStore:
+    """Read access to prepared data: memory-mapped, without any HDF5 handle, safe through fork."""
+
+    def __init__(self, path: Path, attributes: Attributes, arrays: dict[str, np.ndarray]) -> None:
+        """Use ``TokenStore.open``."""
+        self.path = path
+        self.attributes = attributes
+        self.tokens = arrays["tokens"]
+        self.loss_mask = arrays["loss_mask"]
+        self.offsets = arrays["documents/offsets"]
+        self.by_length = arrays["documents/by_length"]
+        self.length_values = np.array(arrays["lengths/values"])
+        self.length_counts = np.array(arrays["lengths/counts"])
+
+    @classmethod
+    def open(cls, path: str | Path) -> "TokenStore":
+        """Map the file at ``path``.
+
+        Raises:
+            DataError: if it is missing, no HDF5, another format, cut off, or contradicts itself.
+        """
+        path = Path(path)
+        _require_hdf5(path)
+        try:
+            with h5py.File(path, "r", locking=False) as opened:
+                attributes = _read_attributes(path, opened)
+                places = {name: _find(path, opened, name) for name in _DTYPES}
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read as HDF5 ({error}); it may have been cut off while it was"
+                f" copied. Copy it again, or {PREPARE_AGAIN}"
+            ) from error
+        with path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        arrays = {
+            name: np.frombuffer(pages, dtype, length, offset)
+            for name, (offset, dtype, length) in places.items()
+        }
+        store = cls(path, attributes, arrays)
+        store._check()
+        return store
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the file."""
+        return len(self.by_length)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the file."""
+        return len(self.tokens)
+
+    def length(self, document: int) -> int:
+        """Return the number of tokens of a document."""
+        return int(self.offsets[document + 1]) - int(self.offsets[document])
+
+    def document(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return views of a document's tokens and loss mask, both of shape [length]."""
+        start, stop = int(self.offsets[document]), int(self.offsets[document + 1])
+        return self.tokens[start:stop], self.loss_mask[start:stop]
+
+    def require_tokenizer(self, tokenizer: FastTokenizer) -> None:
+        """Check that ``tokenizer``, chat template included, is the one that the file was made with.
+
+        Raises:
+            DataError: if it is another one: its numbers would mean other words.
+        """
+        found, made_with = fingerprint(tokenizer), self.attributes.tokenizer_fingerprint
+        if found != made_with:
+            raise DataError(
+                f"{self.path} was prepared with the tokenizer {self.attributes.tokenizer}"
+                f" (fingerprint {made_with[:12]}, {self.attributes.vocab_size} tokens), but the"
+                f" model's tokenizer is {describe(tokenizer)} ({found[:12]}, {len(tokenizer)}"
+                " tokens); vocabulary, special tokens and chat template must be the same. Set"
+                f" model.path or data.chat_template to what it was made with, or {PREPARE_AGAIN}"
+            )
+
+    def _check(self) -> None:
+        """Check what can be checked without reading the documents."""
+        values, counts = self.length_values, self.length_counts
+        wrong = [
+            what
+            for what, is_right in {
+                "no documents": self.num_documents > 0,
+                "tokens and loss_mask differ in size": len(self.loss_mask) == self.num_tokens,
+                "offsets do not fit the documents": len(self.offsets) == self.num_documents + 1,
+                "lengths are not rising": len(values) == len(counts)
+                and bool((np.diff(values) > 0).all())
+                and bool((values > 0).all()),
+                "lengths do not add up to the documents": int(counts.sum()) == self.num_documents,
+                "lengths do not add up to the tokens": int(values @ counts) == self.num_tokens,
+                "offsets do not end at the last token": len(self.offsets) > 0
+                and int(self.offsets[0]) == 0
+                and int(self.offsets[-1]) == self.num_tokens,
+            }.items()
+            if not is_right
+        ]
+        if wrong:
+            raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN}")
+
+
+def _require_hdf5(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(f"there is no prepared data file at {path}; {PREPARE_AGAIN}")
+    with path.open("rb") as file:
+        start = file.read(len(HDF5_MAGIC))
+    if start != HDF5_MAGIC:
+        raise DataError(
+            f"{path} is not an HDF5 file (it starts with {start!r}); data.path takes a file made by"
+            " `python -m hpc_tune prepare`, or raw data as .jsonl, .parquet, .txt or .md"
+        )
+
+
+def _read_attributes(path: Path, file: h5py.File) -> Attributes:
+    found = dict(file.attrs)
+    if found.get("format") != FORMAT:
+        raise DataError(
+            f"{path} is an HDF5 file of another kind (format attribute: {found.get('format')!r},"
+            f" expected {FORMAT!r}); {PREPARE_AGAIN}"
+        )
+    if int(found.get("version", 0)) != VERSION:
+        raise DataError(
+            f"{path} has version {found.get('version')} of the format, this hpc_tune reads version"
+            f" {VERSION}; {PREPARE_AGAIN}"
+        )
+    try:
+        return Attributes(
+            content=str(found["content"]),
+            tokenizer=str(found["tokenizer"]),
+            tokenizer_fingerprint=str(found["tokenizer_fingerprint"]),
+            vocab_size=int(found["vocab_size"]),
+            seq_len=int(found["seq_len"]),
+            loss_on=str(found["loss_on"]),
+            source=str(found["source"]),
+            counters=Counters(**json.loads(found["counters"])),
+            hpc_tune_version=str(found["hpc_tune_version"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN}") from error
+
+
+def _find(path: Path, file: h5py.File, name: str) -> tuple[int, Any, int]:
+    """Return where a dataset's bytes are: (offset, dtype, length)."""
+    group: Any = file
+    for part in name.split("/"):
+        link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
+        if link is None:
+            raise DataError(f"{path} has no dataset {name}; {PREPARE_AGAIN}")
+        if not isinstance(link, h5py.HardLink):
+            raise DataError(
+                f"{path}: {name} is a {type(link).__name__} to another place; prepared data is one"
+                f" self-contained file; {PREPARE_AGAIN}"
+            )
+        group = group[part]
+    dataset = group
+    if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
+        raise DataError(f"{path}: {name} is not a one-dimensional dataset; {PREPARE_AGAIN}")
+    offset = dataset.id.get_offset()
+    if dataset.dtype.name not in _DTYPES[name] or dataset.dtype.byteorder == ">":
+        raise DataError(
+            f"{path}: {name} holds {dataset.dtype}, expected {' or '.join(_DTYPES[name])};"
+            f" {PREPARE_AGAIN}"
+        )
+    if dataset.external or dataset.is_virtual or dataset.chunks or offset is None:
+        raise DataError(
+            f"{path}: {name} is stored in chunks, compressed, or in another file; it must be"
+            f" contiguous. Was the file repacked? {PREPARE_AGAIN}"
+        )
+    end, size = offset + dataset.size * dataset.dtype.itemsize, path.stat().st_size
+    if end > size:
+        raise DataError(
+            f"{path} is cut off: {name} ends at byte {end}, the file at {size}; copy it again, or"
+            f" {PREPARE_AGAIN}"
+        )
+    return offset, dataset.dtype, dataset.size

@@ -1,0 +1,264 @@
+"""Prepared data -> the micro-batches of one rank for each optimizer step.
+
+    RowOrder (pack.py): stream row -> documents
+    step: rows [start, start + global_size) -> this rank's residue -> micro-batches -> Batch
+
+Which rows a step has depends on how many were consumed, and on nothing else: not on the number of
+ranks, not on the micro-batch size. So the whole state is one number, and resuming at any place
+takes no time. A thread builds steps ahead under a byte budget; what it has built is consumed only
+when it is handed out.
+
+Shapes: B rows, T tokens per row.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
+from hpc_tune.data.ahead import Ahead
+from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.pack import ORDER_VERSION, RowOrder
+from hpc_tune.errors import CheckpointError
+from hpc_tune.log import log
+
+PREFETCH_BYTES = 64 << 20
+ROUND_TO = 8
+BYTES_PER_TOKEN = 3 * 8  # tokens, labels and positions, int64
+_State = dict[str, Any]
+
+
+class Loader:
+    """Deals the stream of rows to the data-parallel ranks, step by step."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        seq_len: int,
+        packing: bool,
+        seed: int,
+        global_size: int,
+        total_rows: int,
+        rank: int = 0,
+        size: int = 1,
+        micro_size: int = 1,
+        prefetch_bytes: int = PREFETCH_BYTES,
+    ) -> None:
+        """Pack the store's length histogram; no document is read yet.
+
+        ``rank`` and ``size`` are those of the data-parallel axis. ``total_rows`` is where the
+        stream ends; ``global_size`` rows go into each step over all ranks, fewer into the last one.
+        """
+        self._store, self._seq_len, self._global_size = store, seq_len, global_size
+        self._rank, self._size, self._micro_size = rank, size, micro_size
+        self._identity: _State = {
+            "order": ORDER_VERSION,
+            "content": store.attributes.content,
+            "seq_len": seq_len,
+            "packing": packing,
+            "seed": seed,
+        }
+        self._order = RowOrder(
+            store.length_values,
+            store.length_counts,
+            store.by_length,
+            seq_len=seq_len,
+            packing=packing,
+            seed=seed,
+        )
+        self.total_rows = total_rows
+        self._rows = 0
+        self._ahead = Ahead(self._build, prefetch_bytes, self._step_bytes())
+        if rank == 0:
+            _warn_of_cuts(store, seq_len)
+
+    @property
+    def num_rows_per_epoch(self) -> int:
+        """Rows in which each document comes once."""
+        return self._order.num_rows
+
+    @property
+    def padding(self) -> float:
+        """The share of the rows' tokens that packing leaves empty."""
+        return self._order.padding
+
+    @property
+    def rows(self) -> int:
+        """Rows consumed so far, over all ranks."""
+        return self._rows
+
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed so far."""
+        return self._rows / self._order.num_rows
+
+    def next_step(self) -> list[Batch]:
+        """Return this rank's micro-batches for the next step: the same number on every rank.
+
+        An empty list means on every rank that the stream has ended.
+
+        Raises:
+            DataError: what the thread that builds ahead ran into.
+        """
+        if self._rows >= self.total_rows:
+            return []
+        batches = self._ahead.take(self._rows)
+        self._rows = self._after(self._rows)
+        return batches
+
+    def state(self) -> _State:
+        """Return the place in the stream; steps built ahead do not count."""
+        return {"rows": self._rows, **self._identity}
+
+    def restore(self, state: _State) -> None:
+        """Go to the place that ``state`` names; takes no time, on any number of ranks.
+
+        Raises:
+            CheckpointError: if it is a place in another stream.
+        """
+        differing = [
+            f"{name}: {state.get(name)!r} in the checkpoint, {value!r} now"
+            for name, value in self._identity.items()
+            if state.get(name) != value
+        ]
+        if differing or not isinstance(state.get("rows"), int):
+            raise CheckpointError(
+                "the checkpoint's place in the data is for another order of samples"
+                f" ({'; '.join(differing) or 'it has no row number'}); use the same prepared data,"
+                " data.seq_len, data.packing and train.seed, or start anew with"
+                " checkpoint.resume=none"
+            )
+        self._rows = state["rows"]
+        self._ahead.restart(self._rows)
+
+    def set_micro_size(self, rows: int) -> None:
+        """Cut the coming steps into micro-batches of another size; built steps are dropped."""
+        self._micro_size = rows
+        self._ahead.restart(self._rows)
+
+    def set_prefetch(self, num_bytes: int) -> None:
+        """Bound what is built ahead; 0 frees it and builds each step when it is asked for."""
+        self._ahead.set_limit(num_bytes)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ahead.close()
+
+    def _after(self, rows: int) -> int:
+        return min(rows + self._global_size, self.total_rows)
+
+    def _step_bytes(self) -> int:
+        """Return the most that a step of this rank takes: rows * seq_len * 24 bytes."""
+        return -(-self._global_size // self._size) * self._seq_len * BYTES_PER_TOKEN
+
+    def _build(self, start: int) -> tuple[list[Batch], int] | None:
+        """Build the step that begins at stream row ``start``; None behind the end of the stream."""
+        stop, micro_size = self._after(start), self._micro_size
+        if start >= stop:
+            return None
+        most_rows = -(-(stop - start) // self._size)
+        mine = range(start + self._rank, stop, self._size)
+        batches = []
+        for at in range(0, most_rows, micro_size):
+            rows = mine[at : at + micro_size]
+            documents = [
+                [self._store.document(d) for d in self._order.documents_of(r)] for r in rows
+            ]
+            batches.append(
+                make_batch(documents, self._seq_len, rows[0]) if rows else empty_batch(start)
+            )
+        return batches, stop
+
+
+def _warn_of_cuts(store: TokenStore, seq_len: int) -> None:
+    prepared, num_cut = store.attributes.seq_len, store.attributes.counters.truncated
+    num_longer = int(store.length_counts[store.length_values > seq_len].sum())
+    if num_longer:
+        log.warning(
+            "%d of %d documents in %s are longer than data.seq_len=%d and are cut there",
+            num_longer,
+            store.num_documents,
+            store.path,
+            seq_len,
+        )
+    if prepared < seq_len and num_cut:
+        log.warning(
+            "%s was prepared with seq_len %d: %d documents are cut there, although data.seq_len is"
+            " %d; prepare it again to keep more of them",
+            store.path,
+            prepared,
+            num_cut,
+            seq_len,
+        )
+
+
+def make_batch(
+    rows: list[list[tuple[np.ndarray, np.ndarray]]], seq_len: int, first_row: int
+) -> Batch:
+    """Lay rows of documents (tokens, loss mask) out as a batch, padded to the longest row.
+
+    The padding is a document of its own: its positions begin at 0, its labels are ignored.
+    """
+    longest = max(sum(min(len(tokens), seq_len) for tokens, _ in row) for row in rows)
+    width = min(-(-longest // ROUND_TO) * ROUND_TO, seq_len)
+    tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
+    labels_BT = np.full((len(rows), width), IGNORED_LABEL, dtype=np.int64)
+    positions_BT = np.empty((len(rows), width), dtype=np.int64)
+    counting = np.arange(width)
+    num_loss_tokens = num_tokens = 0
+    for number, row in enumerate(rows):
+        at = 0
+        for tokens, loss_mask in row:
+            length = min(len(tokens), seq_len)
+            tokens_BT[number, at : at + length] = tokens[:length]
+            positions_BT[number, at : at + length] = counting[:length]
+            learned = np.flatnonzero(loss_mask[1:length])
+            labels_BT[number, at + learned] = tokens[1:length][learned]
+            num_loss_tokens += len(learned)
+            at += length
+        num_tokens += at
+        positions_BT[number, at:] = counting[: width - at]
+    return Batch(
+        torch.from_numpy(tokens_BT),
+        torch.from_numpy(labels_BT),
+        torch.from_numpy(positions_BT),
+        num_loss_tokens,
+        num_tokens,
+        first_row,
+    )
+
+
+def eval_batches(
+    store: TokenStore,
+    *,
+    seq_len: int,
+    packing: bool,
+    num_rows: int | None = None,
+    rank: int = 0,
+    size: int = 1,
+    micro_size: int = 1,
+) -> Iterator[Batch]:
+    """Yield this rank's part of a fixed sample of rows: the same ones whatever the world.
+
+    ``num_rows`` None means all. Every rank gets the same number of batches; ``empty_batch`` fills
+    up.
+    """
+    loader = Loader(
+        store,
+        seq_len=seq_len,
+        packing=packing,
+        seed=0,
+        global_size=size * micro_size,
+        total_rows=0,
+        rank=rank,
+        size=size,
+        micro_size=micro_size,
+        prefetch_bytes=0,
+    )
+    all_rows = loader.num_rows_per_epoch
+    loader.total_rows = all_rows if num_rows is None else min(num_rows, all_rows)
+    while batches := loader.next_step():
+        yield from batches

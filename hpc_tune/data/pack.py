@@ -1,0 +1,149 @@
+"""Which documents share a row, and in which order the rows come. Pure.
+
+    histogram of lengths -> patterns (a multiset of lengths, and how many rows have it)
+    stream row -> epoch, position -> shuffled row -> pattern, k -> by_length[the k-th of a length]
+
+Packing works on the histogram, not on documents (M. M. Krell et al., "Efficient Sequence Packing
+without Cross-contamination", arXiv:2107.02027): ten million documents pack in the time that their
+few thousand lengths take, and no array per document or per row is ever made. The order is a pure
+function of (seed, epoch, position). It does not know how many ranks there are, and any position of
+it is found at once.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpc_tune.data.shuffle import Shuffle
+
+ORDER_VERSION = 1  # another one for each change after which a seed gives another order
+_Items = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """``num_rows`` rows that each hold ``copies`` documents of each ``length`` in ``items``."""
+
+    items: _Items
+    num_rows: int
+
+
+def pack(histogram: dict[int, int], seq_len: int) -> list[Pattern]:
+    """Pack documents {length: count} into rows of ``seq_len`` by best fit decreasing.
+
+    Longest first, each document goes into the fullest row that still takes it. All documents of one
+    length are placed together: the rows that are alike so far, and stay alike, are one pattern with
+    a count.
+    """
+    open_patterns: dict[int, list[Pattern]] = {}
+    spaces: list[int] = []  # the keys of open_patterns, rising
+
+    def put(pattern: Pattern, space: int) -> None:
+        if pattern.num_rows:
+            if space not in open_patterns:
+                open_patterns[space] = []
+                insort(spaces, space)
+            open_patterns[space].append(pattern)
+
+    for length in sorted(histogram, reverse=True):
+        assert 0 < length <= seq_len, f"length {length} is outside 1..{seq_len}"
+        left = histogram[length]
+        while left:
+            at = bisect_left(spaces, length)
+            if at == len(spaces):
+                put(Pattern((), left), seq_len)  # empty rows, more than needed: left out below
+                continue
+            space = spaces[at]
+            pattern = open_patterns[space].pop()
+            if not open_patterns[space]:
+                del open_patterns[space], spaces[at]
+            copies = space // length
+            full = min(pattern.num_rows, left // copies)
+            rest = left - full * copies if full < pattern.num_rows else 0  # fewer than copies
+            put(Pattern((*pattern.items, (length, copies)), full), space - copies * length)
+            put(Pattern((*pattern.items, (length, rest)), int(rest > 0)), space - rest * length)
+            untouched = pattern.num_rows - full - bool(rest)
+            put(Pattern(pattern.items, untouched), space)
+            left -= full * copies + rest
+    return [
+        pattern for _, group in sorted(open_patterns.items()) for pattern in group if pattern.items
+    ]
+
+
+def one_per_row(histogram: dict[int, int]) -> list[Pattern]:
+    """Give each document a row of its own."""
+    return [Pattern(((length, 1),), count) for length, count in sorted(histogram.items())]
+
+
+class RowOrder:
+    """The endless stream of rows: in each epoch each document once, in rows composed afresh."""
+
+    def __init__(
+        self,
+        length_values: np.ndarray,
+        length_counts: np.ndarray,
+        by_length: Sequence[int] | np.ndarray,
+        *,
+        seq_len: int,
+        packing: bool,
+        seed: int,
+    ) -> None:
+        """Pack the histogram (``length_values`` rising, ``length_counts``).
+
+        ``by_length`` holds document numbers sorted by length; documents of ``seq_len`` or more
+        tokens count as ``seq_len``: they are the tail of it.
+        """
+        clipped = np.minimum(length_values, seq_len)
+        lengths, first = np.unique(clipped, return_index=True)
+        counts = np.add.reduceat(length_counts, first)
+        starts = np.cumsum(counts) - counts
+        self._counts = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
+        self._starts = dict(zip(lengths.tolist(), starts.tolist(), strict=True))
+        self._by_length, self._seed, self._seq_len = by_length, seed, seq_len
+        self.patterns = pack(self._counts, seq_len) if packing else one_per_row(self._counts)
+        self._firsts = _first_documents(self.patterns)
+        self._row_stops = np.cumsum([pattern.num_rows for pattern in self.patterns]).tolist()
+        self.num_rows: int = self._row_stops[-1]
+        self._epoch = -1
+        self._shuffles: dict[int, Shuffle] = {}
+
+    @property
+    def padding(self) -> float:
+        """The share of an epoch's ``num_rows * seq_len`` places that hold no document."""
+        used = sum(length * count for length, count in self._counts.items())
+        return 1 - used / (self.num_rows * self._seq_len)
+
+    def documents_of(self, stream_row: int) -> list[int]:
+        """Return the document numbers in row ``epoch * num_rows + position`` of the stream."""
+        epoch, position = divmod(stream_row, self.num_rows)
+        row = self._shuffle(epoch, 0, self.num_rows)(position)
+        number = bisect_right(self._row_stops, row)
+        pattern = self.patterns[number]
+        row -= self._row_stops[number] - pattern.num_rows
+        documents = []
+        for (length, copies), first in zip(pattern.items, self._firsts[number], strict=True):
+            shuffle = self._shuffle(epoch, length, self._counts[length])
+            for k in range(first + row * copies, first + (row + 1) * copies):
+                documents.append(int(self._by_length[self._starts[length] + shuffle(k)]))
+        return documents
+
+    def _shuffle(self, epoch: int, length: int, n: int) -> Shuffle:
+        """Return the epoch's shuffle of the documents of one length; length 0 means of the rows."""
+        if epoch != self._epoch:
+            self._epoch, self._shuffles = epoch, {}
+        if length not in self._shuffles:
+            self._shuffles[length] = Shuffle(n, self._seed, epoch, length)
+        return self._shuffles[length]
+
+
+def _first_documents(patterns: list[Pattern]) -> list[list[int]]:
+    """Return, per pattern and item, how many documents of its length earlier patterns use."""
+    used: dict[int, int] = {}
+    firsts = []
+    for pattern in patterns:
+        firsts.append([used.get(length, 0) for length, _ in pattern.items])
+        for length, copies in pattern.items:
+            used[length] = used.get(length, 0) + copies * pattern.num_rows
+    return firsts

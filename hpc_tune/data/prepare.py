@@ -1,0 +1,315 @@
+"""Raw data -> the file of prepared data: in parallel, the same bytes for any number of ranks.
+
+    plan       every rank   path -> chunks, and a folder for parts beside the output
+    tokenize   rank r       chunks r, r + size, ... -> one part file each
+    assemble   rank 0       parts in the order of the chunks -> the HDF5 file; the folder is removed
+
+The caller waits and agrees on errors between the steps; nothing here waits for another rank. The
+folder's name holds a hash of the data and the settings, so that a killed run's finished parts are
+used by the next one, on whatever number of ranks, and never by a run with other settings.
+
+Memory: one line (or 4 MiB of plain text, or one Parquet batch) with its tokens, and one call of the
+tokenizer (about 25 MB), whatever the file's size.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from hpc_tune import __version__
+from hpc_tune.data.encode import Encoder, LossOn
+from hpc_tune.data.layout import VERSION, Attributes, Counters, TokenStore
+from hpc_tune.data.sources import Chunk, identity, is_builtin, list_chunks, read_chunk
+from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint
+from hpc_tune.data.writer import Block, token_dtype, write_store
+from hpc_tune.errors import DataError, HpcTuneError
+
+STALE_S = 24 * 3600
+_PART_END = b"hpctpart"
+_HEADER = np.dtype([("documents", "<i8"), ("tokens", "<i8")])
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be prepared, and where its parts are kept meanwhile."""
+
+    source: str
+    out: Path
+    chunks: tuple[Chunk, ...]
+    seq_len: int
+    loss_on: LossOn
+    fingerprint: str
+    tokenizer: str
+    vocab_size: int
+    parts: Path
+
+    def part(self, number: int) -> Path:
+        """Return the place of a chunk's tokens."""
+        return self.parts / f"{number:08d}.part"
+
+
+def cache_name(
+    path: str, tokenizer: FastTokenizer, *, seq_len: int, loss_on: LossOn = "answers"
+) -> str:
+    """Return a file name for data prepared from ``path``.
+
+    It is another one if the source, the settings or the tokenizer change.
+    """
+    stem = path.replace(":", "-") if is_builtin(path) else Path(path).stem
+    return f"{stem}-{_key(path, fingerprint(tokenizer), seq_len, loss_on)}.h5"
+
+
+def plan(
+    path: str,
+    out: str | Path,
+    tokenizer: FastTokenizer,
+    *,
+    seq_len: int,
+    loss_on: LossOn = "answers",
+) -> Plan:
+    """Look at the source and say what has to be done; reads no data and writes nothing.
+
+    Raises:
+        DataError: if the source is missing, empty or of no known kind, or the tokenizer is not a
+        fast one.
+    """
+    out, mark = Path(out), fingerprint(tokenizer)
+    key = _key(path, mark, seq_len, loss_on)
+    return Plan(
+        source=path,
+        out=out,
+        chunks=tuple(list_chunks(path)),
+        seq_len=seq_len,
+        loss_on=loss_on,
+        fingerprint=mark,
+        tokenizer=describe(tokenizer),
+        vocab_size=len(tokenizer),
+        parts=out.with_name(f".{out.name}.{key}.parts"),
+    )
+
+
+def tokenize(
+    work: Plan,
+    tokenizer: FastTokenizer,
+    rank: int = 0,
+    size: int = 1,
+    *,
+    threads: int | None = None,
+    report: Report | None = None,
+) -> None:
+    """Write the parts of this rank's chunks; parts that are there already are kept.
+
+    ``threads`` is the number of cores that this rank may use for the tokenizer; None leaves that to
+    the environment. ``report(done, total)`` is called after each chunk of this rank.
+
+    Raises:
+        DataError: for raw data that cannot be used, with its place.
+    """
+    work.parts.mkdir(parents=True, exist_ok=True)
+    mine = range(rank, len(work.chunks), size)
+    with _tokenizer_threads(threads):
+        for done, number in enumerate(mine, 1):
+            if not _is_complete(work.part(number)):
+                _write_part(work, number, Encoder(tokenizer, work.seq_len, work.loss_on))
+            if report is not None:
+                report(done, len(mine))
+
+
+def assemble(work: Plan) -> Counters:
+    """Join all parts into ``work.out`` and remove them; for one rank, after all have tokenised.
+
+    Raises:
+        DataError: if parts are missing, or no example is left.
+    """
+    counters, histogram = Counters(), np.zeros(work.seq_len + 1, dtype=np.int64)
+    for number in range(len(work.chunks)):
+        counters.add(_scan_part(_open_part(work, number), histogram))
+    if not counters.documents:
+        reasons = "; ".join(f"{n} dropped: {why}" for why, n in counters.dropped.items())
+        raise DataError(
+            f"{work.source} gives no example to learn from"
+            f" ({reasons or 'it holds no records'}); expected at least one"
+        )
+    attributes = Attributes(
+        content="",
+        tokenizer=work.tokenizer,
+        tokenizer_fingerprint=work.fingerprint,
+        vocab_size=work.vocab_size,
+        seq_len=work.seq_len,
+        loss_on=work.loss_on,
+        source=work.source,
+        counters=counters,
+        hpc_tune_version=__version__,
+    )
+    lengths = np.flatnonzero(histogram)
+    counts = dict(zip(lengths.tolist(), histogram[lengths].tolist(), strict=True))
+    write_store(work.out, _all_blocks(work), counts, attributes)
+    shutil.rmtree(work.parts, ignore_errors=True)
+    _remove_stale(work.out)
+    return counters
+
+
+def raise_it(error: BaseException | None) -> None:
+    """Agree with nobody: what a world of one rank does with an error."""
+    if error is not None:
+        raise error
+
+
+def prepare(
+    path: str,
+    out: str | Path,
+    tokenizer: FastTokenizer,
+    *,
+    seq_len: int,
+    loss_on: LossOn = "answers",
+    rank: int = 0,
+    size: int = 1,
+    agree: Callable[[BaseException | None], None] = raise_it,
+    threads: int | None = None,
+    report: Report | None = None,
+) -> Counters:
+    """Do all three steps; every rank calls it and gets the counters.
+
+    ``agree(error)`` is called by every rank after each step, and must raise everywhere if any rank
+    brings an error; it is also what makes the ranks wait for each other, so its time-out must be
+    longer than the tokenising.
+    """
+    work: Plan | None = None
+    error: BaseException | None = None
+    try:
+        work = plan(path, out, tokenizer, seq_len=seq_len, loss_on=loss_on)
+        tokenize(work, tokenizer, rank, size, threads=threads, report=report)
+    except (HpcTuneError, OSError) as caught:
+        error = caught
+    agree(error)
+    assert work is not None, "agree() must raise when a rank brings an error"
+    try:
+        if rank == 0:
+            assemble(work)
+    except (HpcTuneError, OSError) as caught:
+        error = caught
+    agree(error)
+    return TokenStore.open(work.out).attributes.counters
+
+
+def _key(path: str, mark: str, seq_len: int, loss_on: str) -> str:
+    facts = [VERSION, __version__, identity(path), mark, seq_len, loss_on]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _tokenizer_threads(threads: int | None) -> Iterator[None]:
+    """Give the tokenizer its share of the cores: ranks with all cores each would fight for them.
+
+    The size of its thread pool is read once in the life of a process, TOKENIZERS_PARALLELISM at
+    each call.
+    """
+    if threads is None:
+        yield
+        return
+    wanted = {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
+    if threads > 1 and "RAYON_NUM_THREADS" not in os.environ:
+        wanted["RAYON_NUM_THREADS"] = str(threads)
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _write_part(work: Plan, number: int, encoder: Encoder) -> None:
+    """Write a chunk as blocks (header, lengths, tokens, mask), and the counters at the end."""
+    part = work.part(number)
+    temporary = part.with_suffix(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for block in encoder.encode(read_chunk(work.chunks[number])):
+                header = np.array([(len(block.lengths), len(block.tokens))], dtype=_HEADER)
+                file.write(header.tobytes())
+                file.write(block.lengths.astype("<i8").tobytes())
+                file.write(block.tokens.tobytes())
+                file.write(block.loss_mask.tobytes())
+            counters = json.dumps(asdict(encoder.counters)).encode()
+            file.write(np.array([(-1, len(counters))], dtype=_HEADER).tobytes())
+            file.write(counters + _PART_END)
+        os.replace(temporary, part)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _is_complete(part: Path) -> bool:
+    try:
+        with part.open("rb") as file:
+            file.seek(-len(_PART_END), os.SEEK_END)
+            return file.read() == _PART_END
+    except OSError:
+        return False
+
+
+def _open_part(work: Plan, number: int) -> "_Part":
+    if not _is_complete(work.part(number)):
+        raise DataError(
+            f"the tokens of chunk {number + 1} of {len(work.chunks)} are missing in {work.parts};"
+            " the folder of the prepared file must be on a file system that all nodes share. Set"
+            " data.cache to such a folder"
+        )
+    return _Part(work.part(number), token_dtype(work.vocab_size))
+
+
+@dataclass(frozen=True)
+class _Part:
+    path: Path
+    dtype: np.dtype
+
+    def blocks(self) -> Iterator[Block]:
+        with self.path.open("rb") as file:
+            while (header := _read(file, _HEADER, 1)[0])["documents"] >= 0:
+                lengths = _read(file, np.dtype("<i8"), header["documents"])
+                tokens = _read(file, self.dtype, header["tokens"])
+                yield Block(lengths, tokens, _read(file, np.dtype(np.uint8), header["tokens"]))
+
+
+def _scan_part(part: _Part, histogram: np.ndarray) -> Counters:
+    """Add a part's lengths to the histogram, passing over its tokens; return its counters."""
+    with part.path.open("rb") as file:
+        while (header := _read(file, _HEADER, 1)[0])["documents"] >= 0:
+            lengths = _read(file, np.dtype("<i8"), header["documents"])
+            histogram += np.bincount(lengths, minlength=len(histogram))
+            file.seek(int(header["tokens"]) * (part.dtype.itemsize + 1), os.SEEK_CUR)
+        return Counters(**json.loads(file.read(int(header["tokens"]))))
+
+
+def _all_blocks(work: Plan) -> Iterator[Block]:
+    for number in range(len(work.chunks)):
+        yield from _open_part(work, number).blocks()
+
+
+def _read(file: BinaryIO, dtype: np.dtype, count: int) -> np.ndarray:
+    data = file.read(int(count) * dtype.itemsize)
+    if len(data) < int(count) * dtype.itemsize:
+        raise DataError(f"{file.name} is cut off; remove its folder and prepare again")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _remove_stale(out: Path) -> None:
+    """Remove the parts that killed runs with other settings left here a day ago or more."""
+    for folder in out.parent.glob(f".{out.name}.*.parts"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,193 @@
+"""Writes the file of prepared data: streaming, deterministic, under its name only when complete.
+
+HDF5 makes the (still empty) contiguous datasets; their bytes are then written in place by plain
+writes, so that memory does not grow with the data and a full disk is an error, not a SIGBUS.
+Temporary name, fsync, rename, fsync of the folder.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpc_tune.data.layout import FORMAT, VERSION, Attributes
+
+SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
+
+
+@dataclass(frozen=True)
+class Block:
+    """Documents one after the other: lengths [documents], tokens and loss mask [their sum]."""
+
+    lengths: np.ndarray
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest unsigned type that holds every token number."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def write_store(
+    path: Path, blocks: Iterable[Block], histogram: dict[int, int], attributes: Attributes
+) -> None:
+    """Write documents to ``path``; ``histogram`` says beforehand how many there are of each length.
+
+    ``attributes.content`` is replaced by a hash of the documents. If anything fails, nothing is
+    left behind, and what was at ``path`` before is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        places = _allocate(temporary, histogram, token_dtype(attributes.vocab_size))
+        with temporary.open("r+b", buffering=0) as file:
+            content = _fill(file.fileno(), places, blocks, histogram)
+        _write_attributes(temporary, replace(attributes, content=content))
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` survive a crash, where the file system lets us ask for it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _allocate(
+    path: Path, histogram: dict[int, int], tokens: np.dtype
+) -> dict[str, tuple[int, np.dtype]]:
+    """Make the HDF5 file with its datasets, unwritten; return where each begins and its type."""
+    num_documents = sum(histogram.values())
+    num_tokens = sum(length * count for length, count in histogram.items())
+    documents = np.dtype(np.uint32 if num_documents < 1 << 32 else np.int64)
+    shapes = {
+        "tokens": (num_tokens, tokens),
+        "loss_mask": (num_tokens, np.dtype(np.uint8)),
+        "documents/offsets": (num_documents + 1, np.dtype(np.int64)),
+        "documents/by_length": (num_documents, documents),
+        "lengths/values": (len(histogram), np.dtype(np.int64)),
+        "lengths/counts": (len(histogram), np.dtype(np.int64)),
+    }
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    properties.set_obj_track_times(False)  # the same documents give the same bytes
+    places = {}
+    with h5py.File(path, "w", locking=False, alignment_threshold=64, alignment_interval=64) as file:
+        for group in ("documents", "lengths"):
+            file.create_group(group)
+        for name, (length, dtype) in shapes.items():
+            kind = h5py.h5t.py_create(dtype.newbyteorder("<"), logical=True)
+            space = h5py.h5s.create_simple((length,))
+            dataset = h5py.h5d.create(file.id, name.encode(), kind, space, dcpl=properties)
+            places[name] = (dataset.get_offset(), dtype)
+    return places
+
+
+def _fill(
+    file: int,
+    places: dict[str, tuple[int, np.dtype]],
+    blocks: Iterable[Block],
+    histogram: dict[int, int],
+) -> str:
+    """Write every dataset's bytes; return the hash of the documents."""
+    values = np.array(sorted(histogram), dtype=np.int64)
+    counts = np.array([histogram[length] for length in values.tolist()], dtype=np.int64)
+    sorter = _ByLength(file, *places["documents/by_length"], values, counts)
+    hashes = [hashlib.blake2b(digest_size=32) for _ in range(3)]
+    ends = {name: places[name][0] for name in ("tokens", "loss_mask", "documents/offsets")}
+
+    def append(name: str, array: np.ndarray, hashed: Any = None) -> None:
+        data = np.ascontiguousarray(array, dtype=places[name][1]).view(np.uint8).data
+        if hashed is not None:
+            hashed.update(data)
+        _write(file, data, ends[name])
+        ends[name] += len(data)
+
+    num_tokens = 0
+    append("documents/offsets", np.zeros(1, np.int64))
+    for block in blocks:
+        offsets = num_tokens + np.cumsum(block.lengths, dtype=np.int64)
+        append("documents/offsets", offsets, hashes[0])
+        append("tokens", block.tokens, hashes[1])
+        append("loss_mask", block.loss_mask, hashes[2])
+        sorter.add(block.lengths)
+        num_tokens = int(offsets[-1]) if len(offsets) else num_tokens
+    sorter.flush()
+    expected = int(values @ counts)
+    assert num_tokens == expected, f"blocks hold {num_tokens} tokens, the histogram {expected}"
+    _write(file, values.view(np.uint8).data, places["lengths/values"][0])
+    _write(file, counts.view(np.uint8).data, places["lengths/counts"][0])
+    return hashlib.sha256(b"".join(h.digest() for h in hashes)).hexdigest()
+
+
+class _ByLength:
+    """Sorts document numbers by length, stably, as they stream past (counting sort on the disk)."""
+
+    def __init__(
+        self, file: int, place: int, dtype: np.dtype, values: np.ndarray, counts: np.ndarray
+    ) -> None:
+        self._file, self._place, self._dtype = file, place, dtype
+        starts = np.cumsum(counts) - counts
+        self._next = dict(zip(values.tolist(), starts.tolist(), strict=True))
+        self._held: list[np.ndarray] = []
+        self._num_held = self._num_done = 0
+
+    def add(self, lengths: np.ndarray) -> None:
+        self._held.append(np.asarray(lengths, dtype=np.int64))
+        self._num_held += len(lengths)
+        if self._num_held >= SCATTER_DOCUMENTS:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._num_held:
+            return
+        lengths = np.concatenate(self._held)
+        order = np.argsort(lengths, kind="stable")
+        numbers = (order + self._num_done).astype(self._dtype)
+        for value, start, stop in _runs(lengths[order]):
+            place = self._place + self._next[value] * self._dtype.itemsize
+            _write(self._file, numbers[start:stop].view(np.uint8).data, place)
+            self._next[value] += stop - start
+        self._num_done += self._num_held
+        self._held, self._num_held = [], 0
+
+
+def _runs(rising: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Yield (value, start, stop) for each run of equal values."""
+    starts = np.flatnonzero(np.diff(rising, prepend=rising[0] - 1))
+    stops = np.append(starts[1:], len(rising))
+    yield from zip(rising[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
+
+
+def _write(file: int, data: memoryview, place: int) -> None:
+    """Write all bytes at ``place``; a single call may write fewer."""
+    while len(data):
+        written = os.pwrite(file, data[: 1 << 30], place)
+        data, place = data[written:], place + written
+
+
+def _write_attributes(path: Path, attributes: Attributes) -> None:
+    values = asdict(attributes)
+    values["counters"] = json.dumps(values["counters"], sort_keys=True)
+    with h5py.File(path, "r+", locking=False) as file:
+        file.attrs["format"] = FORMAT
+        file.attrs["version"] = VERSION
+        for name, value in values.items():
+            file.attrs[name] = value

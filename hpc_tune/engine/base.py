@@ -1,0 +1,43 @@
+"""The seam between the loop and the engines: what every engine offers, and nothing more."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hpc_tune.batch import Batch
+from hpc_tune.model.weights import WrittenFile
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave, the same on every rank but for ``comm_s``.
+
+    ``loss`` is the mean over the step's global loss tokens. ``grad_norm`` is the L2 norm before
+    clipping. ``comm_s`` is the time this rank spent in the step's explicit collectives, waiting for
+    other ranks included; None where the layout hides them in the model's own work.
+    """
+
+    loss: float
+    grad_norm: float
+    comm_s: float | None
+
+
+class Engine(Protocol):
+    """A model spread over the ranks. Every method is collective: all ranks call it."""
+
+    def train_step(self, batches: Sequence[Batch], global_tokens: int, lr: float) -> StepResult:
+        """Do one optimizer step on all micro-batches of this rank.
+
+        The loss is the token sum over all ranks divided by ``global_tokens``, so neither the number
+        of ranks nor the micro-batches change the gradient.
+        """
+
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
+        """Return (loss sum, loss tokens) over all ranks, each of which brings equally many."""
+
+    def save(self, directory: Path) -> WrittenFile | None:
+        """Write this rank's regions of trained weights and optimizer state into ``directory``."""
+
+    def load(self, directory: Path, step: int) -> None:
+        """Read what any layout saved after ``step`` optimizer steps into this one."""

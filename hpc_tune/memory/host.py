@@ -1,0 +1,100 @@
+"""Host memory as the kernel counts it against this job.
+
+The limit is the tightest one on the way from the process's own cgroup up to the root (in Slurm the
+leaf says max and the limit sits on an ancestor), else Slurm's own word, else the machine's RAM.
+What counts against it is anonymous, shared and unevictable memory; page cache is given back by the
+kernel before anything is killed and does not count.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
+
+
+@dataclass(frozen=True)
+class HostLimit:
+    """The bytes this node grants the job, who says so, and where usage under it is counted."""
+
+    num_bytes: int
+    source: str
+    cgroup: Path | None = None
+
+
+def find_limit(
+    configured: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+    proc: Path = Path("/proc"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+) -> HostLimit:
+    """Return the tightest limit on host memory that this process is under, in bytes."""
+    limits = list(_cgroup_limits(proc, cgroups))
+    if megabytes := environ.get("SLURM_MEM_PER_NODE"):
+        limits.append(HostLimit(int(megabytes) << 20, "SLURM_MEM_PER_NODE"))
+    limits.append(HostLimit(_meminfo(proc)["MemTotal"], "the machine's RAM"))
+    found = min(limits, key=lambda limit: limit.num_bytes)
+    if configured is not None and configured < found.num_bytes:
+        return HostLimit(configured, "memory.host_limit", found.cgroup)
+    return found
+
+
+def used_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
+    """Return the bytes in use that count against ``limit``, of all processes under it."""
+    if limit.cgroup is None:
+        info = _meminfo(proc)
+        return info["MemTotal"] - info["MemAvailable"]
+    stat = _fields(limit.cgroup / "memory.stat")
+    if "total_rss" in stat:  # v1: rss excludes shared memory, which is listed apart
+        return stat["total_rss"] + stat.get("total_shmem", 0) + stat.get("total_unevictable", 0)
+    return stat["anon"] + stat["shmem"] + stat.get("unevictable", 0)
+
+
+def own_bytes(proc: Path = Path("/proc")) -> int:
+    """Return this process's anonymous and shared bytes (RssAnon + RssShmem)."""
+    status = _fields(proc / "self" / "status", separator=":")
+    return (status["RssAnon"] + status["RssShmem"]) * 1024
+
+
+def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
+    """Yield every limit from this process's cgroup up to the root, v2 and v1."""
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            roots, name = [cgroups, cgroups / "unified"], "memory.max"
+        elif "memory" in controllers.split(","):
+            roots, name = [cgroups / "memory"], "memory.limit_in_bytes"
+        else:
+            continue
+        for root in roots:
+            group = root / path.lstrip("/")
+            # Inside a container the path can name the host's tree: then its root is ours.
+            for folder in (group, *group.parents):
+                if not folder.is_relative_to(root):
+                    break
+                text = "".join(_lines(folder / name)).strip()
+                if text.isdigit() and int(text) < _UNLIMITED:
+                    yield HostLimit(int(text), f"{folder / name}", folder)
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    return {k: v * 1024 for k, v in _fields(proc / "meminfo", separator=":").items()}
+
+
+def _fields(file: Path, separator: str | None = None) -> dict[str, int]:
+    """Return the ``name number`` lines of a kernel file."""
+    fields = {}
+    for line in _lines(file):
+        name, *values = line.split(separator, 1)
+        words = values[0].split() if values else []
+        if words and words[0].isdigit():
+            fields[name] = int(words[0])
+    return fields
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

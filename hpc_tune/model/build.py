@@ -1,0 +1,273 @@
+"""A model directory -> a model on the meta device -> weights in their place.
+
+read_shape      config.json only: what can be checked before any rank starts work
+build           the module tree with adapters, no byte of weights
+(the engine shards and allocates it)
+load_weights    each rank reads its own regions; adapters and buffers get their first values
+"""
+
+import hashlib
+import json
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.model.loss import LossModel
+from hpc_tune.model.weights import TensorIndex, index_model_directory, local_region
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype that ``model.dtype`` means on this device (auto: bf16 on a GPU with it)."""
+    if name == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_bf16 else torch.float32
+    return _DTYPES[name]
+
+
+def read_shape(directory: Path) -> Any:
+    """Return the transformers config of a model directory; nothing is fetched or executed.
+
+    Raises:
+        DataError: if the directory or its config.json is missing or is not a causal LM's.
+    """
+    if not directory.is_dir():
+        raise DataError(
+            f"model.path={directory}: no such directory. It must be a Hugging Face model directory "
+            "(config.json, *.safetensors, tokenizer.json); models are not downloaded in a run, "
+            "because compute nodes have no internet. On the login node: hf download NAME "
+            "--local-dir DIR"
+        )
+    if not (directory / "config.json").is_file():
+        raise DataError(f"model.path={directory}: no config.json in it; is it a model directory?")
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise DataError(f"{directory}/config.json cannot be used: {error}") from None
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise DataError(f"{directory}: model_type {config.model_type} is not a causal LM")
+    return config
+
+
+def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
+    """Return the fast tokenizer of a model directory, with ``chat_template`` (a file) if given.
+
+    Raises:
+        DataError: if it is missing or has no fast form; or if the template file is missing.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        raise DataError(f"{directory}: no usable tokenizer ({_first_line(error)})") from None
+    if not tokenizer.is_fast:
+        raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"data.chat_template={chat_template}: {error}") from None
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model on the meta device and where its weights are.
+
+    ``base_names`` maps a parameter's name in ``module`` to its name in the model directory.
+    ``saved_names`` maps a trained parameter's name to the one it has in checkpoints and exports:
+    peft's for adapters, the model directory's for full fine-tuning.
+    """
+
+    module: LossModel
+    config: Any
+    directory: Path
+    index: TensorIndex
+    base_names: dict[str, str]
+    saved_names: dict[str, str]
+    tune: TuneConfig
+    dtype: torch.dtype
+    seed: int
+
+    @property
+    def identity(self) -> str:
+        """A hash over the names and shapes of the base's tensors and its config's numbers."""
+        shapes = sorted((name, list(shape)) for name, shape in self.index.shapes.items())
+        numbers = {
+            key: value
+            for key, value in self.config.to_dict().items()
+            if isinstance(value, (int, float, str)) and not key.startswith(("_", "transformers"))
+        }
+        return hashlib.sha256(json.dumps([shapes, numbers], sort_keys=True).encode()).hexdigest()
+
+
+def build(directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int) -> BuiltModel:
+    """Build the model of ``directory`` with its adapters on the meta device.
+
+    Frozen weights have ``dtype``; trained ones are fp32, and with tune.method=full all are.
+
+    Raises:
+        DataError: if the directory is unusable. ConfigError: if tune.targets match no layer.
+    """
+    config = read_shape(directory)
+    index = index_model_directory(directory)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32 if tune.method == "full" else dtype,
+            attn_implementation="sdpa",
+        )
+    model.config.use_cache = False
+    names = {id(p): n for n, p in model.named_parameters()}
+    root: nn.Module = model if tune.method == "full" else _with_adapters(model, tune)
+    module = LossModel(root, config)
+    module.train()
+    base_names, missing = {}, []
+    for name, parameter in module.named_parameters():
+        if id(parameter) in names:
+            stored = _stored_name(names[id(parameter)], model, index)
+            base_names[name] = stored or ""
+            missing += [] if stored else [names[id(parameter)]]
+    if missing:
+        raise DataError(
+            f"{directory}: {len(missing)} of {len(base_names)} weights that config.json asks for "
+            f"are not in its safetensors files, such as {', '.join(missing[:3])}"
+        )
+    saved_names = {
+        name: base_names.get(name) or name.removeprefix("model.").replace(".default", "")
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    return BuiltModel(module, config, directory, index, base_names, saved_names, tune, dtype, seed)
+
+
+def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
+    from peft import get_peft_model
+
+    try:
+        wrapped = get_peft_model(
+            model, lora_config(tune), low_cpu_mem_usage=True, autocast_adapter_dtype=True
+        )
+    except ValueError as error:
+        linear = {
+            n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)
+        }
+        raise ConfigError(
+            f"tune.targets={tune.targets}: {_first_line(error)} "
+            f"Linear layers of this model: {', '.join(sorted(linear))}"
+        ) from None
+    if any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules()):
+        raise ConfigError("this model keeps its layers transposed (Conv1D); use tune.method=full")
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return wrapped
+
+
+def lora_config(tune: TuneConfig) -> Any:
+    """Return the peft configuration of these adapters."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=tune.rank,
+        lora_alpha=tune.alpha,
+        lora_dropout=tune.dropout,
+        target_modules=tune.targets,
+        use_dora=tune.method == "dora",
+        task_type="CAUSAL_LM",
+    )
+
+
+def _stored_name(name: str, model: Any, index: TensorIndex) -> str | None:
+    """Find a parameter in the index: by its name, with or without the prefix, or its tied twin."""
+    prefix = model.base_model_prefix + "."
+    candidates = [name, name.removeprefix(prefix), prefix + name]
+    if name == "model.embed_tokens.weight" or name.endswith("embed_tokens.weight"):
+        candidates.append("lm_head.weight")
+    return next((c for c in candidates if c in index.pieces), None)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer raw memory on ``device``; tied weights stay tied."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((owner, name))
+    module.to_empty(device=device)
+    for (first, first_name), *others in owners.values():
+        for owner, name in others:
+            owner._parameters[name] = first._parameters[first_name]
+
+
+def load_weights(built: BuiltModel) -> None:
+    """Fill the allocated module: base weights from disk, adapters and buffers with first values.
+
+    Every parameter may be sharded; each rank reads only the regions that it keeps. The first
+    values of adapters depend on (seed, name) alone, so they are the same in every layout.
+
+    Raises:
+        DataError: if a file is cut off or a shape is another than config.json says.
+    """
+    for name, parameter in built.module.named_parameters():
+        local, offset = local_region(parameter.detach())
+        if stored := built.base_names.get(name):
+            if local.numel():
+                built.index.fill(local, stored, offset)
+        else:
+            _init_adapter(name, local, offset, tuple(parameter.shape), built.seed)
+    _init_buffers(built.module.causal_lm())
+    if built.tune.method == "dora":
+        _init_magnitudes(built.module)
+
+
+def _init_adapter(
+    name: str, local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], seed: int
+) -> None:
+    """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero."""
+    if "lora_A" not in name:
+        local.zero_()
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
+    full = torch.empty(shape, dtype=torch.float32)
+    full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
+    box = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+    local.copy_(full[box])
+
+
+def _init_buffers(model: Any) -> None:
+    """Give buffers that no file stores (rotary frequencies) their values, on their own device."""
+    for module in model.modules():
+        if module._non_persistent_buffers_set and not list(module.children()):
+            model._init_weights(module)
+
+
+def _init_magnitudes(module: nn.Module) -> None:
+    """DoRA's magnitude: the L2 norm of each output row of the base weight (B is zero at first)."""
+    from torch.distributed.tensor import DTensor
+
+    layers: Any = module.modules()
+    for layer in layers:
+        for name, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
+            base = layer.get_base_layer().weight.detach()
+            full = base.full_tensor() if isinstance(base, DTensor) else base
+            assert name == "default"
+            magnitude.weight.data.copy_(full.float().norm(dim=1))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]

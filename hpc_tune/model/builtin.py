@@ -1,0 +1,107 @@
+"""builtin:tiny, the model that needs no download: Llama-shaped, byte tokens, the same everywhere.
+
+It is written out as an ordinary Hugging Face directory, so nothing else treats it as special.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BUILTIN_TINY = "builtin:tiny"
+SEED = 20240229
+SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "vocab_size": 320,
+    "tie_word_embeddings": True,
+}
+
+
+def write_tiny(directory: Path) -> None:
+    """Write config, weights and tokenizer of builtin:tiny (0.8M parameters) into ``directory``.
+
+    The weights come from numpy's Philox stream, normal with standard deviation 0.02 (norms are
+    one), so that they are the same bits on every machine.
+    """
+    from safetensors.numpy import save_file
+    from transformers import LlamaConfig
+
+    directory.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        **SHAPE,
+        bos_token_id=257,
+        eos_token_id=258,
+        pad_token_id=256,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+    _tokenizer().save_pretrained(directory)
+    draw = np.random.Generator(np.random.Philox(SEED))
+    weights = {
+        name: (
+            np.ones(shape, np.float32)
+            if len(shape) == 1
+            else (0.02 * draw.standard_normal(shape, np.float32))
+        )
+        for name, shape in _weight_shapes().items()
+    }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    # Last: a directory with config.json is a whole one.
+    config.save_pretrained(directory)
+
+
+def _weight_shapes() -> dict[str, tuple[int, ...]]:
+    hidden, wide = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    kv = hidden // SHAPE["num_attention_heads"] * SHAPE["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (SHAPE["vocab_size"], hidden)
+    }
+    for i in range(SHAPE["num_hidden_layers"]):
+        block = f"model.layers.{i}."
+        shapes |= {
+            block + "self_attn.q_proj.weight": (hidden, hidden),
+            block + "self_attn.k_proj.weight": (kv, hidden),
+            block + "self_attn.v_proj.weight": (kv, hidden),
+            block + "self_attn.o_proj.weight": (hidden, hidden),
+            block + "mlp.gate_proj.weight": (wide, hidden),
+            block + "mlp.up_proj.weight": (wide, hidden),
+            block + "mlp.down_proj.weight": (hidden, wide),
+            block + "input_layernorm.weight": (hidden,),
+            block + "post_attention_layernorm.weight": (hidden,),
+        }
+    return {**shapes, "model.norm.weight": (hidden,)}
+
+
+def _tokenizer() -> Any:
+    """One token per byte and three special ones."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    assert json.loads(backend.to_str())["added_tokens"][0]["id"] == len(letters) == 256
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        model_max_length=SHAPE["max_position_embeddings"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

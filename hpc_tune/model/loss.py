@@ -1,0 +1,104 @@
+"""The training loss: a token sum, without the logits of a whole batch.
+
+Shapes: B rows, T tokens, D hidden, N tokens that carry loss, V vocabulary.
+
+Only positions with a label reach the output head, and of those only as many at once as keep their
+fp32 logits under ``LOGITS_BYTES``; with more, each chunk's logits are computed again in the
+backward pass (GPUs with torch >= 2.13 use its fused ``linear_cross_entropy`` instead; on a CPU
+that was slower than plain logits).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hpc_tune.batch import IGNORED_LABEL, Batch
+
+LOGITS_BYTES = 512 << 20
+
+
+class LossModel(nn.Module):
+    """A causal LM whose forward takes a ``Batch`` and returns the fp32 sum of its token losses.
+
+    It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
+    peft model around one.
+    """
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+
+    def causal_lm(self) -> Any:
+        """Return the transformers model, with or without adapters inside its layers."""
+        inner: Any = self.model
+        return inner.base_model.model if hasattr(inner, "peft_config") else inner
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return the sum over the batch's labelled tokens of the cross-entropy, an fp32 scalar."""
+        lm = self.causal_lm()
+        hidden_BTD = lm.get_decoder()(
+            input_ids=batch.tokens_BT, position_ids=batch.positions_BT, use_cache=False
+        ).last_hidden_state
+        labels_K = batch.labels_BT.flatten()
+        kept_N = torch.nonzero_static(
+            labels_K != IGNORED_LABEL, size=batch.num_loss_tokens
+        ).squeeze(1)
+        return loss_sum(
+            hidden_BTD.flatten(0, 1)[kept_N],
+            lm.get_output_embeddings(),
+            labels_K[kept_N],
+            self.config,
+        )
+
+
+def loss_sum(
+    hidden_ND: torch.Tensor, head: Any, labels_N: torch.Tensor, config: Any
+) -> torch.Tensor:
+    """Return the summed cross-entropy of ``labels_N`` under ``head(hidden_ND)``, an fp32 scalar."""
+    num_tokens, vocab_size = hidden_ND.shape[0], config.vocab_size
+    chunk = max(128, LOGITS_BYTES // (4 * vocab_size))
+    if num_tokens <= chunk:
+        return _chunk_loss(hidden_ND, head, labels_N, config)
+    if hidden_ND.is_cuda and _is_plain(head, config) and hasattr(F, "linear_cross_entropy"):
+        return F.linear_cross_entropy(
+            hidden_ND,
+            head.weight,
+            labels_N,
+            linear_bias=head.bias,
+            reduction="sum",
+            options=nn.LinearCrossEntropyOptions(),
+        ).float()
+    total = hidden_ND.new_zeros((), dtype=torch.float32)
+    for start in range(0, num_tokens, chunk):
+        part = slice(start, start + chunk)
+        total = total + checkpoint(
+            _chunk_loss, hidden_ND[part], head, labels_N[part], config, use_reentrant=False
+        )
+    return total
+
+
+def _chunk_loss(
+    hidden_ND: torch.Tensor, head: nn.Module, labels_N: torch.Tensor, config: Any
+) -> torch.Tensor:
+    logits_NV = scale_logits(head(hidden_ND).float(), config)
+    return F.cross_entropy(logits_NV, labels_N, reduction="sum")
+
+
+def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """Apply what some families do to logits after the head (Cohere, Granite, Gemma 2)."""
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def _is_plain(head: Any, config: Any) -> bool:
+    names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
+    return type(head) is nn.Linear and not any(getattr(config, name, None) for name in names)

@@ -1,0 +1,295 @@
+"""Tensors on disk, read and written by region, so that no rank ever holds what it does not keep.
+
+    directory -> TensorIndex: name -> pieces (file, offset, shape)
+    index.fill(local, name, offset): copies just the overlap of each piece, a few MiB at a time
+    write_regions: streams a rank's own regions into one safetensors file, hashing what it writes
+
+A Hugging Face directory is an index whose tensors have one piece each; a checkpoint is one whose
+pieces carry their offset in the file's header. Both are the safetensors format (an 8-byte header
+length, a JSON header, raw bytes), so nothing here unpickles.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
+
+PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
+OFFSETS_KEY = "hpc_tune_offsets"
+FULL_SHAPES_KEY = "hpc_tune_full_shapes"
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor: where it is on disk and where it lies in the full tensor."""
+
+    file: Path
+    stored_name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class TensorIndex:
+    """Which file holds which region of which tensor. Reads headers only."""
+
+    def __init__(self, files: list[Path], error: type[HpcTuneError] = DataError) -> None:
+        """Index safetensors files.
+
+        Raises:
+            HpcTuneError: of the type ``error``, if a file is missing, truncated or not safetensors.
+        """
+        self.pieces: dict[str, list[Piece]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.num_bytes = 0
+        self._error = error
+        for file in files:
+            self._add(file)
+
+    def _add(self, file: Path) -> None:
+        try:
+            with safe_open(file, "pt") as handle:
+                metadata = handle.metadata() or {}
+                offsets = json.loads(metadata.get(OFFSETS_KEY, "{}"))
+                full_shapes = json.loads(metadata.get(FULL_SHAPES_KEY, "{}"))
+                for stored_name in handle.keys():  # noqa: SIM118 - not a dict
+                    stored = handle.get_slice(stored_name)
+                    shape = tuple(stored.get_shape())
+                    self.dtypes[stored_name] = _DTYPES[stored.get_dtype()]
+                    offset = tuple(offsets.get(stored_name, (0,) * len(shape)))
+                    piece = Piece(file, stored_name, offset, shape)
+                    self.pieces.setdefault(stored_name, []).append(piece)
+                    self.shapes[stored_name] = tuple(full_shapes.get(stored_name, shape))
+            self.num_bytes += file.stat().st_size
+        except FileNotFoundError:
+            raise self._error(
+                f"{file}: no such file, though the model's index names it; copy the directory again"
+            ) from None
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise self._error(
+                f"{file}: not a whole safetensors file ({error}); it is cut off or damaged, "
+                "copy it again"
+            ) from None
+
+    def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
+        """Copy the region of ``name`` that starts at ``offset`` and has ``local``'s shape into it.
+
+        The dtype is converted on the way. At most ``PIECE_BYTES`` of the file's data are copied
+        into anonymous memory at once.
+
+        Raises:
+            HpcTuneError: if the tensor on disk has another shape or its bytes cannot be read.
+        """
+        offset = offset or (0,) * local.dim()
+        full = self.shapes[name]
+        if len(full) != local.dim() or any(
+            o + n > f for o, n, f in zip(offset, local.shape, full, strict=True)
+        ):
+            raise self._error(
+                f"{self.pieces[name][0].file}: {name} has shape {list(full)}, which has no region "
+                f"of shape {list(local.shape)} at {list(offset)}; the weights are of another model"
+            )
+        covered = 0
+        for piece in self.pieces[name]:
+            covered += self._fill_from(piece, local, offset)
+        if covered != local.numel():
+            raise self._error(
+                f"{self.pieces[name][0].file.parent}: {name} has only {covered} of the "
+                f"{local.numel()} values that this rank needs; a file is missing"
+            )
+
+    def _fill_from(self, piece: Piece, local: torch.Tensor, offset: tuple[int, ...]) -> int:
+        start = [max(p, o) for p, o in zip(piece.offset, offset, strict=True)]
+        stop = [
+            min(p + n, o + m)
+            for p, n, o, m in zip(piece.offset, piece.shape, offset, local.shape, strict=True)
+        ]
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return 0
+        try:
+            with safe_open(piece.file, "pt") as handle:
+                stored = handle.get_slice(piece.stored_name)
+                if local.dim() == 0:
+                    local.copy_(handle.get_tensor(piece.stored_name))
+                    return 1
+                for first, last in _row_ranges(start[0], stop[0], start[1:], stop[1:]):
+                    source = (
+                        slice(first - piece.offset[0], last - piece.offset[0]),
+                        *(
+                            slice(a - p, b - p)
+                            for a, b, p in zip(start[1:], stop[1:], piece.offset[1:], strict=True)
+                        ),
+                    )
+                    target = (
+                        slice(first - offset[0], last - offset[0]),
+                        *(
+                            slice(a - o, b - o)
+                            for a, b, o in zip(start[1:], stop[1:], offset[1:], strict=True)
+                        ),
+                    )
+                    local[target].copy_(stored[source])
+        except (SafetensorError, OSError) as error:
+            raise self._error(
+                f"{piece.file}: {piece.stored_name} cannot be read: {error}"
+            ) from None
+        return int(torch.Size([b - a for a, b in zip(start, stop, strict=True)]).numel())
+
+
+def _row_ranges(
+    first: int, last: int, start: list[int], stop: list[int]
+) -> Iterator[tuple[int, int]]:
+    row_bytes = 4 * torch.Size([b - a for a, b in zip(start, stop, strict=True)]).numel()
+    rows = max(1, PIECE_BYTES // max(row_bytes, 1))
+    for row in range(first, last, rows):
+        yield row, min(row + rows, last)
+
+
+def index_model_directory(directory: Path) -> TensorIndex:
+    """Index the safetensors files of a Hugging Face model directory.
+
+    Raises:
+        DataError: if there are none, or one is missing or damaged.
+    """
+    index_file = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index_file.exists():
+        try:
+            names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()
+        except (ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"{index_file}: not a safetensors index ({error})") from None
+        return TensorIndex([directory / name for name in sorted(set(names))])
+    if single.exists():
+        return TensorIndex([single])
+    if list(directory.glob("*.bin")):
+        raise DataError(
+            f"{directory}: found only .bin (pickle) weights, expected .safetensors; convert them "
+            "with transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
+        )
+    raise DataError(f"{directory}: no model.safetensors and no model.safetensors.index.json in it")
+
+
+def local_region(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return the part of a tensor that this rank holds and its offset in the full tensor."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), tuple(offset)
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a rank wrote: the file's name, its size in bytes and its SHA-256."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of one tensor that is about to be written; ``values`` is called when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    values: Callable[[], torch.Tensor]
+
+
+def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
+    """Return what this rank holds of each tensor, sharded or whole."""
+    regions = []
+    for name, tensor in tensors.items():
+        local, offset = local_region(tensor.detach())
+        if local.numel():
+            regions.append(
+                Region(
+                    name,
+                    local.dtype,
+                    tuple(local.shape),
+                    offset,
+                    tuple(tensor.shape),
+                    functools.partial(torch.Tensor.contiguous, local),
+                )
+            )
+    return regions
+
+
+def write_regions(file: Path, regions: Sequence[Region]) -> WrittenFile:
+    """Stream regions into one safetensors file, one tensor at a time, and sync it.
+
+    Values are copied to host memory ``PIECE_BYTES`` at a time.
+
+    Raises:
+        CheckpointError: if the file cannot be written; it may be left behind half-written.
+    """
+    digest, position = hashlib.sha256(), 0
+    try:
+        with file.open("wb") as out:
+            for block in _file_blocks(regions):
+                digest.update(block)
+                out.write(block)
+                position += len(block)
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written: {error}") from None
+    return WrittenFile(file.name, position, digest.hexdigest())
+
+
+def _file_blocks(regions: Sequence[Region]) -> Iterator[bytes | memoryview]:
+    header: dict[str, object] = {}
+    position = 0
+    for region in regions:
+        num_bytes = torch.Size(region.shape).numel() * region.dtype.itemsize
+        header[region.name] = {
+            "dtype": _DTYPE_NAMES[region.dtype],
+            "shape": list(region.shape),
+            "data_offsets": [position, position + num_bytes],
+        }
+        position += num_bytes
+    parts = [r for r in regions if r.shape != r.full_shape]
+    header["__metadata__"] = {
+        "format": "pt",
+        **({OFFSETS_KEY: json.dumps({r.name: r.offset for r in parts})} if parts else {}),
+        **({FULL_SHAPES_KEY: json.dumps({r.name: r.full_shape for r in parts})} if parts else {}),
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for region in regions:
+        flat = region.values().view(-1)
+        step = max(1, PIECE_BYTES // flat.element_size())
+        for start in range(0, flat.numel(), step):
+            block: Any = flat[start : start + step].cpu().view(torch.uint8).numpy()
+            yield memoryview(block)

@@ -1,0 +1,48 @@
+"""Bytes from shapes: what a layout costs before anything is allocated."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hpc_tune.engine.mesh import Layout
+
+OPTIMIZER_BYTES = 8  # two fp32 moments per trained value
+GRADIENT_BYTES = 4  # gradients are fp32
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Values and bytes of a model by whether they are trained."""
+
+    num_frozen: int
+    num_trained: int
+    frozen_bytes: int
+    trained_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        """All values."""
+        return self.num_frozen + self.num_trained
+
+
+def measure(module: nn.Module) -> ModelSize:
+    """Count a model's parameters, tied ones once; works on the meta device."""
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return ModelSize(
+        sum(p.numel() for p in frozen),
+        sum(p.numel() for p in trained),
+        sum(p.numel() * p.element_size() for p in frozen),
+        sum(p.numel() * p.element_size() for p in trained),
+    )
+
+
+def static_bytes(size: ModelSize, layout: Layout) -> int:
+    """Return the bytes per rank of weights, gradients and optimizer state.
+
+    Adapters (a frozen base is there) stay whole on every rank; all else is divided by the shards.
+    """
+    state = size.trained_bytes + (GRADIENT_BYTES + OPTIMIZER_BYTES) * size.num_trained
+    if size.num_frozen:
+        return size.frozen_bytes // layout.shard + state
+    return state // layout.shard

@@ -1,0 +1,120 @@
+"""The model and the data of a run, made ready: builtins written, raw data prepared, shapes read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.config.schema import DataConfig, RunConfig
+from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.prepare import cache_name, prepare
+from hpc_tune.errors import ConfigError, DataError, HpcTuneError
+from hpc_tune.log import Progress, log
+from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.plan.account import ModelSize, measure
+from hpc_tune.train.saving import on_rank_0, together
+from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.collective import agree
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The model and the data of a run, ready to be used."""
+
+    built: BuiltModel
+    size: ModelSize
+    store: TokenStore
+    eval_store: TokenStore | None
+
+
+def prepare_inputs(config: RunConfig, session: Session, run_dir: Path) -> Inputs:
+    """Build the model on the meta device and open the data, prepared first if raw. Collective."""
+    model_dir = ready_model(config.model.path, session, run_dir)
+    dtype = compute_dtype(config.model.dtype, session.device)
+    built = together(
+        session,
+        "building the model",
+        lambda: build(model_dir, dtype, config.tune, config.train.seed),
+    )
+    tokenizer = together(
+        session,
+        "loading the tokenizer",
+        lambda: load_tokenizer(model_dir, config.data.chat_template),
+    )
+    longest = getattr(built.config, "max_position_embeddings", None)
+    if longest is not None and config.data.seq_len > longest:
+        log.warning(
+            "data.seq_len=%d is longer than the model's %d positions", config.data.seq_len, longest
+        )
+    store = ready_data(config.data.path, config.data, tokenizer, session, run_dir)
+    eval_store = None
+    if config.data.eval_path:
+        eval_store = ready_data(config.data.eval_path, config.data, tokenizer, session, run_dir)
+    return Inputs(built, measure(built.module), store, eval_store)
+
+
+def ready_model(path: str, session: Session, run_dir: Path) -> Path:
+    """Return the model's directory; builtin:tiny is written into the run directory first."""
+    if path != BUILTIN_TINY:
+        return Path(path)
+    directory = run_dir / "builtin-tiny"
+    on_rank_0(
+        session,
+        "writing builtin:tiny",
+        lambda: None if (directory / "config.json").exists() else write_tiny(directory),
+    )
+    return directory
+
+
+def ready_data(
+    path: str, data: DataConfig, tokenizer: Any, session: Session, run_dir: Path
+) -> TokenStore:
+    """Open prepared data; raw data is prepared by all ranks first, once for all later starts."""
+    if path.endswith((".h5", ".hdf5")):
+        return together(session, "opening the data", lambda: _open(Path(path), tokenizer))
+    folder = Path(data.cache) if data.cache else run_dir / "data"
+
+    def place() -> Path:
+        name = cache_name(path, tokenizer, seq_len=data.seq_len, loss_on=data.loss_on)
+        return folder / name
+
+    out = on_rank_0(session, "looking at the data", place)
+    found = on_rank_0(session, "looking for prepared data", out.exists)
+    if not found:
+        world = session.world
+        on_rank_0(session, "making the data folder", lambda: _make_folder(folder))
+        progress = Progress(f"tokenising {path}", 1, enabled=world.rank == 0)
+
+        def agree_or_raise(error: BaseException | None) -> None:
+            known = DataError(str(error)) if isinstance(error, OSError) else error
+            assert known is None or isinstance(known, HpcTuneError)
+            agree(session, known, "preparing the data")
+
+        counters = prepare(
+            path,
+            out,
+            tokenizer,
+            seq_len=data.seq_len,
+            loss_on=data.loss_on,
+            rank=world.rank,
+            size=world.size,
+            agree=agree_or_raise,
+            threads=session.threads,
+            report=progress.show,
+        )
+        progress.close()
+        log.info("prepared %s: %s", path, counters)
+    return together(session, "opening the data", lambda: _open(out, tokenizer))
+
+
+def _open(path: Path, tokenizer: Any) -> TokenStore:
+    store = TokenStore.open(path)
+    store.require_tokenizer(tokenizer)
+    return store
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error}") from None

@@ -1,0 +1,187 @@
+"""The one loop. Every engine, layout and launcher goes through it.
+
+    one boundary per step:  loss tokens, stop requests and due saves of all ranks, agreed at once
+    engine.train_step       all micro-batches of the step
+    metrics, evaluation, checkpoint
+
+Control flow depends on agreed values only, so that every rank takes the same branch.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hpc_tune.batch import Batch
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.data.loader import Loader
+from hpc_tune.engine.base import Engine, StepResult
+from hpc_tune.engine.optim import learning_rate
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.log import log
+from hpc_tune.memory.governor import Governor, MemorySample
+from hpc_tune.train.metrics import Metrics, StepMetrics
+from hpc_tune.train.outcome import Outcome, done, stopped
+from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.collective import gather_objects, max_of, sum_of
+from hpc_tune.world.stop import StopFlag
+
+
+FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What the ranks agreed on before a step."""
+
+    loss_tokens: int
+    tokens: int
+    save_due: bool
+    stop_reason: str | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the loop works with.
+
+    ``save(step, loader_state)`` writes a checkpoint and returns its seconds; ``flops_per_token``
+    and ``peak_flops`` (of all ranks) give MFU, where the peak is known.
+    """
+
+    session: Session
+    config: RunConfig
+    engine: Engine
+    loader: Loader
+    eval_batches: Callable[[], Iterable[Batch]] | None
+    save: Callable[[int, dict[str, object]], float]
+    metrics: Metrics
+    governor: Governor
+    stop: StopFlag
+    total_steps: int
+    flops_per_token: float
+    peak_flops: float | None
+
+
+def run_loop(work: Work, start_step: int) -> Outcome:
+    """Train from ``start_step`` to the end, or to an agreed stop, and leave a checkpoint there.
+
+    Raises:
+        HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
+    """
+    step, saved_step = start_step, start_step
+    saved_at_s, save_s, step_s = time.monotonic(), FIRST_SAVE_GUESS_S, 0.0
+    if work.eval_batches is not None and start_step == 0:
+        _evaluate(work, step)
+    while step < work.total_steps:
+        place, began_s = work.loader.state(), time.monotonic()
+        batches = work.loader.next_step()
+        data_s = time.monotonic() - began_s
+        # What must still fit before the time limit: another step like the last, and two saves.
+        boundary = _agree(work, batches, saved_at_s, margin_s=step_s + 2 * save_s)
+        if saved_step != step and (boundary.stop_reason or boundary.save_due):
+            save_s = work.save(step, place)
+            saved_step, saved_at_s = step, time.monotonic()
+        if boundary.stop_reason:
+            return stopped(boundary.stop_reason, step)
+        lr = learning_rate(work.config.optim, step, work.total_steps)
+        result = work.engine.train_step(batches, max(1, boundary.loss_tokens), lr)
+        step += 1
+        _check_finite(result, step, saved_step)
+        step_s = time.monotonic() - began_s
+        _record(work, step, lr, result, boundary, step_s, data_s)
+        if _is_every(work.config.train.eval_every_steps, step) and step < work.total_steps:
+            _evaluate(work, step)
+        if _is_every(work.config.checkpoint.every_steps, step) or step == work.total_steps:
+            save_s = work.save(step, work.loader.state())
+            saved_step, saved_at_s = step, time.monotonic()
+    if work.eval_batches is not None and start_step < work.total_steps:
+        _evaluate(work, step)
+    return done(step)
+
+
+def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float) -> Boundary:
+    """One sum over all ranks. The clock that says when to save is rank 0's."""
+    reason = work.stop.reason(margin_s)
+    minutes = work.config.checkpoint.every_minutes
+    due = minutes is not None and time.monotonic() - saved_at_s >= 60 * minutes
+    loss_tokens, tokens, save_votes, stop_votes = sum_of(
+        work.session,
+        [
+            sum(b.num_loss_tokens for b in batches),
+            sum(b.num_tokens for b in batches),
+            due and work.session.world.rank == 0,
+            reason is not None,
+        ],
+    )
+    if stop_votes:
+        reasons = [r for r in gather_objects(work.session, reason) if r is not None]
+        reason = reasons[0]
+    return Boundary(int(loss_tokens), int(tokens), save_votes > 0, reason)
+
+
+def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
+    if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+        raise HpcTuneError(
+            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; both must be "
+            f"finite. The last good checkpoint is of step {saved_step}. Lower optim.lr, set "
+            "optim.clip_norm, or look for broken examples in the data"
+        )
+
+
+def _record(
+    work: Work,
+    step: int,
+    lr: float,
+    result: StepResult,
+    boundary: Boundary,
+    step_s: float,
+    data_s: float,
+) -> None:
+    sample = _worst_memory(work)
+    tokens_per_s = boundary.tokens / step_s
+    mfu = tokens_per_s * work.flops_per_token / work.peak_flops if work.peak_flops else None
+    work.metrics.step(
+        StepMetrics(
+            step=step,
+            epoch=round(work.loader.epoch, 6),
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            tokens=boundary.tokens,
+            loss_tokens=boundary.loss_tokens,
+            tokens_per_s=tokens_per_s,
+            mfu=mfu,
+            step_s=step_s,
+            data_s=data_s,
+            comm_s=result.comm_s,
+            device_util=work.governor.device_utilization(),
+            host_bytes=sample.host_bytes if sample else None,
+            host_limit_bytes=sample.host_limit_bytes if sample else None,
+            device_bytes=sample.device_bytes if sample else None,
+            device_limit_bytes=sample.device_limit_bytes if sample else None,
+            samples_seen=work.loader.rows,
+        )
+    )
+
+
+def _worst_memory(work: Work) -> MemorySample | None:
+    """Return the fullest node's and the fullest device's bytes; every rank takes part."""
+    sample = work.governor.worst()
+    if sample is None:
+        return None
+    host, device = max_of(work.session, [sample.host_bytes, sample.device_bytes])
+    return MemorySample(int(host), sample.host_limit_bytes, int(device), sample.device_limit_bytes)
+
+
+def _evaluate(work: Work, step: int) -> None:
+    assert work.eval_batches is not None
+    began_s = time.monotonic()
+    loss_sum, tokens = work.engine.evaluate(work.eval_batches())
+    eval_s = time.monotonic() - began_s
+    loss = loss_sum / max(1, tokens)
+    work.metrics.evaluation(step, loss, tokens, eval_s)
+    log.info("step %d: held-out loss %.4f over %d tokens (%.1fs)", step, loss, tokens, eval_s)
+
+
+def _is_every(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0

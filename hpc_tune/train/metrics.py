@@ -1,0 +1,102 @@
+"""What a run tells while it runs: metrics.jsonl, TensorBoard and the progress display."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.log import JsonLines, Progress
+from hpc_tune.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl. Seconds, bytes and tokens over all ranks where not said otherwise.
+
+    ``tokens`` are those of the step's documents without padding. ``comm_s`` is rank 0's, None
+    where the layout hides it; ``mfu`` and ``device_util`` are None where the device's peak or
+    counters are unknown. Host bytes are the fullest node's; device bytes the fullest rank's.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    loss_tokens: int
+    tokens_per_s: float
+    mfu: float | None
+    step_s: float
+    data_s: float
+    comm_s: float | None
+    device_util: float | None
+    host_bytes: int | None
+    host_limit_bytes: int | None
+    device_bytes: int | None
+    device_limit_bytes: int | None
+    samples_seen: int
+
+
+class Metrics:
+    """Writes on rank 0 (``run_dir`` given), drops everything elsewhere."""
+
+    def __init__(
+        self, run_dir: Path | None, tensorboard: bool, total_steps: int, start_step: int
+    ) -> None:
+        self._writer: Any = None
+        self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
+        if run_dir is not None:
+            drop_after(run_dir / "metrics.jsonl", start_step)
+        self._lines = JsonLines(run_dir / "metrics.jsonl" if run_dir else None)
+        if run_dir is not None and tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._writer = SummaryWriter(
+                str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None
+            )
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record one optimizer step."""
+        row = asdict(metrics)
+        self._lines.write(**row)
+        self._plot(metrics.step, row)
+        note = f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tokens/s"
+        if metrics.host_bytes is not None:
+            note += f"  host {format_bytes(metrics.host_bytes)}"
+        self._progress.update(metrics.step, note)
+
+    def evaluation(self, step: int, eval_loss: float, eval_tokens: int, eval_s: float) -> None:
+        """Record one evaluation: mean loss over the held-out data's loss tokens."""
+        row = {"step": step, "eval_loss": eval_loss, "eval_tokens": eval_tokens, "eval_s": eval_s}
+        self._lines.write(**row)
+        self._plot(step, row)
+
+    def close(self) -> None:
+        """Close the files and take the bar off the screen."""
+        self._progress.close()
+        self._lines.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _plot(self, step: int, row: dict[str, Any]) -> None:
+        if self._writer is not None:
+            for name, value in row.items():
+                if name != "step" and value is not None:
+                    self._writer.add_scalar(name, value, step)
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Remove the lines of steps after ``step``, which a resumed run does again, and a torn line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.rename(path)

@@ -1,0 +1,67 @@
+"""batch.micro_size=auto: how many rows fit through the model at once, by trying one."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.memory.host import HostLimit, own_bytes, used_bytes
+from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.collective import max_of
+
+USABLE = 0.8  # of the free memory; the rest is for what one trial does not show
+POLL_S = 0.002
+
+
+def largest_micro_size(
+    session: Session, engine: NativeEngine, limit: HostLimit, seq_len: int, most_rows: int
+) -> int:
+    """Return the largest power of two, or ``most_rows``, of rows that fit on every rank.
+
+    One row of ``seq_len`` tokens, all with loss, is run forward and backward; its peak memory is
+    taken as the cost of each row. That is too high by what is allocated once, so it errs to the
+    safe side. Collective.
+    """
+    if most_rows <= 1:
+        return 1
+    row_bytes = _peak_of(lambda: engine.run_once(full_row(seq_len)), session.device)
+    if session.device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(session.device)[0]
+        free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    else:
+        free_bytes = (limit.num_bytes - used_bytes(limit)) // session.world.local_size
+    fits = max(1, int(free_bytes * USABLE / max(row_bytes, 1)))
+    # The rank with the least room decides.
+    fits = -int(max_of(session, [-fits])[0])
+    return most_rows if fits >= most_rows else 1 << (fits.bit_length() - 1)
+
+
+def full_row(seq_len: int) -> Batch:
+    """Return one row of one document in which each token carries loss: the costliest row."""
+    tokens_BT = torch.arange(seq_len).unsqueeze(0) % 32
+    return Batch(tokens_BT, tokens_BT, torch.arange(seq_len).unsqueeze(0), seq_len, seq_len, 0)
+
+
+def _peak_of(work: Callable[[], None], device: torch.device) -> int:
+    """Return by how many bytes memory rose at its highest while ``work`` ran."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    before = peak = own_bytes()
+    finished = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not finished.wait(POLL_S):
+            peak = max(peak, own_bytes())
+
+    watcher = threading.Thread(target=watch, name="memory of one row", daemon=True)
+    watcher.start()
+    work()
+    finished.set()
+    watcher.join()
+    return max(peak, own_bytes()) - before

@@ -1,0 +1,319 @@
+"""A run from its configuration to its outcome: the floors below, composed.
+
+bootstrap -> run directory -> model shapes -> data -> layout -> engine -> resume -> loop -> export
+"""
+
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpc_tune.checkpoint.export import export_adapter
+from hpc_tune.checkpoint.state import RunState
+from hpc_tune.checkpoint.store import Store
+from hpc_tune.config.load import write_resolved
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.loader import Loader, eval_batches
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.errors import EXIT_FAILED, ConfigError, DataError, HpcTuneError
+from hpc_tune.log import JsonLines, Progress, configure, log
+from hpc_tune.memory.governor import Governor
+from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.plan.account import ModelSize, measure, static_bytes
+from hpc_tune.plan.choose import choose_layout
+from hpc_tune.plan.cost import flops_per_token, peak_flops
+from hpc_tune.train import outcome
+from hpc_tune.train.inputs import Inputs, prepare_inputs
+from hpc_tune.train.loop import Work, run_loop
+from hpc_tune.train.metrics import Metrics
+from hpc_tune.train.micro import largest_micro_size
+from hpc_tune.train.outcome import Outcome
+from hpc_tune.train.saving import find_checkpoint, on_rank_0, restore, save, together
+from hpc_tune.units import format_bytes, format_count
+from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
+from hpc_tune.world.collective import agree, max_of
+from hpc_tune.world.failure import die, report_failure
+from hpc_tune.world.stop import StopFlag
+
+SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
+
+
+def run(config: RunConfig) -> int:
+    """Train as configured, with all ranks that the launcher started; return the exit code."""
+    session = None
+    run_dir = Path(config.run.dir)
+    try:
+        session = bootstrap(config.run)
+        configure(session.world.rank)
+        result = _run(config, session, run_dir)
+        shutdown(session)
+        return result.exit_code
+    except (Exception, KeyboardInterrupt) as error:
+        fail(session, error, run_dir)
+
+
+def fail(session: Session | None, error: BaseException, run_dir: Path | None) -> NoReturn:
+    """Say once for the world what went wrong, leave outcome.json, and end every rank."""
+    code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
+    text = report_failure(session, error)
+    if text is None:
+        time.sleep(SILENT_RANK_WAITS_S)
+        die(session, code)
+    print(text, file=sys.stderr, flush=True)
+    if run_dir is not None and run_dir.is_dir():
+        try:
+            reason = str(error) if isinstance(error, HpcTuneError) else text.splitlines()[-1]
+            outcome.write(Outcome("failed", reason, None, code), run_dir)
+        except OSError as unwritten:
+            print(f"outcome.json cannot be written: {unwritten}", file=sys.stderr, flush=True)
+    die(session, code)
+
+
+def _run(config: RunConfig, session: Session, run_dir: Path) -> Outcome:
+    world, mine = session.world, session.world.rank == 0
+    stop = StopFlag(run_dir, config.train.time_limit, ask_slurm=mine)
+    stop.install()
+    on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
+    events = JsonLines(run_dir / "events.jsonl" if mine else None)
+    store = Store(run_dir / "checkpoints", config.checkpoint.keep)
+    checkpoint = find_checkpoint(session, config, store)
+    if config.train.deterministic:
+        _make_deterministic()
+    inputs = prepare_inputs(config, session, run_dir)
+    built, size = inputs.built, inputs.size
+    governor = Governor(config.memory.host_limit, session.device, config.memory.governor != "off")
+    layout, why = choose_layout(
+        config.parallel, world.size, size, _bytes_per_rank(governor, session)
+    )
+    loader = _make_loader(config, inputs, session)
+    total_steps = math.ceil(loader.total_rows / config.batch.global_size)
+    if mine:
+        _describe(config, session, inputs, layout, why, loader, total_steps)
+    governor.start()
+    engine = together(
+        session,
+        "loading the model",
+        lambda: NativeEngine(built, layout, session.device, config.optim, config.parallel),
+    )
+    step, saved = 0, None
+    if checkpoint is not None:
+        saved = restore(session, checkpoint, engine, config, built.identity, total_steps)
+        together(session, "finding the place in the data", lambda: loader.restore(saved.loader))
+        step = saved.step
+        log.info("resumed from %s at step %d of %d", checkpoint, step, total_steps)
+        events.write(time=time.time(), step=step, rank=0, kind="resume", path=str(checkpoint))
+    micro_size = _micro_size(config, session, engine, governor, layout, saved)
+    loader.set_micro_size(micro_size)
+    log.info("micro-batches of %d x %d tokens", micro_size, config.data.seq_len)
+
+    def save_at(step: int, place: dict[str, Any]) -> float:
+        state = RunState(
+            step,
+            total_steps,
+            built.identity,
+            place,
+            {"replicate": layout.replicate, "shard": layout.shard},
+            micro_size,
+            config.model_dump(),
+        )
+        return save(session, store, engine, state, events)
+
+    name = None if session.device.type == "cpu" else _device_name(session)
+    peak = peak_flops(name) if name else None
+    metrics = Metrics(run_dir if mine else None, config.run.tensorboard, total_steps, step)
+    result = run_loop(
+        Work(
+            session=session,
+            config=config,
+            engine=engine,
+            loader=loader,
+            eval_batches=_evaluation(config, inputs.eval_store, session, micro_size),
+            save=save_at,
+            metrics=metrics,
+            governor=governor,
+            stop=stop,
+            total_steps=total_steps,
+            flops_per_token=flops_per_token(size, built.config, config.data.seq_len),
+            peak_flops=peak * world.size if peak else None,
+        ),
+        step,
+    )
+    metrics.close()
+    governor.close()
+    loader.close()
+    on_rank_0(session, "ending the run", lambda: _finish(config, run_dir, store, built, result))
+    events.write(
+        time=time.time(), step=result.step, rank=0, kind="stop", **{"reason": result.reason}
+    )
+    events.close()
+    return result
+
+
+def _make_run_dir(config: RunConfig, run_dir: Path) -> None:
+    """Make the run directory, and find out now and not at the first save if it can be written."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / outcome.FILE).unlink(missing_ok=True)
+        write_resolved(config, run_dir / "config.resolved.yaml")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "
+            "a file system that this job may write to and that has room"
+        ) from None
+
+
+def _make_deterministic() -> None:
+    import torch
+
+    # cuBLAS reads it at its first use; without it deterministic matrix products are refused.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def _bytes_per_rank(governor: Governor, session: Session) -> int:
+    if session.device.type == "cuda":
+        import torch
+
+        least = torch.cuda.get_device_properties(session.device).total_memory
+    else:
+        least = governor.limit.num_bytes // session.world.local_size
+    return -int(max_of(session, [-least])[0])
+
+
+def _device_name(session: Session) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(session.device)
+
+
+def _make_loader(config: RunConfig, inputs: Inputs, session: Session) -> Loader:
+    loader = Loader(
+        inputs.store,
+        seq_len=config.data.seq_len,
+        packing=config.data.packing,
+        seed=config.train.seed,
+        global_size=config.batch.global_size,
+        total_rows=0,
+        rank=session.world.rank,
+        size=session.world.size,
+    )
+    if config.train.max_steps is not None:
+        loader.total_rows = config.train.max_steps * config.batch.global_size
+    else:
+        loader.total_rows = math.ceil(config.train.epochs * loader.num_rows_per_epoch)
+    return loader
+
+
+def _micro_size(
+    config: RunConfig,
+    session: Session,
+    engine: NativeEngine,
+    governor: Governor,
+    layout: Layout,
+    saved: RunState | None,
+) -> int:
+    if config.batch.micro_size != "auto":
+        return config.batch.micro_size
+    same_layout = {"replicate": layout.replicate, "shard": layout.shard}
+    if saved is not None and saved.layout == same_layout:
+        return saved.micro_size
+    most_rows = -(-config.batch.global_size // session.world.size)
+    return largest_micro_size(session, engine, governor.limit, config.data.seq_len, most_rows)
+
+
+def _evaluation(
+    config: RunConfig, store: TokenStore | None, session: Session, micro_size: int
+) -> Any:
+    if store is None:
+        return None
+    return lambda: eval_batches(
+        store,
+        seq_len=config.data.seq_len,
+        packing=config.data.packing,
+        num_rows=config.train.eval_rows,
+        rank=session.world.rank,
+        size=session.world.size,
+        micro_size=micro_size,
+    )
+
+
+def _describe(
+    config: RunConfig,
+    session: Session,
+    inputs: Inputs,
+    layout: Layout,
+    why: str,
+    loader: Loader,
+    total_steps: int,
+) -> None:
+    """Print what is about to happen, in a few lines, before the expensive part begins."""
+    size, tune = inputs.size, config.tune
+    adapter = f" r={tune.rank} alpha={tune.alpha:g}" if tune.method != "full" else ""
+    log.info("world   %s, %s", session.world, session.device)
+    log.info(
+        "model   %s: %s parameters, %s trained (%s%s), %s",
+        config.model.path,
+        format_count(size.num_parameters),
+        format_count(size.num_trained),
+        tune.method,
+        adapter,
+        str(inputs.built.dtype).removeprefix("torch."),
+    )
+    log.info(
+        "data    %s: %s documents in %s rows of %d tokens, %.1f%% padding",
+        config.data.path,
+        format_count(inputs.store.num_documents),
+        format_count(loader.num_rows_per_epoch),
+        config.data.seq_len,
+        100 * loader.padding,
+    )
+    log.info("layout  %s: %s", layout, why)
+    log.info(
+        "memory  %s per rank for weights, gradients and optimizer",
+        format_bytes(static_bytes(size, layout)),
+    )
+    ranks = session.world.size
+    fewest, more = divmod(config.batch.global_size, ranks)
+    uneven = f", {more} ranks one more: the others wait for them" if more else ""
+    log.info(
+        "batch   %d rows per step over %d rank%s: %d each%s; %d steps = %.2f epochs",
+        config.batch.global_size,
+        ranks,
+        "s" if ranks > 1 else "",
+        fewest,
+        uneven,
+        total_steps,
+        loader.total_rows / loader.num_rows_per_epoch,
+    )
+    log.info("files   %s", config.run.dir)
+
+
+def _finish(
+    config: RunConfig, run_dir: Path, store: Store, built: BuiltModel, result: Outcome
+) -> None:
+    """Export the adapter of a finished run, write the outcome, and say what can be done next."""
+    try:
+        if result.status == "done" and config.tune.method != "full":
+            out = export_adapter(
+                store.steps()[-1], config.tune, built.directory, run_dir / "export" / "adapter"
+            )
+            log.info("adapter exported to %s", out)
+        outcome.write(result, run_dir)
+    except OSError as error:
+        raise HpcTuneError(f"{run_dir} cannot be written: {error}") from None
+    if result.status == "done":
+        log.info(
+            "done after %d steps. Next: python -m hpc_tune generate --run %s --prompt '...'",
+            result.step,
+            run_dir,
+        )
+    else:
+        log.info(
+            "stopped at step %s: %s. The same command goes on from here", result.step, result.reason
+        )

@@ -1,0 +1,147 @@
+"""Cores and threads of a rank: its share of what the ranks of its node may use.
+
+    masks of the node's ranks + what the cpuset would allow -> share_of_cores (pure) -> apply
+
+It runs before torch is imported, since the threads that torch starts inherit the mask.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Mask = frozenset[int]
+Physical = Callable[[int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """What one rank gets: CPUs (hardware threads), how many cores they are, and compute threads.
+
+    ``pin`` says whether the mask must be set; ``warning`` is for the user, with both figures.
+    """
+
+    cpus: Mask
+    num_cores: int
+    threads: int
+    pin: bool
+    warning: str | None = None
+    shared_by: int = 1
+
+
+def share_of_cores(
+    masks: Sequence[Mask], reachable: Mask, local_rank: int, physical: Physical
+) -> CoreShare:
+    """Return the share of ``local_rank`` (pure).
+
+    Ranks with one and the same mask split it into contiguous slices; ranks with masks of their own
+    keep them; ranks that all sit on too few CPUs are spread over ``reachable``; with more ranks
+    than CPUs each gets one thread and no pinning. ``physical`` gives (package, core) of a CPU, so
+    that a slice holds whole cores.
+    """
+    mine, num_ranks, warning = masks[local_rank], len(masks), None
+    alike = [rank for rank, mask in enumerate(masks) if mask == mine]
+    if num_ranks > 1 and len(alike) == num_ranks > len(mine) and len(reachable) > len(mine):
+        warning = (
+            f"the launcher pinned all {num_ranks} ranks of this node to {_count(mine)} while "
+            f"{_count(reachable)} may be used; spreading the ranks over these "
+            "(mpirun --bind-to none avoids the pinning)"
+        )
+        mine = reachable
+    if len(alike) > len(mine):
+        num_cores = _num_cores(mine, physical)
+        return CoreShare(mine, num_cores, 1, warning is not None, warning, len(alike))
+    others: Mask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
+    if others & mine:
+        together = frozenset().union(*masks)
+        threads = max(1, _num_cores(together, physical) // num_ranks)
+        num_cores = _num_cores(together, physical)
+        return CoreShare(mine, num_cores, threads, False, warning, num_ranks)
+    cpus = _slice(mine, len(alike), alike.index(local_rank), physical)
+    num_cores = _num_cores(cpus, physical)
+    fair = _num_cores(reachable, physical) // num_ranks
+    if warning is None and 2 * num_cores <= fair:
+        warning = (
+            f"a rank may use {num_cores} of the node's {_num_cores(reachable, physical)} cores "
+            f"while "
+            f"its share would be {fair}; if that was not meant, start with mpirun --bind-to none "
+            f"or srun --cpus-per-task={fair}"
+        )
+    return CoreShare(cpus, num_cores, num_cores, pin=cpus != masks[local_rank], warning=warning)
+
+
+def reachable_cpus() -> Mask:
+    """Return the CPUs that this process could widen its mask to.
+
+    The kernel cuts a mask down to the cpuset, so asking for all shows what is ours. Where Slurm
+    gave fewer CPUs of the node than that, nobody says which, and the present mask is all that
+    counts.
+    """
+    now = frozenset(os.sched_getaffinity(0))
+    try:
+        os.sched_setaffinity(0, range(max(os.cpu_count() or 1, max(now) + 1)))
+        widest = frozenset(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, now)
+    except OSError:
+        return now
+    given = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return now if given.isdigit() and len(widest) > int(given) else widest
+
+
+def physical_core(cpu: int) -> tuple[int, int]:
+    """Return (package, core) of a CPU; where the kernel does not say, each CPU is a core."""
+    folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    try:
+        package = int((folder / "physical_package_id").read_text())
+        return package, int((folder / "core_id").read_text())
+    except (OSError, ValueError):
+        return 0, cpu
+
+
+def apply(share: CoreShare, threads: int) -> str | None:
+    """Set the mask and what thread pools read; return what was overridden, if anything."""
+    if share.pin:
+        os.sched_setaffinity(0, share.cpus)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if before is None or before == str(threads):
+        return None
+    return f"OMP_NUM_THREADS={before} was set and is now {threads}; set run.threads to choose"
+
+
+def describe(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
+    """Return one line for the world from each rank's (cores, threads, ranks on these cores)."""
+    counts = Counter(shares)
+    nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+    ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
+    parts = []
+    for (cores, threads, shared_by), num in counts.most_common(4):
+        who = ("each" if len(shares) > 1 else "") if len(counts) == 1 else f"on {num} of them"
+        cores_text = "1 core" if cores == 1 else f"{cores} cores"
+        threads_text = "1 thread" if threads == 1 else f"{threads} threads"
+        if shared_by > 1:
+            parts.append(f"{cores_text} shared by {shared_by}, {threads_text} {who}")
+        else:
+            parts.append(f"{cores_text} and {threads_text} {who}".rstrip())
+    return f"{ranks} on {nodes}, {'; '.join(parts)}"
+
+
+def _slice(mask: Mask, num: int, index: int, physical: Physical) -> Mask:
+    """Return slice ``index`` of ``num`` contiguous ones, of whole cores where there are enough."""
+    cores: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(mask):
+        cores.setdefault(physical(cpu), []).append(cpu)
+    groups = [cores[key] for key in sorted(cores)]
+    if len(groups) < num:
+        groups = [[cpu] for group in groups for cpu in group]
+    first, last = index * len(groups) // num, (index + 1) * len(groups) // num
+    return frozenset(cpu for group in groups[first:last] for cpu in group)
+
+
+def _num_cores(mask: Mask, physical: Physical) -> int:
+    return len({physical(cpu) for cpu in mask})
+
+
+def _count(mask: Mask) -> str:
+    return "1 CPU" if len(mask) == 1 else f"{len(mask)} CPUs"

@@ -1,0 +1,246 @@
+"""From the launcher to a working world: one call at the start of every rank, one at its clean end.
+
+    discover -> cores and threads -> torch -> device -> rendezvous -> process groups
+    -> proof of devices -> Session
+
+torch is imported here and not before: MPI comes first, and the threads that torch starts inherit
+the rank's cores.
+"""
+
+import os
+import socket
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.errors import WorldError
+from hpc_tune.log import log
+from hpc_tune.world import affinity
+from hpc_tune.world.channel import Channel, MpiChannel, SoloChannel, slurm_channel
+from hpc_tune.world.collective import all_gather
+from hpc_tune.world.device import check_devices, pick_device
+from hpc_tune.world.discover import World, claim_of, discover, rank_hint
+from hpc_tune.world.failure import end_world_on_uncaught, time_limit, watch_launcher
+from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup, Store
+
+START_LIMIT_S = 300.0
+CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours while the others wait
+END_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One rank as a process."""
+
+    rank: int
+    node: int
+    hostname: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """A bootstrapped world.
+
+    ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a world of
+    one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
+    to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
+    processes.
+    """
+
+    world: World
+    device: "torch.device"
+    cpu_group: "ProcessGroup"
+    roster: tuple[Peer, ...]
+    store: "Store"
+    nonce: str
+    threads: int
+    sees_local_pids: bool
+
+
+def bootstrap(settings: RunSettings) -> Session:
+    """Form the world and return this rank's part in it; collective over all ranks.
+
+    Raises:
+        WorldError: if the ranks, their network or their devices are not what the launcher promised.
+    """
+    end_world_on_uncaught(None)
+    launched = claim_of(os.environ).launcher != "single"
+    who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
+    if launched:
+        watch_launcher(who)
+    hint = "look for ranks that failed to start, or for a network that the nodes do not share"
+    with time_limit("all ranks to start", START_LIMIT_S, hint, who):
+        world, comm = discover()
+        channel = _open_channel(world, comm)
+        share, threads, notes = _take_cores(world, channel, settings)
+        import torch
+
+        torch.set_num_threads(threads)
+        device, device_report = pick_device(settings.device, world)
+        store, nonce, note = _rendezvous(world, channel, settings)
+        notes += [note] if note else []
+        if channel is not None:
+            channel.close()
+        cpu_group = _init_groups(world, device, store, settings.timeout)
+        facts: dict[str, Any] = {
+            "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
+            "cores": (share.num_cores, threads, share.shared_by),
+            "device": device_report,
+            "notes": notes,
+            "pids": _pid_namespace(),
+        }
+        all_facts = all_gather(facts, cpu_group)
+    warning = check_devices([f["device"] for f in all_facts], launched)
+    session = Session(
+        world=world,
+        device=device,
+        cpu_group=cpu_group,
+        roster=tuple(f["peer"] for f in all_facts),
+        store=store,
+        nonce=nonce,
+        threads=threads,
+        sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
+    )
+    end_world_on_uncaught(session)
+    if world.rank == 0:
+        log.info(affinity.describe([f["cores"] for f in all_facts], world.num_nodes))
+        counts = Counter(note for f in all_facts for note in f["notes"])
+        counts.update([warning] if warning else [])
+        for text, count in counts.items():
+            log.warning("%s%s", text, f" (on {count} ranks)" if count > 1 else "")
+    return session
+
+
+def shutdown(session: Session) -> None:
+    """End the world cleanly, when all is well on every rank; MPI's own end follows at exit."""
+    import torch.distributed as dist
+
+    who = f"rank {session.world.rank} on {session.world.hostname}"
+    with time_limit("all ranks to finish", END_LIMIT_S, "look at what the others still do", who):
+        dist.barrier(group=session.cpu_group)
+        dist.destroy_process_group()
+    sys.excepthook = sys.__excepthook__
+
+
+def _open_channel(world: World, comm: Any) -> Channel | None:
+    """Return how the ranks talk before torch; ``None`` under torchrun, whose store needs torch."""
+    if comm is not None:
+        return MpiChannel(comm)
+    if world.launcher == "torchrun":
+        return None
+    if world.size == 1:
+        return SoloChannel()
+    return slurm_channel(world, os.environ, START_LIMIT_S * 0.8)
+
+
+def _take_cores(
+    world: World, channel: Channel | None, settings: RunSettings
+) -> tuple[affinity.CoreShare, int, list[str]]:
+    mine = frozenset(os.sched_getaffinity(0))
+    masks = [mine] * world.local_size  # torchrun pins nothing, so its ranks are alike
+    if channel is not None:
+        told = channel.all_gather([world.node, world.local_rank, sorted(mine)])
+        on_node = sorted((local, cpus) for node, local, cpus in told if node == world.node)
+        masks = [frozenset(cpus) for _, cpus in on_node]
+    share = affinity.share_of_cores(
+        masks, affinity.reachable_cpus(), world.local_rank, affinity.physical_core
+    )
+    if world.size == 1 and world.launcher == "single":
+        share = affinity.CoreShare(mine, share.num_cores, share.threads, pin=False)
+    threads = share.threads if settings.threads == "auto" else settings.threads
+    note = affinity.apply(share, threads)
+    return share, threads, [text for text in (share.warning, note) if text]
+
+
+def _rendezvous(
+    world: World, channel: Channel | None, settings: RunSettings
+) -> "tuple[Store, str, str | None]":
+    """Return the store that all ranks share, a nonce, and a warning."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=START_LIMIT_S)
+    if channel is None:
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        if world.rank == 0:
+            store.set("hpc_tune/nonce", os.urandom(16).hex())
+        nonce = store.get("hpc_tune/nonce").decode()
+        _set_interface(world, os.environ.get("MASTER_ADDR", ""), settings.interface)
+        return store, nonce, None
+    if world.size == 1:
+        _set_interface(world, "127.0.0.1", settings.interface)
+        return dist.HashStore(), os.urandom(16).hex(), None
+    meeting = meet(world, channel, settings.interface)
+    _set_interface(world, meeting.ip, settings.interface)
+    store = dist.TCPStore(
+        meeting.ip,
+        meeting.port,
+        world.size,
+        is_master=meeting.listener is not None,
+        wait_for_workers=False,
+        timeout=limit,
+        master_listen_fd=meeting.listener.detach() if meeting.listener is not None else None,
+    )
+    return store, meeting.nonce, meeting.warning
+
+
+def _set_interface(world: World, address: str, interface: str | None) -> None:
+    """Tell gloo and NCCL which interface leads to the others, unless the user did."""
+    names = {a.interface for a in local_addresses()}
+    name: str | None
+    if interface in names:
+        name = interface
+    elif world.num_nodes == 1 and "lo" in names:
+        name = "lo"
+    else:
+        try:
+            name = interface_towards(str(socket.getaddrinfo(address, None)[0][4][0]))
+        except OSError:
+            name = None
+    if name is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if world.num_nodes > 1:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # = means no prefix match
+
+
+def _init_groups(
+    world: World, device: "torch.device", store: "Store", timeout_s: float
+) -> "ProcessGroup":
+    """Make the default group for the device and return the gloo group for control traffic."""
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("hpc_tune", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=max(timeout_s, CONTROL_TIMEOUT_S))
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(
+            f"rank {world.rank} on {world.hostname} could not join the process group over "
+            f"interface "
+            f"{os.environ.get('GLOO_SOCKET_IFNAME', 'unknown')}: {error}. Name the network that "
+            f"connects the nodes "
+            "with run.interface=NAME"
+        ) from error
+    return group
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"hidden from {os.getpid()}"

@@ -1,0 +1,249 @@
+"""How ranks talk before torch.distributed exists: one operation, an all-gather of JSON values.
+
+MPI's COMM_WORLD where there is one. Under srun without MPI, rank 0 listens on a port that all ranks
+derive from the job and the step, and the others connect to it. Values travel as JSON, never as
+pickles.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hpc_tune.errors import WorldError
+from hpc_tune.world.discover import World
+
+NUM_CANDIDATE_PORTS = 16
+_FIRST_PORT, _LAST_PORT = 20000, 32000  # below Linux's ephemeral range, which starts at 32768
+_MAX_MESSAGE_BYTES = 256 * 2**20
+
+
+class Channel(Protocol):
+    """Connects all ranks of the world."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, by rank; collective."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the channel holds."""
+        ...
+
+
+class SoloChannel:
+    """The channel of a world of one."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value alone."""
+        return [value]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class MpiChannel:
+    """Speaks over MPI's COMM_WORLD."""
+
+    def __init__(self, comm: Any) -> None:
+        """Take an mpi4py communicator of all ranks."""
+        self._comm = comm
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        return [json.loads(text) for text in self._comm.allgather(json.dumps(value))]
+
+    def close(self) -> None:
+        """Do nothing: MPI ends with the process."""
+
+
+class StarChannel:
+    """A star of TCP connections around rank 0, for srun without MPI."""
+
+    def __init__(
+        self,
+        world: World,
+        addresses: Sequence[str],
+        token: str,
+        limit_s: float,
+        ports: Sequence[int] | None = None,
+    ) -> None:
+        """Connect all ranks; ``addresses`` are where rank 0 may be reached, ``token`` is the job's.
+
+        Raises:
+            WorldError: if not all ranks have met after ``limit_s`` seconds.
+        """
+        self._world, self._token = world, hashlib.sha256(token.encode()).hexdigest()
+        self._peers: dict[int, socket.socket] = {}
+        ports = ports if ports is not None else candidate_ports(token)
+        deadline_s = time.monotonic() + limit_s
+        if world.rank == 0:
+            self._accept_all(ports, deadline_s, limit_s)
+        else:
+            self._peers[0] = self._connect(addresses, ports, deadline_s, limit_s)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        if self._world.rank:
+            _send(self._peers[0], value)
+            values: list[Any] = _receive(self._peers[0])
+            return values
+        values = [value]
+        values += [_receive(self._peers[rank]) for rank in range(1, self._world.size)]
+        for rank in range(1, self._world.size):
+            _send(self._peers[rank], values)
+        return values
+
+    def close(self) -> None:
+        """Close the connections."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def _accept_all(self, ports: Sequence[int], deadline_s: float, limit_s: float) -> None:
+        host = "127.0.0.1" if self._world.num_nodes == 1 else ""
+        with _listen_on_first_free(host, ports) as listener:
+            listener.settimeout(1.0)
+            while len(self._peers) < self._world.size - 1:
+                if time.monotonic() > deadline_s:
+                    missing = [r for r in range(1, self._world.size) if r not in self._peers]
+                    raise WorldError(
+                        f"rank 0 on {self._world.hostname} waited {limit_s:.0f} s on port "
+                        f"{listener.getsockname()[1]} and these ranks never came: {missing[:16]}; "
+                        f"look at "
+                        "their output, and whether a firewall closes that port between the nodes"
+                    )
+                try:
+                    peer, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                peer.settimeout(2.0)
+                try:
+                    hello = _receive(peer)
+                    if hello.get("token") != self._token:
+                        peer.close()
+                        continue
+                    _send(peer, {"token": self._token})
+                except (OSError, ValueError, AttributeError, WorldError):
+                    peer.close()
+                    continue
+                peer.settimeout(limit_s)
+                self._peers[int(hello["rank"])] = peer
+
+    def _connect(
+        self, addresses: Sequence[str], ports: Sequence[int], deadline_s: float, limit_s: float
+    ) -> socket.socket:
+        seen = "no attempt"
+        for address, port in itertools.cycle(itertools.product(addresses, ports)):
+            if time.monotonic() > deadline_s:
+                break
+            try:
+                peer = socket.create_connection((address, port), timeout=2.0)
+            except OSError as error:
+                seen = f"{address}: {error}"
+                if port == ports[-1]:
+                    time.sleep(0.2)
+                continue
+            try:
+                _send(peer, {"token": self._token, "rank": self._world.rank})
+                if _receive(peer).get("token") == self._token:
+                    peer.settimeout(limit_s)
+                    return peer
+            except (OSError, ValueError, AttributeError, WorldError) as error:
+                seen = f"{address} port {port}: {error}"
+            peer.close()
+        raise WorldError(
+            f"rank {self._world.rank} on {self._world.hostname} could not reach rank 0 at "
+            f"{', '.join(addresses)} (ports {ports[0]}-{ports[-1]}) within {limit_s:.0f} s; last: "
+            f"{seen}. "
+            "Check that the compute nodes may connect to each other, or start with mpirun"
+        )
+
+
+def slurm_channel(world: World, environ: Mapping[str, str], limit_s: float) -> StarChannel:
+    """Connect the ranks of a Slurm step without MPI."""
+    hosts = expand_nodelist(
+        environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
+    )
+    addresses = hosts[:1] if world.num_nodes > 1 else ["127.0.0.1"]
+    # srun often runs on the allocation's first node, which helps where node names do not resolve.
+    if world.num_nodes > 1 and environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        addresses.append(environ["SLURM_LAUNCH_NODE_IPADDR"])
+    if not addresses:
+        raise WorldError(
+            "SLURM_STEP_NODELIST is empty, so rank 0 cannot be found; start with srun or mpirun"
+        )
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    token = "/".join(environ.get(name, "") for name in names)
+    return StarChannel(world, addresses, token, limit_s)
+
+
+def candidate_ports(token: str) -> list[int]:
+    """Return the ports on which rank 0 of the job with this token may listen."""
+    start = int.from_bytes(hashlib.sha256(token.encode()).digest()[:4], "big")
+    span = _LAST_PORT - _FIRST_PORT - NUM_CANDIDATE_PORTS
+    return [_FIRST_PORT + start % span + i for i in range(NUM_CANDIDATE_PORTS)]
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Return the hosts of Slurm's list, such as ``"n[01-03,7],gpu-[1-2]x[0-1]"``."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
+            tails = [plain] if plain else _expand_ranges(ranges)
+            names = [name + tail for name in names for tail in tails]
+        hosts += names
+    return hosts
+
+
+def _expand_ranges(text: str) -> list[str]:
+    values: list[str] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if not high:
+            values.append(low)
+        else:
+            values += [str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)]
+    return values
+
+
+def _listen_on_first_free(host: str, ports: Sequence[int]) -> socket.socket:
+    for port in ports:
+        try:
+            return socket.create_server((host, port), backlog=1024)
+        except OSError:
+            continue
+    raise WorldError(
+        f"rank 0 found no free port among {ports[0]}-{ports[-1]}; end what listens there, or start "
+        f"with mpirun"
+    )
+
+
+def _send(peer: socket.socket, value: Any) -> None:
+    payload = json.dumps(value).encode()
+    peer.sendall(struct.pack("!I", len(payload)) + payload)
+
+
+def _receive(peer: socket.socket) -> Any:
+    (size,) = struct.unpack("!I", _read(peer, 4))
+    if size > _MAX_MESSAGE_BYTES:
+        raise WorldError("a stranger spoke on the rendezvous port")
+    return json.loads(_read(peer, size))
+
+
+def _read(peer: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        try:
+            piece = peer.recv(num_bytes - len(data))
+        except TimeoutError as error:
+            raise WorldError("a rank did not answer in time") from error
+        if not piece:
+            raise WorldError("a rank closed its connection")
+        data += piece
+    return bytes(data)

@@ -1,0 +1,223 @@
+"""How a world ends badly: at once, on every rank, with one traceback and the name of who is gone.
+
+A plain exit on failure hangs for ever in MPI's Finalize while peers wait, so every way out of here
+is MPI's Abort or ``os._exit``. The ways in: a limit that runs out, a parent that disappears, an
+exception.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, RemoteError
+from hpc_tune.world.discover import rank_hint
+
+if TYPE_CHECKING:
+    from hpc_tune.world.bootstrap import Peer, Session
+
+_STORE_LIMIT_S = 2.0
+_ABORT_LIMIT_S = 5.0
+_DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
+_FIRST_SPEAKER_S = 1.5  # before a session, rank 0 speaks first and its end ends the others
+_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra", "slurmstepd", "pals")
+_BROKEN = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "peer closed",
+    "remote process exited",
+    "failed to recv",
+    "failed to send",
+    "timed out",
+)
+
+
+def die(session: "Session | None", exit_code: int = EXIT_FAILED) -> NoReturn:
+    """End the whole world now with this exit code; never returns."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    # Absent, or half imported where the limit ran out inside MPI_Init.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and hasattr(mpi, "COMM_WORLD"):
+        if session is not None:
+            who = f"rank {session.world.rank} on {session.world.hostname}"
+        else:
+            who = f"rank {rank_hint(os.environ)}"
+
+        def give_up() -> None:
+            print(f"{who}: MPI's Abort did not end it, leaving", file=sys.stderr, flush=True)
+            os._exit(exit_code)
+
+        _after(_ABORT_LIMIT_S, give_up)
+        if mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(exit_code)
+    os._exit(exit_code)
+
+
+def report_failure(session: "Session | None", error: BaseException) -> str | None:
+    """Return what this rank should print about its error, or ``None`` if another rank speaks.
+
+    One rank speaks for the world: the first that adds to a counter in the store, or, where the
+    store died with its rank, the first on each host. A rank that only lost a connection lets the
+    one with the cause go first.
+    """
+    if isinstance(error, RemoteError):
+        return None
+    if session is None:
+        if rank_hint(os.environ) > 0:
+            time.sleep(_FIRST_SPEAKER_S)
+        return _text(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, [])
+    dead = _wait_for_dead(session) if is_broken_connection(error) else []
+    if not _speaks_first(session):
+        return None
+    return _text(f"rank {session.world.rank} on {session.world.hostname}", error, dead)
+
+
+def dead_peers(session: "Session") -> "list[Peer]":
+    """Return the ranks of this node whose process is gone or a zombie."""
+    mine = session.world
+    if not session.sees_local_pids:
+        return []
+    return [
+        peer
+        for peer in session.roster
+        if peer.node == mine.node and peer.rank != mine.rank and not _is_alive(peer.pid)
+    ]
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Tell whether the error is how torch.distributed shows that a peer is gone."""
+    if not isinstance(error, RuntimeError | OSError) or isinstance(error, HpcTuneError):
+        return False
+    text = f"{type(error).__name__} {error}".lower()
+    return "Dist" in type(error).__name__ or any(sign in text for sign in _BROKEN)
+
+
+@contextlib.contextmanager
+def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]:
+    """End the world if the block is not done in time, saying who waited for what."""
+
+    def expire() -> None:
+        print(f"{who}: waited {seconds:.0f} s for {what}; {hint}", file=sys.stderr, flush=True)
+        die(None)
+
+    timer = _after(seconds, expire)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def watch_launcher(who: str, every_s: float = 1.0) -> None:
+    """End this rank when its parent or its launcher is gone: a killed mpirun leaves orphans."""
+    parent, launcher = os.getppid(), _launcher_pid()
+
+    def watch() -> None:
+        while True:
+            time.sleep(every_s)
+            if os.getppid() != parent or (launcher is not None and not _is_alive(launcher)):
+                # Nobody may read the other end any more.
+                with contextlib.suppress(OSError, ValueError):
+                    print(f"{who}: the launcher is gone, leaving", file=sys.stderr, flush=True)
+                os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def end_world_on_uncaught(session: "Session | None") -> None:
+    """Make an exception that nobody caught end the world, instead of hanging in MPI's Finalize."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = report_failure(session, error)
+        if text is not None:
+            print(text, file=sys.stderr, flush=True)
+        code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
+        die(session, code)
+
+    sys.excepthook = hook
+
+
+def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
+    if isinstance(error, HpcTuneError):
+        return f"error on {who}: {error}"
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    text = f"{who} failed:\n{lines.rstrip()}"
+    for peer in dead:
+        text += f"\nrank {peer.rank} (pid {peer.pid} on host {peer.hostname}) is gone"
+    return text
+
+
+def _wait_for_dead(session: "Session") -> "list[Peer]":
+    until_s = time.monotonic() + _DEATH_SHOWS_WITHIN_S
+    while not (dead := dead_peers(session)) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return dead
+
+
+def _speaks_first(session: "Session") -> bool:
+    if session.world.size == 1:
+        return True
+    answer: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            answer.append(session.store.add("hpc_tune/failed", 1) == 1)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_STORE_LIMIT_S)
+    if answer:
+        return answer[0]
+    # An abstract socket name can be taken once per host and vanishes with its owner.
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0hpc_tune/failed/{session.nonce}")
+    except OSError:
+        claim.close()
+        return False
+    claim.detach()
+    return True
+
+
+def _is_alive(pid: int) -> bool:
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
+
+
+def _stat(pid: int) -> tuple[str, int, str] | None:
+    """Return (state, parent, name) of a process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[1]), name
+
+
+def _launcher_pid() -> int | None:
+    """Return the nearest ancestor that is a launcher, such as mpirun behind a shell script."""
+    pid = os.getppid()
+    while pid > 1 and (stat := _stat(pid)) is not None:
+        if stat[2].startswith(_LAUNCHERS):
+            return pid
+        pid = stat[1]
+    return None

@@ -1,0 +1,274 @@
+"""Where the ranks meet: an address of rank 0 that every node was seen to reach.
+
+    rank 0 binds port 0 on each candidate address -> tells all ranks
+    -> one process per node tries each -> the first one reached from everywhere is kept,
+    and its very socket becomes the store's listener
+
+No port is guessed, nothing listens on more than one interface, and loopback is refused with more
+than one node.
+"""
+
+import array
+import fcntl
+import hashlib
+import ipaddress
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.errors import WorldError
+from hpc_tune.world.channel import Channel
+from hpc_tune.world.discover import World
+
+PROBE_TIMEOUT_S = 3.0
+FAST_NAMES = ("hsn", "ib", "hfi", "opa")
+VIRTUAL_NAMES = ("docker", "virbr", "veth", "br-", "cni", "podman", "lxc")
+
+
+@dataclass(frozen=True)
+class Address:
+    """One address of an interface of this host."""
+
+    interface: str
+    ip: str
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The chosen address; rank 0 also holds the listening socket, the others ``None``."""
+
+    ip: str
+    port: int
+    nonce: str
+    listener: socket.socket | None
+    warning: str | None
+
+
+def meet(world: World, channel: Channel, interface: str | None) -> Meeting:
+    """Return an address of rank 0 that every node reaches; collective over ``channel``.
+
+    Raises:
+        WorldError: on every rank, if there is no such address, naming each and who could not reach
+        it.
+    """
+    offer: dict[str, Any] = {}
+    listeners: list[socket.socket] = []
+    if world.rank == 0:
+        offer, listeners = _make_offer(world, interface)
+    offer = channel.all_gather(offer)[0]
+    if "error" in offer:
+        raise WorldError(offer["error"])
+    nonce, places = offer["nonce"], offer["places"]
+    answering = _Responder(listeners, nonce) if listeners else None
+    seen = _try_all(places, nonce) if world.local_rank == 0 else None
+    reports = [
+        {"host": host, "seen": seen}
+        for host, seen in channel.all_gather([world.hostname, seen])
+        if seen is not None
+    ]
+    if answering is not None:
+        answering.stop()
+    chosen = choose(reports, len(places))
+    for index, listener in enumerate(listeners):
+        if index != chosen:
+            listener.close()
+    if chosen is None:
+        raise WorldError(_unreachable(places, reports))
+    warning = None
+    if interface and places[chosen]["interface"] != interface:
+        warning = (
+            f"run.interface={interface} was not reached from every node; using "
+            f"{places[chosen]['interface']} ({places[chosen]['ip']})"
+        )
+    kept = listeners[chosen] if listeners else None
+    return Meeting(places[chosen]["ip"], places[chosen]["port"], nonce, kept, warning)
+
+
+def choose(reports: Sequence[dict[str, Any]], num_places: int) -> int | None:
+    """Return the first place that every report reached: ``seen`` has "" or a reason per place."""
+    for index in range(num_places):
+        if all(report["seen"][index] == "" for report in reports):
+            return index
+    return None
+
+
+def candidates(
+    addresses: Sequence[Address], num_nodes: int, interface: str | None
+) -> list[Address]:
+    """Return the addresses worth trying, best first (pure).
+
+    The named interface first; then on one node loopback, on several the fast-looking names, the
+    rest, and bridges of containers last. Loopback (all of 127/8, Debian's 127.0.1.1 too) and
+    link-local ones are no use across nodes.
+    """
+
+    def grade(address: Address) -> tuple[int, int]:
+        ip = ipaddress.ip_address(address.ip)
+        if address.interface == interface:
+            kind = 0
+        elif ip.is_loopback:
+            kind = 1
+        elif address.interface.startswith(FAST_NAMES):
+            kind = 2
+        else:
+            kind = 4 if address.interface.startswith(VIRTUAL_NAMES) else 3
+        return kind, ip.version
+
+    usable = []
+    for address in addresses:
+        ip = ipaddress.ip_address(address.ip)
+        if not ip.is_link_local and (num_nodes == 1 or not ip.is_loopback):
+            usable.append(address)
+    return sorted(usable, key=grade)
+
+
+def local_addresses() -> list[Address]:
+    """Return the addresses of the interfaces of this host that are up."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        size, length = 40, 40 * 512  # struct ifreq: 16 bytes of name, then a sockaddr_in
+        buffer = array.array("B", bytes(length))
+        request = struct.pack("iL", length, buffer.buffer_info()[0])
+        (used,) = struct.unpack_from("i", fcntl.ioctl(probe, 0x8912, request))  # SIOCGIFCONF
+    for start in range(0, used, size):
+        entry = buffer[start : start + size].tobytes()
+        # An alias such as eth0:1 belongs to eth0.
+        name = entry[:16].partition(b"\0")[0].decode().partition(":")[0]
+        found.append(Address(name, socket.inet_ntoa(entry[20:24])))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, _, _, scope, _, name = line.split()
+        if scope in ("00", "10"):  # global and loopback
+            found.append(Address(name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))))
+    return found
+
+
+def interface_towards(ip: str) -> str | None:
+    """Return the name of the interface whose address this host uses to speak to ``ip``."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((ip, 9))  # sends nothing: only asks the routing table
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next((a.interface for a in local_addresses() if a.ip == own), None)
+
+
+def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], list[socket.socket]]:
+    addresses = local_addresses()
+    names = sorted({address.interface for address in addresses})
+    if interface and interface not in names:
+        known = ", ".join(names)
+        return {
+            "error": f"run.interface={interface} does not exist on {world.hostname}, where rank 0 "
+            f"is; it has {known}"
+        }, []
+    usable, places, listeners = candidates(addresses, world.num_nodes, interface), [], []
+    for address in usable:
+        family = socket.AF_INET6 if ":" in address.ip else socket.AF_INET
+        try:
+            listener = socket.create_server((address.ip, 0), family=family, backlog=4096)
+        except OSError:
+            continue
+        listeners.append(listener)
+        port = listener.getsockname()[1]
+        places.append({"interface": address.interface, "ip": address.ip, "port": port})
+    if not places:
+        found = ", ".join(f"{a.ip} ({a.interface})" for a in addresses) or "none"
+        return {
+            "error": f"{world.hostname}, where rank 0 is, has no address that {world.num_nodes} "
+            f"nodes could use; "
+            f"found {found}. Loopback is no use across nodes; bring up a network interface"
+        }, []
+    return {"nonce": secrets.token_hex(16), "places": places}, listeners
+
+
+class _Responder:
+    """Answers the probes of the nodes on rank 0's listening sockets, until stopped."""
+
+    def __init__(self, listeners: Sequence[socket.socket], nonce: str) -> None:
+        self._listeners, self._nonce = listeners, nonce
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            ready, _, _ = select.select([*self._listeners, self._wake_read], [], [])
+            if self._wake_read in ready:
+                return
+            for listener in ready:
+                try:
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.settimeout(PROBE_TIMEOUT_S)
+                        if _read_line(peer) == _proof(self._nonce, "ask"):
+                            peer.sendall(_proof(self._nonce, "answer"))
+                except OSError:
+                    continue
+
+    def stop(self) -> None:
+        self._wake_write.sendall(b"x")
+        self._thread.join()
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+def _try_all(places: Sequence[dict[str, Any]], nonce: str) -> list[str]:
+    """Return "" or the reason of failure for each place; all are tried at the same time."""
+    reasons = ["no answer"] * len(places)
+
+    def attempt(index: int) -> None:
+        reasons[index] = _try(places[index]["ip"], places[index]["port"], nonce)
+
+    threads = [threading.Thread(target=attempt, args=(i,)) for i in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return reasons
+
+
+def _try(ip: str, port: int, nonce: str) -> str:
+    try:
+        with socket.create_connection((ip, port), timeout=PROBE_TIMEOUT_S) as peer:
+            peer.sendall(_proof(nonce, "ask"))
+            # Another host can have the same address: every docker0 is 172.17.0.1.
+            if _read_line(peer) != _proof(nonce, "answer"):
+                return "someone else answers there"
+    except OSError as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _proof(nonce: str, side: str) -> bytes:
+    return hashlib.sha256(f"hpc_tune {side} {nonce}".encode()).hexdigest().encode() + b"\n"
+
+
+def _read_line(peer: socket.socket) -> bytes:
+    data = b""
+    while len(data) < 65 and (piece := peer.recv(65 - len(data))):
+        data += piece
+    return data
+
+
+def _unreachable(places: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for index, place in enumerate(places):
+        failed = [(r["host"], r["seen"][index]) for r in reports if r["seen"][index]]
+        shown = ", ".join(f"{host} ({reason})" for host, reason in failed[:8])
+        more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
+        lines.append(f"  {place['ip']} ({place['interface']}): not reached from {shown}{more}")
+    return (
+        f"no address of {reports[0]['host']}, where rank 0 is, can be reached from every node:\n"
+        + "\n".join(lines)
+        + "\nName the network that connects the nodes with run.interface=NAME, or let them "
+        "connect to each other"
+    )

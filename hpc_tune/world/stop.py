@@ -1,0 +1,120 @@
+"""When to leave on purpose: signals, the time limit, a file named STOP.
+
+The handlers only set a flag; the loop reads it at points of its choice and agrees on it with the
+other ranks. Nothing here is a collective.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+STOP_FILE = "STOP"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_FILE_CHECK_EVERY_S = 1.0
+_SCONTROL_LIMIT_S = 10.0
+
+
+class StopFlag:
+    """Whether this rank was asked to leave; ``install`` it once, in the main thread."""
+
+    def __init__(
+        self,
+        run_dir: Path | None = None,
+        time_limit_s: float | None = None,
+        ask_slurm: bool = False,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Know the deadline: ``time_limit_s`` after the process started or Slurm's, if earlier.
+
+        ``ask_slurm`` allows one call of scontrol where the environment does not tell the end; give
+        it on rank 0 only, since a thousand ranks that ask at once hurt the scheduler.
+        """
+        self._file = None if run_dir is None else run_dir / STOP_FILE
+        self._file_checked_s = float("-inf")
+        self._file_seen = False
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+        ends = [] if time_limit_s is None else [process_start() + time_limit_s]
+        slurm_end = _slurm_end(environ, ask_slurm)
+        self._deadline = min([*ends, *([slurm_end] if slurm_end is not None else [])], default=None)
+
+    def install(self) -> None:
+        """Take over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts at once."""
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def reason(self, margin_s: float = 0.0) -> str | None:
+        """Return why to leave now, or ``None``.
+
+        ``margin_s`` is what leaving takes (the measured time of a checkpoint): the time limit
+        counts as reached that long before. Returns a signal's name, ``"time limit"`` or ``"STOP
+        file"``.
+        """
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
+        if self._deadline is not None and time.time() >= self._deadline - margin_s:
+            return "time limit"
+        return "STOP file" if self._has_file() else None
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the deadline, or ``None`` where there is none."""
+        return None if self._deadline is None else self._deadline - time.time()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = number
+
+    def _has_file(self) -> bool:
+        now_s = time.monotonic()
+        if self._file is not None and now_s - self._file_checked_s >= _FILE_CHECK_EVERY_S:
+            self._file_checked_s = now_s
+            self._file_seen = self._file.exists()
+        return self._file_seen
+
+
+def process_start() -> float:
+    """Return when this process started, in seconds since the epoch."""
+    stat = Path("/proc/self/stat").read_text()
+    ticks = int(stat[stat.rindex(")") + 2 :].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def _slurm_end(environ: Mapping[str, str], ask: bool) -> float | None:
+    text = environ.get("SLURM_JOB_END_TIME", "")
+    if text.isdigit() and int(text) > 0:
+        return float(text)
+    job = environ.get("SLURM_JOB_ID", "")
+    if not ask or not job.isdigit():
+        return None
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "job", job],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_LIMIT_S,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return _end_in(shown)
+
+
+def _end_in(shown: str) -> float | None:
+    """Return the end of a job from scontrol's text; a job without a limit has none."""
+    match = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
+    return None if match is None else datetime.fromisoformat(match[1]).timestamp()

@@ -1,0 +1,135 @@
+"""How a world ends when a rank fails, dies, hangs, or loses its launcher."""
+
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.support.ranks import find_mpirun, is_alive, mpirun, rank_environment, started
+
+# The environment variable CAUSE says what rank 2 (of 4) or rank 1 (of 2) does.
+PROGRAM = """
+import os, sys, time
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.errors import DataError, HpcTuneError
+from hpc_tune.world import collective
+from hpc_tune.world.bootstrap import bootstrap
+from hpc_tune.world.failure import die, report_failure
+from hpc_tune.world.stop import StopFlag
+
+s = bootstrap(RunSettings())
+StopFlag().install()
+sys.stdout.write(f"rank {s.world.rank} is pid {os.getpid()}\\n")
+collective.barrier(s, "start")
+cause, victim = os.environ["CAUSE"], int(os.environ["VICTIM"])
+try:
+    if s.world.rank == victim and cause == "raise":
+        raise KeyError("no such thing")
+    if s.world.rank == victim and cause == "foreseen":
+        raise DataError("data.path holds no rows")
+    if cause == "sleep":
+        if s.world.rank == victim:
+            time.sleep(600)
+        collective.barrier(s, "a rank that sleeps", limit_s=2)
+    while True:
+        collective.sum_of(s, [1.0])
+        time.sleep(0.01)
+except Exception as error:
+    if os.environ.get("UNCAUGHT"):
+        raise
+    text = report_failure(s, error)
+    if text is not None:
+        sys.stderr.write(text + "\\n")
+    die(s, error.exit_code if isinstance(error, HpcTuneError) else 1)
+"""
+
+
+def environment(n, cause, victim, **more):
+    return rank_environment(n, {"CAUSE": cause, "VICTIM": str(victim), **more})
+
+
+def pids_of(process, n):
+    """Return the pids that the ranks print, by rank."""
+    found = {}
+    while len(found) < n:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        for rank, pid in re.findall(r"rank (\d+) is pid (\d+)", line):
+            found[int(rank)] = int(pid)
+    return found
+
+
+def wait_until_gone(pids, limit_s):
+    began_s = time.monotonic()
+    while any(map(is_alive, pids)) and time.monotonic() - began_s < limit_s:
+        time.sleep(0.05)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_ends_the_job_in_seconds_and_is_named(victim):
+    command = [find_mpirun(), "-np", "4", sys.executable, "-c", PROGRAM]
+    with started(command, environment(4, "none", victim)) as job:
+        pids = pids_of(job, 4)
+        time.sleep(0.5)
+        os.kill(pids[victim], signal.SIGKILL)
+        began_s = time.monotonic()
+        _, stderr = job.communicate(timeout=15)
+        assert time.monotonic() - began_s < 15
+        assert job.returncode != 0
+        assert f"rank {victim} (pid {pids[victim]} on host" in stderr
+        assert stderr.count("Traceback") == 1, stderr
+        assert wait_until_gone(pids.values(), 3) == []
+
+
+@pytest.mark.parametrize("uncaught", ["", "1"])
+def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(uncaught):
+    env = {"CAUSE": "raise", "VICTIM": "2", "UNCAUGHT": uncaught}
+    began_s = time.monotonic()
+    done = mpirun(4, ["-c", PROGRAM], timeout=30, env=env)
+    assert time.monotonic() - began_s < 25
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "rank 2 on" in done.stderr
+    assert "KeyError: 'no such thing'" in done.stderr
+
+
+def test_a_foreseen_error_ends_the_job_with_its_message_and_exit_code():
+    done = mpirun(2, ["-c", PROGRAM], timeout=30, env={"CAUSE": "foreseen", "VICTIM": "1"})
+    assert done.returncode == 2
+    assert "data.path holds no rows" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wait_that_is_too_long_says_who_waited_for_what():
+    done = mpirun(2, ["-c", PROGRAM], timeout=30, env={"CAUSE": "sleep", "VICTIM": "1"})
+    assert done.returncode != 0
+    assert re.search(r"rank 0 on \S+: waited 2 s for a rank that sleeps", done.stderr)
+
+
+def test_ranks_leave_when_mpirun_is_killed():
+    command = [find_mpirun(), "-np", "2", sys.executable, "-c", PROGRAM]
+    with started(command, environment(2, "none", 0)) as job:
+        pids = pids_of(job, 2)
+        os.kill(job.pid, signal.SIGKILL)
+        left = wait_until_gone(pids.values(), 6)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert left == []
+
+
+def test_ranks_behind_a_shell_script_leave_too(tmp_path):
+    script = tmp_path / "wrapper.sh"
+    script.write_text('#!/bin/sh\n"$@"\nexit $?\n')
+    script.chmod(0o755)
+    command = [find_mpirun(), "-np", "2", str(script), sys.executable, "-c", PROGRAM]
+    with started(command, environment(2, "none", 0)) as job:
+        pids = pids_of(job, 2)
+        os.kill(job.pid, signal.SIGKILL)
+        left = wait_until_gone(pids.values(), 6)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert left == []

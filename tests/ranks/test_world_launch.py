@@ -1,0 +1,205 @@
+"""Worlds of several sizes from each launcher at hand, and what the collectives give in them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.ranks import find_mpirun, mpirun, rank_environment, run_ranks, started, torchrun
+
+PROGRAM = """
+import json, os, sys
+from hpc_tune import log
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.errors import DataError, HpcTuneError
+from hpc_tune.world import collective
+from hpc_tune.world.bootstrap import bootstrap, shutdown
+from hpc_tune.world.discover import rank_hint
+
+log.configure(rank_hint())
+s = bootstrap(RunSettings())
+me, n = s.world.rank, s.world.size
+assert me == rank_hint()
+
+def agreed(failing):
+    error = DataError(f"bad row on {me}") if me in failing else None
+    try:
+        collective.agree(s, error, "reading")
+    except HpcTuneError as e:
+        return [type(e).__name__, str(e), e.exit_code]
+    return None
+
+collective.barrier(s, "the test", limit_s=30)
+collective.barrier(s, "the test")
+told = {
+    "world": str(s.world),
+    "device": str(s.device),
+    "roster": [[p.rank, p.node, p.pid] for p in s.roster],
+    "pid": os.getpid(),
+    "gathered": collective.gather_objects(s, {"rank": me, "pad": "x" * me}),
+    "from_last": collective.broadcast_object(s, ("from", me), src=n - 1),
+    "sum": collective.sum_of(s, [1, me, 0.5]),
+    "max": collective.max_of(s, [me, -me]),
+    "agreed": [agreed([]), agreed([n - 1]), agreed(range(n))],
+    "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+    "nonce": s.nonce,
+    "group": [s.cpu_group.rank(), s.cpu_group.size()],
+    "threads": s.threads,
+    "cpus": sorted(os.sched_getaffinity(0)),
+}
+import torch
+assert torch.get_num_threads() == s.threads == int(os.environ["OMP_NUM_THREADS"])
+sys.stdout.write(json.dumps(told) + "\\n")
+shutdown(s)
+"""
+
+
+def told_by(done):
+    """Return what each rank told, by rank."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(rows, key=lambda row: row["group"][0])
+
+
+def check_world(rows, n, launcher):
+    """Check what the ranks told against arithmetic."""
+    assert len(rows) == n
+    for rank, row in enumerate(rows):
+        assert row["world"] == f"rank {rank}/{n} node 0/1 local {rank}/{n} via {launcher}"
+        assert row["group"] == [rank, n]
+        assert row["roster"] == [[r, 0, rows[r]["pid"]] for r in range(n)]
+        assert row["gathered"] == [{"rank": r, "pad": "x" * r} for r in range(n)]
+        assert row["from_last"] == ["from", n - 1]
+        assert row["sum"] == [n, n * (n - 1) / 2, n / 2]
+        assert row["max"] == [n - 1, 0]
+        text = f"bad row on {n - 1}"
+        remote = ["RemoteError", f"rank {n - 1} failed in reading: {text}", 2]
+        assert row["agreed"][0] is None
+        assert row["agreed"][1] == (["DataError", text, 2] if rank == n - 1 else remote)
+        assert row["agreed"][2][0] == ("DataError" if rank == 0 else "RemoteError")
+        assert row["interface"] == "lo"
+        assert row["nonce"] == rows[0]["nonce"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_mpirun_makes_a_world(n):
+    done = mpirun(n, ["-c", PROGRAM])
+    check_world(told_by(done), n, "openmpi")
+    nodes = "1 rank" if n == 1 else f"{n} ranks"
+    assert done.stderr.count(f"{nodes} on 1 node, ") == 1
+
+
+def test_torchrun_makes_a_world(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    check_world(told_by(torchrun(2, [str(script)])), 2, "torchrun")
+
+
+def test_a_single_process_is_a_world_of_one():
+    done = run_ranks([sys.executable, "-c", PROGRAM], rank_environment(1), 60)
+    rows = told_by(done)
+    check_world(rows, 1, "single")
+    assert rows[0]["cpus"] == sorted(os.sched_getaffinity(0))
+
+
+def slurm_step(rank, n):
+    """Return the variables that srun would give to a rank of one node."""
+    return {
+        "SLURM_JOB_ID": "4242",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": str(n),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(n),
+        "SLURM_STEP_NODELIST": "n1",
+    }
+
+
+def test_srun_without_mpi_makes_a_world():
+    n = 3
+    command = [sys.executable, "-c", PROGRAM]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=rank_environment(n, slurm_step(rank, n)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+    try:
+        rows = []
+        for process in processes:
+            out, err = process.communicate(timeout=60)
+            rows += told_by(subprocess.CompletedProcess(command, process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    check_world(rows, n, "slurm")
+
+
+def test_two_jobs_at_the_same_time_do_not_meet():
+    command = [find_mpirun(), "-np", "2", sys.executable, "-c", PROGRAM]
+    env = rank_environment(4)
+    with started(command, env) as first, started(command, env) as second:
+        outs = [(job, *job.communicate(timeout=90)) for job in (first, second)]
+        told = [
+            told_by(subprocess.CompletedProcess(command, job.returncode, out, err))
+            for job, out, err in outs
+        ]
+    for rows in told:
+        check_world(rows, 2, "openmpi")
+    assert told[0][0]["nonce"] != told[1][0]["nonce"]
+
+
+FAILING = """
+import sys
+from hpc_tune import log
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.world.bootstrap import bootstrap
+from hpc_tune.world.discover import rank_hint
+from hpc_tune.world.failure import die, report_failure
+
+{before}
+log.configure(rank_hint())
+try:
+    bootstrap(RunSettings({settings}))
+except HpcTuneError as error:
+    text = report_failure(None, error)
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    die(None, error.exit_code)
+"""
+
+
+def test_an_mpi4py_of_another_mpi_is_found_and_explained():
+    """The launcher's variables say 4, MPI is initialised as a singleton."""
+    find_mpirun()
+    env = rank_environment(1, {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"})
+    program = FAILING.format(before="", settings="")
+    done = run_ranks([sys.executable, "-c", program], env, 60)
+    assert done.returncode == 1
+    assert "the launcher (openmpi) says rank 2 of 4, but MPI says rank 0 of 1" in done.stderr
+    assert "Open MPI v" in done.stderr
+    assert "MPI4PY_LIBMPI" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_mpi4py_is_explained_once():
+    before = "sys.modules['mpi4py'] = None"
+    done = mpirun(2, ["-c", FAILING.format(before=before, settings="")])
+    assert done.returncode == 1
+    assert done.stderr.count("but mpi4py cannot be loaded") == 1
+    assert "pip install --no-binary=mpi4py mpi4py" in done.stderr
+
+
+def test_an_unknown_interface_ends_the_world_with_one_message():
+    done = mpirun(2, ["-c", FAILING.format(before="", settings="interface='ib77'")])
+    assert done.returncode == 1
+    assert done.stderr.count("run.interface=ib77 does not exist on") == 1

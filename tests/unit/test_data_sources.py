@@ -1,0 +1,243 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_data_support import chat, write_jsonl
+
+from hpc_tune.data import pydocs, sources
+from hpc_tune.data.records import Chat, Completion, Text, WrongRecord, to_example
+from hpc_tune.data.sources import identity, list_chunks, read_chunk
+from hpc_tune.errors import DataError
+
+
+def _read(path):
+    return [example for chunk in list_chunks(str(path)) for example in read_chunk(chunk)]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3, 17, 64, 1000, 1 << 20])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("last_end", [True, False])
+def test_every_line_is_read_once_however_the_file_is_cut(
+    tmp_path, monkeypatch, chunk_bytes, line_end, last_end
+):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(sources, "READ_BYTES", 5)
+    texts = ["a", "b" * 200, "é😀", "", "c"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    lines.insert(2, "  ")
+    data = line_end.join(lines) + (line_end if last_end else "")
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + data.encode())
+    assert [example.text for example in _read(tmp_path / "d.jsonl")] == texts
+
+
+def test_a_large_file_has_a_bounded_number_of_chunks(tmp_path):
+    with (tmp_path / "d.jsonl").open("wb") as file:
+        file.truncate(1 << 40)  # sparse: one tebibyte
+    chunks = list_chunks(str(tmp_path / "d.jsonl"))
+    assert len(chunks) == 1 << 15
+    assert chunks[-1].stop == 1 << 40
+    assert all(a.stop == b.start for a, b in zip(chunks[:-1], chunks[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (chat("q", "a"), Chat(chat("q", "a")["messages"])),
+        (
+            {
+                "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+                "system": "s",
+            },
+            Chat([{"role": "system", "content": "s"}, *chat("q", "a")["messages"]]),
+        ),
+        ({"conversations": chat("q", "a")["messages"]}, Chat(chat("q", "a")["messages"])),
+        ({"prompt": "q", "completion": "a"}, Completion("q", "a", "q")),
+        (
+            {"prompt": chat("q")["messages"], "completion": chat("q", "a")["messages"][1:]},
+            Chat(chat("q", "a")["messages"]),
+        ),
+        ({"text": "t"}, Text("t")),
+    ],
+)
+def test_each_known_form_becomes_an_example(record, expected):
+    assert to_example(record) == expected
+
+
+def test_alpaca_with_and_without_input():
+    plain = to_example({"instruction": "Add.", "input": "", "output": "4"})
+    assert (plain.prompt, plain.completion) == ("Add.", "4")
+    assert "### Input" not in plain.plain_prompt
+    given = to_example(
+        {"instruction": "Add.", "input": "2, 2", "output": "4", "system": "Be brief."}
+    )
+    assert given.prompt == "Add.\n\n2, 2"
+    assert "### Instruction:\nAdd.\n\n### Input:\n2, 2\n\n### Response:\n" in given.plain_prompt
+    assert given.system == "Be brief."
+
+
+def test_further_keys_of_messages_and_tools_are_kept():
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    record = {"messages": [{"role": "user", "content": "q"}, call], "tools": '[{"name": "f"}]'}
+    assert to_example(record) == Chat(record["messages"], tools=[{"name": "f"}])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([1], "found a JSON list, expected an object"),
+        ({"question": "q"}, "found the fields question; expected one of: messages"),
+        ({}, "found the fields no fields"),
+        ({"prompt": "q"}, "completion is missing"),
+        ({"instruction": "q", "output": 3}, "output is number, expected text"),
+        ({"text": ["a"]}, "text is list, expected text"),
+        ({"messages": []}, "messages is empty list"),
+        ({"messages": "hello"}, "messages is text"),
+        ({"messages": [{"content": "x"}]}, "message 1 is .*expected an object with role"),
+        ({"messages": [{"role": "user"}]}, r"message 1 \(user\) has no content"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "turn 1 is .*alien.*expected from"),
+        ({"conversations": [{"from": "human", "value": None}]}, "turn 1"),
+        ({**chat("q", "a"), "tools": "{"}, "tools is text that is not JSON"),
+        ({**chat("q", "a"), "tools": {"a": 1}}, "tools is object"),
+    ],
+)
+def test_wrong_records_say_what_was_found_and_expected(record, message):
+    with pytest.raises(WrongRecord, match=message):
+        to_example(record)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": ', "line 301: not JSON .*expected one JSON object per line"),
+        (b'{"txt": "a"}', "line 301: found the fields txt; expected one of"),
+        (b'{"text": "\xff"}', "line 301: not UTF-8"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path, monkeypatch, line, message):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 500)
+    good = b'{"text": "abc"}\n'
+    (tmp_path / "d.jsonl").write_bytes(good * 300 + line + b"\n" + good)
+    with pytest.raises(DataError, match=rf"d\.jsonl, {message}"):
+        _read(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize("read_bytes", [4, 30, 1 << 20])
+def test_a_json_array_is_read_element_by_element(tmp_path, monkeypatch, read_bytes):
+    monkeypatch.setattr(sources, "READ_BYTES", read_bytes)
+    records = [{"text": "é" * n, "more": [1, {"a": "]"}]} for n in range(30)]
+    for indent in (None, 2):
+        (tmp_path / "d.json").write_text(json.dumps(records, indent=indent), "utf-8")
+        assert [example.text for example in _read(tmp_path / "d.json")] == [
+            "é" * n for n in range(30)
+        ]
+
+
+def test_errors_in_a_json_array_name_the_element(tmp_path):
+    (tmp_path / "d.json").write_text('[{"text": "a"}, {"tex": "b"}]')
+    with pytest.raises(DataError, match=r"element 2 of the array: found the fields tex"):
+        _read(tmp_path / "d.json")
+    (tmp_path / "d.json").write_text('[{"text": "a"}, {"text": ')
+    with pytest.raises(DataError, match=r"element 2 of the array: not JSON"):
+        _read(tmp_path / "d.json")
+    (tmp_path / "d.json").write_bytes(b'[{"text": "\xff"}]')
+    with pytest.raises(DataError, match=r"element 1 of the array: 'utf-8' codec"):
+        _read(tmp_path / "d.json")
+
+
+def test_parquet_is_read_by_row_group_without_the_nulls_of_its_columns(tmp_path):
+    call = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    rows = [chat("q", "a"), {"messages": [*chat("q")["messages"], *call]}, chat("r", "b")]
+    table = pa.Table.from_pylist([{**row, "id": n} for n, row in enumerate(rows)])
+    pq.write_table(table, tmp_path / "d.parquet", row_group_size=2)
+    assert len(list_chunks(str(tmp_path / "d.parquet"))) == 2
+    assert [example.messages for example in _read(tmp_path / "d.parquet")] == [
+        r["messages"] for r in rows
+    ]
+
+
+def test_bad_parquet_is_named(tmp_path):
+    pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match="has the columns a, b; expected messages"):
+        _read(tmp_path / "d.parquet")
+    pq.write_table(pa.table({"text": ["a", "b", None]}), tmp_path / "d.parquet", row_group_size=2)
+    with pytest.raises(DataError, match="row 3: found the fields no fields"):
+        _read(tmp_path / "d.parquet")
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 but no more")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        _read(tmp_path / "d.parquet")
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 10, 1 << 20])
+def test_plain_text_comes_whole_and_says_where_it_begins_and_ends(
+    tmp_path, monkeypatch, chunk_bytes
+):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+    text = "first\n\nsecond line é\nlast without an end, longer than a chunk"
+    (tmp_path / "b.txt").write_bytes(text.replace("\n", "\r\n").encode())
+    parts = _read(tmp_path / "b.txt")
+    assert "".join(part.text for part in parts) == text
+    assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
+    for name in ("b", "a", "c"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    (tmp_path / "README").write_text("ignored")
+    (tmp_path / ".hidden.txt").write_text("ignored")
+    assert [example.text for example in _read(tmp_path)] == ["a", "b", "c"]
+    (tmp_path / "d.txt").write_text("text")
+    with pytest.raises(
+        DataError, match=r"mixes kinds of data: c.jsonl \(jsonl\) and d.txt \(text\)"
+    ):
+        list_chunks(str(tmp_path))
+
+
+def test_missing_unknown_and_empty_sources_are_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"did you mean .*train\.jsonl\?"):
+        list_chunks(str(tmp_path / "trian.jsonl"))
+    with pytest.raises(DataError, match="folder .*nowhere does not exist"):
+        list_chunks(str(tmp_path / "nowhere" / "a.jsonl"))
+    with pytest.raises(DataError, match="is empty"):
+        list_chunks(str(tmp_path / "train.jsonl"))
+    (tmp_path / "d.csv").write_text("a,b")
+    with pytest.raises(DataError, match=r"type \.csv are not known; expected .*\.jsonl"):
+        list_chunks(str(tmp_path / "d.csv"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="folder without any"):
+        list_chunks(str(tmp_path / "empty"))
+    with pytest.raises(
+        DataError, match="built-in data are builtin:pydocs and builtin:pydocs:heldout"
+    ):
+        list_chunks("builtin:pydoc")
+
+
+def test_identity_follows_size_and_time_of_the_files(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
+    first = identity(str(path))
+    assert identity(str(path)) == first
+    path.touch()
+    assert identity(str(path)) != first
+    assert identity("builtin:pydocs") != identity("builtin:pydocs:heldout")
+
+
+def test_pydocs_gives_thousands_of_pairs_with_whole_modules_held_out():
+    train, heldout = pydocs.list_modules(False), pydocs.list_modules(True)
+    assert not set(train) & set(heldout)
+    assert 0.04 < len(heldout) / len(train + heldout) < 0.2
+    pairs = [pair for name in train for pair in pydocs.read_module(name)]
+    assert len(pairs) > 2000
+    assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
+    assert all(30 <= len(answer) <= 1000 for _, answer in pairs)
+    assert len([pair for name in heldout for pair in pydocs.read_module(name)]) > 100
+
+
+def test_pydocs_knows_what_json_dumps_does():
+    answers = dict(pydocs.read_module("json"))
+    question = next(q for q in answers if q.startswith("What does json.dumps do?"))
+    assert "dumps(obj, *, skipkeys=False" in question
+    assert answers[question].startswith("Serialize ``obj`` to a JSON formatted ``str``.")
+    examples = [e for c in list_chunks("builtin:pydocs")[:3] for e in read_chunk(c)]
+    assert all(isinstance(example, Completion) for example in examples)

@@ -1,0 +1,80 @@
+"""Small stores and a byte-level tokenizer for the tests of data/ (no test is in here)."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hpc_tune.data.layout import Attributes, Counters, TokenStore
+from hpc_tune.data.writer import Block, write_store
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = CHATML, bos: bool = False) -> PreTrainedTokenizerFast:
+    """A token per byte, and the two marks of ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    if bos:
+        from tokenizers.processors import TemplateProcessing
+
+        backend.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", len(alphabet))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>" if bos else None,
+        eos_token="<|im_end|>",
+        chat_template=template,
+    )
+
+
+def attributes(**changes: Any) -> Attributes:
+    values: dict[str, Any] = {
+        "content": "",
+        "tokenizer": "test",
+        "tokenizer_fingerprint": "f" * 64,
+        "vocab_size": 60_000,
+        "seq_len": 1024,
+        "loss_on": "answers",
+        "source": "test",
+        "counters": Counters(),
+        "hpc_tune_version": "0",
+    }
+    return Attributes(**{**values, **changes})
+
+
+def store_of_lengths(path: Path, lengths: Iterable[int]) -> TokenStore:
+    """Document d of length n holds the tokens d, d + 1, ...; all but the first are learned."""
+    sizes = np.array(list(lengths), dtype=np.int64)
+    tokens = np.concatenate([(d + np.arange(n)) % 60_000 for d, n in enumerate(sizes)])
+    mask = np.ones(len(tokens), dtype=np.uint8)
+    mask[np.cumsum(sizes) - sizes] = 0
+    write_store(path, [Block(sizes, tokens, mask)], histogram_of(sizes), attributes())
+    return TokenStore.open(path)
+
+
+def histogram_of(lengths: Any) -> dict[int, int]:
+    values, counts = np.unique(lengths, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), "utf-8")
+    return path
+
+
+def chat(*turns: str) -> dict[str, Any]:
+    """User and assistant in turn."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[n % 2], "content": t} for n, t in enumerate(turns)]}

@@ -1,0 +1,224 @@
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hpc_tune.errors import WorldError
+from hpc_tune.world import rendezvous
+from hpc_tune.world.channel import StarChannel, candidate_ports, expand_nodelist
+from hpc_tune.world.discover import World
+from hpc_tune.world.rendezvous import Address, candidates, choose, local_addresses, meet
+
+
+def world_of(rank, size, num_nodes=1):
+    """Return the world of one rank, ranks dealt to nodes in blocks."""
+    per_node = size // num_nodes
+    return World(
+        rank, size, rank % per_node, per_node, rank // per_node, num_nodes, f"n{rank}", "test"
+    )
+
+
+class ThreadChannel:
+    """An all-gather among threads of this process."""
+
+    def __init__(self, size):
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._values = [None] * size
+
+    def of(self, rank):
+        outer = self
+
+        class One:
+            def all_gather(self, value):
+                outer._values[rank] = value
+                outer._barrier.wait()
+                values = list(outer._values)
+                outer._barrier.wait()
+                return values
+
+            def close(self):
+                pass
+
+        return One()
+
+
+def on_threads(size, function):
+    """Return function(rank) of all ranks, or the exception it raised."""
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(function, rank) for rank in range(size)]
+        return [f.exception() or f.result() for f in futures]
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("n1", ["n1"]),
+        ("n[1-3,07]", ["n1", "n2", "n3", "n07"]),
+        ("node[008-010],gpu-a", ["node008", "node009", "node010", "gpu-a"]),
+        ("r[1-2]c[0-1]x,login", ["r1c0x", "r1c1x", "r2c0x", "r2c1x", "login"]),
+    ],
+)
+def test_slurms_node_lists_are_expanded(text, hosts):
+    assert expand_nodelist(text) == hosts
+
+
+ADDRESSES = [
+    Address("lo", "127.0.0.1"),
+    Address("docker0", "172.17.0.1"),
+    Address("eth0", "fd00::2"),
+    Address("eth0", "10.0.0.1"),
+    Address("eth0", "127.0.1.1"),
+    Address("eth0", "169.254.3.4"),
+    Address("ib0", "10.9.0.1"),
+    Address("hsn0", "10.8.0.1"),
+]
+
+
+def test_across_nodes_fast_names_come_first_and_loopback_never():
+    ips = [a.ip for a in candidates(ADDRESSES, 2, None)]
+    assert ips == ["10.9.0.1", "10.8.0.1", "10.0.0.1", "fd00::2", "172.17.0.1"]
+
+
+def test_the_named_interface_comes_first():
+    ips = [a.ip for a in candidates(ADDRESSES, 2, "eth0")]
+    assert ips == ["10.0.0.1", "fd00::2", "10.9.0.1", "10.8.0.1", "172.17.0.1"]
+
+
+def test_on_one_node_loopback_comes_first():
+    assert candidates(ADDRESSES, 1, None)[0].ip == "127.0.0.1"
+
+
+def test_this_host_has_loopback_and_its_interfaces_are_named_by_the_kernel():
+    found = local_addresses()
+    assert Address("lo", "127.0.0.1") in found
+    assert {a.interface for a in found} <= {name for _, name in socket.if_nameindex()}
+
+
+@pytest.mark.parametrize(
+    ("seen", "chosen"),
+    [
+        ([["", ""], ["", ""]], 0),
+        ([["", ""], ["refused", ""]], 1),
+        ([["", "refused"], ["refused", ""]], None),
+        ([[], []], None),
+    ],
+)
+def test_the_first_address_that_every_node_reached_is_chosen(seen, chosen):
+    reports = [{"host": f"n{i}", "seen": s} for i, s in enumerate(seen)]
+    assert choose(reports, len(seen[0])) == chosen
+
+
+def test_all_ranks_meet_at_one_listener_and_the_others_are_closed():
+    channel = ThreadChannel(4)
+    meetings = on_threads(4, lambda rank: meet(world_of(rank, 4), channel.of(rank), None))
+    assert {(m.ip, m.port, m.nonce) for m in meetings} == {
+        (meetings[0].ip, meetings[0].port, meetings[0].nonce)
+    }
+    assert meetings[0].ip == "127.0.0.1"
+    assert [m.listener is not None for m in meetings] == [True, False, False, False]
+    assert meetings[0].listener.getsockname() == (meetings[0].ip, meetings[0].port)
+    meetings[0].listener.close()
+
+
+def test_two_nodes_with_loopback_alone_are_refused_on_every_rank(monkeypatch):
+    monkeypatch.setattr(
+        rendezvous,
+        "local_addresses",
+        lambda: [Address("lo", "127.0.0.1"), Address("x", "127.0.1.1")],
+    )
+    channel = ThreadChannel(2)
+    errors = on_threads(2, lambda rank: meet(world_of(rank, 2, 2), channel.of(rank), None))
+    assert [type(e) for e in errors] == [WorldError] * 2
+    assert "found 127.0.0.1 (lo), 127.0.1.1 (x). Loopback is no use across nodes" in str(errors[1])
+
+
+def test_an_unknown_interface_is_an_error_that_lists_those_there_are():
+    channel = ThreadChannel(2)
+    errors = on_threads(2, lambda rank: meet(world_of(rank, 2), channel.of(rank), "ib7"))
+    assert "run.interface=ib7 does not exist on n0, where rank 0 is; it has" in str(errors[1])
+
+
+def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
+    """Every docker0 is 172.17.0.1: the second node would reach itself."""
+    real = rendezvous._try
+
+    def attempt(ip, port, nonce):
+        with socket.create_server(("127.0.0.1", 0)) as stranger:
+            if ip == "127.0.0.1" and port == places[0]:
+                reached = stranger.getsockname()[1]
+
+                def answer():
+                    with stranger.accept()[0] as peer:
+                        peer.recv(100)
+                        peer.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+                threading.Thread(target=answer, daemon=True).start()
+                return real(ip, reached, nonce)
+        return real(ip, port, nonce)
+
+    places = []
+    original = rendezvous._make_offer
+
+    def offer(world, interface):
+        made, listeners = original(world, interface)
+        places.append(made["places"][0]["port"])
+        return made, listeners
+
+    monkeypatch.setattr(
+        rendezvous,
+        "local_addresses",
+        lambda: [Address("a", "127.0.0.1"), Address("b", "127.0.0.2")],
+    )
+    monkeypatch.setattr(rendezvous, "_make_offer", offer)
+    monkeypatch.setattr(rendezvous, "_try", attempt)
+    channel = ThreadChannel(2)
+    meetings = on_threads(2, lambda rank: meet(world_of(rank, 2), channel.of(rank), "a"))
+    assert [m.ip for m in meetings] == ["127.0.0.2"] * 2
+    assert "run.interface=a was not reached from every node; using b" in meetings[0].warning
+    meetings[0].listener.close()
+
+
+def test_unreachable_addresses_are_named_with_who_could_not_reach_them(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_try", lambda ip, port, nonce: "no route")
+    channel = ThreadChannel(2)
+    errors = on_threads(2, lambda rank: meet(world_of(rank, 2), channel.of(rank), None))
+    assert "127.0.0.1 (lo): not reached from n0 (no route)" in str(errors[1])
+    assert "run.interface" in str(errors[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_star_gathers_from_all_ranks_many_times(size):
+    def rank(rank):
+        star = StarChannel(world_of(rank, size), ["127.0.0.1"], f"gather/{size}", 20)
+        told = [star.all_gather([rank, i]) for i in range(3)]
+        star.close()
+        return told
+
+    expected = [[[rank, i] for rank in range(size)] for i in range(3)]
+    assert on_threads(size, rank) == [expected] * size
+
+
+def test_two_jobs_that_share_candidate_ports_do_not_mix():
+    ports = candidate_ports("shared")
+
+    def rank(index):
+        job, number = divmod(index, 2)
+        star = StarChannel(world_of(number, 2), ["127.0.0.1"], f"job {job}", 20, ports)
+        told = star.all_gather(f"job {job} rank {number}")
+        star.close()
+        return told
+
+    told = on_threads(4, rank)
+    assert told == [[f"job {i // 2} rank 0", f"job {i // 2} rank 1"] for i in range(4)]
+
+
+def test_ranks_that_never_come_are_named():
+    with pytest.raises(WorldError, match=r"these ranks never came: \[1, 2\]"):
+        StarChannel(world_of(0, 3), ["127.0.0.1"], "lonely", 0.1)
+
+
+def test_a_missing_rank_0_is_named_with_what_was_tried():
+    with pytest.raises(WorldError, match=r"rank 1 on n1 could not reach rank 0 at 127.0.0.1"):
+        StarChannel(world_of(1, 3), ["127.0.0.1"], "headless", 0.1)

@@ -1,0 +1,94 @@
+import os
+import signal
+import time
+from datetime import datetime
+
+import pytest
+
+from hpc_tune.world import stop
+from hpc_tune.world.stop import StopFlag
+
+
+@pytest.fixture
+def flag(tmp_path):
+    flag = StopFlag(tmp_path, environ={})
+    flag.install()
+    yield flag
+    flag.close()
+
+
+def test_nothing_asks_to_stop_at_first(flag):
+    assert flag.reason() is None
+    assert flag.reason(margin_s=1e9) is None
+    assert flag.seconds_left() is None
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"])
+def test_a_signal_only_sets_the_flag(flag, name):
+    os.kill(os.getpid(), getattr(signal, name))
+    assert flag.reason() == name
+
+
+def test_a_second_interrupt_interrupts_at_once(flag):
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_signals_are_given_back():
+    before = signal.getsignal(signal.SIGUSR1)
+    flag = StopFlag(environ={})
+    flag.install()
+    assert signal.getsignal(signal.SIGUSR1) != before
+    flag.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_time_limit_counts_from_the_start_of_the_process():
+    age_s = time.time() - stop.process_start()
+    assert 0 < age_s < 3600
+    flag = StopFlag(time_limit_s=age_s + 100, environ={})
+    assert flag.seconds_left() == pytest.approx(100, abs=2)
+    assert flag.reason(margin_s=50) is None
+    assert flag.reason(margin_s=150) == "time limit"
+
+
+def test_the_earlier_of_both_limits_holds():
+    end = time.time() + 60
+    environ = {"SLURM_JOB_END_TIME": str(int(end))}
+    assert StopFlag(time_limit_s=1e6, environ=environ).seconds_left() == pytest.approx(60, abs=2)
+    assert StopFlag(time_limit_s=0, environ=environ).reason() == "time limit"
+
+
+def test_slurm_is_asked_for_the_end_once_and_only_if_allowed(tmp_path, monkeypatch):
+    end = datetime.fromtimestamp(int(time.time()) + 90)
+    script = tmp_path / "scontrol"
+    script.write_text(
+        f"#!/bin/sh\necho called >> {tmp_path}/calls\n"
+        f"echo 'JobId=7 StartTime=2020-01-01T00:00:00 EndTime={end.isoformat()} Deadline=N/A'\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    environ = {"SLURM_JOB_ID": "7"}
+    assert StopFlag(environ=environ).seconds_left() is None
+    flag = StopFlag(environ=environ, ask_slurm=True)
+    assert flag.seconds_left() == pytest.approx(90, abs=2)
+    flag.reason()
+    assert (tmp_path / "calls").read_text() == "called\n"
+
+
+def test_a_failing_or_endless_scontrol_means_no_limit(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert StopFlag(environ={"SLURM_JOB_ID": "7"}, ask_slurm=True).seconds_left() is None
+    assert stop._end_in("EndTime=Unknown") is None
+
+
+def test_a_stop_file_is_seen_but_looked_for_at_most_once_a_second(flag, tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
+    assert flag.reason() is None
+    (tmp_path / "STOP").touch()
+    now[0] += 0.5
+    assert flag.reason() is None
+    now[0] += 0.6
+    assert flag.reason() == "STOP file"
