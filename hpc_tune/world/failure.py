@@ -79,7 +79,8 @@ def report_failure(session: "Session | None", error: BaseException) -> str | Non
             time.sleep(_FIRST_SPEAKER_S)
         return _text(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, [])
     dead = _wait_for_dead(session) if is_broken_connection(error) else []
-    if not _speaks_first(session):
+    store_is_gone = any(peer.rank == 0 for peer in dead)
+    if not _speaks_first(session, store_is_gone):
         return None
     return _text(f"rank {session.world.rank} on {session.world.hostname}", error, dead)
 
@@ -117,6 +118,9 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
         yield
     finally:
         timer.cancel()
+        # A thread that still runs at the interpreter's end and drops the last reference to a
+        # process group there aborts the process.
+        timer.join(1.0)
 
 
 def watch_launcher(who: str, every_s: float = 1.0) -> None:
@@ -172,9 +176,11 @@ def _wait_for_dead(session: "Session") -> "list[Peer]":
     return dead
 
 
-def _speaks_first(session: "Session") -> bool:
+def _speaks_first(session: "Session", store_is_gone: bool) -> bool:
     if session.world.size == 1:
         return True
+    if store_is_gone:
+        return _speaks_first_on_host(session.nonce)
     answer: list[bool] = []
 
     def ask() -> None:
@@ -184,12 +190,14 @@ def _speaks_first(session: "Session") -> bool:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_STORE_LIMIT_S)
-    if answer:
-        return answer[0]
+    return answer[0] if answer else _speaks_first_on_host(session.nonce)
+
+
+def _speaks_first_on_host(nonce: str) -> bool:
     # An abstract socket name can be taken once per host and vanishes with its owner.
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(f"\0hpc_tune/failed/{session.nonce}")
+        claim.bind(f"\0hpc_tune/failed/{nonce}")
     except OSError:
         claim.close()
         return False

@@ -74,6 +74,8 @@ def meet(world: World, channel: Channel, interface: str | None) -> Meeting:
     ]
     if answering is not None:
         answering.stop()
+    # Else a quick rank's store client would reach the responder of a slow rank 0 and be sent away.
+    channel.all_gather(None)
     chosen = choose(reports, len(places))
     for index, listener in enumerate(listeners):
         if index != chosen:

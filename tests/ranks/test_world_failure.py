@@ -77,11 +77,13 @@ def test_a_killed_rank_ends_the_job_in_seconds_and_is_named(victim):
         time.sleep(0.5)
         os.kill(pids[victim], signal.SIGKILL)
         began_s = time.monotonic()
-        _, stderr = job.communicate(timeout=15)
+        stdout, stderr = job.communicate(timeout=15)
         assert time.monotonic() - began_s < 15
         assert job.returncode != 0
-        assert f"rank {victim} (pid {pids[victim]} on host" in stderr
-        assert stderr.count("Traceback") == 1, stderr
+        ours = f"rank {victim} (pid {pids[victim]} on host" in stderr
+        # Hydra can kill all ranks 20 ms later, before any has read its broken connection.
+        assert ours or f"PID {pids[victim]} RUNNING AT" in stdout, stderr
+        assert stderr.count("Traceback") == ours, stderr
         assert wait_until_gone(pids.values(), 3) == []
 
 

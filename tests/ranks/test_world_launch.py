@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.support.ranks import find_mpirun, mpirun, rank_environment, run_ranks, started, torchrun
 
+MPI = ["openmpi", "mpich", "intelmpi"]
 PROGRAM = """
 import json, os, sys
 from hpc_tune import log
@@ -67,7 +69,9 @@ def check_world(rows, n, launcher):
     """Check what the ranks told against arithmetic."""
     assert len(rows) == n
     for rank, row in enumerate(rows):
-        assert row["world"] == f"rank {rank}/{n} node 0/1 local {rank}/{n} via {launcher}"
+        place, _, via = row["world"].partition(" via ")
+        assert place == f"rank {rank}/{n} node 0/1 local {rank}/{n}"
+        assert via in launcher
         assert row["group"] == [rank, n]
         assert row["roster"] == [[r, 0, rows[r]["pid"]] for r in range(n)]
         assert row["gathered"] == [{"rank": r, "pad": "x" * r} for r in range(n)]
@@ -86,7 +90,7 @@ def check_world(rows, n, launcher):
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
 def test_mpirun_makes_a_world(n):
     done = mpirun(n, ["-c", PROGRAM])
-    check_world(told_by(done), n, "openmpi")
+    check_world(told_by(done), n, MPI)
     nodes = "1 rank" if n == 1 else f"{n} ranks"
     assert done.stderr.count(f"{nodes} on 1 node, ") == 1
 
@@ -94,13 +98,13 @@ def test_mpirun_makes_a_world(n):
 def test_torchrun_makes_a_world(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    check_world(told_by(torchrun(2, [str(script)])), 2, "torchrun")
+    check_world(told_by(torchrun(2, [str(script)])), 2, ["torchrun"])
 
 
 def test_a_single_process_is_a_world_of_one():
     done = run_ranks([sys.executable, "-c", PROGRAM], rank_environment(1), 60)
     rows = told_by(done)
-    check_world(rows, 1, "single")
+    check_world(rows, 1, ["single"])
     assert rows[0]["cpus"] == sorted(os.sched_getaffinity(0))
 
 
@@ -140,7 +144,7 @@ def test_srun_without_mpi_makes_a_world():
     finally:
         for process in processes:
             process.kill()
-    check_world(rows, n, "slurm")
+    check_world(rows, n, ["slurm"])
 
 
 def test_two_jobs_at_the_same_time_do_not_meet():
@@ -153,7 +157,7 @@ def test_two_jobs_at_the_same_time_do_not_meet():
             for job, out, err in outs
         ]
     for rows in told:
-        check_world(rows, 2, "openmpi")
+        check_world(rows, 2, MPI)
     assert told[0][0]["nonce"] != told[1][0]["nonce"]
 
 
@@ -186,7 +190,7 @@ def test_an_mpi4py_of_another_mpi_is_found_and_explained():
     done = run_ranks([sys.executable, "-c", program], env, 60)
     assert done.returncode == 1
     assert "the launcher (openmpi) says rank 2 of 4, but MPI says rank 0 of 1" in done.stderr
-    assert "Open MPI v" in done.stderr
+    assert re.search("mpi4py has loaded '(Open MPI v|MPICH|Intel)", done.stderr)
     assert "MPI4PY_LIBMPI" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -195,7 +199,10 @@ def test_a_missing_mpi4py_is_explained_once():
     before = "sys.modules['mpi4py'] = None"
     done = mpirun(2, ["-c", FAILING.format(before=before, settings="")])
     assert done.returncode == 1
-    assert done.stderr.count("but mpi4py cannot be loaded") == 1
+    # Without MPI_Init Hydra does not end the others, so each says it.
+    assert done.stderr.count("but mpi4py cannot be loaded") == (
+        2 if "by mpich" in done.stderr else 1
+    )
     assert "pip install --no-binary=mpi4py mpi4py" in done.stderr
 
 

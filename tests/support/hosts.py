@@ -1,0 +1,92 @@
+"""Several hosts on one machine: network and hostname namespaces, and an agent in ssh's place."""
+
+import contextlib
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The names of the hosts, the script that runs a command on one, and their hostfile."""
+
+    names: tuple[str, ...]
+    agent: Path
+    hostfile: Path
+    network: str
+
+    def on(self, index: int, *argv: str) -> list[str]:
+        """Return the command line that runs a command on a host."""
+        return [str(self.agent), self.names[index], *argv]
+
+
+@contextlib.contextmanager
+def hosts(num: int, folder: Path) -> Iterator[Hosts]:
+    """Make hosts with an eth0 each on one network; skip the test where that is not allowed."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    tag = f"{os.getpid() % 10000}"
+    network = f"10.{64 + os.getpid() % 60}.{os.getpid() // 60 % 250}"
+    names = tuple(f"ht{tag}n{i}" for i in range(num))
+    bridge = f"hb{tag}"
+    table = folder / "hosts"
+    lines = [f"{network}.{i + 1} {name}" for i, name in enumerate(names)]
+    table.write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{name} slots=8\n" for name in names))
+    try:
+        _ip(f"link add {bridge} type bridge")
+        _ip(f"link set {bridge} up")
+        for i, name in enumerate(names):
+            outer = f"hv{tag}x{i}"
+            _ip(f"netns add {name}")
+            _ip(f"link add {outer} type veth peer name eth0 netns {name}")
+            _ip(f"link set {outer} master {bridge} up")
+            _ip(f"-n {name} addr add {network}.{i + 1}/24 dev eth0")
+            for link in ("lo", "eth0"):
+                _ip(f"-n {name} link set {link} up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        _remove(names, bridge)
+        pytest.skip(f"network namespaces are not available: {error}")
+    agent = folder / "agent"
+    agent.write_text(
+        "#!/bin/sh\n"
+        # Like ssh: options, then the host, then the words of one shell command.
+        'while [ "${1#-}" != "$1" ]; do shift; done\n'
+        "host=$1; shift\n"
+        f"exec ip netns exec $host unshare --uts --mount /bin/sh -c "
+        f"'hostname '$host'; mount --bind {shlex.quote(str(table))} /etc/hosts; "
+        'exec /bin/sh -c "$*"\' sh "$@"\n'
+    )
+    agent.chmod(0o755)
+    try:
+        yield Hosts(names, agent, hostfile, f"{network}.0/24")
+    finally:
+        _remove(names, bridge)
+
+
+def add_stray(host: str, interface: str, address: str) -> None:
+    """Give a host an interface that leads nowhere."""
+    _ip(f"-n {host} link add {interface} type veth peer name {interface}p")
+    _ip(f"-n {host} addr add {address} dev {interface}")
+    for link in (interface, f"{interface}p"):
+        _ip(f"-n {host} link set {link} up")
+
+
+def _remove(names: tuple[str, ...], bridge: str) -> None:
+    for name in names:
+        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+        for pid in listed.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+
+
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
