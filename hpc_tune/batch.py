@@ -16,9 +16,9 @@ class Batch:
 
     ``labels_BT[b, t]`` is the token to predict *at* position t (already shifted), or
     ``IGNORED_LABEL``. ``positions_BT`` starts again at 0 with each document of a packed row:
-    attention must not cross such a start.
-    ``num_tokens`` counts the tokens of documents, without padding. ``first_row`` is the index of the first row in the global
-    stream of rows; it keys the micro-batch's randomness.
+    attention must not cross such a start. ``num_tokens`` counts the tokens of documents, without
+    padding. ``first_row`` is the index of the first row in the global stream of rows; it keys the
+    micro-batch's randomness.
     """
 
     tokens_BT: torch.Tensor

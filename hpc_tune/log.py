@@ -122,8 +122,10 @@ class Progress:
             return
         self._printed_s = now_s
         rate = (done - self._start) / max(now_s - self._began_s, 1e-9)
-        left = f", {format_seconds((self._total - done) / rate)} left" if rate > 0 else ""
-        log.info("%s %d/%d  %s%s", self._what, done, self._total, note, left)
+        is_open = rate > 0 and done < self._total
+        left = f"{format_seconds((self._total - done) / rate)} left" if is_open else ""
+        parts = [f"{self._what} {done}/{self._total}", note, left]
+        log.info("%s", "  ".join(part for part in parts if part))
 
     def show(self, done: int, total: int) -> None:
         """Show progress of work whose total is known only on the way."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.weights import TensorIndex, index_model_directory, local_region
 
@@ -233,6 +233,19 @@ def load_weights(built: BuiltModel) -> None:
     _init_buffers(built.module.causal_lm())
     if built.tune.method == "dora":
         _init_magnitudes(built.module)
+
+
+def load_trained(built: BuiltModel, checkpoint: Path) -> None:
+    """Fill the trained parameters from a checkpoint's directory, whatever layout saved it.
+
+    Raises:
+        CheckpointError: if a file is damaged or a tensor has another shape.
+    """
+    index = TensorIndex(sorted(checkpoint.glob("rank-*.safetensors")), CheckpointError)
+    for name, parameter in built.module.named_parameters():
+        if saved := built.saved_names.get(name):
+            local, offset = local_region(parameter.detach())
+            index.fill(local, saved, offset)
 
 
 def _init_adapter(

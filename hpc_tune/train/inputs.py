@@ -81,30 +81,39 @@ def ready_data(
     out = on_rank_0(session, "looking at the data", place)
     found = on_rank_0(session, "looking for prepared data", out.exists)
     if not found:
-        world = session.world
-        on_rank_0(session, "making the data folder", lambda: _make_folder(folder))
-        progress = Progress(f"tokenising {path}", 1, enabled=world.rank == 0)
-
-        def agree_or_raise(error: BaseException | None) -> None:
-            known = DataError(str(error)) if isinstance(error, OSError) else error
-            assert known is None or isinstance(known, HpcTuneError)
-            agree(session, known, "preparing the data")
-
-        counters = prepare(
-            path,
-            out,
-            tokenizer,
-            seq_len=data.seq_len,
-            loss_on=data.loss_on,
-            rank=world.rank,
-            size=world.size,
-            agree=agree_or_raise,
-            threads=session.threads,
-            report=progress.show,
-        )
-        progress.close()
-        log.info("prepared %s: %s", path, counters)
+        on_rank_0(session, "making the data folder", lambda: make_folder(folder))
+        prepare_file(path, out, data, tokenizer, session)
     return together(session, "opening the data", lambda: _open(out, tokenizer))
+
+
+def prepare_file(path: str, out: Path, data: DataConfig, tokenizer: Any, session: Session) -> None:
+    """Tokenise raw data into ``out``, each rank its part. Collective.
+
+    Raises:
+        DataError: on every rank, if the data of one cannot be used.
+    """
+    world = session.world
+    progress = Progress(f"tokenising {path}", 1, enabled=world.rank == 0)
+
+    def agree_or_raise(error: BaseException | None) -> None:
+        known = DataError(str(error)) if isinstance(error, OSError) else error
+        assert known is None or isinstance(known, HpcTuneError)
+        agree(session, known, "preparing the data")
+
+    counters = prepare(
+        path,
+        out,
+        tokenizer,
+        seq_len=data.seq_len,
+        loss_on=data.loss_on,
+        rank=world.rank,
+        size=world.size,
+        agree=agree_or_raise,
+        threads=session.threads,
+        report=progress.show,
+    )
+    progress.close()
+    log.info("prepared %s: %s", path, counters)
 
 
 def _open(path: Path, tokenizer: Any) -> TokenStore:
@@ -113,7 +122,12 @@ def _open(path: Path, tokenizer: Any) -> TokenStore:
     return store
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make ``folder`` and its parents.
+
+    Raises:
+        ConfigError: if the file system refuses.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -26,7 +26,6 @@ from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects, max_of, sum_of
 from hpc_tune.world.stop import StopFlag
 
-
 FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,12 +19,11 @@ from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.loader import Loader, eval_batches
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.errors import EXIT_FAILED, ConfigError, DataError, HpcTuneError
-from hpc_tune.log import JsonLines, Progress, configure, log
+from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
+from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
-from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
-from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.plan.account import ModelSize, measure, static_bytes
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.plan.account import static_bytes
 from hpc_tune.plan.choose import choose_layout
 from hpc_tune.plan.cost import flops_per_token, peak_flops
 from hpc_tune.train import outcome
@@ -37,7 +35,7 @@ from hpc_tune.train.outcome import Outcome
 from hpc_tune.train.saving import find_checkpoint, on_rank_0, restore, save, together
 from hpc_tune.units import format_bytes, format_count
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
-from hpc_tune.world.collective import agree, max_of
+from hpc_tune.world.collective import max_of
 from hpc_tune.world.failure import die, report_failure
 from hpc_tune.world.stop import StopFlag
 

@@ -1,0 +1,51 @@
+# make demo   installs what it needs and fine-tunes a real model on this machine's cores
+# make test   installs what it needs and passes the tests
+# make soak   the long proofs; their figures belong into benchmarks/
+
+PYTHON ?= python3
+VENV   ?= .venv
+PIP     = $(VENV)/bin/python -m pip
+BIN     = $(abspath $(VENV))/bin
+MODEL   = models/smollm2-135m-instruct
+PROMPT  = What does `os.path.join(path, *paths)` do?
+
+# Open MPI wants to be told twice that running as root is meant.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+endif
+export PATH := $(BIN):$(PATH)
+
+.PHONY: demo test lint soak clean
+
+demo: $(VENV)/.demo $(MODEL)/config.json
+	@echo "== before: $(value PROMPT)"
+	@python -m hpc_tune generate --model $(MODEL) --prompt '$(value PROMPT)' --max-tokens 64
+	mpirun -np 2 python -m hpc_tune --config configs/smollm2_135m_lora.yaml
+	@echo "== after: $(value PROMPT)"
+	@python -m hpc_tune generate --run runs/smollm2 --prompt '$(value PROMPT)' --max-tokens 64
+
+$(MODEL)/config.json: $(VENV)/.demo
+	python tools/fetch_smollm2.py $(MODEL)
+
+test: lint
+	python -m pytest -q tests
+
+lint: $(VENV)/.test
+	ruff check .
+	ruff format --check .
+	mypy
+
+soak: $(VENV)/.test
+	python -m pytest -q tests -m soak
+
+$(VENV)/.%: setup.py constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]'
+	sh tools/ensure_mpirun.sh $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,98 @@
+"""Find the checkpoint a user means, and say what is in a run directory."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_tune.checkpoint.state import RunState
+from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """A verified checkpoint, the run it is of, the configuration it was saved with, and its base
+    model's directory.
+    """
+
+    checkpoint: Path
+    run_dir: Path
+    config: RunConfig
+    base: Path
+
+
+def locate(path: Path) -> Found:
+    """Return the checkpoint at ``path``, or the newest valid one of the run at ``path``.
+
+    Raises:
+        ConfigError: if ``path`` is neither. CheckpointError: if nothing there verifies.
+    """
+    if (path / MANIFEST).is_file():
+        checkpoint, run_dir = path, path.absolute().parent.parent
+        verify(checkpoint)
+    else:
+        checkpoint, run_dir = _newest(path), path
+    state = RunState.from_json(read_state(checkpoint), str(checkpoint))
+    config = RunConfig.model_validate(state.config)
+    if config.model.path == BUILTIN_TINY:
+        return Found(checkpoint, run_dir, config, run_dir / "builtin-tiny")
+    return Found(checkpoint, run_dir, config, Path(config.model.path))
+
+
+def describe(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
+    """Return one line per checkpoint of a run (or of one checkpoint), and whether all are valid.
+
+    ``check_bytes`` reads every file; else only manifests and sizes are looked at.
+    """
+    paths = [path] if (path / MANIFEST).is_file() else _store_of(path).steps()
+    lines, all_valid = _outcome_lines(path), True
+    for checkpoint in paths:
+        try:
+            lines.append(_line(checkpoint, check_bytes))
+        except CheckpointError as error:
+            all_valid = False
+            lines.append(f"{checkpoint.name}  NOT VALID: {error}")
+    return lines, all_valid
+
+
+def _line(checkpoint: Path, check_bytes: bool) -> str:
+    state = RunState.from_json(read_state(checkpoint), str(checkpoint))
+    if check_bytes:
+        verify(checkpoint)
+    num_bytes = sum(f.stat().st_size for f in checkpoint.iterdir())
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
+    layout = " x ".join(f"{axis} {n}" for axis, n in state.layout.items())
+    verified = "every byte verified" if check_bytes else "not verified (--verify)"
+    return (
+        f"{checkpoint.name}  step {state.step} of {state.total_steps}  {format_bytes(num_bytes)}  "
+        f"{written}  {layout}  {verified}"
+    )
+
+
+def _outcome_lines(path: Path) -> list[str]:
+    try:
+        outcome = json.loads((path / "outcome.json").read_text(encoding="utf-8"))
+        return [f"outcome: {outcome['status']} ({outcome['reason']})"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _store_of(path: Path) -> Store:
+    store = Store(path / "checkpoints", keep=1)
+    if not store.folder.is_dir():
+        raise ConfigError(
+            f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "
+            f"(with {MANIFEST} in it)"
+        )
+    return store
+
+
+def _newest(run_dir: Path) -> Path:
+    newest = _store_of(run_dir).latest()
+    if newest is None:
+        raise CheckpointError(f"{run_dir} has no valid checkpoint")
+    return newest

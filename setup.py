@@ -1,0 +1,53 @@
+"""Metadata, dependencies and the console script of hpc_tune."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = next(
+    line.split('"')[1]
+    for line in (here / "hpc_tune" / "__init__.py").read_text(encoding="utf-8").splitlines()
+    if line.startswith("__version__")
+)
+
+setup(
+    name="hpc_tune",
+    version=version,
+    description="Fine-tune large language models on HPC clusters",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["hpc_tune", "hpc_tune.*"]),
+    package_data={"hpc_tune.config": ["*.yaml"]},
+    install_requires=[
+        "h5py>=3.10",
+        "jinja2>=3.1",
+        "mpi4py>=4.0",
+        "numpy>=1.26",
+        "omegaconf>=2.3",
+        "peft>=0.18",
+        "pyarrow>=15",
+        "pydantic>=2.7",
+        "pyyaml>=6",
+        "rich>=13",
+        "safetensors>=0.5",
+        "tensorboard>=2.16",
+        "torch>=2.11,<2.14",
+        "transformers>=5.17,<6",
+    ],
+    extras_require={
+        "demo": ["gguf>=0.10"],
+        "test": [
+            "gguf>=0.10",
+            "hypothesis>=6.100",
+            "mypy>=1.14",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "ruff>=0.9",
+            "types-PyYAML>=6",
+        ],
+    },
+    entry_points={"console_scripts": ["hpc_tune=hpc_tune.cli:main"]},
+)
