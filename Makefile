@@ -19,11 +19,11 @@ export PATH := $(BIN):$(PATH)
 .PHONY: demo test lint soak clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json
-	@echo "== before: $(value PROMPT)"
-	@python -m hpc_tune generate --model $(MODEL) --prompt '$(value PROMPT)' --max-tokens 64
+	@echo '== before: $(PROMPT)'
+	@python -m hpc_tune generate --model $(MODEL) --prompt '$(PROMPT)' --max-tokens 64
 	mpirun -np 2 python -m hpc_tune --config configs/smollm2_135m_lora.yaml
-	@echo "== after: $(value PROMPT)"
-	@python -m hpc_tune generate --run runs/smollm2 --prompt '$(value PROMPT)' --max-tokens 64
+	@echo '== after: $(PROMPT)'
+	@python -m hpc_tune generate --run runs/smollm2 --prompt '$(PROMPT)' --max-tokens 64
 
 $(MODEL)/config.json: $(VENV)/.demo
 	python tools/fetch_smollm2.py $(MODEL)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from hpc_tune.errors import HpcTuneError
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
@@ -50,12 +51,21 @@ class JsonLines:
         if path is not None:
             _end_torn_line(path)
             self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._path = path
 
     def write(self, **fields: Any) -> None:
-        """Append one object. Values must be JSON types; NaN and infinities are written as null."""
-        if self._file is not None:
-            clean = {k: _finite(v) for k, v in fields.items()}
+        """Append one object of JSON types; NaN and infinities are written as null.
+
+        Raises:
+            HpcTuneError: if the file system refuses.
+        """
+        if self._file is None:
+            return
+        clean = {k: _finite(v) for k, v in fields.items()}
+        try:
             self._file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise HpcTuneError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def close(self) -> None:
         """Close the file; later writes are dropped."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hpc_tune.errors import ConfigError
+
 BUILTIN_TINY = "builtin:tiny"
 SEED = 20240229
 SPECIAL_TOKENS = ("<|pad|>", "<|start|>", "<|end|>")
@@ -31,11 +33,25 @@ SHAPE = {
 
 
 def write_tiny(directory: Path) -> None:
-    """Write config, weights and tokenizer of builtin:tiny (0.8M parameters) into ``directory``.
+    """Write builtin:tiny (0.8M parameters) and its tokenizer, unless ``directory`` has it already.
 
     The weights come from numpy's Philox stream, normal with standard deviation 0.02 (norms are
     one), so that they are the same bits on every machine.
+
+    Raises:
+        ConfigError: if the file system refuses.
     """
+    if (directory / "config.json").exists():
+        return
+    from safetensors import SafetensorError
+
+    try:
+        _write(directory)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{directory} cannot be written: {error}") from None
+
+
+def _write(directory: Path) -> None:
     from safetensors.numpy import save_file
     from transformers import LlamaConfig
 

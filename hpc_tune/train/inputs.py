@@ -58,11 +58,7 @@ def ready_model(path: str, session: Session, run_dir: Path) -> Path:
     if path != BUILTIN_TINY:
         return Path(path)
     directory = run_dir / "builtin-tiny"
-    on_rank_0(
-        session,
-        "writing builtin:tiny",
-        lambda: None if (directory / "config.json").exists() else write_tiny(directory),
-    )
+    on_rank_0(session, "writing builtin:tiny", lambda: write_tiny(directory))
     return directory
 
 

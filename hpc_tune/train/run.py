@@ -37,19 +37,22 @@ from hpc_tune.units import format_bytes, format_count
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
 from hpc_tune.world.collective import max_of
 from hpc_tune.world.failure import die, report_failure
-from hpc_tune.world.stop import StopFlag
+from hpc_tune.world.stop import STOP_FILE, StopFlag
 
 SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
 
 
-def run(config: RunConfig) -> int:
-    """Train as configured, with all ranks that the launcher started; return the exit code."""
+def run(config: RunConfig, stop: StopFlag | None = None) -> int:
+    """Train as configured, with all ranks that the launcher started; return the exit code.
+
+    ``stop`` replaces the one that listens to signals, the time limit and the STOP file.
+    """
     session = None
     run_dir = Path(config.run.dir)
     try:
         session = bootstrap(config.run)
         configure(session.world.rank)
-        result = _run(config, session, run_dir)
+        result = _run(config, session, run_dir, stop)
         shutdown(session)
         return result.exit_code
     except (Exception, KeyboardInterrupt) as error:
@@ -73,9 +76,10 @@ def fail(session: Session | None, error: BaseException, run_dir: Path | None) ->
     die(session, code)
 
 
-def _run(config: RunConfig, session: Session, run_dir: Path) -> Outcome:
+def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | None) -> Outcome:
     world, mine = session.world, session.world.rank == 0
-    stop = StopFlag(run_dir, config.train.time_limit, ask_slurm=mine)
+    if stop is None:
+        stop = StopFlag(run_dir, config.train.time_limit, ask_slurm=mine)
     stop.install()
     on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
     events = JsonLines(run_dir / "events.jsonl" if mine else None)
@@ -145,6 +149,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path) -> Outcome:
     metrics.close()
     governor.close()
     loader.close()
+    stop.close()
     on_rank_0(session, "ending the run", lambda: _finish(config, run_dir, store, built, result))
     events.write(
         time=time.time(), step=result.step, rank=0, kind="stop", **{"reason": result.reason}
@@ -303,6 +308,8 @@ def _finish(
             )
             log.info("adapter exported to %s", out)
         outcome.write(result, run_dir)
+        # It has been heard: the same command goes on.
+        (run_dir / STOP_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise HpcTuneError(f"{run_dir} cannot be written: {error}") from None
     if result.status == "done":

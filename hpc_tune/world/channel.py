@@ -6,7 +6,6 @@ pickles.
 """
 
 import hashlib
-import itertools
 import json
 import re
 import socket
@@ -138,30 +137,39 @@ class StarChannel:
         self, addresses: Sequence[str], ports: Sequence[int], deadline_s: float, limit_s: float
     ) -> socket.socket:
         seen = "no attempt"
-        for address, port in itertools.cycle(itertools.product(addresses, ports)):
-            if time.monotonic() > deadline_s:
-                break
-            try:
-                peer = socket.create_connection((address, port), timeout=2.0)
-            except OSError as error:
-                seen = f"{address}: {error}"
-                if port == ports[-1]:
-                    time.sleep(0.2)
-                continue
-            try:
-                _send(peer, {"token": self._token, "rank": self._world.rank})
-                if _receive(peer).get("token") == self._token:
-                    peer.settimeout(limit_s)
-                    return peer
-            except (OSError, ValueError, AttributeError, WorldError) as error:
-                seen = f"{address} port {port}: {error}"
-            peer.close()
+        while time.monotonic() < deadline_s:
+            for address in addresses:
+                try:
+                    # Once a round, not once a port: a name that does not resolve can take seconds.
+                    ip = socket.getaddrinfo(address, None, family=socket.AF_INET)[0][4][0]
+                except OSError as error:
+                    seen = f"{address}: {error}"
+                    continue
+                for port in ports:
+                    try:
+                        return self._greet(str(ip), port, limit_s)
+                    except (OSError, ValueError, AttributeError, WorldError) as error:
+                        seen = f"{address} port {port}: {error}"
+            time.sleep(0.2)
         raise WorldError(
             f"rank {self._world.rank} on {self._world.hostname} could not reach rank 0 at "
             f"{', '.join(addresses)} (ports {ports[0]}-{ports[-1]}) within {limit_s:.0f} s; last: "
             f"{seen}. "
             "Check that the compute nodes may connect to each other, or start with mpirun"
         )
+
+    def _greet(self, ip: str, port: int, limit_s: float) -> socket.socket:
+        """Return a connection to rank 0 of this job, or raise if it is not there."""
+        peer = socket.create_connection((ip, port), timeout=2.0)
+        try:
+            _send(peer, {"token": self._token, "rank": self._world.rank})
+            if _receive(peer).get("token") != self._token:
+                raise WorldError("another job answers there")
+        except BaseException:
+            peer.close()
+            raise
+        peer.settimeout(limit_s)
+        return peer
 
 
 def slurm_channel(world: World, environ: Mapping[str, str], limit_s: float) -> StarChannel:

@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,21 +164,48 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     comm = MPI.COMM_WORLD
     _check_claim(claim, comm.Get_rank(), comm.Get_size(), MPI.Get_library_version(), environ)
     on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
-    local_rank, local_size = on_node.Get_rank(), on_node.Get_size()
-    lowest = on_node.bcast(comm.Get_rank() if local_rank == 0 else None)
+    lowest = on_node.bcast(comm.Get_rank() if on_node.Get_rank() == 0 else None)
     on_node.Free()
-    nodes = sorted(set(comm.allgather(lowest)))
+    hostname = socket.gethostname()
+    told = comm.allgather((lowest, hostname, claim.local_size))
+    nodes = nodes_of(*(list(column) for column in zip(*told, strict=True)))
+    rank, node = comm.Get_rank(), nodes[comm.Get_rank()]
     world = World(
-        rank=comm.Get_rank(),
+        rank=rank,
         size=comm.Get_size(),
-        local_rank=local_rank,
-        local_size=local_size,
-        node=nodes.index(lowest),
-        num_nodes=len(nodes),
-        hostname=socket.gethostname(),
+        local_rank=nodes[:rank].count(node),
+        local_size=nodes.count(node),
+        node=node,
+        num_nodes=len(set(nodes)),
+        hostname=hostname,
         launcher=claim.launcher,
     )
     return world, comm
+
+
+def nodes_of(
+    by_mpi: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
+) -> list[int]:
+    """Return each rank's node, numbered by its lowest rank (pure).
+
+    ``by_mpi`` and ``by_name`` hold one key per rank, equal on one node: MPI's own split, and the
+    host name for where MPI is blind (Open MPI 5 over Slurm's PMIx 4 sees every rank alone, and all
+    ranks of a node would take the same GPU). ``claimed_sizes`` are the launcher's ranks per node.
+
+    Raises:
+        WorldError: if the launcher's sizes fit neither.
+    """
+    for keys in (by_mpi, by_name):
+        counts = Counter(keys)
+        if all(size in (None, counts[k]) for k, size in zip(keys, claimed_sizes, strict=True)):
+            order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+            return [order[key] for key in keys]
+    sizes = [sorted(Counter(keys).values()) for keys in (by_mpi, by_name)]
+    raise WorldError(
+        f"the launcher says {sorted(set(map(str, claimed_sizes)))} ranks per node, MPI sees "
+        f"{sizes[0][:16]} and the host names {by_name[:16]} give {sizes[1][:16]}; check that mpi4py "
+        "uses the launcher's MPI and that every node has a host name of its own"
+    )
 
 
 def _claim(
@@ -299,10 +327,9 @@ def _check_claim(
     )
     raise WorldError(
         f"the launcher ({claim.launcher}) says rank {claim.rank} of {claim.size}, but MPI says "
-        f"rank {rank} of "
-        f"{size}: mpi4py has loaded {_first_line(library)!r}, which is not the MPI of this "
-        f"launcher. Start with "
-        f"that MPI's own mpirun, or give mpi4py the launcher's MPI: load its module and rebuild "
+        f"rank {rank} of {size}: mpi4py has loaded {_first_line(library).partition(',')[0]!r}, "
+        "which is not the MPI of this launcher. Start with that MPI's own mpirun, or give mpi4py "
+        "the launcher's MPI: load its module and rebuild "
         f"(pip install --force-reinstall --no-binary=mpi4py mpi4py){_libmpi_hint(environ)}.{srun}"
     )
 
@@ -320,5 +347,5 @@ def _libmpi_hint(environ: Mapping[str, str]) -> str:
 
 
 def _first_line(value: object) -> str:
-    lines = str(value).strip().splitlines()
+    lines = str(value).replace("\0", "").strip().splitlines()
     return lines[0][:160] if lines else type(value).__name__

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world.discover import Claim, World, claim_of, discover, rank_hint
+from hpc_tune.world.discover import Claim, World, claim_of, discover, nodes_of, rank_hint
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -140,6 +140,27 @@ def test_missing_variables_are_named():
     environ = {k: v for k, v in TORCHRUN.items() if not k.startswith("GROUP_RANK")}
     with pytest.raises(WorldError, match="torchrun did not say node; found only"):
         discover(environ)
+
+
+@pytest.mark.parametrize(
+    ("by_mpi", "by_name", "claimed", "nodes"),
+    [
+        ([0, 0, 2, 2], "aabb", [2, 2, 2, 2], [0, 0, 1, 1]),
+        ([0, 1, 0, 1], "abab", [None] * 4, [0, 1, 0, 1]),
+        ([0, 0, 2], "aab", [2, 2, 1], [0, 0, 1]),
+        # Open MPI 5 over Slurm's PMIx 4
+        ([0, 1, 2, 3], "aabb", [2, 2, 2, 2], [0, 0, 1, 1]),
+        # every node is called localhost, and MPI knows better
+        ([0, 0, 2, 2], "llll", [2, 2, 2, 2], [0, 0, 1, 1]),
+    ],
+)
+def test_nodes_are_numbered_by_their_lowest_rank(by_mpi, by_name, claimed, nodes):
+    assert nodes_of(by_mpi, by_name, claimed) == nodes
+
+
+def test_a_node_split_that_fits_nobody_is_shown_from_all_sides():
+    with pytest.raises(WorldError, match=r"says \['2'\] ranks per node, MPI sees \[1, 1, 1, 1\]"):
+        nodes_of([0, 1, 2, 3], "llll", [2, 2, 2, 2])
 
 
 def test_importing_the_world_imports_neither_torch_nor_mpi():

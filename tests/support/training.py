@@ -1,0 +1,64 @@
+"""Starts training runs for the tests and reads what they wrote."""
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import mpirun, rank_environment, run_ranks
+
+TRAIN = ["-m", "hpc_tune"]
+
+
+def many_runs(
+    n: int, jobs: Sequence[Mapping[str, Any]], folder: Path, timeout: float = 240.0
+) -> list[int]:
+    """Do ``jobs`` (see many_runs.py) on ``n`` ranks of one launch; return their exit codes."""
+    file = folder / f"jobs-{n}.json"
+    file.write_text(json.dumps(list(jobs)))
+    done = mpirun(n, ["-m", "tests.support.many_runs", str(file)], timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[0])
+
+
+def train(
+    overrides: Sequence[str], n: int | None = None, timeout: float = 120.0
+) -> Any:
+    """Run ``python -m hpc_tune`` with overrides, alone or on ``n`` ranks of mpirun."""
+    if n is not None:
+        return mpirun(n, [*TRAIN, *overrides], timeout=timeout)
+    return run_ranks([sys.executable, *TRAIN, *overrides], rank_environment(1), timeout)
+
+
+def rows(run_dir: Path, key: str) -> dict[int, Any]:
+    """Return ``key`` by step from metrics.jsonl."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r[key] for r in map(json.loads, lines) if key in r}
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Return the training losses of a run, by step; each step must be there once."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in found if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1)), steps
+    return [row["loss"] for row in found if "loss" in row]
+
+
+def worst_gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the largest difference of two loss curves of the same length."""
+    assert len(one) == len(other)
+    assert one
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """Return outcome.json."""
+    return json.loads((run_dir / "outcome.json").read_text())
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the events of one kind."""
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
