@@ -31,7 +31,8 @@ def export_adapter(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) ->
     """Write the adapter of a checkpoint as a directory that stock peft loads.
 
     Raises:
-        ConfigError: if the run had no adapter. CheckpointError: if files are damaged.
+        ConfigError: if the run had no adapter, or ``out`` holds something that is not an export.
+        CheckpointError: if files are damaged.
     """
     if tune.method == "full":
         raise ConfigError("tune.method=full has no adapter; export --to merged writes the model")
@@ -39,7 +40,7 @@ def export_adapter(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) ->
 
     index = checkpoint_index(checkpoint)
     names = [n for n in index.pieces if n.startswith(_ADAPTER_PREFIX)]
-    with _replacing(out) as temporary:
+    with _replacing(out, base) as temporary:
         regions = regions_of({name: _read(index, name) for name in names})
         write_regions(temporary / "adapter_model.safetensors", regions)
         config = lora_config(tune)
@@ -58,14 +59,15 @@ def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> 
     Each tensor keeps the dtype it has in the base. One tensor is held at a time.
 
     Raises:
-        CheckpointError, DataError: if files are damaged or belong to another model.
+        CheckpointError, DataError: if files are damaged or belong to another model. ConfigError:
+        if ``out`` holds something that is not an export.
     """
     trained, stored = checkpoint_index(checkpoint), index_model_directory(base)
     merged = _Merged(trained, stored, tune)
     shards = _shards(stored)
     progress = Progress("merging", len(stored.pieces))
     weight_map: dict[str, str] = {}
-    with _replacing(out) as temporary:
+    with _replacing(out, base) as temporary:
         for number, names in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             write_regions(temporary / file, [merged.region(name) for name in names])
@@ -174,10 +176,32 @@ def _copy_tokenizer(base: Path, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
 
 
+def _is_export(out: Path) -> bool:
+    """Whether a folder is empty, or holds weights beside a model's small files and nothing else."""
+    if not out.is_dir():
+        return False
+    entries = list(out.iterdir())
+    weights = ("adapter_model.safetensors", "model.safetensors.index.json")
+    return not entries or (
+        any(entry.name in weights for entry in entries)
+        and all(e.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt") for e in entries)
+    )
+
+
 @contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    """Give a temporary folder that becomes ``out`` when the block ends well, else is removed."""
+def _replacing(out: Path, base: Path) -> Iterator[Path]:
+    """Give a temporary folder that becomes ``out`` when the block ends well, else is removed.
+
+    Raises:
+        ConfigError: if there is something at ``out`` that no export has written.
+    """
+    out = out.resolve()
     temporary = out.with_name(out.name + ".tmp")
+    if out.exists() and (out == base.resolve() or not _is_export(out)):
+        raise ConfigError(
+            f"{out} holds something that is not an export, which would be lost; choose a folder "
+            "that does not exist yet"
+        )
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)

@@ -7,7 +7,7 @@ Writing step 100, in this order:
     3  manifest.json                             step, state, size and SHA-256 of each file; synced
     4  fsync of the .tmp folder
     5  rename to step-00000100, fsync of checkpoints/
-    6  older checkpoints: renamed to .tmp, then removed
+    6  other checkpoints that are not to stay: renamed to .tmp, then removed
 
 A checkpoint is valid if its name has no .tmp, its manifest's own hash is right, and every file it
 names has the size and hash it says. So a reader treats a .tmp folder as nothing at all (a save, or
@@ -94,16 +94,24 @@ class Store:
             _sync_folder(self.folder)
         except OSError as error:
             raise CheckpointError(f"{final} cannot be committed: {error}") from None
-        self.prune()
+        self.prune(final)
         return final
 
-    def prune(self) -> None:
-        """Remove all but the newest ``keep`` checkpoints."""
-        for path in self.steps()[: -self._keep]:
-            try:
+    def prune(self, newest: Path) -> None:
+        """Keep ``newest`` and the checkpoints before it, ``keep`` in all; remove everything else.
+
+        Later ones are of steps that the run does again, since it went back to before them: they
+        were damaged, or an older one was asked for. What ends in .tmp was cut off.
+        """
+        steps = self.steps()
+        end = steps.index(newest) + 1
+        try:
+            for leftover in self.folder.glob("step-*.tmp"):
+                shutil.rmtree(leftover)
+            for path in (*steps[end:], *steps[: max(0, end - self._keep)]):
                 _remove(path)
-            except OSError as error:
-                log.warning("an old checkpoint could not be removed: %s", error)
+        except OSError as error:
+            log.warning("an old checkpoint could not be removed: %s", error)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         values = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {_first_line(error)} (key {error.full_key or '?'})") from None
+        problems.append(f"{source}: {_first_line(error)} (key {error.full_key or '?'})")
+        raise ConfigError(_list(problems)) from None
     assert isinstance(values, dict)
     config = None
     try:
@@ -153,14 +154,15 @@ def _read_yaml(path: str | None) -> DictConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     try:
-        tree = OmegaConf.create(yaml.safe_load(text) or {})
+        content = yaml.safe_load(text)
+        if content is not None and not isinstance(content, dict):
+            raise ConfigError(
+                f"{path}: expected 'part:' with 'key: value' below it, found a list or a single "
+                "value"
+            )
+        return OmegaConf.create(content or {})
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(tree, DictConfig):
-        raise ConfigError(
-            f"{path}: expected 'part:' with 'key: value' below it, found a list or a single value"
-        )
-    return tree
 
 
 def _names_beside(path: str) -> list[str]:
@@ -184,10 +186,10 @@ def _explain(error: Any, source: str) -> str:
     known = list(field_names())
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        leaves = {k.rpartition(".")[2]: k for k in known}
-        near = difflib.get_close_matches(name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7)
-        moved = leaves.get(name.rpartition(".")[2])
-        near = near or ([moved] if moved else [])
+        moved = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
+        near = moved or difflib.get_close_matches(
+            name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7
+        )
         hint = (
             f"; did you mean {' or '.join(near)}?"
             if near

@@ -13,7 +13,9 @@ from hpc_tune.units import parse_bytes, parse_seconds
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
 
 def _number(value: Any, parse: Any) -> Any:
@@ -23,6 +25,7 @@ def _number(value: Any, parse: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(lambda v: _number(v, parse_bytes)), Field(gt=0)]
 Seconds = Annotated[float, BeforeValidator(lambda v: _number(v, parse_seconds)), Field(gt=0)]
 PositiveInt = Annotated[int, Field(gt=0)]
+_YAML_SWITCH = {True: "on", False: "off"}  # YAML 1.1 reads a plain on and off as booleans
 
 
 class ModelConfig(_Part):
@@ -197,7 +200,10 @@ class ParallelConfig(_Part):
 class MemoryConfig(_Part):
     """The memory governor."""
 
-    governor: Literal["on", "observe", "off"] = Field(
+    governor: Annotated[
+        Literal["on", "observe", "off"],
+        BeforeValidator(lambda v: _YAML_SWITCH[v] if isinstance(v, bool) else v),
+    ] = Field(
         "observe",
         description="observe: sample host and device memory and report; off: do not even look.",
     )

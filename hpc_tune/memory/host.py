@@ -31,8 +31,7 @@ def find_limit(
 ) -> HostLimit:
     """Return the tightest limit on host memory that this process is under, in bytes."""
     limits = list(_cgroup_limits(proc, cgroups))
-    if megabytes := environ.get("SLURM_MEM_PER_NODE"):
-        limits.append(HostLimit(int(megabytes) << 20, "SLURM_MEM_PER_NODE"))
+    limits += _slurm_limits(environ)
     limits.append(HostLimit(_meminfo(proc)["MemTotal"], "the machine's RAM"))
     found = min(limits, key=lambda limit: limit.num_bytes)
     if configured is not None and configured < found.num_bytes:
@@ -76,6 +75,16 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
                 text = "".join(_lines(folder / name)).strip()
                 if text.isdigit() and int(text) < _UNLIMITED:
                     yield HostLimit(int(text), f"{folder / name}", folder)
+
+
+def _slurm_limits(environ: Mapping[str, str]) -> Iterator[HostLimit]:
+    """Yield what --mem and --mem-per-cpu granted, in megabytes; 0 means all of the node's."""
+    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{what}", "") for what in ("NODE", "CPU"))
+    cpus = environ.get("SLURM_CPUS_ON_NODE", "")
+    if per_node.isdigit() and int(per_node):
+        yield HostLimit(int(per_node) << 20, "SLURM_MEM_PER_NODE")
+    if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu) * int(cpus):
+        yield HostLimit(int(per_cpu) * int(cpus) << 20, "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE")
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.weights import TensorIndex, index_model_directory, local_region
 
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -86,7 +88,8 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 class BuiltModel:
     """A model on the meta device and where its weights are.
 
-    ``base_names`` maps a parameter's name in ``module`` to its name in the model directory.
+    ``base_names`` maps the name that a parameter or a persistent buffer has in ``module`` to its
+    name in the model directory.
     ``saved_names`` maps a trained parameter's name to the one it has in checkpoints and exports:
     peft's for adapters, the model directory's for full fine-tuning.
     """
@@ -103,14 +106,11 @@ class BuiltModel:
 
     @property
     def identity(self) -> str:
-        """A hash over the names and shapes of the base's tensors and its config's numbers."""
+        """A hash over the names and shapes of the base's tensors and what its config.json says."""
         shapes = sorted((name, list(shape)) for name, shape in self.index.shapes.items())
-        numbers = {
-            key: value
-            for key, value in self.config.to_dict().items()
-            if isinstance(value, (int, float, str)) and not key.startswith(("_", "transformers"))
-        }
-        return hashlib.sha256(json.dumps([shapes, numbers], sort_keys=True).encode()).hexdigest()
+        said = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+        kept = {key: value for key, value in said.items() if key not in _NOT_THE_MODEL}
+        return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
 
 
 def build(directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int) -> BuiltModel:
@@ -126,25 +126,29 @@ def build(directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int) -> B
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
+        # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
         model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32 if tune.method == "full" else dtype,
-            attn_implementation="sdpa",
+            config, dtype=torch.float32 if tune.method == "full" else dtype
         )
     model.config.use_cache = False
-    names = {id(p): n for n, p in model.named_parameters()}
+    names = {id(t): n for n, t in _stored_tensors(model)}
     root: nn.Module = model if tune.method == "full" else _with_adapters(model, tune)
     module = LossModel(root, config)
     module.train()
     base_names, missing = {}, []
-    for name, parameter in module.named_parameters():
-        if id(parameter) in names:
-            stored = _stored_name(names[id(parameter)], model, index)
+    for name, tensor in _stored_tensors(module):
+        if id(tensor) in names:
+            stored = _stored_name(names[id(tensor)], model, index)
             base_names[name] = stored or ""
-            missing += [] if stored else [names[id(parameter)]]
+            missing += [] if stored else [names[id(tensor)]]
+            if stored and index.shapes[stored] != tuple(tensor.shape):
+                raise DataError(
+                    f"{directory}: {stored} has shape {list(index.shapes[stored])}, config.json "
+                    f"asks for {list(tensor.shape)}; the weights are of another model"
+                )
     if missing:
         raise DataError(
-            f"{directory}: {len(missing)} of {len(base_names)} weights that config.json asks for "
+            f"{directory}: {len(missing)} of {len(base_names)} tensors that config.json asks for "
             f"are not in its safetensors files, such as {', '.join(missing[:3])}"
         )
     saved_names = {
@@ -153,6 +157,15 @@ def build(directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int) -> B
         if parameter.requires_grad
     }
     return BuiltModel(module, config, directory, index, base_names, saved_names, tune, dtype, seed)
+
+
+def _stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a model directory stores: parameters (tied ones once) and persistent buffers."""
+    yield from module.named_parameters()
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix=path, recurse=False):
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
@@ -172,6 +185,11 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
         ) from None
     if any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules()):
         raise ConfigError("this model keeps its layers transposed (Conv1D); use tune.method=full")
+    if others := [n for n, _ in wrapped.named_parameters() if "lora_embedding_A" in n]:
+        raise ConfigError(
+            f"tune.targets={tune.targets}: {others[0].partition('.lora_')[0]} is an embedding; "
+            "adapters are for linear layers"
+        )
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -223,7 +241,7 @@ def load_weights(built: BuiltModel) -> None:
     Raises:
         DataError: if a file is cut off or a shape is another than config.json says.
     """
-    for name, parameter in built.module.named_parameters():
+    for name, parameter in _stored_tensors(built.module):
         local, offset = local_region(parameter.detach())
         if stored := built.base_names.get(name):
             if local.numel():
@@ -255,7 +273,8 @@ def _init_adapter(
     if "lora_A" not in name:
         local.zero_()
         return
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
+    # A CPU generator looks at the lower 32 bits of its seed only.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     full = torch.empty(shape, dtype=torch.float32)
     full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
     box = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
@@ -263,10 +282,15 @@ def _init_adapter(
 
 
 def _init_buffers(model: Any) -> None:
-    """Give buffers that no file stores (rotary frequencies) their values, on their own device."""
-    for module in model.modules():
-        if module._non_persistent_buffers_set and not list(module.children()):
-            model._init_weights(module)
+    """Give buffers that no file stores (rotary frequencies, scales) their values, in place."""
+    from transformers.initialization import guard_torch_init_functions
+
+    for _, tensor in _stored_tensors(model):
+        tensor._is_hf_initialized = True  # so that transformers leaves it as it was read
+    with guard_torch_init_functions():
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                model._init_weights(module)
 
 
 def _init_magnitudes(module: nn.Module) -> None:

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from hpc_tune.batch import IGNORED_LABEL, Batch
 
 LOGITS_BYTES = 512 << 20
+# transformers keeps the documents of a row apart by their positions, but not in these families.
+_BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
 
 
 class LossModel(nn.Module):
@@ -41,7 +43,10 @@ class LossModel(nn.Module):
         """Return the sum over the batch's labelled tokens of the cross-entropy, an fp32 scalar."""
         lm = self.causal_lm()
         hidden_BTD = lm.get_decoder()(
-            input_ids=batch.tokens_BT, position_ids=batch.positions_BT, use_cache=False
+            input_ids=batch.tokens_BT,
+            position_ids=batch.positions_BT,
+            attention_mask=self._mask(batch.positions_BT),
+            use_cache=False,
         ).last_hidden_state
         labels_K = batch.labels_BT.flatten()
         kept_N = torch.nonzero_static(
@@ -53,6 +58,15 @@ class LossModel(nn.Module):
             labels_K[kept_N],
             self.config,
         )
+
+    def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
+        """Return a B1TT mask, true where a token may look, for families that need to be told."""
+        blind = self.config.model_type in _BLIND_TO_POSITIONS
+        if not blind or getattr(self.config, "alibi", False):
+            return None
+        document_BT = (positions_BT == 0).cumsum(1)
+        same_BTT = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
+        return same_BTT.tril().unsqueeze(1)
 
 
 def loss_sum(

@@ -197,14 +197,14 @@ def nodes_of(
     """
     for keys in (by_mpi, by_name):
         counts = Counter(keys)
-        if all(size in (None, counts[k]) for k, size in zip(keys, claimed_sizes, strict=True)):
+        if all(n in (None, counts[k]) for k, n in zip(keys, claimed_sizes, strict=True)):
             order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
             return [order[key] for key in keys]
     sizes = [sorted(Counter(keys).values()) for keys in (by_mpi, by_name)]
     raise WorldError(
         f"the launcher says {sorted(set(map(str, claimed_sizes)))} ranks per node, MPI sees "
-        f"{sizes[0][:16]} and the host names {by_name[:16]} give {sizes[1][:16]}; check that mpi4py "
-        "uses the launcher's MPI and that every node has a host name of its own"
+        f"{sizes[0][:16]} and the host names {by_name[:16]} give {sizes[1][:16]}; check that "
+        "mpi4py uses the launcher's MPI and that every node has a host name of its own"
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _STORE_LIMIT_S = 2.0
 _ABORT_LIMIT_S = 5.0
+_DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
 _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
 _FIRST_SPEAKER_S = 1.5  # before a session, rank 0 speaks first and its end ends the others
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra", "slurmstepd", "pals")
@@ -60,6 +61,7 @@ def die(session: "Session | None", exit_code: int = EXIT_FAILED) -> NoReturn:
             os._exit(exit_code)
 
         _after(_ABORT_LIMIT_S, give_up)
+        time.sleep(_DRAIN_S)
         if mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(exit_code)
     os._exit(exit_code)

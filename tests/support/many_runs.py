@@ -16,7 +16,7 @@ from hpc_tune.world.stop import StopFlag
 
 
 class StopAfter(StopFlag):
-    """Asks to leave at the boundary behind ``steps`` steps of this start, and hears nothing else."""
+    """Asks to leave after ``steps`` steps of this start, and hears nothing else."""
 
     def __init__(self, steps: int | None) -> None:
         super().__init__(environ={})

@@ -23,9 +23,7 @@ def many_runs(
     return json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[0])
 
 
-def train(
-    overrides: Sequence[str], n: int | None = None, timeout: float = 120.0
-) -> Any:
+def train(overrides: Sequence[str], n: int | None = None, timeout: float = 120.0) -> Any:
     """Run ``python -m hpc_tune`` with overrides, alone or on ``n`` ranks of mpirun."""
     if n is not None:
         return mpirun(n, [*TRAIN, *overrides], timeout=timeout)

@@ -1,0 +1,168 @@
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "hpc_tune"
+
+# From the lowest floor to the highest; what is in one row must not know its neighbours.
+FLOORS = (
+    ("errors", "units", "log"),
+    ("config",),
+    ("world", "batch"),
+    ("memory", "data", "model", "probe"),
+    ("engine", "checkpoint"),
+    ("plan", "train"),
+    ("slurm", "report", "generate", "cli", "__main__"),
+)
+# The only places where a floor knows itself.
+SAME_FLOOR = {
+    ("log", "errors"),
+    ("log", "units"),
+    ("train", "plan"),
+    ("cli", "generate"),
+    ("cli", "report"),
+    ("cli", "slurm"),
+    ("__main__", "cli"),
+}
+# Which files may import a third party: a trailing slash means a whole package of ours.
+OWNERS = {
+    "mpi4py": ("world/",),
+    "deepspeed": ("engine/zero.py",),
+    "h5py": ("data/",),
+    "torch.distributed.fsdp": ("engine/",),
+    "transformers": ("model/", "checkpoint/export.py", "generate.py"),
+    "peft": ("model/", "checkpoint/export.py", "generate.py"),
+    "safetensors": ("model/", "checkpoint/export.py", "generate.py"),
+    "psutil": ("memory/", "probe/"),
+    "pynvml": ("memory/", "probe/"),
+}
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports_of(file: Path) -> set[str]:
+    """Every dotted name that a file imports anywhere, inside functions and for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: a relative import hides the floor"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def edges() -> set[tuple[str, str, str]]:
+    """(file, its room, the room it imports) over the whole package."""
+    found = set()
+    for file in FILES:
+        for name in imports_of(file):
+            top, *rest = name.split(".")
+            if top == "hpc_tune" and rest and rest[0] != "__version__":
+                found.add((str(file.relative_to(ROOT)), room_of(file), rest[0]))
+    return found
+
+
+def test_every_room_has_a_floor():
+    assert {room_of(file) for file in FILES} - {"__init__"} <= FLOOR_OF.keys()
+
+
+def test_a_room_imports_only_from_lower_floors():
+    wrong = {
+        edge
+        for edge in edges()
+        if edge[1] != edge[2]
+        and FLOOR_OF[edge[2]] >= FLOOR_OF[edge[1]]
+        and edge[1:] not in SAME_FLOOR
+    }
+    assert not wrong
+
+
+def test_the_exceptions_stay_on_one_floor():
+    assert all(FLOOR_OF[a] == FLOOR_OF[b] for a, b in SAME_FLOOR)
+
+
+def test_the_check_sees_an_import_inside_a_function(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text("def f():\n    from hpc_tune.cli import main\n    import h5py._hl as x\n")
+    assert imports_of(file) == {"hpc_tune.cli.main", "h5py._hl"}
+
+
+def users_of(third_party: str) -> set[str]:
+    return {
+        str(file.relative_to(ROOT))
+        for file in FILES
+        for name in imports_of(file)
+        if f"{name}.".startswith(f"{third_party}.")
+    }
+
+
+@pytest.mark.parametrize("third_party", OWNERS)
+def test_a_third_party_is_imported_only_by_its_owner(third_party):
+    assert not {user for user in users_of(third_party) if not user.startswith(OWNERS[third_party])}
+
+
+@pytest.mark.parametrize(
+    "third_party", ["mpi4py", "h5py", "transformers", "torch.distributed.fsdp"]
+)
+def test_the_owners_are_found_at_all(third_party):
+    assert users_of(third_party)
+
+
+def test_init_files_of_rooms_are_empty():
+    assert not [f for f in ROOT.glob("*/**/__init__.py") if f.read_text().strip()]
+
+
+def test_no_file_is_over_400_lines():
+    assert not {f: n for f in FILES if (n := len(f.read_text().splitlines())) > 400}
+
+
+HEAVY = ("torch", "transformers", "peft", "numpy", "h5py", "mpi4py")
+ENTRY = """
+import runpy, sys
+sys.argv = ["hpc_tune", *{arguments!r}]
+code = None
+try:
+    runpy.run_module("hpc_tune", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    code = end.code
+print("CODE", code, [name for name in {heavy!r} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "train.max_steps"),
+        (["train", "--help"], 0, "--config"),
+        (["train.max_stepz=3"], 2, "train.max_steps"),
+        (["--config", "nowhere.yaml"], 2, "no such file"),
+        (["--cofnig", "x"], 2, "unknown argument"),
+        (["trian"], 2, "did you mean train"),
+    ],
+)
+def test_help_and_mistakes_answer_without_importing_torch(arguments, code, said):
+    times_s = []
+    for _ in range(3):
+        began_s = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", ENTRY.format(arguments=arguments, heavy=HEAVY)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=ROOT.parent,
+        )
+        times_s.append(time.monotonic() - began_s)
+        assert done.stdout.splitlines()[-1] == f"CODE {code} []", done.stderr
+        assert said in done.stdout + done.stderr
+        if times_s[-1] < 1.0:
+            break
+    assert min(times_s) < 1.0

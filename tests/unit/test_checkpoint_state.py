@@ -1,0 +1,180 @@
+import json
+
+import pytest
+
+from hpc_tune.checkpoint.state import MUST_MATCH, WARN, RunState, compare
+from hpc_tune.config.load import field_names
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import CheckpointError, ConfigError
+
+# Every other value a field can have that is not its default.
+OTHER = {
+    "tune.method": "full",
+    "tune.rank": 8,
+    "tune.alpha": 1.0,
+    "tune.dropout": 0.5,
+    "tune.targets": ["q_proj"],
+    "data.seq_len": 7,
+    "data.packing": False,
+    "batch.global_size": 3,
+    "train.seed": 9,
+    "model.dtype": "bf16",
+    "optim.lr": 1.0,
+    "optim.schedule": "linear",
+    "optim.warmup_steps": 5,
+    "optim.min_lr_ratio": 0.5,
+    "optim.beta1": 0.5,
+    "optim.beta2": 0.5,
+    "optim.eps": 1e-3,
+    "optim.weight_decay": 0.1,
+    "optim.clip_norm": 0.5,
+}
+# What may change from one start to the next without a word, each for the reason in its line.
+FREE = {
+    # the store's content is compared by the loader, the model by its identity
+    "model.path",
+    "data.path",
+    "data.eval_path",
+    "data.loss_on",
+    "data.chat_template",
+    "data.cache",
+    # how the work is spread and where it runs
+    "batch.micro_size",
+    "parallel.engine",
+    "parallel.replicate",
+    "parallel.shard",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.zero_stage",
+    "parallel.offload_params",
+    "parallel.offload_optimizer",
+    "parallel.recompute",
+    "memory.governor",
+    "memory.host_limit",
+    "train.compile",
+    "train.float8",
+    "train.deterministic",
+    "run.device",
+    "run.threads",
+    "run.interface",
+    "run.timeout",
+    # how long it is: compared as total_steps
+    "train.max_steps",
+    "train.epochs",
+    "train.time_limit",
+    # what it tells and keeps
+    "train.eval_every_steps",
+    "train.eval_rows",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.keep",
+    "checkpoint.resume",
+    "run.dir",
+    "run.tensorboard",
+    "run.wandb",
+}
+
+
+def state(config=None, **changes):
+    values = {
+        "step": 10,
+        "total_steps": 40,
+        "model_identity": "abc",
+        "loader": {"row": 3},
+        "layout": {"replicate": 2, "shard": 1},
+        "micro_size": 4,
+        "config": (config or RunConfig()).model_dump(),
+    }
+    return RunState(**{**values, **changes})
+
+
+def with_field(name, value):
+    part, _, field = name.partition(".")
+    return RunConfig.model_validate({part: {field: value}})
+
+
+def test_every_field_is_of_one_kind():
+    kinds = (set(MUST_MATCH), set(WARN), FREE)
+    assert set.union(*kinds) == set(field_names())
+    assert sum(map(len, kinds)) == len(set.union(*kinds))
+
+
+def test_the_same_configuration_goes_on_without_a_word():
+    assert compare(state(), RunConfig(), "abc", 40) == []
+
+
+@pytest.mark.parametrize("name", MUST_MATCH)
+def test_a_change_that_makes_another_run_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"{name}: .* in the checkpoint, .* now"):
+        compare(state(), with_field(name, OTHER[name]), "abc", 40)
+
+
+@pytest.mark.parametrize("name", WARN)
+def test_a_change_of_course_warns_with_both_values(name):
+    part, _, field = name.partition(".")
+    before = RunConfig().model_dump()[part][field]
+    assert compare(state(), with_field(name, OTHER[name]), "abc", 40) == [
+        f"{name}: {before} in the checkpoint, {OTHER[name]} now"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch.micro_size", 2),
+        ("parallel.shard", 4),
+        ("run.dir", "/elsewhere"),
+        ("parallel.recompute", "full"),
+        ("run.device", "cpu"),
+        ("checkpoint.keep", 9),
+    ],
+)
+def test_where_and_how_it_runs_is_free(name, value):
+    assert compare(state(), with_field(name, value), "abc", 40) == []
+
+
+def test_another_length_warns_since_the_learning_rate_follows_it():
+    [warning] = compare(state(), RunConfig(), "abc", 50)
+    assert "50 steps now and had 40" in warning
+
+
+def test_another_model_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.path: it is another model"):
+        compare(state(), RunConfig(), "xyz", 40)
+
+
+def test_all_differences_are_listed_at_once_with_what_to_do():
+    config = RunConfig.model_validate({"tune": {"rank": 1}, "train": {"seed": 2}})
+    with pytest.raises(ConfigError) as caught:
+        compare(state(), config, "xyz", 40)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines[1:-1]] == [
+        "  - model.path",
+        "  - tune.rank",
+        "  - train.seed",
+    ]
+    assert lines[-1].startswith("Use the old values, another run.dir")
+
+
+def test_a_field_that_the_checkpoint_does_not_know_counts_as_a_difference():
+    old = state()
+    del old.config["tune"]["rank"]
+    with pytest.raises(ConfigError, match=r"tune\.rank: None in the checkpoint, 16 now"):
+        compare(old, RunConfig(), "abc", 40)
+
+
+def test_a_state_survives_the_manifest():
+    config = RunConfig.model_validate({"tune": {"targets": ["q_proj"], "alpha": 0.1}})
+    saved = state(config)
+    back = RunState.from_json(json.loads(json.dumps(saved.to_json())), "there")
+    assert back == saved
+    assert compare(back, config, "abc", 40) == []
+
+
+@pytest.mark.parametrize("change", [{"surprise": 1}, {"step": None}], ids=["unknown", "missing"])
+def test_a_state_of_another_shape_is_refused_with_its_place(change):
+    values = {**state().to_json(), **change}
+    if values["step"] is None:
+        del values["step"]
+    with pytest.raises(CheckpointError, match="there: its state cannot be used"):
+        RunState.from_json(values, "there")

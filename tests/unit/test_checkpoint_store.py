@@ -1,0 +1,311 @@
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpc_tune.checkpoint import store as store_module
+from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
+from hpc_tune.errors import CheckpointError
+from hpc_tune.log import log
+from hpc_tune.model.weights import WrittenFile
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "checkpoints", keep=3)
+
+
+@pytest.fixture
+def warnings(monkeypatch, caplog):
+    monkeypatch.setattr(log, "propagate", True)
+    with caplog.at_level(logging.WARNING, log.name):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def put(folder: Path, name: str, content: bytes) -> WrittenFile:
+    (folder / name).write_bytes(content)
+    return WrittenFile(name, len(content), hashlib.sha256(content).hexdigest())
+
+
+def save(store: Store, step: int) -> Path:
+    temporary = store.begin(step)
+    files = [put(temporary, f"rank-{r:05d}.safetensors", b"%d-%d" % (step, r) * 9) for r in (0, 1)]
+    return store.commit(temporary, {"step": step}, files)
+
+
+def names(store: Store) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_a_store_without_a_folder_has_no_checkpoint(store):
+    assert store.steps() == []
+    assert store.latest() is None
+
+
+def test_what_is_committed_is_found_verifies_and_gives_its_state_back(store):
+    path = save(store, 100)
+    assert path == store.folder / "step-00000100"
+    assert store.latest() == path
+    verify(path)
+    assert read_state(path) == {"step": 100}
+    assert (path / "rank-00001.safetensors").read_bytes() == b"100-1" * 9
+
+
+def test_the_manifest_lists_size_and_hash_of_each_file(store):
+    manifest = json.loads((save(store, 7) / MANIFEST).read_text())
+    content = b"7-0" * 9
+    assert manifest["files"]["rank-00000.safetensors"] == {
+        "bytes": 27,
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def test_checkpoints_are_ordered_by_step_not_by_name(store):
+    for step in (99_999_999, 5, 100_000_000):
+        (store.folder / f"step-{step:08d}").mkdir(parents=True)
+    assert [p.name for p in store.steps()] == [
+        "step-00000005",
+        "step-99999999",
+        "step-100000000",
+    ]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_stay_and_older_ones_go(tmp_path, keep):
+    store = Store(tmp_path, keep)
+    for step in (10, 20, 30, 40):
+        save(store, step)
+        assert store.latest() == tmp_path / f"step-{step:08d}"
+    assert names(store) == [f"step-{step:08d}" for step in (10, 20, 30, 40)[-keep:]]
+
+
+def tear(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "a .tmp folder": lambda p: p.rename(p.with_name(p.name + ".tmp")),
+    "no manifest": lambda p: (p / MANIFEST).unlink(),
+    "an empty manifest": lambda p: (p / MANIFEST).write_bytes(b""),
+    "a torn manifest": lambda p: tear(p / MANIFEST),
+    "a flipped bit in the manifest": lambda p: flip(p / MANIFEST),
+    "a manifest that is a list": lambda p: (p / MANIFEST).write_text("[]"),
+    "a torn file": lambda p: tear(p / "rank-00001.safetensors"),
+    "a longer file": lambda p: (p / "rank-00000.safetensors").open("ab").write(b"x"),
+    "a flipped bit in a file": lambda p: flip(p / "rank-00000.safetensors"),
+    "a missing file": lambda p: (p / "rank-00001.safetensors").unlink(),
+    "a folder in a file's place": lambda p: (
+        (p / "rank-00001.safetensors").unlink(),
+        (p / "rank-00001.safetensors").mkdir(),
+    ),
+    "an empty folder": lambda p: [file.unlink() for file in p.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(store, warnings, damage):
+    before, newest = save(store, 10), save(store, 20)
+    DAMAGES[damage](newest)
+    assert store.latest() == before
+    if newest.exists():
+        assert len(warnings()) == 1
+        assert str(newest) in warnings()[0]
+        with pytest.raises(CheckpointError, match="step-00000020"):
+            verify(newest)
+    else:
+        assert warnings() == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(store, damage):
+    save(store, 10)
+    DAMAGES[damage](save(store, 20))
+    again = save(store, 20)
+    assert store.latest() == again
+    assert names(store) == ["step-00000010", "step-00000020"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_save_after_a_damaged_newer_one_is_not_the_one_that_goes(tmp_path, keep):
+    store = Store(tmp_path, keep)
+    save(Store(tmp_path, keep=2), 50)
+    flip(save(Store(tmp_path, keep=2), 100) / MANIFEST)
+    assert store.latest() == tmp_path / "step-00000050"
+    path = save(store, 60)
+    assert store.latest() == path
+    assert names(store) == ["step-00000050", "step-00000060"][-keep:]
+
+
+def test_a_run_that_went_back_forgets_what_came_after(store):
+    """A later start must not go on from step 30 of the run before."""
+    for step in (10, 20, 30):
+        save(store, step)
+    assert store.latest() != (path := save(store, 11))
+    assert store.latest() == path
+    assert names(store) == ["step-00000010", "step-00000011"]
+
+
+def test_what_a_kill_left_behind_is_removed_by_the_next_commit(store):
+    save(store, 10)
+    put(store.begin(15), "rank-00000.safetensors", b"half")
+    (store.folder / "step-00000005.old.tmp").mkdir()
+    (store.folder / "notes.txt").write_text("the user's")
+    save(store, 20)
+    assert names(store) == ["notes.txt", "step-00000010", "step-00000020"]
+
+
+def test_beginning_again_starts_from_an_empty_folder(store):
+    put(store.begin(10), "rank-00007.safetensors", b"of another world size")
+    assert list(store.begin(10).iterdir()) == []
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_by_number(store, monkeypatch):
+    monkeypatch.setattr(store_module, "FORMAT", 99)
+    path = save(store, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="format 99"):
+        read_state(path)
+
+
+def test_everything_is_synced_before_the_rename_and_the_folder_after_it(store, monkeypatch):
+    temporary = store.begin(5)
+    file = put(temporary, "rank-00000.safetensors", b"x")
+    done = []
+    fsync, rename = os.fsync, Path.rename
+
+    def traced_fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name == MANIFEST:
+            assert json.loads(path.read_text())["state"] == {"step": 5}
+        done.append(f"sync {path.name}")
+        fsync(descriptor)
+
+    def traced_rename(self, target):
+        done.append(f"rename {self.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", traced_fsync)
+    monkeypatch.setattr(Path, "rename", traced_rename)
+    store.commit(temporary, {"step": 5}, [file])
+    assert done == [
+        "sync manifest.json",
+        "sync step-00000005.tmp",
+        "rename step-00000005.tmp",
+        "sync checkpoints",
+    ]
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing may catch it, as nothing catches SIGKILL."""
+
+
+# What the store, json and shutil call to change the file system.
+OPERATIONS = [
+    (os, "fsync"),
+    (os, "open"),
+    (os, "mkdir"),
+    (os, "rename"),
+    (os, "unlink"),
+    (os, "rmdir"),
+    (json, "dump"),
+]
+
+
+def fail_at(monkeypatch, k: int, error: BaseException, after: bool) -> list[str]:
+    """Make the k-th operation fail, before its effect or after it; return the calls so far."""
+    calls: list[str] = []
+
+    def failing(original, name):
+        def call(*args, **kwargs):
+            calls.append(name)
+            if len(calls) == k and not after:
+                raise error
+            result = original(*args, **kwargs)
+            if len(calls) == k:
+                raise error
+            return result
+
+        return call
+
+    for owner, name in OPERATIONS:
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name), name))
+    return calls
+
+
+def old_and_damaged(folder: Path) -> Store:
+    """Steps 10 and 20 are good, 30 is damaged and will be written again, 25 was cut off."""
+    store = Store(folder, keep=2)
+    for step in (10, 20):
+        save(store, step)
+    bad = store.begin(30)
+    store_module._write_synced(bad / MANIFEST, {"not": "a manifest"})
+    bad.rename(folder / "step-00000030")
+    (folder / "step-00000025.tmp").mkdir()
+    return store
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("kind", ["killed", "refused"])
+def test_a_failure_at_any_operation_leaves_the_old_or_the_new_checkpoint(
+    tmp_path, monkeypatch, kind, after
+):
+    finished = False
+    seen = set()
+    for k in range(1, 200):
+        store = old_and_damaged(tmp_path / str(k))
+        error = Killed() if kind == "killed" else OSError(errno.EIO, "input/output error")
+        with monkeypatch.context() as patch:
+            calls = fail_at(patch, k, error, after)
+            try:
+                save(store, 30)
+            except (Killed, CheckpointError):
+                outcome = "stopped"
+            else:
+                outcome = "went on"
+        latest = store.latest()
+        assert latest is not None
+        assert latest.name in ("step-00000020", "step-00000030")
+        assert read_state(latest) == {"step": int(latest.name[5:])}
+        verify(store.folder / "step-00000020")
+        seen.add((outcome, latest.name))
+        if kind == "refused" and outcome == "went on":
+            # An error that is not reported must not have cost the new checkpoint.
+            assert latest.name == "step-00000030"
+        save(store, 40)
+        assert names(store)[-1] == "step-00000040"
+        assert not [name for name in names(store) if name.endswith(".tmp")]
+        if len(calls) < k:
+            finished = True
+            break
+        shutil.rmtree(store.folder)
+    assert finished
+    assert k > 15, "the operations were not seen"
+    assert {("stopped", "step-00000020"), ("went on", "step-00000030")} <= seen
+
+
+def test_a_full_disk_is_a_checkpoint_error_and_older_ones_stay(store, monkeypatch):
+    before = save(store, 10)
+    temporary = store.begin(20)
+    monkeypatch.setattr(
+        os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left"))
+    )
+    with pytest.raises(CheckpointError, match=r"step-00000020 cannot be committed.*No space left"):
+        store.commit(temporary, {}, [])
+    assert store.latest() == before
+
+
+def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        Store(tmp_path / "checkpoints", 1).begin(1)

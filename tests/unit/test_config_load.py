@@ -1,0 +1,379 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpc_tune.config.load import (
+    check,
+    describe_fields,
+    field_names,
+    load_config,
+    write_resolved,
+)
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import EXIT_USER, ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+# The names that DESIGN.md, section 6, promises to users.
+PROMISED = [
+    "model.path",
+    "model.dtype",
+    "tune.method",
+    "tune.rank",
+    "tune.alpha",
+    "tune.dropout",
+    "tune.targets",
+    "data.path",
+    "data.eval_path",
+    "data.seq_len",
+    "data.packing",
+    "batch.global_size",
+    "batch.micro_size",
+    "optim.lr",
+    "optim.schedule",
+    "optim.warmup_steps",
+    "optim.clip_norm",
+    "parallel.engine",
+    "parallel.replicate",
+    "parallel.shard",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.zero_stage",
+    "parallel.offload_params",
+    "parallel.offload_optimizer",
+    "parallel.recompute",
+    "memory.governor",
+    "memory.host_limit",
+    "train.max_steps",
+    "train.epochs",
+    "train.seed",
+    "train.deterministic",
+    "train.compile",
+    "train.float8",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.keep",
+    "checkpoint.resume",
+    "run.dir",
+    "run.device",
+    "run.tensorboard",
+    "run.wandb",
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str) -> str:
+        file = tmp_path / "config.yaml"
+        file.write_text(text, encoding="utf-8")
+        return str(file)
+
+    return write
+
+
+def problem(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert caught.value.exit_code == EXIT_USER
+    return str(caught.value)
+
+
+def test_an_override_beats_the_file_and_the_file_beats_the_default(write):
+    file = write("optim: {lr: 0.5, beta1: 0.5}\n")
+    config = load_config(file, ["optim.lr=0.25"])
+    assert (config.optim.lr, config.optim.beta1, config.optim.beta2) == (0.25, 0.5, 0.999)
+
+
+def test_the_last_override_of_a_key_wins(write):
+    assert load_config(write(""), ["train.seed=1", "train.seed=2"]).train.seed == 2
+
+
+def test_an_empty_file_means_all_defaults(write):
+    assert load_config(write("# nothing\n")) == RunConfig()
+
+
+def test_no_file_means_the_embedded_default_and_overrides_work_on_it():
+    config = load_config(None, ["train.max_steps=7"])
+    assert (config.model.path, config.tune.method) == ("builtin:tiny", "full")
+    assert (config.train.max_steps, config.data.seq_len) == (7, 512)
+
+
+def test_values_are_read_as_yaml(write):
+    config = load_config(
+        write(""),
+        [
+            "optim.lr=2e-4",
+            "tune.targets=[q_proj, v_proj]",
+            "checkpoint.every_minutes=null",
+            "memory.host_limit=64GiB",
+            "train.time_limit=3.5h",
+            "data.packing=false",
+            "run.dir=a=b",
+        ],
+    )
+    assert config.optim.lr == 2e-4
+    assert config.tune.targets == ["q_proj", "v_proj"]
+    assert config.checkpoint.every_minutes is None
+    assert config.memory.host_limit == 64 * 1024**3
+    assert config.train.time_limit == 12_600
+    assert config.data.packing is False
+    assert config.run.dir == "a=b"
+
+
+@pytest.mark.parametrize(("text", "value"), [("on", None), ("off", "off"), ("observe", "observe")])
+def test_a_plain_on_or_off_of_yaml_is_the_word(write, text, value):
+    """YAML 1.1 reads them as booleans."""
+    if value is None:
+        assert problem(write(""), f"memory.governor={text}").startswith("memory.governor=on is not")
+    else:
+        assert load_config(write(f"memory: {{governor: {text}}}")).memory.governor == value
+
+
+def test_variables_and_other_keys_are_interpolated(write, monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    file = write("model: {path: '${oc.env:SCRATCH}/m'}\nrun: {dir: '${model.path}/run'}\n")
+    assert load_config(file).run.dir == "/scratch/me/m/run"
+    assert load_config(file, ["model.path=/else"]).run.dir == "/else/run"
+    assert load_config(file, ["run.dir=${oc.env:SCRATCH}/r"]).run.dir == "/scratch/me/r"
+
+
+def test_a_variable_that_is_not_set_is_named_with_its_key(write, monkeypatch):
+    monkeypatch.delenv("NOPE", raising=False)
+    message = problem(write("run: {dir: '${oc.env:NOPE}/x'}"))
+    assert "'NOPE' not found" in message
+    assert "(key run.dir)" in message
+
+
+def test_an_unset_variable_does_not_hide_the_other_problems(write, monkeypatch):
+    monkeypatch.delenv("NOPE", raising=False)
+    message = problem(write("run: {dir: '${oc.env:NOPE}/x'}"), "lonely")
+    assert message.startswith("2 problems in the configuration:\n")
+    assert "'lonely' is not key=value" in message
+    assert "(key run.dir)" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("train.max_stepz=1", "train.max_steps"),
+        ("trian.seed=1", "train"),
+        ("optim.warmup_step=1", "optim.warmup_steps"),
+        ("lr=1", "optim.lr"),
+        ("train.lr=1", "optim.lr"),
+        ("model.seq_len=1", "data.seq_len"),
+    ],
+)
+def test_an_unknown_key_names_the_one_that_was_meant(write, override, near):
+    message = problem(write(""), override)
+    assert "no such key" in message
+    assert near in message.partition("did you mean ")[2]
+
+
+def test_an_unknown_key_without_a_near_one_points_to_the_list(write):
+    assert problem(write("zzz: 1")).endswith("--help lists all keys")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.seed=abc", "train.seed='abc': Input should be a valid integer"),
+        ("train.seed=1.5", "train.seed=1.5: "),
+        ("train.seed=-1", "train.seed=-1: Input should be greater than or equal to 0"),
+        ("tune.rank=0", "tune.rank=0: Input should be greater than 0"),
+        ("tune.dropout=1", "tune.dropout=1: Input should be less than 1"),
+        ("tune.method=lorra", "tune.method='lorra': Input should be 'lora', 'dora'"),
+        ("batch.micro_size=many", "batch.micro_size='many': Input should be 'auto'"),
+        ("batch.micro_size=0", "batch.micro_size=0: Input should be greater than 0"),
+        ("memory.host_limit=lots", "memory.host_limit='lots': Value error, 'lots' is not a size"),
+        ("memory.host_limit=0", "memory.host_limit=0: Input should be greater than 0"),
+        ("train.time_limit=soon", "train.time_limit='soon': Value error, 'soon' is not a duration"),
+        ("optim.lr=.inf", "optim.lr=inf: Input should be a finite number"),
+        ("optim.lr=.nan", "optim.lr=nan: "),
+        ("run.dir=", "run.dir=None: Input should be a valid string"),
+        ("train=5", "train=5: Input should be a valid dictionary"),
+        ("train.seed.deep=1", "train.seed={'deep': 1}: Input should be a valid integer"),
+        ("parallel.zero_stage=4", "parallel.zero_stage=4: Input should be 1, 2 or 3"),
+    ],
+)
+def test_a_wrong_value_says_field_value_and_what_is_expected(write, override, said):
+    assert said in problem(write(""), override)
+
+
+@pytest.mark.parametrize("override", ["train.seed", "=5", "", "--seed"])
+def test_an_override_without_an_equals_sign_is_shown_how(write, override):
+    assert f"{override!r} is not key=value, such as train.max_steps=100" in problem(
+        write(""), override
+    )
+
+
+def test_an_override_that_is_no_yaml_is_refused_by_name(write):
+    assert "'run.dir=[1' cannot be applied" in problem(write(""), "run.dir=[1")
+
+
+def test_all_problems_are_reported_at_once_and_each_once(write):
+    message = problem(
+        write("train: {sede: 1}\ntune: {targets: q_proj}\noptim: {lr: -1}\n"), "novalue", "novalue"
+    )
+    lines = message.splitlines()
+    assert lines[0] == "5 problems in the configuration:"
+    for said in (
+        "'novalue' is not key=value",
+        "train.sede: no such key",
+        "tune.targets='q_proj': Input should be a valid list",
+        "tune.targets='q_proj': Input should be 'all-linear'",
+        "optim.lr=-1: Input should be greater than 0",
+    ):
+        assert sum(said in line for line in lines) == 1
+
+
+def test_a_missing_file_names_the_near_ones(tmp_path):
+    for name in ("llama_lora.yaml", "llama_full.yaml", "notes.txt"):
+        (tmp_path / name).write_text("")
+    message = problem(str(tmp_path / "llama_lroa.yaml"))
+    assert "llama_lroa.yaml: no such file; near it there is llama_lora.yaml" in message
+    assert "notes.txt" not in message
+    assert problem(str(tmp_path / "no" / "x.yaml")).endswith("x.yaml: no such file")
+
+
+def test_a_folder_and_a_binary_file_cannot_be_read(tmp_path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\xd8")
+    assert "cannot be read" in problem(str(tmp_path))
+    assert "cannot be read" in problem(str(tmp_path / "binary.yaml"))
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "[]", "5", "just words", "false"])
+def test_a_file_that_is_no_mapping_is_refused(write, text):
+    assert "expected 'part:' with 'key: value' below it" in problem(write(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["a: b: c", "train: {seed: 1", "\tx: 1", "x: !!python/object:os.system 1"]
+)
+def test_bad_yaml_says_where(write, text):
+    message = problem(write(text))
+    assert "not valid YAML" in message
+    assert "line 1" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tune.method=qlora", "tune.method=qlora is not available in hpc_tune yet; use lora"),
+        ("parallel.engine=deepspeed", "parallel.engine=deepspeed is not available"),
+        ("parallel.tensor=2", "parallel.tensor=2 is not available in hpc_tune yet; use 1"),
+        ("parallel.pipeline=2", "parallel.pipeline=2 is not available"),
+        ("parallel.zero_stage=1", "parallel.zero_stage"),
+        ("parallel.zero_stage=3", "parallel.zero_stage=3 is not available"),
+        ("parallel.offload_params=cpu", "parallel.offload_params=cpu is not available"),
+        ("parallel.offload_optimizer=nvme", "parallel.offload_optimizer=nvme is not available"),
+        ("parallel.recompute=selective", "parallel.recompute=selective is not available"),
+        ("memory.governor='on'", "memory.governor=on is not available"),
+        ("train.compile=true", "train.compile=True is not available"),
+        ("train.float8=true", "train.float8=True is not available"),
+        ("run.wandb=true", "run.wandb=True is not available"),
+    ],
+)
+def test_what_this_version_cannot_do_is_refused_and_not_ignored(write, override, said):
+    message = problem(write(""), override)
+    assert said in message
+    assert "not available in hpc_tune yet" in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tune.method=lora",
+        "tune.method=dora",
+        "tune.method=full",
+        "model.dtype=fp32",
+        "parallel.engine=native",
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+        "parallel.recompute=full",
+        "parallel.replicate=4",
+        "parallel.shard=4",
+        "memory.governor=observe",
+        "train.compile=false",
+    ],
+)
+def test_what_this_version_can_do_is_accepted(write, override):
+    assert check(load_config(write(""), [override])) == []
+
+
+def test_settings_without_an_effect_are_refused(write):
+    assert "tune.dropout has no effect" in problem(write("tune: {method: full, dropout: 0.1}\n"))
+    assert problem(write("train: {eval_every_steps: 5}\n")) == (
+        "train.eval_every_steps needs data.eval_path"
+    )
+    assert "set one of them to 1" in problem(write("parallel: {replicate: 2, shard: 2}\n"))
+
+
+def test_what_is_written_is_read_back_as_the_same_configuration(tmp_path):
+    config = load_config(
+        None,
+        [
+            "tune.method=dora",
+            "tune.targets=[q_proj]",
+            "memory.governor=off",
+            "memory.host_limit=1.5GiB",
+            "train.time_limit=1-12:00:00",
+            "run.dir='null'",
+            "data.chat_template='1e3'",
+        ],
+    )
+    write_resolved(config, tmp_path / "config.resolved.yaml")
+    assert load_config(str(tmp_path / "config.resolved.yaml")) == config
+    assert [p.name for p in tmp_path.iterdir()] == ["config.resolved.yaml"]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.text(st.characters(exclude_characters="$\\", exclude_categories=["C"]), min_size=1),
+    st.floats(1e-30, 1e30),
+    st.integers(0, 2**31 - 1),
+)
+def test_any_value_survives_being_written_and_read(tmp_path, text, lr, seed):
+    config = RunConfig.model_validate(
+        {"run": {"dir": text}, "optim": {"lr": lr}, "train": {"seed": seed}}
+    )
+    write_resolved(config, tmp_path / "c.yaml")
+    assert load_config(str(tmp_path / "c.yaml")) == config
+
+
+def test_what_is_written_has_every_field(tmp_path):
+    write_resolved(RunConfig(), tmp_path / "c.yaml")
+    tree = yaml.safe_load((tmp_path / "c.yaml").read_text())
+    written = {f"{part}.{key}" for part, fields in tree.items() for key in fields}
+    assert written == set(field_names())
+
+
+def test_every_promised_field_exists():
+    assert not set(PROMISED) - set(field_names())
+
+
+def test_every_field_has_a_type_and_prose():
+    described = {name: (kind, prose) for name, kind, _, prose in describe_fields()}
+    assert described.keys() == set(field_names())
+    for name, (kind, prose) in described.items():
+        assert prose.endswith("."), f"{name} has no sentence"
+        assert len(prose) > 15, f"{name}: {prose}"
+        assert kind, f"{name} has no type"
+        assert "typing" not in kind, f"{name}: {kind} is not for users"
+    assert described["tune.method"][0] == "lora | dora | qlora | full"
+    assert described["batch.micro_size"][0] == "int | auto"
+
+
+def test_the_configuration_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().train.seed = 1  # type: ignore[misc]
+
+
+def test_every_configuration_that_comes_with_the_project_loads(monkeypatch):
+    for name in ("SCRATCH", "HOME", "WORK", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "/somewhere")
+    load_config(None)
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        load_config(str(file))

@@ -1,0 +1,136 @@
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from hpc_tune import log as log_module
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.log import JsonLines, Progress, configure, log
+from hpc_tune.train.metrics import drop_after
+
+
+@pytest.fixture(autouse=True)
+def _restore_log():
+    before = (log.handlers[:], log.propagate, log.level)
+    yield
+    log.handlers[:], log.propagate = before[0], before[1]
+    log.setLevel(before[2])
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_object_is_on_the_disk_as_soon_as_it_is_written(tmp_path):
+    lines = JsonLines(tmp_path / "x.jsonl")
+    lines.write(step=1, text="für")
+    assert (tmp_path / "x.jsonl").read_text(encoding="utf-8") == '{"step": 1, "text": "für"}\n'
+    lines.write(step=2)
+    assert rows(tmp_path / "x.jsonl")[1] == {"step": 2}
+    lines.close()
+
+
+def test_a_second_writer_appends(tmp_path):
+    for step in (1, 2):
+        lines = JsonLines(tmp_path / "x.jsonl")
+        lines.write(step=step)
+        lines.close()
+    assert rows(tmp_path / "x.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+def test_a_line_that_a_kill_cut_off_does_not_spoil_the_next_one(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    lines = JsonLines(path)
+    lines.write(step=3)
+    lines.close()
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "lo', '{"step": 3}']
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_say_is_written_as_null(tmp_path, value):
+    lines = JsonLines(tmp_path / "x.jsonl")
+    lines.write(loss=value, step=0)
+    lines.close()
+    assert (tmp_path / "x.jsonl").read_text() == '{"loss": null, "step": 0}\n'
+
+
+def test_a_writer_without_a_path_and_a_closed_one_drop_what_they_get(tmp_path):
+    nowhere = JsonLines(None)
+    nowhere.write(step=1)
+    nowhere.close()
+    closed = JsonLines(tmp_path / "x.jsonl")
+    closed.close()
+    closed.write(step=1)
+    closed.close()
+    assert (tmp_path / "x.jsonl").read_text() == ""
+
+
+def test_a_full_disk_is_said_with_the_path():
+    full = JsonLines(Path("/dev/full"))
+    with pytest.raises(HpcTuneError, match="/dev/full cannot be written: No space left"):
+        full.write(step=1)
+
+
+def test_a_resume_drops_the_steps_that_it_does_again_and_torn_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 1}\n{"step": 2, "eval_loss": 1}\n{"step": 2}\n5\n{}\n{"step": null}\n'
+        '{"step": 3}\n{"step": 4, "lo'
+    )
+    drop_after(path, 2)
+    assert rows(path) == [{"step": 1}, {"step": 2, "eval_loss": 1}, {"step": 2}]
+    drop_after(path, 0)
+    assert path.read_text() == ""
+
+
+def test_dropping_from_a_file_that_does_not_exist_makes_none(tmp_path):
+    drop_after(tmp_path / "metrics.jsonl", 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rank_0_speaks_and_the_others_only_warn_with_their_rank(capsys):
+    configure(0)
+    log.info("step %d", 1)
+    log.warning("careful")
+    configure(3)
+    log.info("unheard")
+    log.error("bad")
+    said = capsys.readouterr()
+    assert said.err == "step 1\nwarning: careful\n[rank 3] error: bad\n"
+    assert said.out == ""
+
+
+def test_plain_progress_is_printed_first_last_and_rarely_between(monkeypatch, capsys):
+    now_s = [100.0]
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now_s[0])
+    configure(0)
+    progress = Progress("step", total=100)
+    for done in range(1, 101):
+        now_s[0] += 1.0
+        progress.update(done)
+    progress.close()
+    printed = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().err.splitlines()]
+    assert printed == [*range(1, 100, 10), 100]
+
+
+def test_progress_counts_its_rate_from_where_a_resume_began(monkeypatch, capsys):
+    now_s = [0.0]
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now_s[0])
+    configure(0)
+    progress = Progress("step", total=100, done=90)
+    now_s[0] = 10.0
+    progress.update(95, "loss 1.0")
+    assert capsys.readouterr().err == "step 95/100  loss 1.0  10s left\n"
+
+
+def test_disabled_progress_says_nothing(capsys):
+    configure(0)
+    progress = Progress("step", total=2, enabled=False)
+    progress.show(1, 2)
+    progress.update(2)
+    progress.close()
+    assert capsys.readouterr().err == ""
+    assert log.level == logging.INFO
