@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
@@ -235,8 +236,10 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 def load_weights(built: BuiltModel) -> None:
     """Fill the allocated module: base weights from disk, adapters and buffers with first values.
 
-    Every parameter may be sharded; each rank reads only the regions that it keeps. The first
-    values of adapters depend on (seed, name) alone, so they are the same in every layout.
+    Every parameter may be sharded; each rank reads only the regions that it keeps. Frozen weights
+    that stay whole on a CPU are not read at all: they are the pages of the file, which the ranks of
+    a node share. The first values of adapters depend on (seed, name) alone, so they are the same in
+    every layout.
 
     Raises:
         DataError: if a file is cut off or a shape is another than config.json says.
@@ -244,6 +247,8 @@ def load_weights(built: BuiltModel) -> None:
     for name, parameter in _stored_tensors(built.module):
         local, offset = local_region(parameter.detach())
         if stored := built.base_names.get(name):
+            if _map_pages(built.index, stored, parameter):
+                continue
             if local.numel():
                 built.index.fill(local, stored, offset)
         else:
@@ -251,6 +256,17 @@ def load_weights(built: BuiltModel) -> None:
     _init_buffers(built.module.causal_lm())
     if built.tune.method == "dora":
         _init_magnitudes(built.module)
+
+
+def _map_pages(index: TensorIndex, stored: str, parameter: nn.Parameter) -> bool:
+    """Make a frozen, whole CPU parameter the file's own pages, if it has their dtype."""
+    if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):
+        return False
+    pages = index.mapped(stored, parameter.dtype)
+    if pages is None or pages.shape != parameter.shape:
+        return False
+    parameter.data = pages
+    return True
 
 
 def load_trained(built: BuiltModel, checkpoint: Path) -> None:
@@ -295,8 +311,6 @@ def _init_buffers(model: Any) -> None:
 
 def _init_magnitudes(module: nn.Module) -> None:
     """DoRA's magnitude: the L2 norm of each output row of the base weight (B is zero at first)."""
-    from torch.distributed.tensor import DTensor
-
     layers: Any = module.modules()
     for layer in layers:
         for name, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():

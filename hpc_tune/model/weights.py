@@ -122,6 +122,19 @@ class TensorIndex:
                 f"{local.numel()} values that this rank needs; a file is missing"
             )
 
+    def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor that *is* the file's pages, shared by all processes of the node.
+
+        None where the file holds another dtype or only pieces. It must not be written to.
+        """
+        pieces = self.pieces[name]
+        if len(pieces) != 1 or self.dtypes[name] != dtype or pieces[0].shape != self.shapes[name]:
+            return None
+        with safe_open(pieces[0].file, "pt") as handle:
+            # safetensors maps a file privately and copies nothing on the CPU.
+            tensor: torch.Tensor = handle.get_tensor(pieces[0].stored_name)
+            return tensor
+
     def _fill_from(self, piece: Piece, local: torch.Tensor, offset: tuple[int, ...]) -> int:
         start = [max(p, o) for p, o in zip(piece.offset, offset, strict=True)]
         stop = [
@@ -179,7 +192,7 @@ def index_model_directory(directory: Path) -> TensorIndex:
     if index_file.exists():
         try:
             names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{index_file}: not a safetensors index ({error})") from None
         return TensorIndex([directory / name for name in sorted(set(names))])
     if single.exists():
@@ -260,6 +273,7 @@ def write_regions(file: Path, regions: Sequence[Region]) -> WrittenFile:
                 digest.update(block)
                 out.write(block)
                 position += len(block)
+                del block  # else it would keep its tensor alive while the next one is made
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
@@ -293,3 +307,5 @@ def _file_blocks(regions: Sequence[Region]) -> Iterator[bytes | memoryview]:
         for start in range(0, flat.numel(), step):
             block: Any = flat[start : start + step].cpu().view(torch.uint8).numpy()
             yield memoryview(block)
+            del block
+        del flat

@@ -3,8 +3,10 @@ import json
 import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -216,17 +218,17 @@ def test_a_whole_tensor_needs_no_offset_in_the_header_and_a_part_has_it(tmp_path
 
 
 def test_values_are_asked_for_one_tensor_at_a_time(tmp_path):
-    alive = []
+    made = []
 
-    def values(name):
-        assert not alive, f"{alive} is still held while {name} is asked for"
-        return torch.ones(4)
+    def values():
+        assert not any(array() is not None for array in made), "the one before is still held"
+        array = np.ones(4, np.float32)
+        made.append(weakref.ref(array))  # a tensor's storage keeps the array that it is made of
+        return torch.from_numpy(array)
 
-    regions = [
-        Region(n, torch.float32, (4,), (0,), (4,), lambda n=n: values(n)) for n in ("a", "b")
-    ]
+    regions = [Region(name, torch.float32, (4,), (0,), (4,), values) for name in ("a", "b", "c")]
     write_regions(tmp_path / "x.safetensors", regions)
-    assert load_file(tmp_path / "x.safetensors").keys() == {"a", "b"}
+    assert load_file(tmp_path / "x.safetensors").keys() == {"a", "b", "c"}
 
 
 def test_a_file_that_cannot_be_written_is_a_checkpoint_error():

@@ -1,0 +1,50 @@
+"""Writes a Llama of random weights of any size, in several files, without holding it in memory."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hpc_tune.model.weights import Region, write_regions
+
+# The shape of TinyLlama-1.1B.
+SHAPE_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+
+
+def write_random_llama(
+    directory: Path, num_files: int = 4, dtype: torch.dtype = torch.bfloat16, **shape: int
+) -> int:
+    """Write the model and return the bytes of its weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(**shape, tie_word_embeddings=False)
+    with torch.device("meta"):
+        parameters = dict(LlamaForCausalLM(config).named_parameters())
+    generator = torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+    names = sorted(parameters)
+    for number in range(num_files):
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        mine = names[number::num_files]
+        regions = []
+        for name in mine:
+            full = tuple(parameters[name].shape)
+
+            def values(full: tuple[int, ...] = full) -> torch.Tensor:
+                return (torch.randn(full, generator=generator) * 0.02).to(dtype)
+
+            regions.append(Region(name, dtype, full, (0,) * len(full), full, values))
+        write_regions(directory / file, regions)
+        weight_map |= dict.fromkeys(mine, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+    return sum(p.numel() for p in parameters.values()) * dtype.itemsize

@@ -1,0 +1,324 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hpc_tune.checkpoint import export
+from hpc_tune.checkpoint.export import export_adapter, export_merged
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.errors import CheckpointError, ConfigError, DataError
+from hpc_tune.model.build import allocate, build, load_weights
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.weights import Region, write_regions
+
+TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])
+METHODS = {
+    "lora": TuneConfig(method="lora", rank=4, alpha=6.0),
+    "dora": TuneConfig(method="dora", rank=4, alpha=6.0),
+    "full": TuneConfig(method="full"),
+}
+
+
+def write_llama(directory: Path, dtype: torch.dtype) -> None:
+    """Two layers, an untied head, and several safetensors files."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(directory, max_shard_size="20KB")
+    assert len(list(directory.glob("model-*.safetensors"))) > 2
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    write_tiny(folder / "tiny")
+    write_llama(folder / "llama", torch.float32)
+    write_llama(folder / "llama-bf16", torch.bfloat16)
+    return folder
+
+
+def trained(base: Path, tune: TuneConfig, checkpoint: Path) -> torch.nn.Module:
+    """Our module with random trained values, which two ranks have saved to ``checkpoint``."""
+    built = build(base, torch.float32, tune, 0)
+    allocate(built.module, torch.device("cpu"))
+    load_weights(built)
+    generator = torch.Generator().manual_seed(11)
+    ranks: list[list[Region]] = [[], []]
+    for name, parameter in built.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.add_(0.2 * noise * parameter.data.abs().mean().clamp(min=0.1))
+        half = parameter.shape[0] // 2
+        for rank, rows in enumerate((slice(0, half), slice(half, None))):
+            for prefix in ("", "exp_avg.", "exp_avg_sq."):
+                part = parameter.data[rows] if not prefix else torch.ones_like(parameter[rows])
+                offset = (rows.start, *(0,) * (parameter.dim() - 1))
+                full_name = prefix + built.saved_names[name]
+                shape = tuple(part.shape)
+                ranks[rank].append(
+                    Region(
+                        full_name,
+                        part.dtype,
+                        shape,
+                        offset,
+                        tuple(parameter.shape),
+                        part.contiguous,
+                    )
+                )
+    checkpoint.mkdir(parents=True)
+    for rank, regions in enumerate(ranks):
+        write_regions(checkpoint / f"rank-{rank:05d}.safetensors", regions)
+    return built.module.eval()
+
+
+@torch.no_grad()
+def logits(model):
+    lm = model.causal_lm() if hasattr(model, "causal_lm") else model
+    return lm(input_ids=TOKENS_BT, use_cache=False).logits
+
+
+def stock(directory, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+
+
+def close(a, b):
+    return (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@pytest.mark.parametrize("base", ["tiny", "llama"])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_stock_peft_loads_the_adapter_and_computes_the_same(bases, tmp_path, base, method):
+    ours = trained(bases / base, METHODS[method], tmp_path / "step")
+    out = export_adapter(tmp_path / "step", METHODS[method], bases / base, tmp_path / "out")
+    wrapped = PeftModel.from_pretrained(stock(bases / base), out).eval()
+    assert close(logits(wrapped), logits(ours))
+    assert not close(logits(wrapped), logits(stock(bases / base))), "the adapter does nothing"
+    stored = load_file(out / "adapter_model.safetensors")
+    assert not [name for name in stored if "exp_avg" in name]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "up_proj"]])
+def test_the_adapters_config_says_what_it_was_trained_with(bases, tmp_path, targets):
+    tune = TuneConfig(rank=4, alpha=6.0, targets=targets)
+    trained(bases / "tiny", tune, tmp_path / "step")
+    out = export_adapter(tmp_path / "step", tune, bases / "tiny", tmp_path / "out")
+    config = json.loads((out / "adapter_config.json").read_text())
+    every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert (config["r"], config["lora_alpha"], config["use_dora"]) == (4, 6.0, False)
+    assert set(config["target_modules"]) == (every if targets == "all-linear" else set(targets))
+    assert config["base_model_name_or_path"] == str((bases / "tiny").resolve())
+    assert AutoTokenizer.from_pretrained(out).decode([104, 105]) == AutoTokenizer.from_pretrained(
+        bases / "tiny"
+    ).decode([104, 105])
+
+
+@pytest.mark.parametrize("base", ["tiny", "llama"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shard_bytes", [2 << 30, 10_000])
+def test_stock_transformers_loads_the_merged_model_and_computes_the_same(
+    bases, tmp_path, monkeypatch, base, method, shard_bytes
+):
+    monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
+    ours = trained(bases / base, METHODS[method], tmp_path / "step")
+    out = export_merged(tmp_path / "step", METHODS[method], bases / base, tmp_path / "out")
+    assert (len(list(out.glob("model-*.safetensors"))) > 1) == (shard_bytes == 10_000)
+    merged = stock(out)
+    assert close(logits(merged), logits(ours))
+    assert not close(logits(merged), logits(stock(bases / base))), "the merge does nothing"
+
+
+def read_all(directory):
+    return {n: t for f in directory.glob("*.safetensors") for n, t in load_file(f).items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("piece_bytes", [16 << 20, 700])
+def test_a_bf16_base_stays_bf16_and_is_rounded_once(
+    bases, tmp_path, monkeypatch, method, piece_bytes
+):
+    monkeypatch.setattr(export, "PIECE_BYTES", piece_bytes)  # so few rows at once
+    base, tune = bases / "llama-bf16", METHODS[method]
+    ours = dict(trained(base, tune, tmp_path / "step").named_parameters())
+    merged = read_all(export_merged(tmp_path / "step", tune, base, tmp_path / "out"))
+    before = read_all(base)
+    assert merged.keys() == before.keys()
+    for name, tensor in merged.items():
+        assert tensor.dtype == torch.bfloat16
+        layer = f"model.base_model.model.{name.removesuffix('.weight')}"
+        if method == "full":
+            wanted = ours[f"model.{name}"]
+        elif f"{layer}.lora_A.default.weight" in ours:
+            a, b = (ours[f"{layer}.lora_{x}.default.weight"].double() for x in "AB")
+            wanted = before[name].double() + 6.0 / 4 * b @ a
+            if method == "dora":
+                magnitude = ours[f"{layer}.lora_magnitude_vector.default.weight"].double()
+                wanted = wanted * (magnitude / wanted.norm(dim=1)).unsqueeze(1)
+        else:
+            wanted = before[name]
+        # Half a unit in the last place of bf16, and a little for the fp32 sum.
+        assert torch.allclose(tensor.double(), wanted.double(), rtol=2**-8, atol=1e-6), name
+
+
+def test_the_merged_directory_has_the_bases_small_files_and_a_right_index(bases, tmp_path):
+    trained(bases / "llama", METHODS["lora"], tmp_path / "step")
+    (tmp_path / "base").mkdir()
+    for file in (bases / "llama").iterdir():
+        (tmp_path / "base" / file.name).symlink_to(file)
+    for name in ("tokenizer.json", "chat_template.jinja", "tokenizer.model", "README.md"):
+        (tmp_path / "base" / name).write_text("{}")
+    out = export_merged(tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "out")
+    kept = {"config.json", "tokenizer.json", "chat_template.jinja", "tokenizer.model"}
+    assert kept <= {file.name for file in out.iterdir()}
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == read_all(out).keys()
+    assert all(name in load_file(out / file) for name, file in index.items())
+
+
+def test_full_fine_tuning_has_no_adapter_to_export(tmp_path):
+    with pytest.raises(ConfigError, match="export --to merged"):
+        export_adapter(tmp_path, METHODS["full"], tmp_path, tmp_path / "out")
+
+
+def test_a_checkpoint_without_tensors_and_a_damaged_one_are_refused(bases, tmp_path):
+    for write in (export_adapter, export_merged):
+        with pytest.raises(CheckpointError, match="it is no checkpoint"):
+            write(tmp_path, METHODS["lora"], bases / "tiny", tmp_path / "out")
+    trained(bases / "tiny", METHODS["lora"], tmp_path / "step")
+    file = tmp_path / "step" / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    for write in (export_adapter, export_merged):
+        with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+            write(tmp_path / "step", METHODS["lora"], bases / "tiny", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_file_that_is_missing_is_noticed_and_leaves_nothing_behind(bases, tmp_path):
+    trained(bases / "tiny", METHODS["lora"], tmp_path / "step")
+    (tmp_path / "step" / "rank-00001.safetensors").unlink()
+    for write in (export_adapter, export_merged):
+        with pytest.raises(CheckpointError, match="a file is missing"):
+            write(tmp_path / "step", METHODS["lora"], bases / "tiny", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_an_adapter_of_another_model_is_refused(bases, tmp_path):
+    trained(bases / "tiny", METHODS["lora"], tmp_path / "step")
+    with pytest.raises((CheckpointError, DataError), match=r"has no model\.layers\.[23]"):
+        export_merged(tmp_path / "step", METHODS["lora"], bases / "llama", tmp_path / "out")
+
+
+@pytest.mark.parametrize("write", [export_adapter, export_merged])
+def test_an_earlier_export_and_an_empty_folder_are_replaced(bases, tmp_path, write):
+    trained(bases / "tiny", METHODS["lora"], tmp_path / "step")
+    out = tmp_path / "out"
+    out.mkdir()
+    first = write(tmp_path / "step", METHODS["lora"], bases / "tiny", out)
+    names = sorted(file.name for file in first.iterdir())
+    (out / "old.json").write_text("{}")
+    write(tmp_path / "step", METHODS["lora"], bases / "tiny", out)
+    assert sorted(file.name for file in out.iterdir()) == names
+
+
+@pytest.mark.parametrize("write", [export_adapter, export_merged])
+def test_what_is_no_export_is_never_removed(bases, tmp_path, write):
+    trained(bases / "llama", METHODS["lora"], tmp_path / "step")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years of work")
+    export_with_more = tmp_path / "more"
+    export_adapter(tmp_path / "step", METHODS["lora"], bases / "llama", export_with_more)
+    (export_with_more / "results").mkdir()
+    for out in (home, tmp_path / "step", home / "thesis.tex", bases / "llama", export_with_more):
+        before = sorted(out.iterdir()) if out.is_dir() else out.read_text()
+        with pytest.raises(ConfigError, match="would be lost"):
+            write(tmp_path / "step", METHODS["lora"], bases / "llama", out)
+        assert before == (sorted(out.iterdir()) if out.is_dir() else out.read_text())
+
+
+MERGE = """
+import sys, threading
+from pathlib import Path
+from hpc_tune.checkpoint.export import export_merged
+from hpc_tune.config.schema import TuneConfig
+base, step, out = map(Path, sys.argv[1:])
+peak, done = 0, threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.002):
+        for line in open("/proc/self/status"):
+            if line.startswith("RssAnon"):
+                peak = max(peak, int(line.split()[1]) << 10)
+thread = threading.Thread(target=watch)
+thread.start()
+export_merged(step, TuneConfig(rank=2), base, out)
+done.set()
+thread.join()
+print(peak)
+"""
+
+
+def test_a_merge_holds_one_tensor_at_a_time(tmp_path):
+    """Two tensors of 384 MiB: peft would hold the whole model; here one and a little."""
+    shape, name = (16384, 12288), "model.layers.0.mlp.{}_proj.weight"
+    num_bytes = 2 * shape[0] * shape[1]
+    header = json.dumps(
+        {
+            name.format(which): {
+                "dtype": "BF16",
+                "shape": shape,
+                "data_offsets": [i * num_bytes, (i + 1) * num_bytes],
+            }
+            for i, which in enumerate(("gate", "up"))
+        }
+    ).encode()
+    (tmp_path / "base").mkdir()
+    with (tmp_path / "base" / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * num_bytes)  # zeros that take no disk
+    (tmp_path / "step").mkdir()
+    layer = "base_model.model.model.layers.0.mlp.{}_proj.lora_{}.weight"
+    tensors = {
+        layer.format(which, x): torch.ones((2, shape[1]) if x == "A" else (shape[0], 2))
+        for which in ("gate", "up")
+        for x in "AB"
+    }
+    write_regions(
+        tmp_path / "step" / "rank-00000.safetensors",
+        [
+            Region(n, t.dtype, tuple(t.shape), (0, 0), tuple(t.shape), t.contiguous)
+            for n, t in tensors.items()
+        ],
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE, *(str(tmp_path / x) for x in ("base", "step", "out"))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    [file] = (tmp_path / "out").glob("*.safetensors")
+    with file.open("rb") as stream:
+        stream.seek(-2, 2)
+        last = torch.frombuffer(bytearray(stream.read()), dtype=torch.bfloat16)
+    file.unlink()
+    assert last.item() == 32.0 / 2 * 2, "alpha / rank x the sum over the rank of ones"
+    assert num_bytes < int(done.stdout) < num_bytes + (300 << 20)
