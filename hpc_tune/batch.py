@@ -34,25 +34,12 @@ class Batch:
         return self.tokens_BT.shape[0]
 
     def to(self, device: torch.device) -> "Batch":
-        """Return this batch on ``device``; a copy from pinned memory does not wait."""
+        """Return this batch on ``device``; a GPU copies from pinned memory meanwhile."""
         if device.type == "cpu":
             return self
+        tensors = (self.tokens_BT, self.labels_BT, self.positions_BT)
         return Batch(
-            *(
-                t.to(device, non_blocking=True)
-                for t in (self.tokens_BT, self.labels_BT, self.positions_BT)
-            ),
-            self.num_loss_tokens,
-            self.num_tokens,
-            self.first_row,
-        )
-
-    def pin(self) -> "Batch":
-        """Return this batch in page-locked host memory, from which a GPU copies without waiting."""
-        return Batch(
-            self.tokens_BT.pin_memory(),
-            self.labels_BT.pin_memory(),
-            self.positions_BT.pin_memory(),
+            *(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors),
             self.num_loss_tokens,
             self.num_tokens,
             self.first_row,

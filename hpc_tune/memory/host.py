@@ -67,7 +67,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
         else:
             continue
         for root in roots:
-            group = root / path.lstrip("/")
+            group = root / os.path.normpath("/" + path).lstrip("/")  # it can begin with /../
             # Inside a container the path can name the host's tree: then its root is ours.
             for folder in (group, *group.parents):
                 if not folder.is_relative_to(root):

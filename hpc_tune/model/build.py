@@ -258,8 +258,8 @@ def load_weights(built: BuiltModel) -> None:
         _init_magnitudes(built.module)
 
 
-def _map_pages(index: TensorIndex, stored: str, parameter: nn.Parameter) -> bool:
-    """Make a frozen, whole CPU parameter the file's own pages, if it has their dtype."""
+def _map_pages(index: TensorIndex, stored: str, parameter: torch.Tensor) -> bool:
+    """Make a frozen, whole CPU tensor the file's own pages, if it has their dtype."""
     if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):
         return False
     pages = index.mapped(stored, parameter.dtype)
@@ -301,7 +301,8 @@ def _init_buffers(model: Any) -> None:
     """Give buffers that no file stores (rotary frequencies, scales) their values, in place."""
     from transformers.initialization import guard_torch_init_functions
 
-    for _, tensor in _stored_tensors(model):
+    stored: list[Any] = [tensor for _, tensor in _stored_tensors(model)]
+    for tensor in stored:
         tensor._is_hf_initialized = True  # so that transformers leaves it as it was read
     with guard_torch_init_functions():
         for module in model.modules():

@@ -13,7 +13,13 @@ from hpc_tune.model.builtin import write_tiny
 from tests.support.ranks import ROOT, rank_environment
 from tests.support.training import many_runs, train
 
-BASE = ["data.eval_path=null", "data.seq_len=64", "train.max_steps=2", "run.tensorboard=false"]
+BASE = [
+    "data.eval_path=null",
+    "data.seq_len=64",
+    "train.max_steps=2",
+    "run.tensorboard=false",
+    "run.threads=1",
+]
 CHAT = {"prompt": "Say one.", "completion": "one"}
 
 

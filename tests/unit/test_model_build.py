@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -25,10 +25,19 @@ from hpc_tune.model.build import (
     load_weights,
     read_shape,
 )
-from hpc_tune.model.builtin import SHAPE, write_tiny
+from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 12, 1, 5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Models this small only lose by more threads, on a busy machine most of all."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +129,7 @@ def test_the_tiny_model_is_an_ordinary_directory_with_the_weights_as_written(tin
 @settings(deadline=None)
 @given(text=st.text())
 def test_the_tiny_tokenizer_gives_any_text_back(tiny_tokenizer, text):
+    assume(not any(token in text for token in SPECIAL_TOKENS))
     ids = tiny_tokenizer(text)["input_ids"]
     assert len(ids) == len(text.encode())
     assert max(ids, default=0) < 256

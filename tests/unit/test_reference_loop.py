@@ -46,6 +46,7 @@ def trained(request, tmp_path_factory):
             f"optim.warmup_steps={WARMUP}",
             "optim.weight_decay=0.1",
             "run.tensorboard=false",
+            "run.threads=1",
         ],
     )
     assert run(config, StopAfter(None)) == 0

@@ -236,6 +236,31 @@ def test_a_file_that_cannot_be_written_is_a_checkpoint_error():
         write_regions(Path("/dev/full"), regions_of({"w": torch.ones(3)}))
 
 
+def test_a_mapped_tensor_is_the_files_and_writing_it_leaves_the_file_alone(tmp_path):
+    full = torch.randn(5, 3)
+    file = tmp_path / "model.safetensors"
+    save_file({"w": full}, file)
+    content = file.read_bytes()
+    pages = index_model_directory(tmp_path).mapped("w", torch.float32)
+    assert torch.equal(pages, full)
+    pages.zero_()
+    assert file.read_bytes() == content
+
+
+def test_what_must_be_converted_or_put_together_is_not_mapped(tmp_path):
+    full = torch.randn(4, 3)
+    for rank in (0, 1):
+        box = (slice(2 * rank, 2 * rank + 2), slice(0, 3))
+        write_regions(tmp_path / f"rank-{rank}.safetensors", [part_of("w", full, box)])
+    files = sorted(tmp_path.glob("rank-*"))
+    assert TensorIndex(files).mapped("w", torch.float32) is None
+    assert TensorIndex(files[:1]).mapped("w", torch.float32) is None
+    write_regions(tmp_path / "whole.safetensors", regions_of({"w": full}))
+    whole = TensorIndex([tmp_path / "whole.safetensors"])
+    assert whole.mapped("w", torch.bfloat16) is None
+    assert torch.equal(whole.mapped("w", torch.float32), full)
+
+
 def test_a_plain_tensor_is_its_own_region():
     tensor = torch.ones(2, 3)
     local, offset = local_region(tensor)

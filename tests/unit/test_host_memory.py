@@ -1,0 +1,173 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_tune.memory.host import HostLimit, find_limit, own_bytes, used_bytes
+
+GIB = 1 << 30
+RAM = 512 * GIB
+
+
+class Machine:
+    """A fake /proc and /sys/fs/cgroup under a temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self.cgroups = folder / "proc", folder / "cgroup"
+        self.file(
+            self.proc / "meminfo",
+            f"MemTotal:       {RAM >> 10} kB\nMemFree:        1 kB\n"
+            f"MemAvailable:   {400 * GIB >> 10} kB\nHugePages_Total:       0\n",
+        )
+
+    @staticmethod
+    def file(path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def member_of(self, *lines: str) -> None:
+        self.file(self.proc / "self" / "cgroup", "\n".join(lines) + "\n")
+
+    def group(self, path: str, limit: str, name: str = "memory.max", stat: str = "") -> Path:
+        self.file(self.cgroups / path / name, f"{limit}\n")
+        if stat:
+            self.file(self.cgroups / path / "memory.stat", stat)
+        return self.cgroups / path
+
+    def find(self, configured=None, **environ) -> HostLimit:
+        return find_limit(configured, environ, self.proc, self.cgroups)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_without_any_limit_it_is_the_machines_memory(machine):
+    machine.member_of("0::/")
+    assert machine.find() == HostLimit(RAM, "the machine's RAM", None)
+
+
+def test_without_cgroups_it_is_the_machines_memory(machine):
+    assert machine.find().num_bytes == RAM
+
+
+def test_a_v2_group_limits_the_process_that_is_in_it(machine):
+    machine.member_of("0::/user.slice/job")
+    group = machine.group("user.slice/job", str(64 * GIB))
+    assert machine.find() == HostLimit(64 * GIB, str(group / "memory.max"), group)
+
+
+def test_under_slurm_the_leaf_says_max_and_an_ancestor_has_the_limit(machine):
+    path = "system.slice/slurmstepd.scope/job_17/step_0/user/task_3"
+    machine.member_of(f"0::/{path}")
+    for below in (path, path.rpartition("/")[0]):
+        machine.group(below, "max")
+    machine.group("system.slice/slurmstepd.scope/job_17", str(96 * GIB))
+    machine.group("system.slice", "max")
+    found = machine.find()
+    assert found.num_bytes == 96 * GIB
+    assert found.cgroup == machine.cgroups / "system.slice/slurmstepd.scope/job_17"
+
+
+@pytest.mark.parametrize(("leaf", "job"), [(8, 32), (32, 8)])
+def test_the_tightest_limit_on_the_way_up_holds(machine, leaf, job):
+    machine.member_of("0::/job/leaf")
+    machine.group("job/leaf", str(leaf * GIB))
+    machine.group("job", str(job * GIB))
+    found = machine.find()
+    assert found.num_bytes == 8 * GIB
+    assert found.cgroup == machine.cgroups / ("job/leaf" if leaf == 8 else "job")
+
+
+def test_a_v1_group_limits_and_its_no_limit_is_none(machine):
+    machine.member_of("11:cpu,cpuacct:/elsewhere", "9:memory:/slurm/uid_1/job_2/step_0", "0::/")
+    name = "memory.limit_in_bytes"
+    machine.group("memory/slurm/uid_1/job_2/step_0", "9223372036854771712", name)
+    group = machine.group("memory/slurm/uid_1/job_2", str(48 * GIB), name)
+    machine.group("memory", "9223372036854771712", name)
+    machine.group("cpu,cpuacct/elsewhere", "5", name)
+    assert machine.find() == HostLimit(48 * GIB, str(group / name), group)
+
+
+def test_in_hybrid_mode_the_v2_tree_is_below_unified(machine):
+    machine.member_of("0::/job")
+    machine.group("unified/job", str(GIB))
+    assert machine.find().cgroup == machine.cgroups / "unified/job"
+
+
+@pytest.mark.parametrize(
+    "line", ["0::/kubepods/pod1/abc", "0::/../../machine.slice/abc", "9:memory:/docker/abc"]
+)
+def test_in_a_container_whose_path_is_the_hosts_the_root_is_its_group(machine, line):
+    machine.member_of(line)
+    machine.file(machine.cgroups.parent.parent / "memory.max", "1")  # not of this tree
+    machine.group("", str(16 * GIB))
+    machine.group("memory", str(16 * GIB), "memory.limit_in_bytes")
+    found = machine.find()
+    assert found.num_bytes == 16 * GIB
+    assert found.cgroup == machine.cgroups / ("memory" if "memory:" in line else "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_bytes", "source"),
+    [
+        ({"SLURM_MEM_PER_NODE": "131072"}, 128 * GIB, "SLURM_MEM_PER_NODE"),
+        ({"SLURM_MEM_PER_NODE": "0"}, RAM, "the machine's RAM"),
+        ({"SLURM_MEM_PER_NODE": ""}, RAM, "the machine's RAM"),
+        (
+            {"SLURM_MEM_PER_CPU": "4096", "SLURM_CPUS_ON_NODE": "8"},
+            32 * GIB,
+            "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE",
+        ),
+        ({"SLURM_MEM_PER_CPU": "4096"}, RAM, "the machine's RAM"),
+        ({"SLURM_MEM_PER_NODE": str(1 << 30)}, RAM, "the machine's RAM"),
+    ],
+)
+def test_slurms_variables_count_where_no_cgroup_says_less(machine, environ, num_bytes, source):
+    assert machine.find(**environ) == HostLimit(num_bytes, source)
+    machine.member_of("0::/job")
+    group = machine.group("job", str(GIB))
+    assert machine.find(**environ).cgroup == group
+
+
+def test_a_configured_limit_lowers_and_is_counted_in_the_jobs_group(machine):
+    machine.member_of("0::/job")
+    group = machine.group("job", str(64 * GIB))
+    assert machine.find(10 * GIB) == HostLimit(10 * GIB, "memory.host_limit", group)
+
+
+def test_a_configured_limit_cannot_raise(machine):
+    machine.member_of("0::/job")
+    group = machine.group("job", str(64 * GIB))
+    assert machine.find(100 * GIB) == HostLimit(64 * GIB, str(group / "memory.max"), group)
+
+
+def test_in_a_v2_group_page_cache_does_not_count(machine):
+    group = machine.group("job", "1", stat="anon 1000\nfile 500000\nshmem 200\nunevictable 30\n")
+    assert used_bytes(HostLimit(1, "", group), machine.proc) == 1230
+
+
+def test_in_a_v1_group_its_whole_tree_counts_without_page_cache(machine):
+    stat = "cache 9\nrss 5\ntotal_cache 500000\ntotal_rss 1000\ntotal_shmem 200\n"
+    group = machine.group("job", "1", stat=stat + "total_unevictable 30\n")
+    assert used_bytes(HostLimit(1, "", group), machine.proc) == 1230
+
+
+def test_without_a_group_what_is_not_available_counts(machine):
+    assert used_bytes(HostLimit(RAM, ""), machine.proc) == 112 * GIB
+
+
+def test_own_memory_is_anonymous_and_shared_but_no_file_pages(machine):
+    machine.file(
+        machine.proc / "self" / "status",
+        "Name:\tpython\nVmRSS:\t 900 kB\nRssAnon:\t 100 kB\nRssFile:\t 700 kB\nRssShmem:\t 8 kB\n",
+    )
+    assert own_bytes(machine.proc) == 108 * 1024
+
+
+def test_on_this_machine_own_memory_grows_by_what_is_touched():
+    before = own_bytes()
+    held = bytearray(os.urandom(32 << 20))
+    assert own_bytes() - before == pytest.approx(len(held), rel=0.3)
+    assert 0 < used_bytes(find_limit()) < find_limit().num_bytes
