@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens per row. All three tensors are int64 of shape BT.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,22 +28,15 @@ class Batch:
     num_tokens: int
     first_row: int
 
-    @property
-    def num_rows(self) -> int:
-        """Rows in this micro-batch, padding rows of an empty one included."""
-        return self.tokens_BT.shape[0]
-
     def to(self, device: torch.device) -> "Batch":
         """Return this batch on ``device``; a GPU copies from pinned memory meanwhile."""
         if device.type == "cpu":
             return self
-        tensors = (self.tokens_BT, self.labels_BT, self.positions_BT)
-        return Batch(
-            *(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors),
-            self.num_loss_tokens,
-            self.num_tokens,
-            self.first_row,
+        tokens_BT, labels_BT, positions_BT = (
+            tensor.pin_memory().to(device, non_blocking=True)
+            for tensor in (self.tokens_BT, self.labels_BT, self.positions_BT)
         )
+        return replace(self, tokens_BT=tokens_BT, labels_BT=labels_BT, positions_BT=positions_BT)
 
 
 def empty_batch(first_row: int) -> Batch:

@@ -18,6 +18,7 @@ from hpc_tune.model.weights import (
     PIECE_BYTES,
     Region,
     TensorIndex,
+    index_checkpoint,
     index_model_directory,
     regions_of,
     write_regions,
@@ -38,7 +39,7 @@ def export_adapter(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) ->
         raise ConfigError("tune.method=full has no adapter; export --to merged writes the model")
     from hpc_tune.model.build import lora_config
 
-    index = checkpoint_index(checkpoint)
+    index = index_checkpoint(checkpoint)
     names = [n for n in index.pieces if n.startswith(_ADAPTER_PREFIX)]
     with _replacing(out, base) as temporary:
         regions = regions_of({name: _read(index, name) for name in names})
@@ -62,7 +63,7 @@ def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> 
         CheckpointError, DataError: if files are damaged or belong to another model. ConfigError:
         if ``out`` holds something that is not an export.
     """
-    trained, stored = checkpoint_index(checkpoint), index_model_directory(base)
+    trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
     merged = _Merged(trained, stored, tune)
     shards = _shards(stored)
     progress = Progress("merging", len(stored.pieces))
@@ -80,18 +81,6 @@ def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> 
                 shutil.copyfile(file_path, temporary / file_path.name)
     progress.close()
     return out
-
-
-def checkpoint_index(checkpoint: Path) -> TensorIndex:
-    """Return the index of a checkpoint's tensors.
-
-    Raises:
-        CheckpointError: if there are none, or a file is damaged.
-    """
-    files = sorted(checkpoint.glob("rank-*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{checkpoint} has no rank-*.safetensors: it is no checkpoint")
-    return TensorIndex(files, CheckpointError)
 
 
 class _Merged:

@@ -39,7 +39,8 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
         except ConfigError as error:
             problems.append(str(error))
     try:
-        values = OmegaConf.to_container(tree, resolve=True)
+        defaults = OmegaConf.create(RunConfig().model_dump())
+        values = OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {_first_line(error)} (key {error.full_key or '?'})")
         raise ConfigError(_list(problems)) from None

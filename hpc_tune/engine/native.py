@@ -29,7 +29,13 @@ from hpc_tune.engine.optim import make_adamw
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.blocks import decoder_blocks
 from hpc_tune.model.build import BuiltModel, allocate, load_weights
-from hpc_tune.model.weights import TensorIndex, WrittenFile, local_region, regions_of, write_regions
+from hpc_tune.model.weights import (
+    WrittenFile,
+    index_checkpoint,
+    local_region,
+    regions_of,
+    write_regions,
+)
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 
@@ -133,7 +139,7 @@ class NativeEngine:
         Raises:
             CheckpointError: if a tensor is missing or has another shape.
         """
-        index = TensorIndex(sorted(directory.glob("rank-*.safetensors")), CheckpointError)
+        index = index_checkpoint(directory)
         for name, tensor in self._state_tensors():
             if name not in index.pieces:
                 raise CheckpointError(f"{directory}: it has no {name}; it is of another model")

@@ -21,13 +21,11 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     progress = min(1.0, after)
     match optim.schedule:
         case "constant":
-            share = 1.0
+            return optim.lr
         case "linear":
             share = 1.0 - progress
         case "cosine":
             share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    if optim.schedule == "constant":
-        return optim.lr
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
 

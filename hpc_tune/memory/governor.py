@@ -48,6 +48,7 @@ class Governor:
         device = device_limit = 0
         if self._device.type == "cuda":
             device = torch.cuda.max_memory_reserved(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
             device_limit = torch.cuda.get_device_properties(self._device).total_memory
         return MemorySample(host, self.limit.num_bytes, device, device_limit)
 

@@ -9,6 +9,7 @@ load_weights    each rank reads its own regions; adapters and buffers get their 
 import hashlib
 import json
 import math
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +21,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.errors import CheckpointError, ConfigError, DataError
+from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.weights import TensorIndex, index_model_directory, local_region
+from hpc_tune.model.weights import (
+    TensorIndex,
+    index_checkpoint,
+    index_model_directory,
+    local_region,
+)
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -147,6 +153,11 @@ def build(directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int) -> B
                     f"{directory}: {stored} has shape {list(index.shapes[stored])}, config.json "
                     f"asks for {list(tensor.shape)}; the weights are of another model"
                 )
+    if any("experts" in name for name in missing):
+        raise DataError(
+            f"{directory}: {config.model_type} is a mixture of experts, whose weights hpc_tune "
+            "cannot read yet; use a dense model"
+        )
     if missing:
         raise DataError(
             f"{directory}: {len(missing)} of {len(base_names)} tensors that config.json asks for "
@@ -173,9 +184,12 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
     from peft import get_peft_model
 
     try:
-        wrapped = get_peft_model(
-            model, lora_config(tune), low_cpu_mem_usage=True, autocast_adapter_dtype=True
-        )
+        with warnings.catch_warnings():
+            # peft asks transformers for an attribute that has a new name, once per rank.
+            warnings.simplefilter("ignore", FutureWarning)
+            wrapped = get_peft_model(
+                model, lora_config(tune), low_cpu_mem_usage=True, autocast_adapter_dtype=True
+            )
     except ValueError as error:
         linear = {
             n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)
@@ -275,7 +289,7 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
     Raises:
         CheckpointError: if a file is damaged or a tensor has another shape.
     """
-    index = TensorIndex(sorted(checkpoint.glob("rank-*.safetensors")), CheckpointError)
+    index = index_checkpoint(checkpoint)
     for name, parameter in built.module.named_parameters():
         if saved := built.saved_names.get(name):
             local, offset = local_region(parameter.detach())

@@ -20,6 +20,10 @@ from hpc_tune.batch import IGNORED_LABEL, Batch
 LOGITS_BYTES = 512 << 20
 # transformers keeps the documents of a row apart by their positions, but not in these families.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
+_ONE_DOCUMENT_ONLY = {
+    *("bloom", "falcon_mamba", "gpt_oss", "jamba", "mamba", "mamba2", "mpt"),
+    *("recurrent_gemma", "rwkv", "xglm"),
+}
 
 
 class LossModel(nn.Module):
@@ -62,11 +66,16 @@ class LossModel(nn.Module):
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
         """Return a B1TT mask, true where a token may look, for families that need to be told."""
         blind = self.config.model_type in _BLIND_TO_POSITIONS
-        if not blind or getattr(self.config, "alibi", False):
+        if not blind or not can_pack(self.config):
             return None
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
         return same_BTT.tril().unsqueeze(1)
+
+
+def can_pack(config: Any) -> bool:
+    """Tell whether several documents in one row stay apart in this family of models."""
+    return config.model_type not in _ONE_DOCUMENT_ONLY and not getattr(config, "alibi", False)
 
 
 def loss_sum(

@@ -130,10 +130,13 @@ class TensorIndex:
         pieces = self.pieces[name]
         if len(pieces) != 1 or self.dtypes[name] != dtype or pieces[0].shape != self.shapes[name]:
             return None
-        with safe_open(pieces[0].file, "pt") as handle:
-            # safetensors maps a file privately and copies nothing on the CPU.
-            tensor: torch.Tensor = handle.get_tensor(pieces[0].stored_name)
-            return tensor
+        try:
+            with safe_open(pieces[0].file, "pt") as handle:
+                # safetensors maps a file privately and copies nothing on the CPU.
+                tensor: torch.Tensor = handle.get_tensor(pieces[0].stored_name)
+        except (SafetensorError, OSError) as error:
+            raise self._error(f"{pieces[0].file}: {name} cannot be read: {error}") from None
+        return tensor
 
     def _fill_from(self, piece: Piece, local: torch.Tensor, offset: tuple[int, ...]) -> int:
         start = [max(p, o) for p, o in zip(piece.offset, offset, strict=True)]
@@ -203,6 +206,18 @@ def index_model_directory(directory: Path) -> TensorIndex:
             "with transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
     raise DataError(f"{directory}: no model.safetensors and no model.safetensors.index.json in it")
+
+
+def index_checkpoint(directory: Path) -> TensorIndex:
+    """Index the tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: if there are none, or a file is damaged.
+    """
+    files = sorted(directory.glob("rank-*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} has no rank-*.safetensors: it is no checkpoint")
+    return TensorIndex(files, CheckpointError)
 
 
 def local_region(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

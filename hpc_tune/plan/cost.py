@@ -8,6 +8,7 @@ from hpc_tune.plan.account import ModelSize
 _PEAK_BF16 = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,

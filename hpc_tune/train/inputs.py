@@ -11,6 +11,7 @@ from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.log import Progress, log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.loss import can_pack
 from hpc_tune.plan.account import ModelSize, measure
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
@@ -36,6 +37,11 @@ def prepare_inputs(config: RunConfig, session: Session, run_dir: Path) -> Inputs
         "building the model",
         lambda: build(model_dir, dtype, config.tune, config.train.seed),
     )
+    if config.data.packing and not can_pack(built.config):
+        raise ConfigError(
+            f"data.packing=true: documents in one row of a {built.config.model_type} model would "
+            "see each other; use data.packing=false"
+        )
     tokenizer = together(
         session,
         "loading the tokenizer",

@@ -90,6 +90,14 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     inputs = prepare_inputs(config, session, run_dir)
     built, size = inputs.built, inputs.size
     governor = Governor(config.memory.host_limit, session.device, config.memory.governor != "off")
+    asked = config.memory.host_limit
+    if mine and asked is not None and governor.limit.num_bytes < asked:
+        log.warning(
+            "memory.host_limit=%s has no effect: %s grants %s",
+            format_bytes(asked),
+            governor.limit.source,
+            format_bytes(governor.limit.num_bytes),
+        )
     layout, why = choose_layout(
         config.parallel, world.size, size, _bytes_per_rank(governor, session)
     )
