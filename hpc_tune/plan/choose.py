@@ -35,7 +35,7 @@ def choose_layout(
         return Layout(replicate, shard), "as configured"
     whole = Layout(world_size, 1)
     needed, room = static_bytes(size, whole), int(bytes_per_rank * ROOM_FOR_ACTIVATIONS)
-    fits = f"weights, gradients and optimizer need {format_bytes(needed)} of {format_bytes(room)}"
+    sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
     if needed <= room or world_size == 1:
-        return whole, f"{fits} per rank"
-    return Layout(1, world_size), f"{fits} per rank, too much to replicate"
+        return whole, f"each rank can hold the model ({sizes})"
+    return Layout(1, world_size), f"no rank can hold the model ({sizes})"

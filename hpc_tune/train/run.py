@@ -284,9 +284,10 @@ def _describe(
         config.data.seq_len,
         100 * loader.padding,
     )
-    log.info("layout  %s: %s", layout, why)
     log.info(
-        "memory  %s per rank for weights, gradients and optimizer",
+        "layout  %s: %s; weights, gradients and optimizer take %s per rank",
+        layout,
+        why,
         format_bytes(static_bytes(size, layout)),
     )
     ranks = session.world.size
