@@ -137,6 +137,10 @@ class Progress:
         parts = [f"{self._what} {done}/{self._total}", note, left]
         log.info("%s", "  ".join(part for part in parts if part))
 
+    def exclude(self, seconds: float) -> None:
+        """Leave time that was spent on something else out of the estimate."""
+        self._began_s += seconds
+
     def show(self, done: int, total: int) -> None:
         """Show progress of work whose total is known only on the way."""
         self._total = total

@@ -16,12 +16,12 @@ PERIOD_S = 0.1
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Bytes in use and their limits: of the node's host memory, and of this rank's device."""
+    """Bytes in use and their limits: of the node's host memory, and of this rank's GPU if any."""
 
     host_bytes: int
     host_limit_bytes: int
-    device_bytes: int
-    device_limit_bytes: int
+    device_bytes: int | None
+    device_limit_bytes: int | None
 
 
 class Governor:
@@ -45,7 +45,7 @@ class Governor:
         if not self._enabled:
             return None
         host, self._worst_host = max(self._worst_host, used_bytes(self.limit)), 0
-        device = device_limit = 0
+        device = device_limit = None
         if self._device.type == "cuda":
             device = torch.cuda.max_memory_reserved(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -32,7 +32,8 @@ def choose_layout(
                 f"{world_size} ranks: expected replicate x shard = {world_size}, one of them 1; "
                 f"set parallel.replicate={world_size} or parallel.shard={world_size}, or neither"
             )
-        return Layout(replicate, shard), "as configured"
+        layout = Layout(replicate, shard)
+        return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     whole = Layout(world_size, 1)
     needed, room = static_bytes(size, whole), int(bytes_per_rank * ROOM_FOR_ACTIVATIONS)
     sizes = f"{format_bytes(needed)} of {format_bytes(room)}"

@@ -10,7 +10,7 @@ Control flow depends on agreed values only, so that every rank takes the same br
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import RunConfig
@@ -69,8 +69,9 @@ def run_loop(work: Work, start_step: int) -> Outcome:
     """
     step, saved_step = start_step, start_step
     saved_at_s, save_s, step_s = time.monotonic(), FIRST_SAVE_GUESS_S, 0.0
+    eval_losses: list[float] = []
     if work.eval_batches is not None and start_step == 0:
-        _evaluate(work, step)
+        eval_losses.append(_evaluate(work, step))
     while step < work.total_steps:
         place, began_s = work.loader.state(), time.monotonic()
         batches = work.loader.next_step()
@@ -89,12 +90,16 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         step_s = time.monotonic() - began_s
         _record(work, step, lr, result, boundary, step_s, data_s)
         if _is_every(work.config.train.eval_every_steps, step) and step < work.total_steps:
-            _evaluate(work, step)
+            eval_losses.append(_evaluate(work, step))
         if _is_every(work.config.checkpoint.every_steps, step) or step == work.total_steps:
             save_s = work.save(step, work.loader.state())
             saved_step, saved_at_s = step, time.monotonic()
     if work.eval_batches is not None and start_step < work.total_steps:
-        _evaluate(work, step)
+        eval_losses.append(_evaluate(work, step))
+    if len(eval_losses) > 1:
+        first, last = eval_losses[0], eval_losses[-1]
+        change = 100 * (last / first - 1)
+        log.info("held-out loss %.4f -> %.4f (%+.1f%%)", first, last, change)
     return done(step)
 
 
@@ -168,18 +173,22 @@ def _worst_memory(work: Work) -> MemorySample | None:
     sample = work.governor.worst()
     if sample is None:
         return None
-    host, device = max_of(work.session, [sample.host_bytes, sample.device_bytes])
-    return MemorySample(int(host), sample.host_limit_bytes, int(device), sample.device_limit_bytes)
+    host, device = max_of(work.session, [sample.host_bytes, sample.device_bytes or 0])
+    has_device = sample.device_bytes is not None
+    return replace(sample, host_bytes=int(host), device_bytes=int(device) if has_device else None)
 
 
-def _evaluate(work: Work, step: int) -> None:
+def _evaluate(work: Work, step: int) -> float:
+    """Return the mean loss over the held-out data's loss tokens."""
     assert work.eval_batches is not None
+    log.info("step %d: evaluating on held-out data", step)
     began_s = time.monotonic()
     loss_sum, tokens = work.engine.evaluate(work.eval_batches())
     eval_s = time.monotonic() - began_s
     loss = loss_sum / max(1, tokens)
     work.metrics.evaluation(step, loss, tokens, eval_s)
     log.info("step %d: held-out loss %.4f over %d tokens (%.1fs)", step, loss, tokens, eval_s)
+    return loss
 
 
 def _is_every(interval: int | None, step: int) -> bool:

@@ -71,6 +71,7 @@ class Metrics:
         row = {"step": step, "eval_loss": eval_loss, "eval_tokens": eval_tokens, "eval_s": eval_s}
         self._lines.write(**row)
         self._plot(step, row)
+        self._progress.exclude(eval_s)
 
     def close(self) -> None:
         """Close the files and take the bar off the screen."""

@@ -23,7 +23,6 @@ from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.plan.account import static_bytes
 from hpc_tune.plan.choose import choose_layout
 from hpc_tune.plan.cost import flops_per_token, peak_flops
 from hpc_tune.train import outcome
@@ -284,12 +283,7 @@ def _describe(
         config.data.seq_len,
         100 * loader.padding,
     )
-    log.info(
-        "layout  %s: %s; weights, gradients and optimizer take %s per rank",
-        layout,
-        why,
-        format_bytes(static_bytes(size, layout)),
-    )
+    log.info("layout  %s: %s", layout, why)
     ranks = session.world.size
     fewest, more = divmod(config.batch.global_size, ranks)
     uneven = f", {more} ranks one more: the others wait for them" if more else ""
