@@ -65,8 +65,6 @@ def check(config: RunConfig) -> list[str]:
         for name, value, refused, instead in (
             ("tune.method", config.tune.method, {"qlora"}, "use lora, dora or full"),
             ("parallel.engine", config.parallel.engine, {"deepspeed"}, "use native"),
-            ("parallel.tensor", config.parallel.tensor or 1, None, "use 1"),
-            ("parallel.pipeline", config.parallel.pipeline or 1, None, "use 1"),
             (
                 "parallel.zero_stage",
                 config.parallel.zero_stage or 1,
@@ -76,7 +74,7 @@ def check(config: RunConfig) -> list[str]:
             (
                 "parallel.offload_params",
                 config.parallel.offload_params,
-                {"cpu", "nvme"},
+                {"nvme"},
                 "use none",
             ),
             (
@@ -97,11 +95,15 @@ def check(config: RunConfig) -> list[str]:
         problems.append(
             "parallel.zero_stage needs the deepspeed engine, which is not available in hpc_tune yet"
         )
-    if config.parallel.replicate not in (None, 1) and config.parallel.shard not in (None, 1):
+    stages = config.parallel.stages_per_rank
+    if stages > 1 and (config.parallel.pipeline or 1) == 1:
         problems.append(
-            f"parallel.replicate={config.parallel.replicate} with "
-            f"parallel.shard={config.parallel.shard} "
-            "is not available in hpc_tune yet; set one of them to 1"
+            f"parallel.stages_per_rank={stages} has no effect without parallel.pipeline > 1"
+        )
+    if (config.parallel.tensor or 1) > 1 and config.tune.method == "dora":
+        problems.append(
+            "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "
+            "use lora, or parallel.shard"
         )
     if config.tune.method == "full" and config.tune.dropout:
         problems.append("tune.dropout has no effect with tune.method=full; leave it out")

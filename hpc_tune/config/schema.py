@@ -176,10 +176,35 @@ class ParallelConfig(_Part):
         description="Ranks over which one copy of the weights is split (FSDP2). Unset: chosen.",
     )
     tensor: PositiveInt | None = Field(
-        None, description="Ranks over which each matrix product is split."
+        None,
+        description="Ranks over which each matrix product is split; it must divide the attention "
+        "heads and the key-value heads. Two messages per block and direction: keep it inside a "
+        "node. Unset: 1.",
     )
     pipeline: PositiveInt | None = Field(
-        None, description="Stages into which the decoder blocks are cut."
+        None,
+        description="Ranks over which the decoder blocks are dealt. Only activations travel, so it "
+        "suits slow links; give each rank several micro-batches per step. Unset: 1.",
+    )
+    stages_per_rank: PositiveInt = Field(
+        1,
+        description="Pipeline stages that each rank holds. 1: the 1F1B schedule "
+        "(arXiv:1806.03377); more: interleaved 1F1B (arXiv:2104.04473), less idle time for more "
+        "messages.",
+    )
+    reshard: Literal["auto", "block", "micro", "step"] = Field(
+        "auto",
+        description="How long gathered weights stay where shard > 1. block: freed after each "
+        "block, gathered again in the backward pass; micro: kept until the micro-batch's backward "
+        "pass is over; step: gathered once per optimizer step. auto: step where a whole copy fits.",
+    )
+    blocks_per_unit: PositiveInt = Field(
+        1, description="Decoder blocks that are gathered and freed together where shard > 1."
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="The dtype in which sharded gradients travel. bf16 halves the bytes and loses "
+        "digits with many ranks.",
     )
     zero_stage: Literal[1, 2, 3] | None = Field(
         None, description="The DeepSpeed ZeRO stage (arXiv:1910.02054)."

@@ -41,3 +41,6 @@ class Engine(Protocol):
 
     def load(self, directory: Path, step: int) -> None:
         """Read what any layout saved after ``step`` optimizer steps into this one."""
+
+    def run_once(self, batch: Batch) -> None:
+        """Do the work of one micro-batch and forget it: for measuring memory before the run."""

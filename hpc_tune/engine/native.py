@@ -1,47 +1,45 @@
-"""The PyTorch engine: replicated weights (DDP arithmetic) and FSDP2.
+"""The PyTorch engine: replicate x shard x tensor x pipeline as one mesh.
 
-    meta model -> (recompute, fully_shard) -> allocate -> read own regions -> train
+    meta model -> stages -> slices -> (recompute, FSDP2) -> allocate -> read own regions -> train
 
 Trained weights are of two kinds. *Replicated* ones (adapters in every layout, all weights where
-nothing is sharded) keep their gradients in one flat fp32 buffer, which is all-reduced once per
-optimizer step: a frozen base sends nothing. *Sharded* ones (full fine-tuning with shard > 1) are
-FSDP2's, whose reduce-scatter runs in the backward pass of the last micro-batch.
+nothing is sharded) keep their gradients in flat fp32 buffers, each of which is all-reduced once per
+optimizer step: a frozen base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1)
+are FSDP2's, whose reduce-scatter runs in the backward pass of the last micro-batch.
 """
 
 import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import OptimConfig, ParallelConfig
 from hpc_tune.engine.base import StepResult
-from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.gradients import Trained, make_buckets, squares_of, trained_of
+from hpc_tune.engine.mesh import Layout, Mesh
 from hpc_tune.engine.optim import make_adamw
+from hpc_tune.engine.pipeline import Pipeline, cut_stages
+from hpc_tune.engine.shard import before_backward, shard
+from hpc_tune.engine.tensor import slice_model
 from hpc_tune.errors import CheckpointError
-from hpc_tune.model.blocks import decoder_blocks
+from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel, allocate, load_weights
-from hpc_tune.model.weights import (
-    WrittenFile,
-    index_checkpoint,
-    local_region,
-    regions_of,
-    write_regions,
-)
+from hpc_tune.model.weights import Region, WrittenFile, index_checkpoint, write_regions
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class NativeEngine:
-    """One model over ``layout.size`` ranks of the default process group. See ``base.Engine``."""
+    """One model over the ranks of the default process group. See ``base.Engine``."""
 
     def __init__(
         self,
@@ -51,60 +49,65 @@ class NativeEngine:
         optim: OptimConfig,
         parallel: ParallelConfig,
     ) -> None:
-        """Shard, allocate and load ``built``.
+        """Lay out, allocate and load ``built``. ``parallel.reshard`` must have been decided.
 
         Raises:
             DataError: if the weights on disk are damaged or of another model.
         """
+        assert parallel.reshard != "auto"
         self._layout, self._device, self._clip_norm = layout, device, optim.clip_norm
-        self._seed, self._module = built.seed, built.module
+        self._seed, self._dtype = built.seed, built.dtype
+        self._keep_gathered = parallel.reshard == "step"
+        self._mesh = mesh = Mesh(layout, device)
+        offload = parallel.offload_params == "cpu"
+        fsdp = layout.shard > 1 or offload
         full = built.tune.method == "full"
-        blocks = decoder_blocks(built.module, built.config.num_hidden_layers)
-        if parallel.recompute == "full":
-            for block in blocks:
-                _recompute(block)
-        if layout.shard > 1:
-            _shard(built, blocks, full, device)
-        self._autocast = full and built.dtype != torch.float32 and layout.shard == 1
-        self._dtype = built.dtype
-        allocate(built.module, device)
-        load_weights(built)
-        self._trained = {
-            built.saved_names[name]: p
-            for name, p in built.module.named_parameters()
-            if p.requires_grad
-        }
-        parameters = list(self._trained.values())
-        self._sharded = parameters if full and layout.shard > 1 else []
-        self._replicated = [] if self._sharded else parameters
-        self._grads = _flat_gradients(self._replicated, device)
-        self._adamw = make_adamw(parameters, optim)
+        self._autocast = full and built.dtype != torch.float32 and not fsdp
+        cuts = [built]
+        if mesh.pipeline is not None:
+            cuts = cut_stages(built, layout, mesh.place.pipeline, parallel.stages_per_rank)
+        self._stages: list[BuiltModel] = []
+        self._trained: list[Trained] = []
+        for stage in cuts:
+            blocks = list(block_list(stage.module))
+            partial: frozenset[str] = frozenset()
+            if mesh.tensor is not None:
+                stage, partial = slice_model(stage, mesh.tensor)
+            if parallel.recompute == "full":
+                for block in blocks:
+                    _recompute(block)
+            if fsdp:
+                shard(stage, blocks, mesh, parallel, device)
+            allocate(stage.module, device, torch.device("cpu") if offload else None)
+            load_weights(stage)
+            self._stages.append(stage)
+            self._trained += trained_of(stage, mesh, partial)
+        self._sharded = [t for t in self._trained if t.sharded]
+        self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
+        self._buckets = make_buckets(self._trained, mesh, device)
+        self._adamw = make_adamw([t.parameter for t in self._trained], optim)
+        self._pipeline = None
+        if mesh.pipeline is not None:
+            wire = torch.float32 if self._autocast else built.dtype
+            modules = [stage.module for stage in self._stages]
+            width = built.config.hidden_size
+            self._pipeline = Pipeline(modules, mesh.pipeline, device, width, wire)
+        self._tied_group = _tied_group(mesh) if full and built.tied else None
 
     def train_step(self, batches: Sequence[Batch], global_tokens: int, lr: float) -> StepResult:
         """Do one optimizer step; see ``base.Engine``."""
         timer = _Timer(self._device)
-        loss = torch.zeros((), dtype=torch.float32, device=self._device)
         self._zero_grad()
-        for i, batch in enumerate(batches):
-            # Without sharding a micro-batch is this rank's own affair: an empty one is skipped.
-            if batch.num_loss_tokens == 0 and self._layout.shard == 1:
-                continue
-            if isinstance(self._module, FSDPModule):
-                self._module.set_requires_gradient_sync(i == len(batches) - 1)
-            torch.manual_seed(self._seed * 1_000_003 + batch.first_row)
-            with self._precision():
-                loss_sum = self._module(batch.to(self._device))
-            (loss_sum / global_tokens).backward()
-            loss += loss_sum.detach()
+        loss = self._forward_backward(batches, global_tokens)
         with timer.measure():
-            for grads in self._grads:
-                dist.all_reduce(grads)
+            self._reduce_gradients()
             dist.all_reduce(loss)
         grad_norm = self._clip(timer)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
-        hidden = self._layout.shard > 1
+        layout = self._layout
+        hidden = layout.shard > 1 or layout.tensor > 1 or layout.pipeline > 1
         return StepResult(
             loss.item() / global_tokens, grad_norm.item(), None if hidden else timer.seconds()
         )
@@ -112,26 +115,35 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Return the loss sum and token count over all ranks; see ``base.Engine``."""
-        self._module.eval()
+        for stage in self._stages:
+            stage.module.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for batch in batches:
-            if batch.num_loss_tokens == 0 and self._layout.shard == 1:
-                continue
-            with self._precision():
-                total[0] += self._module(batch.to(self._device))
-            total[1] += batch.num_loss_tokens
-        self._module.train()
+        remaining = iter(batches)
+        while some := list(islice(remaining, 2 * self._layout.pipeline)):
+            if self._pipeline is not None:
+                losses = self._pipeline.evaluate(some, self._forward)
+            else:
+                losses = [self._forward(0, b, None) for b in some if not self._may_skip(b)]
+            if self._mesh.place.tensor == 0:
+                total[0] += sum(loss.double() for loss in losses)
+            if self._mesh.place.counts_rows:
+                total[1] += sum(b.num_loss_tokens for b in some)
+        for stage in self._stages:
+            stage.module.train()
         dist.all_reduce(total)
         loss_sum, tokens = total.tolist()
         return loss_sum, int(tokens)
 
     def save(self, directory: Path) -> WrittenFile | None:
-        """Write this rank's regions; replicated tensors are written by rank 0 alone."""
-        rank = dist.get_rank()
-        if not self._sharded and rank:
+        """Write what this rank holds and no rank before it does; see ``base.Engine``."""
+        regions = []
+        for trained in self._trained:
+            for name, tensor in self._state_of(trained) if trained.writes else ():
+                region = _region(trained, name, tensor)
+                regions += [region] if torch.Size(region.shape).numel() else []
+        if not regions:
             return None
-        file = directory / f"rank-{rank:05d}.safetensors"
-        return write_regions(file, regions_of(dict(self._state_tensors())))
+        return write_regions(directory / f"rank-{dist.get_rank():05d}.safetensors", regions)
 
     def load(self, directory: Path, step: int) -> None:
         """Read what any layout saved.
@@ -140,25 +152,71 @@ class NativeEngine:
             CheckpointError: if a tensor is missing or has another shape.
         """
         index = index_checkpoint(directory)
-        for name, tensor in self._state_tensors():
-            if name not in index.pieces:
-                raise CheckpointError(f"{directory}: it has no {name}; it is of another model")
-            local, offset = local_region(tensor.detach())
-            if local.numel():
-                index.fill(local, name, offset)
+        for trained in self._trained:
+            for name, tensor in self._state_of(trained):
+                if name not in index.pieces:
+                    raise CheckpointError(f"{directory}: it has no {name}; it is of another model")
+                region = trained.stage.region(trained.name, tensor)
+                if region.local.numel():
+                    index.fill(region.local, name, region.offset)
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
 
     def run_once(self, batch: Batch) -> None:
-        """Do the work of one micro-batch and forget it: for measuring memory before the run."""
-        self._module(batch.to(self._device)).backward()
+        """Do the work of one micro-batch and forget it; see ``base.Engine``."""
+        self._forward_backward([batch], 1)
         self._zero_grad()
 
-    def _state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._trained.items():
-            yield name, parameter
-            for part in STATE_NAMES:
-                yield f"{part}.{name}", self._adamw.state[parameter][part]
+    def _forward_backward(self, batches: Sequence[Batch], global_tokens: int) -> torch.Tensor:
+        """Run all micro-batches; return what this rank adds to the loss sum."""
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+
+        def backward(
+            chunk: int, is_last: bool, out: torch.Tensor, grad_BTD: torch.Tensor | None
+        ) -> None:
+            nonlocal total
+            before_backward(self._stages[chunk].module, is_last, self._keep_gathered)
+            if grad_BTD is not None:
+                out.backward(grad_BTD.to(out.dtype))
+                return
+            (out / global_tokens).backward()
+            if self._mesh.place.tensor == 0:
+                total += out.detach()
+
+        if self._pipeline is not None:
+            self._pipeline.train(batches, self._forward, backward)
+            return total
+        used = [batch for batch in batches if not self._may_skip(batch)]
+        for batch in used:
+            backward(0, batch is used[-1], self._forward(0, batch, None), None)
+        return total
+
+    def _forward(self, chunk: int, batch: Batch, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
+        number = chunk * self._layout.pipeline + self._mesh.place.pipeline
+        torch.manual_seed((self._seed * 1_000_003 + batch.first_row) ^ (number << 52))
+        with self._precision():
+            out: torch.Tensor = self._stages[chunk].module(batch.to(self._device), hidden_BTD)
+        return out
+
+    def _may_skip(self, batch: Batch) -> bool:
+        """Without sharding, a micro-batch without labels is this rank's own affair."""
+        return batch.num_loss_tokens == 0 and self._layout.shard == 1
+
+    def _reduce_gradients(self) -> None:
+        for bucket in self._buckets:
+            if bucket.group is not None:
+                dist.all_reduce(bucket.grads, group=bucket.group)
+        for trained in self._sharded:
+            if trained.partial:
+                dist.all_reduce(trained.local_grad, group=self._mesh.tensor)
+        if self._tied_group is not None:
+            tied = next(t for t in self._trained if t.saved_name == t.stage.tied)
+            dist.all_reduce(tied.local_grad, group=self._tied_group)
+
+    def _state_of(self, trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
+        yield trained.saved_name, trained.parameter
+        for part in STATE_NAMES:
+            yield f"{part}.{trained.saved_name}", self._adamw.state[trained.parameter][part]
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast:
@@ -166,32 +224,50 @@ class NativeEngine:
         return nullcontext()
 
     def _zero_grad(self) -> None:
-        for grads in self._grads:
-            grads.zero_()
-        for parameter in self._sharded:
-            parameter.grad = None
+        for bucket in self._buckets:
+            bucket.grads.zero_()
+        for trained in self._sharded:
+            trained.parameter.grad = None
 
     def _clip(self, timer: "_Timer") -> torch.Tensor:
         """Scale all gradients down to clip_norm and return the global norm before that."""
-        sharded = [local_region(p.grad)[0] for p in self._sharded if p.grad is not None]
-        squares = _sum_of_squares(sharded, self._device)
-        if self._sharded:
+        squares = squares_of(self._buckets, self._sharded, self._device, self._spread)
+        if self._spread:
             with timer.measure():
                 dist.all_reduce(squares)
-        norm = (squares + _sum_of_squares(self._grads, self._device)).sqrt()
+        norm = squares.sqrt()
         if self._clip_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
-            scale = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([*self._grads, *sharded], scale.float())
+            scale = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
+            for bucket in self._buckets:
+                bucket.grads.mul_(scale)
+            sharded = [t.local_grad for t in self._sharded if t.parameter.grad is not None]
+            if sharded:
+                torch._foreach_mul_(sharded, scale.to(sharded[0].device))
         return norm
 
 
-def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum in fp64: torch's fp32 norm of a million values is off by 1e-5 on a CPU."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-    return total
+def _region(trained: Trained, name: str, tensor: torch.Tensor) -> Region:
+    held = trained.stage.region(trained.name, tensor)
+    return Region(
+        name,
+        held.local.dtype,
+        tuple(held.local.shape),
+        held.offset,
+        held.full_shape,
+        functools.partial(torch.Tensor.contiguous, held.local),
+    )
+
+
+def _tied_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """Return the group of the two ranks that hold one weight as the embedding and as the head."""
+    if mesh.pipeline is None:
+        return None
+    members = dist.get_process_group_ranks(mesh.pipeline)
+    ends = [members[0], members[-1]]
+    if dist.get_rank() not in ends:
+        return None
+    return dist.new_group(ends, use_local_synchronization=True, group_desc="tied weights")
 
 
 def _recompute(block: nn.Module) -> None:
@@ -203,34 +279,6 @@ def _recompute(block: nn.Module) -> None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     block.forward = recomputed  # type: ignore[method-assign]
-
-
-def _shard(built: BuiltModel, blocks: list[nn.Module], full: bool, device: torch.device) -> None:
-    """Shard each decoder block and the rest; adapters stay whole on every rank."""
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    adapters = set() if full else {p for p in built.module.parameters() if p.requires_grad}
-    lower = full and built.dtype != torch.float32
-    policy = MixedPrecisionPolicy(
-        param_dtype=built.dtype if lower else None, reduce_dtype=torch.float32 if lower else None
-    )
-    for unit in (*blocks, built.module):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=adapters)
-        assert isinstance(unit, FSDPModule)
-        # The loss is a sum over the global tokens: gradients are summed, not averaged.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-
-
-def _flat_gradients(parameters: Sequence[nn.Parameter], device: torch.device) -> list[torch.Tensor]:
-    """Make every gradient a view into one fp32 buffer (4 bytes per trained value)."""
-    if not parameters:
-        return []
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=device)
-    position = 0
-    for parameter in parameters:
-        parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
-        position += parameter.numel()
-    return [flat]
 
 
 class _Timer:

@@ -1,23 +1,14 @@
 """What distributed code needs to know of a model, as data: its decoder blocks."""
 
+from typing import Any
+
 from torch import nn
 
 
-def decoder_blocks(model: nn.Module, num_layers: int) -> list[nn.Module]:
-    """Return the decoder blocks, in order: the longest ``nn.ModuleList`` of ``num_layers`` entries.
+def block_list(model: Any) -> nn.ModuleList:
+    """Return the list of the decoder blocks of a ``LossModel``: its largest ``nn.ModuleList``.
 
-    Raises:
-        AssertionError: if the model has no such list; every causal LM of transformers has one.
+    Every causal LM of transformers has one; expert lists are inside of its entries.
     """
-    lists: list[nn.ModuleList] = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    ]
-    assert lists, f"{type(model).__name__} has no list of {num_layers} decoder blocks"
-    largest = max(lists, key=_num_values)
-    return list(largest)
-
-
-def _num_values(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))

@@ -11,8 +11,8 @@ import json
 import math
 import warnings
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from hpc_tune.model.weights import (
 )
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -39,7 +39,7 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bf16 else torch.float32
-    return _DTYPES[name]
+    return DTYPES[name]
 
 
 def read_shape(directory: Path) -> Any:
@@ -92,13 +92,33 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Where a tensor-parallel slice lies in its full tensor: from ``start`` along ``dim``."""
+
+    dim: int
+    start: int
+    full_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LocalRegion:
+    """The values that this rank holds of a tensor, where they begin in it, and its whole shape."""
+
+    local: torch.Tensor
+    offset: tuple[int, ...]
+    full_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class BuiltModel:
     """A model on the meta device and where its weights are.
 
     ``base_names`` maps the name that a parameter or a persistent buffer has in ``module`` to its
     name in the model directory.
     ``saved_names`` maps a trained parameter's name to the one it has in checkpoints and exports:
-    peft's for adapters, the model directory's for full fine-tuning.
+    peft's for adapters, the model directory's for full fine-tuning. ``slices`` names the parameters
+    of which this rank has only a slice, beyond what a DTensor says of itself. ``tied`` is the
+    stored name of the weight that is both the embedding and the output head.
     """
 
     module: LossModel
@@ -110,6 +130,16 @@ class BuiltModel:
     tune: TuneConfig
     dtype: torch.dtype
     seed: int
+    tied: str | None = None
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+
+    def region(self, name: str, tensor: torch.Tensor) -> LocalRegion:
+        """Return what this rank holds of ``tensor``, laid out as the parameter ``name`` is."""
+        local, offset = local_region(tensor.detach())
+        if (cut := self.slices.get(name)) is None:
+            return LocalRegion(local, offset, tuple(tensor.shape))
+        moved = (*offset[: cut.dim], offset[cut.dim] + cut.start, *offset[cut.dim + 1 :])
+        return LocalRegion(local, moved, cut.full_shape)
 
     @property
     def identity(self) -> str:
@@ -168,7 +198,20 @@ def build(directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int) -> B
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    return BuiltModel(module, config, directory, index, base_names, saved_names, tune, dtype, seed)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is getattr(head, "weight", None)
+    return BuiltModel(
+        module,
+        config,
+        directory,
+        index,
+        base_names,
+        saved_names,
+        tune,
+        dtype,
+        seed,
+        _stored_name(names[id(embedding.weight)], model, index) if tied else None,
+    )
 
 
 def _stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -234,14 +277,22 @@ def _stored_name(name: str, model: Any, index: TensorIndex) -> str | None:
     return next((c for c in candidates if c in index.pieces), None)
 
 
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter and buffer raw memory on ``device``; tied weights stay tied."""
+def allocate(module: nn.Module, device: torch.device, sharded: torch.device | None = None) -> None:
+    """Give every parameter and buffer raw memory on ``device``; tied weights stay tied.
+
+    Sharded parameters go to the device ``sharded`` instead, where they are offloaded.
+    """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((owner, name))
-    module.to_empty(device=device)
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        offloaded = sharded is not None and isinstance(tensor, DTensor)
+        return torch.empty_like(tensor, device=sharded if offloaded else device)
+
+    module._apply(empty)
     for (first, first_name), *others in owners.values():
         for owner, name in others:
             owner._parameters[name] = first._parameters[first_name]
@@ -259,27 +310,30 @@ def load_weights(built: BuiltModel) -> None:
         DataError: if a file is cut off or a shape is another than config.json says.
     """
     for name, parameter in _stored_tensors(built.module):
-        local, offset = local_region(parameter.detach())
+        region = built.region(name, parameter)
         if stored := built.base_names.get(name):
-            if _map_pages(built.index, stored, parameter):
+            if _map_pages(built.index, stored, parameter, region):
                 continue
-            if local.numel():
-                built.index.fill(local, stored, offset)
+            if region.local.numel():
+                built.index.fill(region.local, stored, region.offset)
         else:
-            _init_adapter(name, local, offset, tuple(parameter.shape), built.seed)
+            _init_adapter(name, region, built.seed)
     _init_buffers(built.module.causal_lm())
     if built.tune.method == "dora":
         _init_magnitudes(built.module)
 
 
-def _map_pages(index: TensorIndex, stored: str, parameter: torch.Tensor) -> bool:
-    """Make a frozen, whole CPU tensor the file's own pages, if it has their dtype."""
+def _map_pages(
+    index: TensorIndex, stored: str, parameter: torch.Tensor, region: LocalRegion
+) -> bool:
+    """Make a frozen CPU tensor that is not sharded the file's own pages, if it has their dtype."""
     if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):
         return False
     pages = index.mapped(stored, parameter.dtype)
-    if pages is None or pages.shape != parameter.shape:
+    if pages is None or tuple(pages.shape) != region.full_shape:
         return False
-    parameter.data = pages
+    box = tuple(slice(o, o + n) for o, n in zip(region.offset, parameter.shape, strict=True))
+    parameter.data = pages[box]
     return True
 
 
@@ -292,14 +346,13 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
     index = index_checkpoint(checkpoint)
     for name, parameter in built.module.named_parameters():
         if saved := built.saved_names.get(name):
-            local, offset = local_region(parameter.detach())
-            index.fill(local, saved, offset)
+            region = built.region(name, parameter)
+            index.fill(region.local, saved, region.offset)
 
 
-def _init_adapter(
-    name: str, local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], seed: int
-) -> None:
+def _init_adapter(name: str, region: LocalRegion, seed: int) -> None:
     """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero."""
+    local, shape = region.local, region.full_shape
     if "lora_A" not in name:
         local.zero_()
         return
@@ -307,7 +360,7 @@ def _init_adapter(
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     full = torch.empty(shape, dtype=torch.float32)
     full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
-    box = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+    box = tuple(slice(o, o + n) for o, n in zip(region.offset, local.shape, strict=True))
     local.copy_(full[box])
 
 

@@ -8,6 +8,7 @@ backward pass (GPUs with torch >= 2.13 use its fused ``linear_cross_entropy`` in
 that was slower than plain logits).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hpc_tune.batch import IGNORED_LABEL, Batch
 
 LOGITS_BYTES = 512 << 20
+TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]
 # transformers keeps the documents of a row apart by their positions, but not in these families.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
 _ONE_DOCUMENT_ONLY = {
@@ -37,21 +39,31 @@ class LossModel(nn.Module):
         super().__init__()
         self.model = model
         self.config = config
+        self.first_stage = self.last_stage = True
+        self.token_loss: TokenLoss = plain_loss
 
     def causal_lm(self) -> Any:
         """Return the transformers model, with or without adapters inside its layers."""
         inner: Any = self.model
         return inner.base_model.model if hasattr(inner, "peft_config") else inner
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Return the sum over the batch's labelled tokens of the cross-entropy, an fp32 scalar."""
+    def forward(self, batch: Batch, hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum over the batch's labelled tokens of the cross-entropy, an fp32 scalar.
+
+        A pipeline stage begins with the ``hidden_BTD`` of the stage before it, and returns its own
+        unless it is the last.
+        """
         lm = self.causal_lm()
         hidden_BTD = lm.get_decoder()(
-            input_ids=batch.tokens_BT,
+            input_ids=batch.tokens_BT if self.first_stage else None,
+            inputs_embeds=None if self.first_stage else hidden_BTD,
             position_ids=batch.positions_BT,
             attention_mask=self._mask(batch.positions_BT),
             use_cache=False,
         ).last_hidden_state
+        assert hidden_BTD is not None
+        if not self.last_stage:
+            return hidden_BTD
         labels_K = batch.labels_BT.flatten()
         kept_N = torch.nonzero_static(
             labels_K != IGNORED_LABEL, size=batch.num_loss_tokens
@@ -61,6 +73,7 @@ class LossModel(nn.Module):
             lm.get_output_embeddings(),
             labels_K[kept_N],
             self.config,
+            self.token_loss,
         )
 
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
@@ -78,15 +91,31 @@ def can_pack(config: Any) -> bool:
     return config.model_type not in _ONE_DOCUMENT_ONLY and not getattr(config, "alibi", False)
 
 
-def loss_sum(
+def plain_loss(
     hidden_ND: torch.Tensor, head: Any, labels_N: torch.Tensor, config: Any
 ) -> torch.Tensor:
-    """Return the summed cross-entropy of ``labels_N`` under ``head(hidden_ND)``, an fp32 scalar."""
+    """Return the summed cross-entropy of a few tokens from their logits, an fp32 scalar."""
+    logits_NV = scale_logits(head(hidden_ND).float(), config)
+    return F.cross_entropy(logits_NV, labels_N, reduction="sum")
+
+
+def loss_sum(
+    hidden_ND: torch.Tensor,
+    head: Any,
+    labels_N: torch.Tensor,
+    config: Any,
+    token_loss: TokenLoss = plain_loss,
+) -> torch.Tensor:
+    """Return the summed cross-entropy of ``labels_N`` under ``head(hidden_ND)``, an fp32 scalar.
+
+    ``token_loss`` does it for as many tokens as may have their logits in memory at once.
+    """
     num_tokens, vocab_size = hidden_ND.shape[0], config.vocab_size
     chunk = max(128, LOGITS_BYTES // (4 * vocab_size))
     if num_tokens <= chunk:
-        return _chunk_loss(hidden_ND, head, labels_N, config)
-    if hidden_ND.is_cuda and _is_plain(head, config) and hasattr(F, "linear_cross_entropy"):
+        return token_loss(hidden_ND, head, labels_N, config)
+    fused = hidden_ND.is_cuda and token_loss is plain_loss and _is_plain(head, config)
+    if fused and hasattr(F, "linear_cross_entropy"):
         return F.linear_cross_entropy(
             hidden_ND,
             head.weight,
@@ -99,16 +128,9 @@ def loss_sum(
     for start in range(0, num_tokens, chunk):
         part = slice(start, start + chunk)
         total = total + checkpoint(
-            _chunk_loss, hidden_ND[part], head, labels_N[part], config, use_reentrant=False
+            token_loss, hidden_ND[part], head, labels_N[part], config, use_reentrant=False
         )
     return total
-
-
-def _chunk_loss(
-    hidden_ND: torch.Tensor, head: nn.Module, labels_N: torch.Tensor, config: Any
-) -> torch.Tensor:
-    logits_NV = scale_logits(head(hidden_ND).float(), config)
-    return F.cross_entropy(logits_NV, labels_N, reduction="sum")
 
 
 def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:

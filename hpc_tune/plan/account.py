@@ -40,9 +40,11 @@ def measure(module: nn.Module) -> ModelSize:
 def static_bytes(size: ModelSize, layout: Layout) -> int:
     """Return the bytes per rank of weights, gradients and optimizer state.
 
-    Adapters (a frozen base is there) stay whole on every rank; all else is divided by the shards.
+    Adapters (a frozen base is there) are not sharded; all else is divided by the shards. The tensor
+    and pipeline axes divide everything, but for norms and uneven stages.
     """
     state = size.trained_bytes + (GRADIENT_BYTES + OPTIMIZER_BYTES) * size.num_trained
+    cut = layout.tensor * layout.pipeline
     if size.num_frozen:
-        return size.frozen_bytes // layout.shard + state
-    return state // layout.shard
+        return size.frozen_bytes // (layout.shard * cut) + state // cut
+    return state // (layout.shard * cut)

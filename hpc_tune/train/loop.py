@@ -44,7 +44,8 @@ class Work:
     """What the loop works with.
 
     ``save(step, loader_state)`` writes a checkpoint and returns its seconds; ``flops_per_token``
-    and ``peak_flops`` (of all ranks) give MFU, where the peak is known.
+    and ``peak_flops`` (of all ranks) give MFU, where the peak is known. ``counts_rows``: of the
+    ranks that work on the same rows, this one counts them.
     """
 
     session: Session
@@ -52,6 +53,7 @@ class Work:
     engine: Engine
     loader: Loader
     eval_batches: Callable[[], Iterable[Batch]] | None
+    counts_rows: bool
     save: Callable[[int, dict[str, object]], float]
     metrics: Metrics
     governor: Governor
@@ -108,11 +110,12 @@ def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float)
     reason = work.stop.reason(margin_s)
     minutes = work.config.checkpoint.every_minutes
     due = minutes is not None and time.monotonic() - saved_at_s >= 60 * minutes
+    counted = batches if work.counts_rows else []
     loss_tokens, tokens, save_votes, stop_votes = sum_of(
         work.session,
         [
-            sum(b.num_loss_tokens for b in batches),
-            sum(b.num_tokens for b in batches),
+            sum(b.num_loss_tokens for b in counted),
+            sum(b.num_tokens for b in counted),
             due and work.session.world.rank == 0,
             reason is not None,
         ],

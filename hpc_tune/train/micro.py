@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from hpc_tune.batch import Batch
-from hpc_tune.engine.native import NativeEngine
+from hpc_tune.engine.base import Engine
 from hpc_tune.memory.host import HostLimit, own_bytes, used_bytes
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import max_of
@@ -16,7 +16,7 @@ POLL_S = 0.002
 
 
 def largest_micro_size(
-    session: Session, engine: NativeEngine, limit: HostLimit, seq_len: int, most_rows: int
+    session: Session, engine: Engine, limit: HostLimit, seq_len: int, most_rows: int
 ) -> int:
     """Return the largest power of two, or ``most_rows``, of rows that fit on every rank.
 

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,13 +18,14 @@ from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.loader import Loader, eval_batches
-from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.base import Engine
+from hpc_tune.engine.mesh import Layout, Place
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.plan.choose import choose_layout
+from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
 from hpc_tune.plan.cost import flops_per_token, peak_flops
 from hpc_tune.train import outcome
 from hpc_tune.train.inputs import Inputs, prepare_inputs
@@ -97,10 +99,13 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             governor.limit.source,
             format_bytes(governor.limit.num_bytes),
         )
-    layout, why = choose_layout(
-        config.parallel, world.size, size, _bytes_per_rank(governor, session)
-    )
-    loader = _make_loader(config, inputs, session)
+    room = _bytes_per_rank(governor, session)
+    layout, why = choose_layout(config.parallel, world.size, size, room)
+    check_layout(layout, config.parallel, built.config)
+    reshard = keeps_gathered(config.parallel, size, layout, room)
+    parallel = config.parallel.model_copy(update={"reshard": reshard})
+    place = layout.place(world.rank)
+    loader = _make_loader(config, inputs, layout, place)
     total_steps = math.ceil(loader.total_rows / config.batch.global_size)
     if mine:
         _describe(config, session, inputs, layout, why, loader, total_steps)
@@ -108,7 +113,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     engine = together(
         session,
         "loading the model",
-        lambda: NativeEngine(built, layout, session.device, config.optim, config.parallel),
+        lambda: NativeEngine(built, layout, session.device, config.optim, parallel),
     )
     step, saved = 0, None
     if checkpoint is not None:
@@ -127,7 +132,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             total_steps,
             built.identity,
             place,
-            {"replicate": layout.replicate, "shard": layout.shard},
+            asdict(layout),
             micro_size,
             config.model_dump(),
         )
@@ -142,7 +147,8 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             config=config,
             engine=engine,
             loader=loader,
-            eval_batches=_evaluation(config, inputs.eval_store, session, micro_size),
+            eval_batches=_evaluation(config, inputs.eval_store, layout, place, micro_size),
+            counts_rows=place.counts_rows,
             save=save_at,
             metrics=metrics,
             governor=governor,
@@ -202,7 +208,7 @@ def _device_name(session: Session) -> str:
     return torch.cuda.get_device_name(session.device)
 
 
-def _make_loader(config: RunConfig, inputs: Inputs, session: Session) -> Loader:
+def _make_loader(config: RunConfig, inputs: Inputs, layout: Layout, place: Place) -> Loader:
     loader = Loader(
         inputs.store,
         seq_len=config.data.seq_len,
@@ -210,8 +216,8 @@ def _make_loader(config: RunConfig, inputs: Inputs, session: Session) -> Loader:
         seed=config.train.seed,
         global_size=config.batch.global_size,
         total_rows=0,
-        rank=session.world.rank,
-        size=session.world.size,
+        rank=place.data,
+        size=layout.data_size,
     )
     if config.train.max_steps is not None:
         loader.total_rows = config.train.max_steps * config.batch.global_size
@@ -223,22 +229,24 @@ def _make_loader(config: RunConfig, inputs: Inputs, session: Session) -> Loader:
 def _micro_size(
     config: RunConfig,
     session: Session,
-    engine: NativeEngine,
+    engine: Engine,
     governor: Governor,
     layout: Layout,
     saved: RunState | None,
 ) -> int:
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
-    same_layout = {"replicate": layout.replicate, "shard": layout.shard}
-    if saved is not None and saved.layout == same_layout:
+    if saved is not None and saved.layout == asdict(layout):
         return saved.micro_size
-    most_rows = -(-config.batch.global_size // session.world.size)
+    most_rows = -(-config.batch.global_size // layout.data_size)
+    if layout.pipeline > 1:
+        # Stages work at the same time on different micro-batches; four each keep most of them busy.
+        most_rows = max(1, most_rows // (4 * layout.pipeline))
     return largest_micro_size(session, engine, governor.limit, config.data.seq_len, most_rows)
 
 
 def _evaluation(
-    config: RunConfig, store: TokenStore | None, session: Session, micro_size: int
+    config: RunConfig, store: TokenStore | None, layout: Layout, place: Place, micro_size: int
 ) -> Any:
     if store is None:
         return None
@@ -247,8 +255,8 @@ def _evaluation(
         seq_len=config.data.seq_len,
         packing=config.data.packing,
         num_rows=config.train.eval_rows,
-        rank=session.world.rank,
-        size=session.world.size,
+        rank=place.data,
+        size=layout.data_size,
         micro_size=micro_size,
     )
 
@@ -284,14 +292,16 @@ def _describe(
         100 * loader.padding,
     )
     log.info("layout  %s: %s", layout, why)
-    ranks = session.world.size
+    ranks = layout.data_size
     fewest, more = divmod(config.batch.global_size, ranks)
     uneven = f", {more} ranks one more: the others wait for them" if more else ""
+    alone = ranks == session.world.size
+    who, singular = ("ranks", "rank") if alone else ("groups of ranks", "group of ranks")
     log.info(
-        "batch   %d rows per step over %d rank%s: %d each%s; %d steps = %.2f epochs",
+        "batch   %d rows per step over %d %s: %d each%s; %d steps = %.2f epochs",
         config.batch.global_size,
         ranks,
-        "s" if ranks > 1 else "",
+        who if ranks > 1 else singular,
         fewest,
         uneven,
         total_steps,

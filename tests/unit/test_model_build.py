@@ -16,8 +16,9 @@ from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model import build as build_module
-from hpc_tune.model.blocks import decoder_blocks
+from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import (
+    LocalRegion,
     allocate,
     build,
     compute_dtype,
@@ -358,8 +359,8 @@ def test_first_adapter_values_are_those_of_lora(tiny):
 def test_a_part_of_an_adapter_is_the_part_of_the_whole():
     name, shape = "x.lora_A.default.weight", (6, 10)
     whole, part = torch.empty(shape), torch.empty(2, 10)
-    build_module._init_adapter(name, whole, (0, 0), shape, 3)
-    build_module._init_adapter(name, part, (4, 0), shape, 3)
+    build_module._init_adapter(name, LocalRegion(whole, (0, 0), shape), 3)
+    build_module._init_adapter(name, LocalRegion(part, (4, 0), shape), 3)
     assert torch.equal(part, whole[4:6])
 
 
@@ -374,8 +375,8 @@ def test_the_identity_is_of_the_base_whatever_is_trained_in_whatever_dtype(tiny,
 def test_the_decoder_blocks_are_found_in_order_with_and_without_adapters(tiny):
     for tune in (TuneConfig(), TuneConfig(method="full")):
         built = build(tiny, torch.float32, tune, 0)
-        blocks = decoder_blocks(built.module, 4)
-        assert blocks == list(built.module.causal_lm().model.layers)
+        blocks = block_list(built.module)
+        assert list(blocks) == list(built.module.causal_lm().model.layers)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])

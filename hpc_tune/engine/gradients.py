@@ -1,0 +1,122 @@
+"""Gradients of the trained weights: flat buffers, the groups that add them up, their norm."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpc_tune.engine.mesh import Mesh
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.weights import local_region
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One trained parameter of this rank.
+
+    ``partial``: its gradient is a part of a sum over the tensor axis. ``copies``: how many ranks
+    hold the same values. ``tied``: it is the last stage's copy of the embedding, which the first
+    stage owns. ``writes``: this rank writes it into checkpoints.
+    """
+
+    name: str
+    stage: BuiltModel
+    parameter: nn.Parameter
+    partial: bool
+    copies: int
+    tied: bool
+    writes: bool
+
+    @property
+    def saved_name(self) -> str:
+        """Its name in checkpoints."""
+        return self.stage.saved_names[self.name]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds a part of it on each rank and reduces its gradient."""
+        return isinstance(self.parameter, DTensor)
+
+    @property
+    def local_grad(self) -> torch.Tensor:
+        """This rank's part of its gradient."""
+        assert self.parameter.grad is not None
+        return local_region(self.parameter.grad)[0]
+
+
+def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[Trained]:
+    """Describe the trained parameters of an allocated stage, in the model's order."""
+    layout, place, found = mesh.layout, mesh.place, []
+    for name, parameter in stage.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        sharded, sliced = isinstance(parameter, DTensor), name in stage.slices
+        copies = layout.replicate
+        copies *= 1 if sharded else layout.shard
+        copies *= 1 if sliced else layout.tensor
+        tied = not stage.module.first_stage and stage.saved_names[name] == stage.tied
+        writes = (
+            place.replicate == 0
+            and (sharded or place.shard == 0)
+            and (sliced or place.tensor == 0)
+            and not tied
+        )
+        found.append(Trained(name, stage, parameter, name in partial, copies, tied, writes))
+    return found
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of replicated weights that are added up together.
+
+    ``grads`` is one flat fp32 buffer (4 bytes per value) of which every gradient is a view.
+    """
+
+    grads: torch.Tensor
+    group: dist.ProcessGroup | None
+    copies: int
+    tied: bool
+
+
+def make_buckets(trained: Iterable[Trained], mesh: Mesh, device: torch.device) -> list[Bucket]:
+    """Make the flat buffers; which ranks add one up depends on what its gradients are parts of."""
+    alike: dict[tuple[bool, int, bool], list[nn.Parameter]] = {}
+    for one in trained:
+        if not one.sharded:
+            alike.setdefault((one.partial, one.copies, one.tied), []).append(one.parameter)
+    buckets = []
+    for (partial, copies, tied), parameters in alike.items():
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=device)
+        position = 0
+        for parameter in parameters:
+            parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
+            position += parameter.numel()
+        group = mesh.data_tensor if partial else mesh.data
+        buckets.append(Bucket(flat, group, copies, tied))
+    return buckets
+
+
+def squares_of(
+    buckets: Sequence[Bucket], sharded: Sequence[Trained], device: torch.device, spread: bool
+) -> torch.Tensor:
+    """Return the sum of squares of this rank's gradients, an fp64 scalar.
+
+    Where weights are ``spread`` over ranks, each counts by the share that makes the sum over all
+    ranks count it once.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for bucket in buckets:
+        if not bucket.tied:
+            total += _square(bucket.grads) / (bucket.copies if spread else 1)
+    for one in sharded:
+        if one.parameter.grad is not None and not one.tied:
+            total += _square(one.local_grad).to(device) / one.copies
+    return total
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum in fp64: torch's fp32 norm of a million values is off by 1e-5 on a CPU."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()

@@ -1,0 +1,67 @@
+"""FSDP2 over the decoder blocks of a model, and how long gathered weights stay."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from hpc_tune.config.schema import ParallelConfig
+from hpc_tune.engine.mesh import Mesh
+from hpc_tune.model.build import DTYPES, BuiltModel
+
+
+def shard(
+    built: BuiltModel,
+    blocks: list[nn.Module],
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    device: torch.device,
+) -> None:
+    """Shard ``blocks_per_unit`` blocks at a time, an untied embedding, and the rest.
+
+    Adapters stay whole on every rank. Frozen weights are sharded within each replica and never
+    reduced; trained ones are reduced over the shards and then over the replicas (HSDP).
+    """
+    full = built.tune.method == "full"
+    adapters = set() if full else {p for p in built.module.parameters() if p.requires_grad}
+    lower = full and built.dtype != torch.float32
+    mixed = MixedPrecisionPolicy(
+        param_dtype=built.dtype if lower else None,
+        reduce_dtype=DTYPES[parallel.reduce_dtype] if full else None,
+    )
+    offload: OffloadPolicy = OffloadPolicy()
+    if parallel.offload_params == "cpu":
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    many = parallel.blocks_per_unit
+    units: list[nn.Module | list[nn.Module]] = [
+        blocks[i : i + many] for i in range(0, len(blocks), many)
+    ]
+    if built.module.first_stage and built.tied is None:
+        units.append(built.module.causal_lm().get_input_embeddings())
+    for unit in (*units, built.module):
+        sharded = fully_shard(
+            unit,
+            mesh=mesh.weights(with_replicas=full),
+            reshard_after_forward=parallel.reshard == "block" and unit is not built.module,
+            mp_policy=mixed,
+            offload_policy=offload,
+            ignored_params=adapters,
+        )
+        for module in sharded if isinstance(sharded, list) else [sharded]:
+            if isinstance(module, FSDPModule):
+                # The loss is a sum over the global tokens: gradients are summed, not averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def before_backward(module: nn.Module, is_last: bool, keep: bool) -> None:
+    """Reduce gradients in the step's last backward pass only; ``keep`` the weights until then."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_last)
+        module.set_is_last_backward(is_last)
+        module.set_reshard_after_backward(is_last or not keep)
