@@ -100,6 +100,11 @@ def check(config: RunConfig) -> list[str]:
         problems.append(
             f"parallel.stages_per_rank={stages} has no effect without parallel.pipeline > 1"
         )
+    if config.parallel.reduce_dtype != "fp32" and config.tune.method != "full":
+        problems.append(
+            f"parallel.reduce_dtype={config.parallel.reduce_dtype} has no effect without "
+            "tune.method=full: adapters' gradients are added up in fp32"
+        )
     if (config.parallel.tensor or 1) > 1 and config.tune.method == "dora":
         problems.append(
             "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "

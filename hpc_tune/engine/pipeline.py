@@ -67,7 +67,7 @@ def deal_blocks(num_blocks: int, num_stages: int, head_blocks: float) -> list[ra
         return max(*counts[:-1], counts[-1] + head_blocks)
 
     choices = [deal(last) for last in range(1, num_blocks - num_stages + 2)]
-    counts = min(choices, key=lambda c: (slowest(c), -c[-1]))
+    counts = min(choices, key=lambda c: (slowest(c), c[-1]))
     starts = [sum(counts[:i]) for i in range(num_stages)]
     return [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
 

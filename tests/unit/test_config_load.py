@@ -263,11 +263,8 @@ def test_bad_yaml_says_where(write, text):
     [
         ("tune.method=qlora", "tune.method=qlora is not available in hpc_tune yet; use lora"),
         ("parallel.engine=deepspeed", "parallel.engine=deepspeed is not available"),
-        ("parallel.tensor=2", "parallel.tensor=2 is not available in hpc_tune yet; use 1"),
-        ("parallel.pipeline=2", "parallel.pipeline=2 is not available"),
         ("parallel.zero_stage=1", "parallel.zero_stage"),
         ("parallel.zero_stage=3", "parallel.zero_stage=3 is not available"),
-        ("parallel.offload_params=cpu", "parallel.offload_params=cpu is not available"),
         ("parallel.offload_optimizer=nvme", "parallel.offload_optimizer=nvme is not available"),
         ("parallel.recompute=selective", "parallel.recompute=selective is not available"),
         ("memory.governor='on'", "memory.governor=on is not available"),
@@ -290,8 +287,9 @@ def test_what_this_version_cannot_do_is_refused_and_not_ignored(write, override,
         "tune.method=full",
         "model.dtype=fp32",
         "parallel.engine=native",
-        "parallel.tensor=1",
-        "parallel.pipeline=1",
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "parallel.offload_params=cpu",
         "parallel.recompute=full",
         "parallel.replicate=4",
         "parallel.shard=4",
@@ -308,7 +306,14 @@ def test_settings_without_an_effect_are_refused(write):
     assert problem(write("train: {eval_every_steps: 5}\n")) == (
         "train.eval_every_steps needs data.eval_path"
     )
-    assert "set one of them to 1" in problem(write("parallel: {replicate: 2, shard: 2}\n"))
+    assert "no effect without parallel.pipeline" in problem(write("parallel: {stages_per_rank: 2}"))
+    assert "no effect without tune.method=full" in problem(write("parallel: {reduce_dtype: bf16}"))
+
+
+def test_combinations_that_cannot_be_are_refused(write):
+    message = problem(write("tune: {method: dora}\nparallel: {tensor: 2}\n"))
+    assert "tune.method=dora with parallel.tensor > 1" in message
+    assert "use lora, or parallel.shard" in message
 
 
 def test_what_is_written_is_read_back_as_the_same_configuration(tmp_path):

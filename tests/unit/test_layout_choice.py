@@ -1,10 +1,11 @@
 import pytest
+from transformers import FalconConfig, LlamaConfig
 
 from hpc_tune.config.schema import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.account import ModelSize
-from hpc_tune.plan.choose import choose_layout
+from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
 
 FULL = ModelSize(0, 100, 0, 400)  # 1600 bytes on one rank
 
@@ -37,6 +38,12 @@ def test_unset_axes_replicate_where_the_model_fits_and_else_shard(
         ({"shard": 1}, Layout(4, 1)),
         ({"replicate": 4, "shard": 1}, Layout(4, 1)),
         ({"replicate": 1, "shard": 4}, Layout(1, 4)),
+        ({"replicate": 2}, Layout(2, 2)),
+        ({"shard": 2}, Layout(2, 2)),
+        ({"replicate": 2, "shard": 2}, Layout(2, 2)),
+        ({"shard": 2, "tensor": 2}, Layout(1, 2, 2)),
+        ({"shard": 1, "pipeline": 4}, Layout(1, 1, 1, 4)),
+        ({"replicate": 1, "tensor": 2, "pipeline": 2}, Layout(1, 1, 2, 2)),
     ],
 )
 @pytest.mark.parametrize("bytes_per_rank", [1, 1 << 40])
@@ -48,13 +55,72 @@ def test_axes_that_are_set_are_kept_whatever_fits(axes, layout, bytes_per_rank):
 
 @pytest.mark.parametrize(
     "axes",
-    [{"replicate": 3}, {"shard": 3}, {"replicate": 2}, {"shard": 2}, {"shard": 8}]
-    + [{"replicate": 2, "shard": 2}, {"replicate": 1, "shard": 1}],
+    [{"replicate": 3}, {"shard": 3}, {"shard": 8}, {"replicate": 2, "shard": 4}]
+    + [{"replicate": 4, "shard": 4}, {"replicate": 1, "shard": 1}],
 )
 def test_axes_that_do_not_make_the_world_are_refused_with_what_would(axes):
     with pytest.raises(ConfigError, match="set parallel.replicate=4 or parallel.shard=4"):
         choose_layout(ParallelConfig(**axes), 4, FULL, 1 << 40)
 
 
+@pytest.mark.parametrize(
+    ("axes", "advice"),
+    [
+        ({"tensor": 3}, "start a multiple of 3 ranks, or change parallel.tensor=3"),
+        ({"tensor": 2, "pipeline": 4}, "start a multiple of 8 ranks"),
+        ({"tensor": 2, "shard": 4}, "set parallel.replicate=2 or parallel.shard=2"),
+    ],
+)
+def test_axes_beyond_the_world_are_refused_with_what_would_work(axes, advice):
+    with pytest.raises(ConfigError, match=advice):
+        choose_layout(ParallelConfig(**axes), 4, FULL, 1 << 40)
+
+
+def test_unset_axes_take_what_tensor_and_pipeline_leave():
+    parallel = ParallelConfig(tensor=2, pipeline=2)
+    assert choose_layout(parallel, 8, FULL, 1 << 40)[0] == Layout(2, 1, 2, 2)
+    assert choose_layout(parallel, 8, FULL, 100)[0] == Layout(1, 2, 2, 2)
+
+
+def test_all_that_a_model_cannot_do_is_said_at_once():
+    parallel = ParallelConfig(tensor=3, pipeline=8, stages_per_rank=5)
+    layout = Layout(1, 1, 3, 8)
+    with pytest.raises(ConfigError) as caught:
+        check_layout(layout, parallel, LlamaConfig())
+    assert "parallel.tensor=3 does not divide 11008 intermediate features, 32 att" in str(
+        caught.value
+    )
+    assert "use 1, 2, 4, 8, 16, 32" in str(caught.value)
+    assert "makes 40 stages of 32 decoder blocks; use at most 32 stages" in str(caught.value)
+    check_layout(Layout(1, 1, 4, 8), ParallelConfig(), LlamaConfig())
+
+
+def test_a_family_without_a_plan_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"(?s)no plan for splitting a falcon.*no plan for cutting"
+    ):
+        check_layout(Layout(1, 1, 2, 2), ParallelConfig(), FalconConfig())
+
+
+def test_gathered_weights_stay_where_they_fit():
+    size = ModelSize(1000, 0, 1000, 0)
+    layout = Layout(1, 4)
+    assert keeps_gathered(ParallelConfig(), size, layout, 1667) == "step"
+    assert keeps_gathered(ParallelConfig(), size, layout, 1666) == "block"
+    assert keeps_gathered(ParallelConfig(reshard="micro"), size, layout, 1) == "micro"
+
+
 def test_a_layout_prints_its_axes():
     assert str(Layout(2, 8)) == "replicate 2 x shard 8"
+    assert str(Layout(1, 2, 8, 4)) == "replicate 1 x shard 2 x tensor 8 x pipeline 4"
+
+
+def test_every_rank_has_a_place_of_its_own_and_tensor_ranks_are_neighbours():
+    layout = Layout(2, 3, 4, 5)
+    places = [layout.place(rank) for rank in range(layout.size)]
+    assert len(set(places)) == layout.size == 120
+    assert [p.tensor for p in places[:5]] == [0, 1, 2, 3, 0]
+    assert [p.shard for p in places[:13:4]] == [0, 1, 2, 0]
+    assert {p.data for p in places} == set(range(layout.data_size))
+    for data in range(layout.data_size):
+        assert sum(p.counts_rows for p in places if p.data == data) == 1
