@@ -20,7 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["hpc_tune", "hpc_tune.*"]),
-    package_data={"hpc_tune.config": ["*.yaml"]},
+    package_data={"hpc_tune": ["shapes/*/config.json"], "hpc_tune.config": ["*.yaml"]},
     install_requires=[
         "h5py>=3.10",
         "jinja2>=3.1",

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.loss import LossModel
+from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import (
     TensorIndex,
     index_checkpoint,
@@ -124,7 +125,7 @@ class BuiltModel:
     module: LossModel
     config: Any
     directory: Path
-    index: TensorIndex
+    index: TensorIndex | ShapeIndex
     base_names: dict[str, str]
     saved_names: dict[str, str]
     tune: TuneConfig
@@ -150,16 +151,19 @@ class BuiltModel:
         return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
 
 
-def build(directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int) -> BuiltModel:
+def build(
+    directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int, *, weights: bool = True
+) -> BuiltModel:
     """Build the model of ``directory`` with its adapters on the meta device.
 
-    Frozen weights have ``dtype``; trained ones are fp32, and with tune.method=full all are.
+    Frozen weights have ``dtype``; trained ones are fp32, and with tune.method=full all are. With
+    ``weights=False`` only config.json is looked at, and loading leaves the memory as it is.
 
     Raises:
         DataError: if the directory is unusable. ConfigError: if tune.targets match no layer.
     """
     config = read_shape(directory)
-    index = index_model_directory(directory)
+    stored_index = index_model_directory(directory) if weights else None
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -168,6 +172,7 @@ def build(directory: Path, dtype: torch.dtype, tune: TuneConfig, seed: int) -> B
             config, dtype=torch.float32 if tune.method == "full" else dtype
         )
     model.config.use_cache = False
+    index = stored_index or ShapeIndex(_stored_tensors(model))
     names = {id(t): n for n, t in _stored_tensors(model)}
     root: nn.Module = model if tune.method == "full" else _with_adapters(model, tune)
     module = LossModel(root, config)
@@ -268,7 +273,7 @@ def lora_config(tune: TuneConfig) -> Any:
     )
 
 
-def _stored_name(name: str, model: Any, index: TensorIndex) -> str | None:
+def _stored_name(name: str, model: Any, index: TensorIndex | ShapeIndex) -> str | None:
     """Find a parameter in the index: by its name, with or without the prefix, or its tied twin."""
     prefix = model.base_model_prefix + "."
     candidates = [name, name.removeprefix(prefix), prefix + name]
@@ -324,7 +329,7 @@ def load_weights(built: BuiltModel) -> None:
 
 
 def _map_pages(
-    index: TensorIndex, stored: str, parameter: torch.Tensor, region: LocalRegion
+    index: TensorIndex | ShapeIndex, stored: str, parameter: torch.Tensor, region: LocalRegion
 ) -> bool:
     """Make a frozen CPU tensor that is not sharded the file's own pages, if it has their dtype."""
     if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):

@@ -12,6 +12,7 @@ from hpc_tune.log import Progress, log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.loss import can_pack
+from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.plan.account import ModelSize, measure
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
@@ -61,6 +62,7 @@ def prepare_inputs(config: RunConfig, session: Session, run_dir: Path) -> Inputs
 
 def ready_model(path: str, session: Session, run_dir: Path) -> Path:
     """Return the model's directory; builtin:tiny is written into the run directory first."""
+    refuse_shape(path)
     if path != BUILTIN_TINY:
         return Path(path)
     directory = run_dir / "builtin-tiny"

@@ -1,0 +1,73 @@
+"""shape:NAME, the config.json of a published model without its weights: for planning and tracing.
+
+The files lie in ``hpc_tune/shapes``. A ``ShapeIndex`` stands where a ``TensorIndex`` would: it
+knows every name and shape, and has no bytes to give.
+"""
+
+import difflib
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from hpc_tune.errors import ConfigError
+
+SHAPE_PREFIX = "shape:"
+
+
+def shape_names() -> list[str]:
+    """Return the names of the shapes that come with the package, in order."""
+    return sorted(folder.name for folder in _shapes().iterdir() if folder.is_dir())
+
+
+def shape_directory(path: str) -> Path:
+    """Return the directory that holds the config.json of ``model.path``, a shape or a directory.
+
+    Raises:
+        ConfigError: if no shape has this name.
+    """
+    if not path.startswith(SHAPE_PREFIX):
+        return Path(path)
+    name = path.removeprefix(SHAPE_PREFIX)
+    if name not in shape_names():
+        near = difflib.get_close_matches(name, shape_names(), n=3) or shape_names()
+        raise ConfigError(f"model.path={path}: no such shape; there is {', '.join(near)}")
+    return _shapes() / name
+
+
+def refuse_shape(path: str) -> None:
+    """Refuse a shape where weights are needed.
+
+    Raises:
+        ConfigError: if ``path`` is a shape.
+    """
+    if path.startswith(SHAPE_PREFIX):
+        raise ConfigError(
+            f"model.path={path} has no weights; it can be planned and traced, but training and "
+            "generating need a Hugging Face model directory"
+        )
+
+
+class ShapeIndex:
+    """What a ``TensorIndex`` says of tensors that are on no disk."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take names, shapes and dtypes from a model, which may be on the meta device."""
+        self.pieces: dict[str, list[object]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.num_bytes = 0
+        for name, tensor in tensors:
+            self.pieces[name] = []
+            self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
+
+    def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
+        """Leave ``local`` as it is."""
+
+    def mapped(self, name: str, dtype: torch.dtype) -> None:
+        """Return None: there are no pages."""
+
+
+def _shapes() -> Path:
+    return Path(str(files("hpc_tune"))) / "shapes"
