@@ -10,7 +10,7 @@ are those asked for: an allocator's rounding and fragmentation come on top.
 
 The fake process group is the process's default group, so this needs an interpreter of its own:
 
-    python -m hpc_tune.plan.trace configs/llama3_70b_lora.yaml --world 16 model.path=shape:llama3-70b
+    python -m hpc_tune.plan.trace CONFIG --world 16 model.path=shape:llama3-70b
 """
 
 import argparse
@@ -37,32 +37,35 @@ from torch.utils._pytree import tree_leaves
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine import native
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.model.build import BuiltModel, build
+from hpc_tune.model.build import DTYPES, build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure
-from hpc_tune.plan.choose import choose_layout
+from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
 
 DEVICE = torch.device("cpu")
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
-QUICK_LAYERS = (2, 4)
+QUICK_BLOCKS = (2, 4)  # of each stage
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceReport:
-    """Bytes on the rank that needs most, in one training step.
+    """Bytes on one rank in one training step.
 
     ``activation_bytes`` is what the worst moment has above the other four: saved and recomputed
     activations, gathered weights, logits, temporary values. ``peak_bytes`` is the sum of the five.
-    ``trace_s`` is how long tracing took.
+    ``num_micro`` micro-batches were traced, in ``trace_s`` seconds.
     """
 
     layout: str
     world_size: int
     rank: int
     num_layers: int
+    num_micro: int
+    reshard: str
     weight_bytes: int
     adapter_bytes: int
     gradient_bytes: int
@@ -83,29 +86,36 @@ def trace_step(
     """Trace forward, backward and optimizer of one step as ``rank`` of ``world_size`` ranks.
 
     ``shape_dir`` holds a config.json; its weights, if there are any, are not looked at. Each
-    micro-batch has ``micro_rows`` rows of ``seq_len`` tokens, packed if data.packing says so, and
-    every token carries loss: the most that a batch can ask for.
+    micro-batch has ``micro_rows`` rows of ``seq_len`` tokens; every token carries loss and
+    attention has the mask of packed rows: the most that a batch can ask for.
 
     Raises:
         ConfigError: if the layout does not fit the world or the model.
         DataError: if config.json is none of a causal LM.
     """
     began_s = time.perf_counter()
-    dtype = torch.float32 if config.model.dtype == "fp32" else torch.bfloat16
+    dtype = DTYPES["bf16" if config.model.dtype == "auto" else config.model.dtype]
     built = build(shape_dir, dtype, config.tune, config.train.seed, weights=False)
-    layout, _ = choose_layout(config.parallel, world_size, measure(built.module), DEVICE_BYTES)
-    memory = _Memory(config.data.packing)
+    size = measure(built.module)
+    layout, _ = choose_layout(config.parallel, world_size, size, DEVICE_BYTES)
+    check_layout(layout, config.parallel, built.config)
+    reshard = keeps_gathered(config.parallel, size, layout, DEVICE_BYTES)
+    parallel = config.parallel.model_copy(update={"reshard": reshard})
+    num_micro = _num_micro(config, layout, micro_rows)
+    memory = _Memory()
     with _fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), memory.watch():
-        engine = NativeEngine(built, layout, DEVICE, config.optim, config.parallel)
-        batches = _batches(config, layout, micro_rows, seq_len)
-        tokens = sum(b.num_loss_tokens for b in batches) * layout.replicate * layout.shard
+        engine = NativeEngine(built, layout, DEVICE, config.optim, parallel)
+        batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]
+        tokens = num_micro * micro_rows * seq_len * layout.data_size
         engine.train_step(batches, tokens, config.optim.lr)
-    kinds = _bytes_by_kind(built, engine, config.tune.method == "full")
+    kinds = _bytes_by_kind(engine, config.tune.method == "full")
     return TraceReport(
         str(layout),
         world_size,
         rank,
         built.config.num_hidden_layers,
+        num_micro,
+        reshard,
         *kinds,
         activation_bytes=memory.peak_bytes - sum(kinds),
         peak_bytes=memory.peak_bytes,
@@ -121,21 +131,24 @@ def trace_quickly(
     seq_len: int,
     rank: int = 0,
 ) -> TraceReport:
-    """Trace two and four decoder blocks and extend each figure by a straight line per block.
+    """Trace two and four decoder blocks a stage and extend each figure by a straight line.
 
-    It takes seconds whatever the depth. Arguments and errors are those of ``trace_step``.
+    It takes seconds whatever the depth. Stages are taken to be equally deep. Arguments and errors
+    are those of ``trace_step``.
     """
     began_s = time.perf_counter()
     shape = json.loads((shape_dir / "config.json").read_text(encoding="utf-8"))
     num_layers = shape["num_hidden_layers"]
+    stages = (config.parallel.pipeline or 1) * config.parallel.stages_per_rank
+    few, more = (stages * blocks for blocks in QUICK_BLOCKS)
     reports = []
     with tempfile.TemporaryDirectory() as folder:
-        for few in QUICK_LAYERS:
-            text = json.dumps({**shape, "num_hidden_layers": few})
+        for layers in (few, more):
+            text = json.dumps({**shape, "num_hidden_layers": layers})
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             reports.append(trace_step(config, world_size, Path(folder), micro_rows, seq_len, rank))
     low, high = (dataclasses.asdict(report) for report in reports)
-    steps = (num_layers - QUICK_LAYERS[0]) / (QUICK_LAYERS[1] - QUICK_LAYERS[0])
+    steps = (num_layers - few) / (more - few)
     extended = {
         name: round(low[name] + steps * (high[name] - low[name]))
         for name in low
@@ -146,39 +159,38 @@ def trace_quickly(
     )
 
 
-def _batches(config: RunConfig, layout: Layout, micro_rows: int, seq_len: int) -> list[Batch]:
-    """Make the micro-batches that show the worst moment.
+def _num_micro(config: RunConfig, layout: Layout, micro_rows: int) -> int:
+    """Return how many micro-batches show the worst moment of a step, at most as many as it has.
 
-    With full fine-tuning a second one finds the first one's unsharded gradients in its way.
+    A pipeline is full after as many as it has stages. A second micro-batch finds what the first
+    left: full fine-tuning's unsharded gradients.
     """
-    rows = -(-config.batch.global_size // (layout.replicate * layout.shard))
-    count = min(2 if config.tune.method == "full" else 1, -(-rows // micro_rows))
-    made = []
-    for _ in range(count):
-        tokens_BT, labels_BT, positions_BT = (
-            torch.zeros(micro_rows, seq_len, dtype=torch.int64) for _ in range(3)
-        )
-        num = micro_rows * seq_len
-        made.append(Batch(tokens_BT, labels_BT, positions_BT, num, num, 0))
-    return made
+    rows = -(-config.batch.global_size // layout.data_size)
+    enough = 2 if config.tune.method == "full" else 1
+    if layout.pipeline > 1:
+        enough = 2 * layout.pipeline * config.parallel.stages_per_rank
+    return min(enough, -(-rows // micro_rows))
 
 
-def _bytes_by_kind(
-    built: BuiltModel, engine: NativeEngine, full: bool
-) -> tuple[int, int, int, int]:
+def _batch(rows: int, seq_len: int) -> Batch:
+    tokens_BT, labels_BT, positions_BT = (
+        torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(3)
+    )
+    return Batch(tokens_BT, labels_BT, positions_BT, rows * seq_len, rows * seq_len, 0)
+
+
+def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int]:
     """Return the bytes of weights, adapters, gradients and optimizer state on this rank."""
-    held = [p for p in built.module.parameters() if p.device.type != "meta"]
+    held = [p for stage in engine._stages for p in stage.module.parameters()]
     trained = [p for p in held if p.requires_grad]
-    optimizers = [v for v in vars(engine).values() if isinstance(v, torch.optim.Optimizer)]
     moments = [
         value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
+        for state in engine._adamw.state.values()
         for name, value in state.items()
         if name != "step"
     ]
     return (
-        _stored_bytes(held if full else [p for p in held if not p.requires_grad]),
+        _stored_bytes(p for p in held if full or not p.requires_grad),
         0 if full else _stored_bytes(trained),
         _stored_bytes(p.grad for p in trained if p.grad is not None),
         _stored_bytes(moments),
@@ -203,10 +215,13 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        # A mesh looks its own rank up in a tensor of ranks.
+        # A mesh looks its rank up in a tensor. Fake parameters can neither be copied deeply, as
+        # stages are, nor be given memory in place: those on the meta device stay real until then.
         with (
-            _replaced(dist, "init_device_mesh", _with_real_tensors(dist.init_device_mesh)),
             _replaced(DeviceMesh, "__init__", _with_real_tensors(DeviceMesh.__init__)),
+            _replaced(native, "Mesh", _with_real_tensors(native.Mesh)),
+            _replaced(native, "cut_stages", _with_real_tensors(native.cut_stages)),
+            _replaced(native, "slice_model", _with_real_tensors(native.slice_model)),
         ):
             yield
     finally:
@@ -235,10 +250,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 class _Memory(TorchDispatchMode):
     """Adds up the live storages of fake tensors, and answers questions about their values."""
 
-    def __init__(self, packed: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self._packed = packed
         self._sizes: dict[int, int] = {}
 
     @contextlib.contextmanager
@@ -259,18 +273,12 @@ class _Memory(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with the local tensors
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return self._answer(args[0])
+            return 1  # a step asks for its loss and norm, to report them
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, FakeTensor) and leaf.device.type != "meta":
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
-
-    def _answer(self, tensor: torch.Tensor) -> Any:
-        """The value of a tensor that has none: transformers asks if a row is one document."""
-        if tensor.dtype == torch.bool:
-            return not self._packed
-        return 1.0 if tensor.is_floating_point() else 1
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
