@@ -49,6 +49,7 @@ from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
 DEVICE = torch.device("cpu")
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
 QUICK_BLOCKS = (2, 4)  # of each stage
+Trace = Callable[..., "TraceReport"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,16 +160,33 @@ def trace_quickly(
     )
 
 
+def trace_worst(trace: Trace, config: RunConfig, world_size: int, *args: Any) -> TraceReport:
+    """Trace as each rank that may need most, and return the report of the one that does.
+
+    Stages differ along the pipeline, the outermost axis of the ranks: the first has most
+    micro-batches in flight and the embedding, the last has the head; the second stands for those
+    between. ``trace`` is ``trace_step`` or ``trace_quickly``, ``args`` go on to it.
+    """
+    num_stages = config.parallel.pipeline or 1
+    stages = {0, min(1, num_stages - 1), num_stages - 1}
+    reports = [
+        trace(config, world_size, *args, stage * (world_size // num_stages))
+        for stage in sorted(stages)
+    ]
+    return max(reports, key=lambda report: report.peak_bytes)
+
+
 def _num_micro(config: RunConfig, layout: Layout, micro_rows: int) -> int:
     """Return how many micro-batches show the worst moment of a step, at most as many as it has.
 
-    A pipeline is full after as many as it has stages. A second micro-batch finds what the first
-    left: full fine-tuning's unsharded gradients.
+    The first of P stages has P of them in flight, about 2 P where they are interleaved. A second
+    one finds what the first left: full fine-tuning's unsharded gradients.
     """
     rows = -(-config.batch.global_size // layout.data_size)
     enough = 2 if config.tune.method == "full" else 1
     if layout.pipeline > 1:
-        enough = 2 * layout.pipeline * config.parallel.stages_per_rank
+        interleaved = config.parallel.stages_per_rank > 1
+        enough = 2 * layout.pipeline if interleaved else layout.pipeline + 1
     return min(enough, -(-rows // micro_rows))
 
 
@@ -221,6 +239,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
             _replaced(DeviceMesh, "__init__", _with_real_tensors(DeviceMesh.__init__)),
             _replaced(native, "Mesh", _with_real_tensors(native.Mesh)),
             _replaced(native, "cut_stages", _with_real_tensors(native.cut_stages)),
+            _replaced(dist, "isend", lambda *args, **kwargs: _Sent()),
             _replaced(native, "slice_model", _with_real_tensors(native.slice_model)),
         ):
             yield
@@ -235,6 +254,16 @@ def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return outside
+
+
+class _Sent:
+    """A message that is gone: those of the fake group are under way for ever."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 @contextlib.contextmanager
@@ -302,20 +331,19 @@ def main() -> int:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--world", type=int, required=True, help="number of ranks")
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rank", type=int, help="default: the one that needs most")
     parser.add_argument("--quick", action="store_true", help="two and four blocks, extended")
     arguments = parser.parse_intermixed_args()
-    trace = trace_quickly if arguments.quick else trace_step
+    trace: Trace = trace_quickly if arguments.quick else trace_step
     try:
         config = load_config(arguments.config, arguments.overrides)
-        report = trace(
-            config,
-            arguments.world,
-            shape_directory(config.model.path),
-            1 if config.batch.micro_size == "auto" else config.batch.micro_size,
-            config.data.seq_len,
-            arguments.rank,
-        )
+        micro_rows = 1 if config.batch.micro_size == "auto" else config.batch.micro_size
+        shape_dir = shape_directory(config.model.path)
+        what = (config, arguments.world, shape_dir, micro_rows, config.data.seq_len)
+        if arguments.rank is None:
+            report = trace_worst(trace, *what)
+        else:
+            report = trace(*what, arguments.rank)
     except HpcTuneError as error:
         print(error, file=sys.stderr)
         return error.exit_code
