@@ -41,14 +41,15 @@ from hpc_tune.engine import native
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.model.build import DTYPES, build
+from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
 
 DEVICE = torch.device("cpu")
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
-QUICK_BLOCKS = (2, 4)  # of each stage
+QUICK_BLOCKS = (8, 12)
+QUICK_BLOCKS_OF_A_STAGE = (2, 4)
 Trace = Callable[..., "TraceReport"]
 
 
@@ -95,17 +96,12 @@ def trace_step(
         DataError: if config.json is none of a causal LM.
     """
     began_s = time.perf_counter()
-    dtype = DTYPES["bf16" if config.model.dtype == "auto" else config.model.dtype]
-    built = build(shape_dir, dtype, config.tune, config.train.seed, weights=False)
-    size = measure(built.module)
-    layout, _ = choose_layout(config.parallel, world_size, size, DEVICE_BYTES)
-    check_layout(layout, config.parallel, built.config)
-    reshard = keeps_gathered(config.parallel, size, layout, DEVICE_BYTES)
-    parallel = config.parallel.model_copy(update={"reshard": reshard})
+    built = _build(config, shape_dir)
+    config, layout = _decided(config, built, world_size)
     num_micro = _num_micro(config, layout, micro_rows)
     memory = _Memory()
     with _fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), memory.watch():
-        engine = NativeEngine(built, layout, DEVICE, config.optim, parallel)
+        engine = NativeEngine(built, layout, DEVICE, config.optim, config.parallel)
         batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]
         tokens = num_micro * micro_rows * seq_len * layout.data_size
         engine.train_step(batches, tokens, config.optim.lr)
@@ -116,7 +112,7 @@ def trace_step(
         rank,
         built.config.num_hidden_layers,
         num_micro,
-        reshard,
+        config.parallel.reshard,
         *kinds,
         activation_bytes=memory.peak_bytes - sum(kinds),
         peak_bytes=memory.peak_bytes,
@@ -132,16 +128,21 @@ def trace_quickly(
     seq_len: int,
     rank: int = 0,
 ) -> TraceReport:
-    """Trace two and four decoder blocks a stage and extend each figure by a straight line.
+    """Trace two smaller depths and extend each figure by a straight line.
 
-    It takes seconds whatever the depth. Stages are taken to be equally deep. Arguments and errors
-    are those of ``trace_step``.
+    It takes seconds whatever the depth. In a shallow model the worst moment can be the first
+    block's backward pass, with the embedding gathered, instead of the last one's: the figure is
+    then too low (70B at 4096 tokens from 2 and 4 blocks: 14%; rows shorter than 2048 tokens may
+    need more than 8). Stages are taken to be equally deep. Arguments and errors are those of
+    ``trace_step``.
     """
     began_s = time.perf_counter()
+    # What a layout keeps gathered depends on the size of the whole model.
+    config, _ = _decided(config, _build(config, shape_dir), world_size)
     shape = json.loads((shape_dir / "config.json").read_text(encoding="utf-8"))
     num_layers = shape["num_hidden_layers"]
     stages = (config.parallel.pipeline or 1) * config.parallel.stages_per_rank
-    few, more = (stages * blocks for blocks in QUICK_BLOCKS)
+    few, more = (stages * n for n in (QUICK_BLOCKS_OF_A_STAGE if stages > 1 else QUICK_BLOCKS))
     reports = []
     with tempfile.TemporaryDirectory() as folder:
         for layers in (few, more):
@@ -174,6 +175,22 @@ def trace_worst(trace: Trace, config: RunConfig, world_size: int, *args: Any) ->
         for stage in sorted(stages)
     ]
     return max(reports, key=lambda report: report.peak_bytes)
+
+
+def _build(config: RunConfig, shape_dir: Path) -> BuiltModel:
+    dtype = DTYPES["bf16" if config.model.dtype == "auto" else config.model.dtype]
+    return build(shape_dir, dtype, config.tune, config.train.seed, weights=False)
+
+
+def _decided(config: RunConfig, built: BuiltModel, world_size: int) -> tuple[RunConfig, Layout]:
+    """Return the configuration with what a run would choose for it on ``DEVICE_BYTES`` a rank."""
+    size = measure(built.module)
+    layout, _ = choose_layout(config.parallel, world_size, size, DEVICE_BYTES)
+    check_layout(layout, config.parallel, built.config)
+    chosen = dataclasses.asdict(layout)
+    chosen["reshard"] = keeps_gathered(config.parallel, size, layout, DEVICE_BYTES)
+    parallel = config.parallel.model_copy(update=chosen)
+    return config.model_copy(update={"parallel": parallel}), layout
 
 
 def _num_micro(config: RunConfig, layout: Layout, micro_rows: int) -> int:
@@ -332,7 +349,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--world", type=int, required=True, help="number of ranks")
     parser.add_argument("--rank", type=int, help="default: the one that needs most")
-    parser.add_argument("--quick", action="store_true", help="two and four blocks, extended")
+    parser.add_argument("--quick", action="store_true", help="few blocks, extended")
     arguments = parser.parse_intermixed_args()
     trace: Trace = trace_quickly if arguments.quick else trace_step
     try:

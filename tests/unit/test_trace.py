@@ -1,0 +1,214 @@
+"""Traces of real shapes on their full fake worlds, against arithmetic.
+
+A fake process group is the process's only one, so every trace has an interpreter of its own.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.model.build import build
+from hpc_tune.model.shapes import shape_directory
+from hpc_tune.plan.account import measure, static_bytes
+from hpc_tune.plan.trace import _Memory
+
+ROOT = Path(__file__).parents[2]
+R = 16  # tune.rank in all configurations
+VOCAB = 128256
+STATE = ("weight_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "SCRATCH": "/scratch"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@functools.cache
+def trace(name: str, world: int, *arguments: str) -> dict:
+    """The report on configs/NAME_lora.yaml with the shape of that name."""
+    done = python(
+        *("-m", "hpc_tune.plan.trace", f"configs/{name}_lora.yaml", "--world", str(world)),
+        *(f"model.path=shape:{name.replace('_', '-')}", *arguments),
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def adds_up(report: dict) -> bool:
+    return report["peak_bytes"] == sum(report[n] for n in (*STATE, "activation_bytes"))
+
+
+def llama_block(hidden: int, wide: int, tensor: int = 1) -> tuple[int, int]:
+    """(frozen, adapter) values of a block on one rank of the tensor axis."""
+    kv = 1024
+    products = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * wide
+    # q, k, v, gate, up: A is whole and B split; o, down: A is split and B whole.
+    columns = 5 * hidden + (hidden + 2 * kv + 2 * wide) // tensor
+    rows = (hidden + wide) // tensor + 2 * hidden
+    return products // tensor + 2 * hidden, R * (columns + rows)
+
+
+def test_8b_on_8_ranks_is_the_arithmetic_of_replicas():
+    report = trace("llama3_8b", 8)
+    frozen, adapter = llama_block(4096, 14336)
+    assert report["layout"] == "replicate 8 x shard 1"
+    assert report["weight_bytes"] == 2 * (32 * frozen + 2 * VOCAB * 4096 + 4096)
+    assert report["adapter_bytes"] == report["gradient_bytes"] == 4 * 32 * adapter
+    assert report["optimizer_bytes"] == 8 * 32 * adapter
+    assert adds_up(report)
+    # What a block keeps of 4096 tokens is more than its inputs in bf16 and less than 100 of them.
+    assert 1 < report["activation_bytes"] / (32 * 2 * 4096 * 4096) < 100
+
+
+def test_70b_on_16_ranks_is_the_arithmetic_of_two_sharded_copies():
+    report = trace("llama3_70b", 16)
+    frozen, adapter = llama_block(8192, 28672)
+    assert report["layout"] == "replicate 2 x shard 8"
+    assert report["weight_bytes"] == 2 * (80 * frozen + 2 * VOCAB * 8192 + 8192) // 8
+    assert report["adapter_bytes"] == report["gradient_bytes"] == 4 * 80 * adapter
+    assert report["optimizer_bytes"] == 8 * 80 * adapter
+    assert adds_up(report)
+    # At least: the input of each block, two gathered blocks, the gathered head.
+    inputs = 80 * 2 * 4096 * 8192
+    assert report["activation_bytes"] > inputs + 2 * (2 * frozen + VOCAB * 8192)
+    assert report["peak_bytes"] < 40e9
+
+
+def test_a_quick_trace_gives_the_peak_of_the_full_one():
+    quick, full = trace("llama3_70b", 16, "--quick"), trace("llama3_70b", 16)
+    assert {n: quick[n] for n in STATE} == {n: full[n] for n in STATE}
+    assert quick["peak_bytes"] == pytest.approx(full["peak_bytes"], rel=0.002)
+    assert quick["num_layers"] == full["num_layers"] == 80
+
+
+def stage_bytes(blocks: float, extra: int) -> tuple[float, float]:
+    """405B: (weight, adapter) bytes of a stage with ``blocks`` blocks and ``extra`` values."""
+    frozen, adapter = llama_block(16384, 53248, tensor=8)
+    return 2 * (blocks * frozen + extra) / 8, 4 * blocks * adapter
+
+
+def test_405b_on_512_ranks_is_the_arithmetic_of_its_first_stage():
+    report = trace("llama3_405b", 512, "--quick", "--rank", "0")
+    assert report["layout"] == "replicate 1 x shard 8 x tensor 8 x pipeline 8"
+    weights, adapters = stage_bytes(126 / 8, extra=VOCAB * 16384 // 8)
+    assert report["weight_bytes"] == weights
+    assert report["adapter_bytes"] == report["gradient_bytes"] == adapters
+    assert report["optimizer_bytes"] == 2 * adapters
+    assert adds_up(report)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("rank", "blocks", "extra"),
+    [
+        (0, 16, VOCAB * 16384 // 8),
+        (64, 16, 0),
+        (448, 15, VOCAB * 16384 // 8 + 16384),
+    ],
+)
+def test_405b_at_full_depth(rank, blocks, extra):
+    report = trace("llama3_405b", 512, "--rank", str(rank))
+    weights, adapters = stage_bytes(blocks, extra)
+    assert (report["weight_bytes"], report["adapter_bytes"]) == (weights, adapters)
+    assert report["peak_bytes"] < 40e9
+    assert report["trace_s"] < 180
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "world", "most"),
+    [("qwen3_32b", 8, 80e9), ("phi3_mini", 4, 40e9), ("falcon_7b", 4, 40e9)],
+)
+def test_the_other_configurations_fit_their_gpus(name, world, most):
+    report = trace(name, world)
+    assert adds_up(report)
+    assert report["peak_bytes"] < most
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [("llama3_8b", 8, Layout(8, 1)), ("llama3_70b", 16, Layout(2, 8))],
+)
+def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
+    report = trace(name, world)
+    shape = shape_directory(f"shape:{name.replace('_', '-')}")
+    built = build(shape, torch.bfloat16, TuneConfig(), 0, weights=False)
+    assert static_bytes(measure(built.module), layout) == sum(report[n] for n in STATE)
+
+
+REAL = """
+import contextlib, dataclasses, json, sys
+from pathlib import Path
+from hpc_tune.config.load import load_config
+from hpc_tune.plan import trace
+
+config = load_config(None, sys.argv[2:])
+world = (config.parallel.shard or 1) * (config.parallel.tensor or 1)
+reports = [trace.trace_step(config, world, Path(sys.argv[1]), 2, 128)]
+trace.FakeTensorMode = lambda **_: contextlib.nullcontext()
+reports.append(trace.trace_step(config, world, Path(sys.argv[1]), 2, 128))
+print(json.dumps([dataclasses.asdict(report) for report in reports]))
+"""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("parallel.recompute=none",),
+        ("parallel.recompute=full", "parallel.shard=4", "parallel.reshard=block"),
+        ("parallel.recompute=none", "parallel.tensor=2"),
+    ],
+)
+def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path, settings):
+    """The same step with all arithmetic done: every kernel gives what its fake said."""
+    shape = json.loads((shape_directory("shape:llama3-8b") / "config.json").read_text())
+    small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    text = json.dumps({**shape, **small, **heads, "vocab_size": 4096})
+    (tmp_path / "config.json").write_text(text)
+    done = python("-c", REAL, str(tmp_path), "model.dtype=bf16", *settings)
+    assert done.returncode == 0, done.stderr
+    fake, real = json.loads(done.stdout)
+    assert {n: v for n, v in fake.items() if n != "trace_s"} == {
+        n: v for n, v in real.items() if n != "trace_s"
+    }
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+    arguments = ("--world", "8", "model.path=shape:llama3-8b")
+    done = python("-m", "hpc_tune.plan.trace", "configs/llama3_70b_lora.yaml", *arguments)
+    assert done.returncode == 2
+    assert "replicate x shard x tensor x pipeline = 8" in done.stderr
+
+
+def test_memory_is_followed_through_views_frees_and_resizes():
+    memory = _Memory()
+    with FakeTensorMode(), memory.watch():
+        kept = torch.zeros(100)  # 400 bytes
+        view = kept.view(10, 10)
+        assert memory.live_bytes == 400
+        other = kept + 1  # 400
+        assert memory.live_bytes == memory.peak_bytes == 800
+        del other, kept
+        assert memory.live_bytes == 400
+        view.untyped_storage().resize_(0)
+        assert (memory.live_bytes, memory.peak_bytes) == (0, 800)
+        view.untyped_storage().resize_(400)
+        assert memory.live_bytes == 400
+        del view
+    assert (memory.live_bytes, memory.peak_bytes) == (0, 800)
