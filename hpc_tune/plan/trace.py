@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -51,6 +52,15 @@ DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
 QUICK_BLOCKS = (8, 12)
 QUICK_BLOCKS_OF_A_STAGE = (2, 4)
 Trace = Callable[..., "TraceReport"]
+# A mesh looks its rank up in a tensor; fake parameters can neither be copied deeply, as stages are,
+# nor be given memory in place; and DTensor asks whole tensors for the shapes of its results.
+_REAL = (
+    (DeviceMesh, "__init__"),
+    (native, "Mesh"),
+    (native, "cut_stages"),
+    (native, "slice_model"),
+    (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,21 +260,16 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        # A mesh looks its rank up in a tensor. Fake parameters can neither be copied deeply, as
-        # stages are, nor be given memory in place: those on the meta device stay real until then.
-        with (
-            _replaced(DeviceMesh, "__init__", _with_real_tensors(DeviceMesh.__init__)),
-            _replaced(native, "Mesh", _with_real_tensors(native.Mesh)),
-            _replaced(native, "cut_stages", _with_real_tensors(native.cut_stages)),
-            _replaced(dist, "isend", lambda *args, **kwargs: _Sent()),
-            _replaced(native, "slice_model", _with_real_tensors(native.slice_model)),
-        ):
+        with contextlib.ExitStack() as changes:
+            for owner, name in _REAL:
+                changes.enter_context(_replaced(owner, name, _unfaked(getattr(owner, name))))
+            changes.enter_context(_replaced(dist, "isend", lambda *args, **kwargs: _Sent()))
             yield
     finally:
         dist.destroy_process_group()
 
 
-def _with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():

@@ -1,0 +1,48 @@
+"""The configurations that come with the repository."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpc_tune.config.load import load_config
+from hpc_tune.model.build import read_shape
+from hpc_tune.model.shapes import shape_directory
+from hpc_tune.plan.account import ModelSize
+from hpc_tune.plan.choose import check_layout, choose_layout
+
+FOLDER = Path(__file__).parents[2] / "configs"
+SHAPED = {
+    "llama3_8b_lora": "llama3-8b",
+    "llama3_70b_lora": "llama3-70b",
+    "llama3_405b_lora": "llama3-405b",
+    "qwen3_32b_lora": "qwen3-32b",
+    "phi3_mini_lora": "phi3-mini",
+    "falcon_7b_lora": "falcon-7b",
+}
+
+
+@pytest.fixture(autouse=True)
+def _scratch(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_configuration_is_valid_and_says_how_to_launch_it(file):
+    load_config(str(file))
+    header = file.read_text().split("\nmodel:")[0].replace("\n#", " ")
+    command = re.sub(r"\s+", " ", header)
+    assert re.search(rf"mpirun -np \d+ .*python -m hpc_tune --config configs/{file.name}", command)
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_the_layout_fits_the_launch_line_and_the_model(name):
+    file = FOLDER / f"{name}.yaml"
+    config = load_config(str(file))
+    found = re.search(r"mpirun -np (\d+)", file.read_text())
+    layout, _ = choose_layout(config.parallel, int(found[1]), ModelSize(1, 1, 2, 4), 80 << 30)
+    assert layout.size == int(found[1])
+    shape = read_shape(shape_directory(f"shape:{SHAPED[name]}"))
+    check_layout(layout, config.parallel, shape)
+    assert config.data.seq_len <= shape.max_position_embeddings
+    assert config.batch.global_size % layout.data_size == 0
