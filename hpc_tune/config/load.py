@@ -83,9 +83,7 @@ def check(config: RunConfig) -> list[str]:
                 {"cpu", "nvme"},
                 "use none",
             ),
-            ("parallel.recompute", config.parallel.recompute, {"selective"}, "use none or full"),
             ("memory.governor", config.memory.governor, {"on"}, "use observe or off"),
-            ("train.compile", config.train.compile, {True}, "use false"),
             ("train.float8", config.train.float8, {True}, "use false"),
             ("run.wandb", config.run.wandb, {True}, "use run.tensorboard"),
         )

@@ -218,7 +218,9 @@ class ParallelConfig(_Part):
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="full: keep only each decoder block's input and compute the rest again in the "
-        "backward pass, a third more flops for far less memory (arXiv:1604.06174).",
+        "backward pass, a third more flops for far less memory (arXiv:1604.06174); selective: keep "
+        "the results of matrix products and attention too, and compute only the cheap rest again. "
+        "The losses are the same bits.",
     )
 
 
@@ -255,7 +257,12 @@ class TrainConfig(_Part):
         False,
         description="Only kernels that give the same bits each time; slower on GPUs, free on CPUs.",
     )
-    compile: bool = Field(False, description="torch.compile of the decoder blocks.")
+    compile: bool = Field(
+        False,
+        description="torch.compile of one decoder block, reused for all: faster steps after a "
+        "minute of compiling. It needs a C++ compiler. The losses are the same; tune.dropout draws "
+        "other numbers.",
+    )
     float8: bool = Field(False, description="float8 matrix products on hardware that has them.")
     eval_every_steps: PositiveInt | None = Field(
         None,
@@ -313,6 +320,11 @@ class RunSettings(_Part):
     timeout: Seconds = Field(
         1800.0,
         description="Seconds after which a collective that a rank does not join ends the job.",
+    )
+    compile_cache: str | None = Field(
+        None,
+        description="The folder for compiled code where train.compile=true, which the next start "
+        "reuses; default: compile-cache/ in the run directory. Jobs of one model may share it.",
     )
     tensorboard: bool = Field(True, description="Write tensorboard/ in the run directory.")
     wandb: bool = Field(False, description="Log to Weights & Biases too.")
