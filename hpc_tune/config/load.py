@@ -63,7 +63,6 @@ def check(config: RunConfig) -> list[str]:
     problems = [
         f"{name}={value} is not available in hpc_tune yet; {instead}"
         for name, value, refused, instead in (
-            ("tune.method", config.tune.method, {"qlora"}, "use lora, dora or full"),
             ("parallel.engine", config.parallel.engine, {"deepspeed"}, "use native"),
             (
                 "parallel.zero_stage",
@@ -107,6 +106,11 @@ def check(config: RunConfig) -> list[str]:
         problems.append(
             "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "
             "use lora, or parallel.shard"
+        )
+    if (config.parallel.tensor or 1) > 1 and config.tune.method == "qlora":
+        problems.append(
+            "tune.method=qlora with parallel.tensor > 1: packed 4-bit weights are not split along "
+            "heads; use parallel.shard or parallel.pipeline, or tune.method=lora"
         )
     if config.tune.method == "full" and config.tune.dropout:
         problems.append("tune.dropout has no effect with tune.method=full; leave it out")

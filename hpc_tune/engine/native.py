@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import OptimConfig, ParallelConfig, TrainConfig
@@ -164,7 +163,7 @@ class NativeEngine:
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it; see ``base.Engine``."""
-        # One row is a shape of its own: it is not worth a compilation, whose memory would count too.
+        # One row alone would be compiled apart, and the compiler's memory would count as the row's.
         with torch.compiler.set_stance("force_eager"):
             self._forward_backward([batch], 1)
         self._zero_grad()

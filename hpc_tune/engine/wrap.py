@@ -2,7 +2,7 @@
 
     block.forward -> (checkpoint) -> (torch.compile, one for all blocks of a class)
 
-Only ``forward`` is replaced, so the hooks of a block (FSDP2 gathers in them) stay outside of what is
+Only ``forward`` is replaced: the hooks of a block (FSDP2 gathers in them) stay outside of what is
 compiled, and parameter names stay as they are. Shapes: B rows, T tokens, D hidden.
 """
 

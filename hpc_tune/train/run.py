@@ -122,9 +122,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     engine = together(
         session,
         "loading the model",
-        lambda: NativeEngine(
-            built, layout, session.device, config.optim, parallel, config.train
-        ),
+        lambda: NativeEngine(built, layout, session.device, config.optim, parallel, config.train),
     )
     step, saved = 0, None
     if checkpoint is not None:
