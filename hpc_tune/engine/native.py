@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import OptimConfig, ParallelConfig, TrainConfig
 from hpc_tune.engine.base import StepResult
+from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.gradients import Trained, make_buckets, squares_of, trained_of
 from hpc_tune.engine.mesh import Layout, Mesh
 from hpc_tune.engine.optim import make_adamw
@@ -54,6 +55,7 @@ class NativeEngine:
 
         Raises:
             DataError: if the weights on disk are damaged or of another model.
+            ConfigError: if train.float8 is not possible on ``device``.
         """
         assert parallel.reshard != "auto"
         self._layout, self._device, self._clip_norm = layout, device, optim.clip_norm
@@ -74,6 +76,9 @@ class NativeEngine:
             partial: frozenset[str] = frozenset()
             if mesh.tensor is not None:
                 stage, partial = slice_model(stage, mesh.tensor)
+            if train.float8:
+                check_float8(device)
+                use_float8(blocks)
             wrap_blocks(blocks, parallel.recompute, train.compile)
             if fsdp:
                 shard(stage, blocks, mesh, parallel, device)
