@@ -27,10 +27,11 @@ from hpc_tune.log import log
 
 Forward = Callable[..., Any]
 # What selective recompute keeps: results that cost a matrix product to make again. Names, because
-# the 4-bit products are known to torch only where bitsandbytes has been imported.
+# the 4-bit products are known to torch only where bitsandbytes has been imported. Batched products
+# are missing: they are the T x T scores of attention that is not fused, the largest of all.
+_PRODUCTS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten._scaled_mm.default": 0}
 _KEPT = frozenset(
     (
-        *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")),
         *(
             f"aten._scaled_dot_product_{kind}_attention{where}.default"
             for kind, where in (
@@ -44,6 +45,8 @@ _KEPT = frozenset(
         "bitsandbytes.gemm_4bit.default",
     )
 )
+# The widest blocks are 8 x wider inside than outside (Gemma); adapters go from 16 to 4096 and more.
+LEAST_INNER = 8
 # A compile worker is a Python with torch plus one run of the C++ or Triton compiler.
 WORKER_BYTES = 1 << 30
 WORKERS_SHARE = 8  # an eighth of a rank's host memory may go to compile workers
@@ -141,8 +144,19 @@ def _recomputed(forward: Forward, recompute: Literal["none", "selective", "full"
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = str(operator) in _KEPT
+    kept = (name := str(operator)) in _KEPT
+    if (first := _PRODUCTS.get(name)) is not None:
+        kept = _is_worth_keeping(*args[first : first + 2])
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:
+    """Tell whether a product takes many flops (K) for each of its values (N per row).
+
+    An adapter's second product takes as few as its rank, for as many values as the base's: kept,
+    those alone would make selective larger than none.
+    """
+    return LEAST_INNER * other_KN.shape[0] >= other_KN.shape[1]
 
 
 def _compiled(forward: Forward) -> Forward:
