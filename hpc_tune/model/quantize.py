@@ -25,7 +25,8 @@ class FourBitLinear(nn.Linear):
 
     All of its scales are bytes: the fp32 ones are kept as their bits, so that casting a model to
     another dtype leaves them whole. bitsandbytes' own layer hides its scales from the module, where
-    FSDP2, the meta device and the count of bytes cannot see them.
+    the meta device and the count of bytes cannot see them, and on CPUs with AVX512 it evaluates in
+    bf16 whatever it was told.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
