@@ -11,16 +11,17 @@ from hpc_tune.model.weights import WrittenFile
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave, the same on every rank but for ``comm_s``.
+    """What one optimizer step gave, the same on every rank but for what it says of messages.
 
     ``loss`` is the mean over the step's global loss tokens. ``grad_norm`` is the L2 norm before
-    clipping. ``comm_s`` is the time this rank spent in the step's explicit collectives, waiting for
-    other ranks included; None where the layout hides them in the model's own work.
+    clipping. ``comm_s`` is the time of this rank's messages, waiting for other ranks included, and
+    ``sent_bytes`` what it sent by kind of collective; None where the engine cannot tell.
     """
 
     loss: float
     grad_norm: float
     comm_s: float | None
+    sent_bytes: dict[str, int] | None
 
 
 class Engine(Protocol):

@@ -9,9 +9,8 @@ are FSDP2's, whose reduce-scatter runs in the backward pass of the last micro-ba
 """
 
 import functools
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from hpc_tune.engine.mesh import Layout, Mesh
 from hpc_tune.engine.optim import make_adamw
 from hpc_tune.engine.pipeline import Pipeline, cut_stages
 from hpc_tune.engine.shard import before_backward, shard
-from hpc_tune.engine.tensor import slice_model
+from hpc_tune.engine.tensor import Axis, slice_model
+from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import wrap_blocks
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.blocks import block_list
@@ -62,6 +62,7 @@ class NativeEngine:
         self._seed, self._dtype = built.seed, built.dtype
         self._keep_gathered = parallel.reshard == "step"
         self._mesh = mesh = Mesh(layout, device)
+        self._traffic = Traffic(device)
         offload = parallel.offload_params == "cpu"
         fsdp = layout.shard > 1 or offload
         full = built.tune.method == "full"
@@ -75,13 +76,13 @@ class NativeEngine:
             blocks = list(block_list(stage.module))
             partial: frozenset[str] = frozenset()
             if mesh.tensor is not None:
-                stage, partial = slice_model(stage, mesh.tensor)
+                stage, partial = slice_model(stage, Axis(mesh.tensor, self._traffic))
             if train.float8:
                 check_float8(device)
                 use_float8(blocks)
             wrap_blocks(blocks, parallel.recompute, train.compile)
             if fsdp:
-                shard(stage, blocks, mesh, parallel, device)
+                shard(stage, blocks, mesh, parallel, device, self._traffic)
             allocate(stage.module, device, torch.device("cpu") if offload else None)
             load_weights(stage)
             self._stages.append(stage)
@@ -95,26 +96,23 @@ class NativeEngine:
             wire = torch.float32 if self._autocast else built.dtype
             modules = [stage.module for stage in self._stages]
             width = built.config.hidden_size
-            self._pipeline = Pipeline(modules, mesh.pipeline, device, width, wire)
+            self._pipeline = Pipeline(modules, mesh.pipeline, device, width, wire, self._traffic)
         self._tied_group = _tied_group(mesh) if full and built.tied else None
 
     def train_step(self, batches: Sequence[Batch], global_tokens: int, lr: float) -> StepResult:
         """Do one optimizer step; see ``base.Engine``."""
-        timer = _Timer(self._device)
         self._zero_grad()
+        self._traffic.take()  # an evaluation's is not this step's
         loss = self._forward_backward(batches, global_tokens)
-        with timer.measure():
-            self._reduce_gradients()
-            dist.all_reduce(loss)
-        grad_norm = self._clip(timer)
+        self._reduce_gradients()
+        self._traffic.all_reduce(loss, None)
+        grad_norm = self._clip()
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
-        layout = self._layout
-        hidden = layout.shard > 1 or layout.tensor > 1 or layout.pipeline > 1
-        return StepResult(
-            loss.item() / global_tokens, grad_norm.item(), None if hidden else timer.seconds()
-        )
+        mean_loss, norm = loss.item() / global_tokens, grad_norm.item()
+        sent, comm_s = self._traffic.take()
+        return StepResult(mean_loss, norm, comm_s, sent)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
@@ -211,13 +209,13 @@ class NativeEngine:
     def _reduce_gradients(self) -> None:
         for bucket in self._buckets:
             if bucket.group is not None:
-                dist.all_reduce(bucket.grads, group=bucket.group)
+                self._traffic.all_reduce(bucket.grads, bucket.group)
         for trained in self._sharded:
             if trained.partial:
-                dist.all_reduce(trained.local_grad, group=self._mesh.tensor)
+                self._traffic.all_reduce(trained.local_grad, self._mesh.tensor)
         if self._tied_group is not None:
             tied = next(t for t in self._trained if t.saved_name == t.stage.tied)
-            dist.all_reduce(tied.local_grad, group=self._tied_group)
+            self._traffic.all_reduce(tied.local_grad, self._tied_group)
 
     def _state_of(self, trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
         yield trained.saved_name, trained.parameter
@@ -235,12 +233,11 @@ class NativeEngine:
         for trained in self._sharded:
             trained.parameter.grad = None
 
-    def _clip(self, timer: "_Timer") -> torch.Tensor:
+    def _clip(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm and return the global norm before that."""
         squares = squares_of(self._buckets, self._sharded, self._device, self._spread)
         if self._spread:
-            with timer.measure():
-                dist.all_reduce(squares)
+            self._traffic.all_reduce(squares, None)
         norm = squares.sqrt()
         if self._clip_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
@@ -274,29 +271,3 @@ def _tied_group(mesh: Mesh) -> dist.ProcessGroup | None:
     if dist.get_rank() not in ends:
         return None
     return dist.new_group(ends, use_local_synchronization=True, group_desc="tied weights")
-
-
-class _Timer:
-    """Sums the time of the pieces it measures; on a GPU by events, without waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        if not self._cuda:
-            start_s = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start_s
-            return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
-        self._events.append((start, end))
-
-    def seconds(self) -> float:
-        """Return the sum; on a GPU the caller has already waited for the work."""
-        return self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1e3

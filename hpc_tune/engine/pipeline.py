@@ -25,6 +25,7 @@ from torch import nn
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.traffic import Traffic
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.loss import LossModel
@@ -163,6 +164,7 @@ class Pipeline:
         device: torch.device,
         hidden_size: int,
         dtype: torch.dtype,
+        traffic: Traffic,
     ) -> None:
         """Make the groups of neighbours; collective over the axis.
 
@@ -183,7 +185,7 @@ class Pipeline:
                         [a, b], use_local_synchronization=True, group_desc=f"{kind} after {a}"
                     )
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
-        self.sent_bytes = 0
+        self._traffic = traffic
 
     def train(
         self,
@@ -265,7 +267,7 @@ class Pipeline:
             alone = self._is_first(at.chunk) if at.kind == "forward" else self._is_last(at.chunk)
             shape = (*batches[at.micro].tokens_BT.shape, self._hidden_size)
             needed.append(None if alone else (at.kind, shape))
-        return _Inputs(needed, self._receive)
+        return _Inputs(needed, self._receive, self._traffic)
 
     def _receive(self, kind: Kind, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -278,13 +280,14 @@ class Pipeline:
         target = self._next if kind == "forward" else self._previous
         edge = dist.get_rank() if kind == "forward" else self._previous
         self._sending.append((dist.isend(wire, target, self._edges[edge, kind]), wire))
-        self.sent_bytes += wire.numel() * wire.element_size()
+        self._traffic.count("send", wire.nbytes)
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
     def _finish_sending(self) -> None:
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        with self._traffic.counted("send", 0):
+            while self._sending:
+                self._sending.popleft()[0].wait()
 
 
 class _Inputs:
@@ -294,8 +297,9 @@ class _Inputs:
         self,
         needed: Sequence[tuple[Kind, tuple[int, ...]] | None],
         receive: Callable[[Kind, tuple[int, ...]], tuple[Any, torch.Tensor]],
+        traffic: Traffic,
     ) -> None:
-        self._needed, self._receive = needed, receive
+        self._needed, self._receive, self._traffic = needed, receive, traffic
         self._asked: dict[int, tuple[Any, torch.Tensor]] = {}
         self._next = 0
 
@@ -311,5 +315,6 @@ class _Inputs:
         if step not in self._asked:
             return None
         work, buffer = self._asked.pop(step)
-        work.wait()
+        with self._traffic.counted("send", 0):
+            work.wait()
         return buffer

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import (
 
 from hpc_tune.config.schema import ParallelConfig
 from hpc_tune.engine.mesh import Mesh
+from hpc_tune.engine.traffic import FsdpAllGather, FsdpReduceScatter, Traffic
 from hpc_tune.model.build import DTYPES, BuiltModel
 
 
@@ -21,6 +22,7 @@ def shard(
     mesh: Mesh,
     parallel: ParallelConfig,
     device: torch.device,
+    traffic: Traffic,
 ) -> None:
     """Shard ``blocks_per_unit`` blocks at a time, an untied embedding, and the rest.
 
@@ -37,6 +39,12 @@ def shard(
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload_params == "cpu":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    gather, scatter = FsdpAllGather(traffic), FsdpReduceScatter(traffic)
+    replicas = mesh.layout.replicate
+
+    def count_all_reduce(grads: torch.Tensor) -> None:
+        traffic.count("all_reduce", 2 * (replicas - 1) * grads.nbytes // replicas)
+
     many = parallel.blocks_per_unit
     units: list[nn.Module | list[nn.Module]] = [
         blocks[i : i + many] for i in range(0, len(blocks), many)
@@ -57,6 +65,10 @@ def shard(
                 # The loss is a sum over the global tokens: gradients are summed, not averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+                if full and mesh.layout.replicate > 1:
+                    module.set_all_reduce_hook(count_all_reduce)
 
 
 def before_backward(module: nn.Module, is_last: bool, keep: bool) -> None:

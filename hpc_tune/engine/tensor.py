@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,38 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from hpc_tune.engine.traffic import Traffic
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.loss import scale_logits
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that hold the slices of one copy, and the traffic between them."""
+
+    group: dist.ProcessGroup
+    traffic: Traffic
+
+    @property
+    def rank(self) -> int:
+        """This rank's number on the axis."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """Ranks on the axis."""
+        return self.group.size()
+
+    def sum(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Return the sum (or another reduction) of all ranks' ``x``."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self.traffic.all_reduce(total, self.group, op)
+        return total
+
+    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' ``x`` joined along the last dimension."""
+        return torch.cat(self.traffic.all_gather(x, self.group), dim=-1)
+
 
 _STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
@@ -59,12 +90,12 @@ def why_no_slices(config: Any, ranks: int) -> list[str]:
     ]
 
 
-def slice_model(built: BuiltModel, group: dist.ProcessGroup) -> tuple[BuiltModel, frozenset[str]]:
+def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[str]]:
     """Cut the meta model's matrices to this rank's slices and hook in the sums.
 
     Returns the model and the names of the trained parameters whose gradients are partial sums.
     """
-    cutter = _Cutter(group)
+    cutter = _Cutter(axis)
     lm = built.module.causal_lm()
     decoder = lm.get_decoder()
     seen: set[nn.Module] = set()
@@ -77,14 +108,14 @@ def slice_model(built: BuiltModel, group: dist.ProcessGroup) -> tuple[BuiltModel
             parent = decoder.get_submodule(name.rpartition(".")[0])
             if parent not in seen:
                 seen.add(parent)
-                parent.register_forward_pre_hook(_sum_input_gradient(group), with_kwargs=True)
+                parent.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
         elif style is not None:
             cutter.rows(module, split=style == "rowwise_split_input")
     if built.module.first_stage:
         cutter.embedding(lm.get_input_embeddings())
     if built.module.last_stage:
         cutter.head(lm.get_output_embeddings())
-        built.module.token_loss = functools.partial(_vocabulary_loss, group)
+        built.module.token_loss = functools.partial(_vocabulary_loss, axis)
     slices = {n: cutter.slices[p] for n, p in _named(built) if p in cutter.slices}
     partial = frozenset(n for n, p in _named(built) if p.requires_grad and p in cutter.partial)
     return dataclasses.replace(built, slices=slices), partial
@@ -102,8 +133,8 @@ def _style_of(name: str, plan: dict[str, str]) -> str | None:
 class _Cutter:
     """Replaces parameters by slices and remembers where each lies."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
         self.slices: dict[nn.Parameter, Slice] = {}
         self.partial: set[nn.Parameter] = set()
         self._cuts: dict[nn.Parameter, nn.Parameter] = {}
@@ -117,7 +148,7 @@ class _Cutter:
             self.partial.add(a.weight)
             self._cut(b, "weight", 0)
         if gather:
-            _after(layer, lambda y: _Gather.apply(y, self._group))
+            _after(layer, lambda y: _Gather.apply(y, self._axis))
 
     def rows(self, layer: Any, split: bool) -> None:
         """W's columns are split; the outputs are partial sums, added up after the adapter's."""
@@ -127,12 +158,12 @@ class _Cutter:
             self._cut(a, "weight", 1)
             self.partial.add(b.weight)
         if split:
-            layer.register_forward_pre_hook(lambda _, x: (_Split.apply(x[0], self._group),))
+            layer.register_forward_pre_hook(lambda _, x: (_Split.apply(x[0], self._axis),))
         if base.bias is None:
-            _after(layer, lambda y: _Sum.apply(y, self._group))
+            _after(layer, lambda y: _Sum.apply(y, self._axis))
         else:  # it must be added once, after the sum
             base.forward = lambda x: F.linear(x, base.weight)
-            _after(layer, lambda y: _Sum.apply(y, self._group) + base.bias.to(y.dtype))
+            _after(layer, lambda y: _Sum.apply(y, self._axis) + base.bias.to(y.dtype))
 
     def embedding(self, layer: Any) -> None:
         """Each rank holds some tokens' vectors and gives zeros for the others."""
@@ -148,7 +179,7 @@ class _Cutter:
             local_BT = ids_BT - start
             mine_BT = (local_BT >= 0) & (local_BT < rows)
             found_BTD = lookup(local_BT.clamp(0, rows - 1)) * mine_BT.unsqueeze(-1)
-            return _Sum.apply(found_BTD, self._group)  # type: ignore[no-any-return]
+            return _Sum.apply(found_BTD, self._axis)  # type: ignore[no-any-return]
 
         layer.forward = forward
 
@@ -163,7 +194,7 @@ class _Cutter:
         if full is None:
             return
         if full not in self.slices and full not in self._cuts:
-            rank, size, length = self._group.rank(), self._group.size(), full.shape[dim]
+            rank, size, length = self._axis.rank, self._axis.size, full.shape[dim]
             start, stop = length * rank // size, length * (rank + 1) // size
             local = full.detach().narrow(dim, start, stop - start)
             sliced = nn.Parameter(torch.empty_like(local), full.requires_grad)
@@ -183,13 +214,13 @@ def _after(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
     layer.register_forward_hook(lambda _module, _inputs, output: change(output))
 
 
-def _sum_input_gradient(group: dist.ProcessGroup) -> Callable[..., Any]:
+def _sum_input_gradient(axis: Axis) -> Callable[..., Any]:
     """Return a hook on the module around columnwise layers: one sum for all that share an input."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (_SumGradient.apply(args[0], group), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": _SumGradient.apply(kwargs["hidden_states"], group)}
+            return (_SumGradient.apply(args[0], axis), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _SumGradient.apply(kwargs["hidden_states"], axis)}
 
     return hook
 
@@ -198,21 +229,21 @@ class _SumGradient(torch.autograd.Function):
     """The same forward; backward, the ranks' partial gradients are added up."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _all_reduce(grad, ctx.group), None
+        return ctx.axis.sum(grad), None
 
 
 class _Sum(torch.autograd.Function):
     """The ranks' partial sums are added up; backward, the same gradient for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return axis.sum(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -223,44 +254,30 @@ class _Gather(torch.autograd.Function):
     """The ranks' features side by side; backward, each takes its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_gather(x, group)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return axis.side_by_side(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
+        return grad.chunk(ctx.axis.size, -1)[ctx.axis.rank], None
 
 
 class _Split(torch.autograd.Function):
     """Each rank takes its features; backward, they are side by side again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.chunk(group.size(), -1)[group.rank()]
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.chunk(axis.size, -1)[axis.rank]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _all_gather(grad, ctx.group), None
-
-
-def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: Any = None) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, op or dist.ReduceOp.SUM, group=group)
-    return total
-
-
-def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
-    ]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
+        return ctx.axis.side_by_side(grad), None
 
 
 def _vocabulary_loss(
-    group: dist.ProcessGroup,
+    axis: Axis,
     hidden_ND: torch.Tensor,
     head: Any,
     labels_N: torch.Tensor,
@@ -270,8 +287,8 @@ def _vocabulary_loss(
 
     Three numbers per token travel: the maximum, the sum of exponentials, the label's logit.
     """
-    logits_NV = scale_logits(head(_SumGradient.apply(hidden_ND, group)).float(), config)
-    losses_N: torch.Tensor = _SplitCrossEntropy.apply(logits_NV, labels_N - head.first_token, group)
+    logits_NV = scale_logits(head(_SumGradient.apply(hidden_ND, axis)).float(), config)
+    losses_N: torch.Tensor = _SplitCrossEntropy.apply(logits_NV, labels_N - head.first_token, axis)
     return losses_N.sum()
 
 
@@ -280,15 +297,15 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: torch.Tensor, local_labels_N: torch.Tensor, group: dist.ProcessGroup
+        ctx: Any, logits_NV: torch.Tensor, local_labels_N: torch.Tensor, axis: Axis
     ) -> torch.Tensor:
         mine_N = (local_labels_N >= 0) & (local_labels_N < logits_NV.shape[1])
         index_N1 = local_labels_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)
-        max_N = _all_reduce(logits_NV.amax(1), group, dist.ReduceOp.MAX)
+        max_N = axis.sum(logits_NV.amax(1), dist.ReduceOp.MAX)
         shifted_NV = logits_NV - max_N.unsqueeze(1)
         label_N = shifted_NV.gather(1, index_N1).squeeze(1) * mine_N
         exp_NV = shifted_NV.exp_()
-        sums_2N = _all_reduce(torch.stack([exp_NV.sum(1), label_N]), group)
+        sums_2N = axis.sum(torch.stack([exp_NV.sum(1), label_N]))
         ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), index_N1, mine_N)
         return sums_2N[0].log() - sums_2N[1]
 

@@ -161,6 +161,7 @@ def _record(
             step_s=step_s,
             data_s=data_s,
             comm_s=result.comm_s,
+            sent_bytes=result.sent_bytes,
             device_util=work.governor.device_utilization(),
             host_bytes=sample.host_bytes if sample else None,
             host_limit_bytes=sample.host_limit_bytes if sample else None,

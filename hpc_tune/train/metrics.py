@@ -8,13 +8,16 @@ from typing import Any
 from hpc_tune.log import JsonLines, Progress
 from hpc_tune.units import format_bytes, format_count
 
+NOTEWORTHY = 0.05  # of a step in messages is said in the progress line
+
 
 @dataclass(frozen=True)
 class StepMetrics:
     """One line of metrics.jsonl. Seconds, bytes and tokens over all ranks where not said otherwise.
 
-    ``tokens`` are those of the step's documents without padding. ``comm_s`` is rank 0's, None
-    where the layout hides it; ``mfu`` and ``device_util`` are None where the device's peak or
+    ``tokens`` are those of the step's documents without padding. ``comm_s``
+    and ``sent_bytes`` (by kind of collective) are rank 0's, None where the engine cannot tell;
+    ``mfu`` and ``device_util`` are None where the device's peak or
     counters are unknown. Host bytes are the fullest node's; device bytes the fullest rank's.
     """
 
@@ -30,6 +33,7 @@ class StepMetrics:
     step_s: float
     data_s: float
     comm_s: float | None
+    sent_bytes: dict[str, int] | None
     device_util: float | None
     host_bytes: int | None
     host_limit_bytes: int | None
@@ -62,6 +66,8 @@ class Metrics:
         self._lines.write(**row)
         self._plot(metrics.step, row)
         note = f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tokens/s"
+        if metrics.comm_s is not None and metrics.comm_s > NOTEWORTHY * metrics.step_s:
+            note += f"  {metrics.comm_s / metrics.step_s:.0%} in messages"
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"
         self._progress.update(metrics.step, note)
@@ -83,7 +89,9 @@ class Metrics:
     def _plot(self, step: int, row: dict[str, Any]) -> None:
         if self._writer is not None:
             for name, value in row.items():
-                if name != "step" and value is not None:
+                if isinstance(value, dict):
+                    self._plot(step, {f"{name}/{kind}": n for kind, n in value.items()})
+                elif name != "step" and value is not None:
                     self._writer.add_scalar(name, value, step)
 
 

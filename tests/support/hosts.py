@@ -26,8 +26,11 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(num: int, folder: Path) -> Iterator[Hosts]:
-    """Make hosts with an eth0 each on one network; skip the test where that is not allowed."""
+def hosts(num: int, folder: Path, rate: str | None = None) -> Iterator[Hosts]:
+    """Make hosts with an eth0 each on one network; skip the test where that is not allowed.
+
+    ``rate``, such as ``100mbit``, bounds what each host sends and what it receives.
+    """
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     tag = f"{os.getpid() % 10000}"
@@ -50,6 +53,10 @@ def hosts(num: int, folder: Path) -> Iterator[Hosts]:
             _ip(f"-n {name} addr add {network}.{i + 1}/24 dev eth0")
             for link in ("lo", "eth0"):
                 _ip(f"-n {name} link set {link} up")
+            if rate is not None:
+                shape = f"root tbf rate {rate} burst 128kb latency 50ms"
+                _run(f"tc -n {name} qdisc add dev eth0 {shape}")
+                _run(f"tc qdisc add dev {outer} {shape}")
     except (OSError, subprocess.CalledProcessError) as error:
         _remove(names, bridge)
         pytest.skip(f"network namespaces are not available: {error}")
@@ -89,4 +96,8 @@ def _remove(names: tuple[str, ...], bridge: str) -> None:
 
 
 def _ip(words: str) -> None:
-    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+    _run(f"ip {words}")
+
+
+def _run(words: str) -> None:
+    subprocess.run(words.split(), check=True, capture_output=True)

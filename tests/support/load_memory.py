@@ -42,7 +42,9 @@ def main() -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    engine = NativeEngine(built, layout, session.device, OptimConfig(), ParallelConfig())
+    engine = NativeEngine(
+        built, layout, session.device, OptimConfig(), ParallelConfig(reshard="block")
+    )
     after = own_bytes()
     finished.set()
     watcher.join()
