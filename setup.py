@@ -39,7 +39,11 @@ setup(
     ],
     extras_require={
         "demo": ["gguf>=0.10"],
+        "float8": ["torchao>=0.10"],
+        "qlora": ["bitsandbytes>=0.45"],
         "test": [
+            "accelerate>=1.1",
+            "bitsandbytes>=0.45",
             "gguf>=0.10",
             "hypothesis>=6.100",
             "mypy>=1.14",

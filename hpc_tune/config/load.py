@@ -63,7 +63,6 @@ def check(config: RunConfig) -> list[str]:
     problems = [
         f"{name}={value} is not available in hpc_tune yet; {instead}"
         for name, value, refused, instead in (
-            ("tune.method", config.tune.method, {"qlora"}, "use lora, dora or full"),
             ("parallel.engine", config.parallel.engine, {"deepspeed"}, "use native"),
             (
                 "parallel.zero_stage",
@@ -83,10 +82,7 @@ def check(config: RunConfig) -> list[str]:
                 {"cpu", "nvme"},
                 "use none",
             ),
-            ("parallel.recompute", config.parallel.recompute, {"selective"}, "use none or full"),
             ("memory.governor", config.memory.governor, {"on"}, "use observe or off"),
-            ("train.compile", config.train.compile, {True}, "use false"),
-            ("train.float8", config.train.float8, {True}, "use false"),
             ("run.wandb", config.run.wandb, {True}, "use run.tensorboard"),
         )
         if (value in refused if refused is not None else value != 1)
@@ -110,10 +106,43 @@ def check(config: RunConfig) -> list[str]:
             "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "
             "use lora, or parallel.shard"
         )
+    if (config.parallel.tensor or 1) > 1 and config.tune.method == "qlora":
+        problems.append(
+            "tune.method=qlora with parallel.tensor > 1: packed 4-bit weights are not split along "
+            "heads; use parallel.shard or parallel.pipeline, or tune.method=lora"
+        )
+    problems += _float8_problems(config) if config.train.float8 else []
+    if config.train.compile and (config.parallel.tensor or 1) > 1:
+        problems.append(
+            "train.compile=true with parallel.tensor > 1 is not available in hpc_tune yet; "
+            "use one of them"
+        )
     if config.tune.method == "full" and config.tune.dropout:
         problems.append("tune.dropout has no effect with tune.method=full; leave it out")
     if config.train.eval_every_steps and not config.data.eval_path:
         problems.append("train.eval_every_steps needs data.eval_path")
+    return problems
+
+
+def _float8_problems(config: RunConfig) -> list[str]:
+    """Return why float8 cannot be, as far as the configuration tells."""
+    problems = []
+    if config.run.device == "cpu":
+        problems.append("train.float8=true needs a GPU, and run.device=cpu; use train.float8=false")
+    if config.model.dtype == "fp32":
+        problems.append("train.float8=true with model.dtype=fp32; use bf16 or auto")
+    if not config.train.compile:
+        problems.append(
+            "train.float8=true without train.compile=true is slower than bf16, since its casts are "
+            "not fused; set train.compile=true"
+        )
+    if config.tune.method in ("dora", "qlora"):
+        problems.append(
+            f"train.float8=true with tune.method={config.tune.method}: its products are not plain "
+            "ones; use lora or full"
+        )
+    if (config.parallel.tensor or 1) > 1:
+        problems.append("train.float8=true with parallel.tensor > 1 is not available; use one")
     return problems
 
 

@@ -51,7 +51,8 @@ class TuneConfig(_Part):
         "lora",
         description="lora: low-rank adapters on a frozen base (arXiv:2106.09685); dora: lora plus "
         "a learned magnitude (arXiv:2402.09353), slower and often a little better; qlora: lora on "
-        "a 4-bit base; full: all weights.",
+        "a 4-bit base (NF4, arXiv:2305.14314), an eighth of fp32's memory and slower, which needs "
+        "pip install 'hpc_tune[qlora]'; full: all weights.",
     )
     rank: PositiveInt = Field(
         16, description="The rank of the adapters; memory and flops of the adapter grow with it."
@@ -218,7 +219,9 @@ class ParallelConfig(_Part):
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="full: keep only each decoder block's input and compute the rest again in the "
-        "backward pass, a third more flops for far less memory (arXiv:1604.06174).",
+        "backward pass, a third more flops for far less memory (arXiv:1604.06174); selective: keep "
+        "the results of matrix products and attention too, and compute only the cheap rest again. "
+        "The losses are the same bits.",
     )
 
 
@@ -255,8 +258,18 @@ class TrainConfig(_Part):
         False,
         description="Only kernels that give the same bits each time; slower on GPUs, free on CPUs.",
     )
-    compile: bool = Field(False, description="torch.compile of the decoder blocks.")
-    float8: bool = Field(False, description="float8 matrix products on hardware that has them.")
+    compile: bool = Field(
+        False,
+        description="torch.compile of one decoder block, reused for all: faster steps after a "
+        "minute of compiling. It needs a C++ compiler. The losses are the same; tune.dropout draws "
+        "other numbers.",
+    )
+    float8: bool = Field(
+        False,
+        description="float8 matrix products of the base inside of the decoder blocks, on GPUs that "
+        "have them (compute capability 8.9 and later); it needs train.compile=true and "
+        "pip install 'hpc_tune[float8]'. Faster, with about two digits in each product.",
+    )
     eval_every_steps: PositiveInt | None = Field(
         None,
         description="Evaluate on data.eval_path after every so many steps; it is done at the end "
@@ -313,6 +326,11 @@ class RunSettings(_Part):
     timeout: Seconds = Field(
         1800.0,
         description="Seconds after which a collective that a rank does not join ends the job.",
+    )
+    compile_cache: str | None = Field(
+        None,
+        description="The folder for compiled code where train.compile=true, which the next start "
+        "reuses; default: compile-cache/ in the run directory. Jobs of one model may share it.",
     )
     tensorboard: bool = Field(True, description="Write tensorboard/ in the run directory.")
     wandb: bool = Field(False, description="Log to Weights & Biases too.")

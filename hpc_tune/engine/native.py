@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import Batch
-from hpc_tune.config.schema import OptimConfig, ParallelConfig
+from hpc_tune.config.schema import OptimConfig, ParallelConfig, TrainConfig
 from hpc_tune.engine.base import StepResult
+from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.gradients import Trained, make_buckets, squares_of, trained_of
 from hpc_tune.engine.mesh import Layout, Mesh
 from hpc_tune.engine.optim import make_adamw
@@ -30,12 +29,14 @@ from hpc_tune.engine.pipeline import Pipeline, cut_stages
 from hpc_tune.engine.shard import before_backward, shard
 from hpc_tune.engine.tensor import Axis, slice_model
 from hpc_tune.engine.traffic import Traffic
+from hpc_tune.engine.wrap import wrap_blocks
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel, allocate, load_weights
 from hpc_tune.model.weights import Region, WrittenFile, index_checkpoint, write_regions
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
+NOTHING_WRAPPED = TrainConfig()
 
 
 class NativeEngine:
@@ -48,11 +49,13 @@ class NativeEngine:
         device: torch.device,
         optim: OptimConfig,
         parallel: ParallelConfig,
+        train: TrainConfig = NOTHING_WRAPPED,
     ) -> None:
         """Lay out, allocate and load ``built``. ``parallel.reshard`` must have been decided.
 
         Raises:
             DataError: if the weights on disk are damaged or of another model.
+            ConfigError: if train.float8 is not possible on ``device``.
         """
         assert parallel.reshard != "auto"
         self._layout, self._device, self._clip_norm = layout, device, optim.clip_norm
@@ -74,9 +77,10 @@ class NativeEngine:
             partial: frozenset[str] = frozenset()
             if mesh.tensor is not None:
                 stage, partial = slice_model(stage, Axis(mesh.tensor, self._traffic))
-            if parallel.recompute == "full":
-                for block in blocks:
-                    _recompute(block)
+            if train.float8:
+                check_float8(device)
+                use_float8(blocks)
+            wrap_blocks(blocks, parallel.recompute, train.compile)
             if fsdp:
                 shard(stage, blocks, mesh, parallel, device, self._traffic)
             allocate(stage.module, device, torch.device("cpu") if offload else None)
@@ -162,7 +166,9 @@ class NativeEngine:
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it; see ``base.Engine``."""
-        self._forward_backward([batch], 1)
+        # One row alone would be compiled apart, and the compiler's memory would count as the row's.
+        with torch.compiler.set_stance("force_eager"):
+            self._forward_backward([batch], 1)
         self._zero_grad()
 
     def _forward_backward(self, batches: Sequence[Batch], global_tokens: int) -> torch.Tensor:
@@ -265,14 +271,3 @@ def _tied_group(mesh: Mesh) -> dist.ProcessGroup | None:
     if dist.get_rank() not in ends:
         return None
     return dist.new_group(ends, use_local_synchronization=True, group_desc="tied weights")
-
-
-def _recompute(block: nn.Module) -> None:
-    """Keep only the block's input and run it again in the backward pass."""
-    forward = block.forward
-
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    block.forward = recomputed  # type: ignore[method-assign]

@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.model.blocks import block_list
 from hpc_tune.model.loss import LossModel
+from hpc_tune.model.quantize import fill_packed, four_bit_layers, quantize_linears
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import (
     TensorIndex,
@@ -173,6 +175,9 @@ def build(
         )
     model.config.use_cache = False
     index = stored_index or ShapeIndex(_stored_tensors(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(model)}
+    if tune.method == "qlora":
+        quantize_linears(block_list(model), dtype)
     names = {id(t): n for n, t in _stored_tensors(model)}
     root: nn.Module = model if tune.method == "full" else _with_adapters(model, tune)
     module = LossModel(root, config)
@@ -183,10 +188,11 @@ def build(
             stored = _stored_name(names[id(tensor)], model, index)
             base_names[name] = stored or ""
             missing += [] if stored else [names[id(tensor)]]
-            if stored and index.shapes[stored] != tuple(tensor.shape):
+            wanted = shapes[names[id(tensor)]]
+            if stored and index.shapes[stored] != wanted:
                 raise DataError(
                     f"{directory}: {stored} has shape {list(index.shapes[stored])}, config.json "
-                    f"asks for {list(tensor.shape)}; the weights are of another model"
+                    f"asks for {list(wanted)}; the weights are of another model"
                 )
     if any("experts" in name for name in missing):
         raise DataError(
@@ -314,12 +320,13 @@ def load_weights(built: BuiltModel) -> None:
     Raises:
         DataError: if a file is cut off or a shape is another than config.json says.
     """
+    packed = dict(four_bit_layers(built.module))
     for name, parameter in _stored_tensors(built.module):
         region = built.region(name, parameter)
         if stored := built.base_names.get(name):
-            if _map_pages(built.index, stored, parameter, region):
-                continue
-            if region.local.numel():
+            if name in packed:
+                fill_packed(packed[name], region.local, region.offset[0], built.index, stored)
+            elif not _map_pages(built.index, stored, parameter, region) and region.local.numel():
                 built.index.fill(region.local, stored, region.offset)
         else:
             _init_adapter(name, region, built.seed)

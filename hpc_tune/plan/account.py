@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from hpc_tune.engine.mesh import Layout
+from hpc_tune.model.quantize import four_bit_layers, scale_bytes
 
 OPTIMIZER_BYTES = 8  # two fp32 moments per trained value
 GRADIENT_BYTES = 4  # gradients are fp32
@@ -12,12 +13,16 @@ GRADIENT_BYTES = 4  # gradients are fp32
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Values and bytes of a model by whether they are trained."""
+    """Values and bytes of a model by whether they are trained.
+
+    ``scale_bytes`` are those that tell what a 4-bit base's codes mean.
+    """
 
     num_frozen: int
     num_trained: int
     frozen_bytes: int
     trained_bytes: int
+    scale_bytes: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -29,22 +34,26 @@ def measure(module: nn.Module) -> ModelSize:
     """Count a model's parameters, tied ones once; works on the meta device."""
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
+    packed = [layer for _, layer in four_bit_layers(module)]
     return ModelSize(
-        sum(p.numel() for p in frozen),
+        sum(p.numel() for p in frozen)
+        + sum(layer.num_values - layer.weight.numel() for layer in packed),
         sum(p.numel() for p in trained),
         sum(p.numel() * p.element_size() for p in frozen),
         sum(p.numel() * p.element_size() for p in trained),
+        sum(map(scale_bytes, packed)),
     )
 
 
 def static_bytes(size: ModelSize, layout: Layout) -> int:
     """Return the bytes per rank of weights, gradients and optimizer state.
 
-    Adapters (a frozen base is there) are not sharded; all else is divided by the shards. The tensor
-    and pipeline axes divide everything, but for norms and uneven stages.
+    Adapters (a frozen base is there) and the scales of a 4-bit base are not sharded; all else is
+    divided by the shards. The tensor and pipeline axes divide everything, but for norms and uneven
+    stages.
     """
     state = size.trained_bytes + (GRADIENT_BYTES + OPTIMIZER_BYTES) * size.num_trained
     cut = layout.tensor * layout.pipeline
     if size.num_frozen:
-        return size.frozen_bytes // (layout.shard * cut) + state // cut
+        return size.frozen_bytes // (layout.shard * cut) + (size.scale_bytes + state) // cut
     return state // (layout.shard * cut)

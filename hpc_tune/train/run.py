@@ -21,6 +21,7 @@ from hpc_tune.data.loader import Loader, eval_batches
 from hpc_tune.engine.base import Engine
 from hpc_tune.engine.mesh import Layout, Place
 from hpc_tune.engine.native import NativeEngine
+from hpc_tune.engine.wrap import prepare_compiler
 from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
@@ -109,11 +110,19 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     total_steps = math.ceil(loader.total_rows / config.batch.global_size)
     if mine:
         _describe(config, session, inputs, layout, why, loader, total_steps)
+    if config.train.compile:
+        cache = Path(config.run.compile_cache or run_dir / "compile-cache")
+        share = governor.limit.num_bytes // world.local_size
+        together(
+            session,
+            "preparing to compile",
+            lambda: prepare_compiler(cache, world.node, session.device, session.threads, share),
+        )
     governor.start()
     engine = together(
         session,
         "loading the model",
-        lambda: NativeEngine(built, layout, session.device, config.optim, parallel),
+        lambda: NativeEngine(built, layout, session.device, config.optim, parallel, config.train),
     )
     step, saved = 0, None
     if checkpoint is not None:

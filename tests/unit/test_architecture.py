@@ -37,6 +37,8 @@ OWNERS = {
     "transformers": ("model/", "checkpoint/export.py", "generate.py"),
     "peft": ("model/", "checkpoint/export.py", "generate.py"),
     "safetensors": ("model/", "checkpoint/export.py", "generate.py"),
+    "bitsandbytes": ("model/quantize.py",),
+    "torchao": ("engine/float8.py",),
     "psutil": ("memory/", "probe/"),
     "pynvml": ("memory/", "probe/"),
 }

@@ -261,15 +261,11 @@ def test_bad_yaml_says_where(write, text):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("tune.method=qlora", "tune.method=qlora is not available in hpc_tune yet; use lora"),
         ("parallel.engine=deepspeed", "parallel.engine=deepspeed is not available"),
         ("parallel.zero_stage=1", "parallel.zero_stage"),
         ("parallel.zero_stage=3", "parallel.zero_stage=3 is not available"),
         ("parallel.offload_optimizer=nvme", "parallel.offload_optimizer=nvme is not available"),
-        ("parallel.recompute=selective", "parallel.recompute=selective is not available"),
         ("memory.governor='on'", "memory.governor=on is not available"),
-        ("train.compile=true", "train.compile=True is not available"),
-        ("train.float8=true", "train.float8=True is not available"),
         ("run.wandb=true", "run.wandb=True is not available"),
     ],
 )
@@ -285,20 +281,46 @@ def test_what_this_version_cannot_do_is_refused_and_not_ignored(write, override,
         "tune.method=lora",
         "tune.method=dora",
         "tune.method=full",
+        "tune.method=qlora",
         "model.dtype=fp32",
         "parallel.engine=native",
         "parallel.tensor=2",
         "parallel.pipeline=2",
         "parallel.offload_params=cpu",
         "parallel.recompute=full",
+        "parallel.recompute=selective",
         "parallel.replicate=4",
         "parallel.shard=4",
         "memory.governor=observe",
         "train.compile=false",
+        "train.compile=true",
     ],
 )
 def test_what_this_version_can_do_is_accepted(write, override):
     assert check(load_config(write(""), [override])) == []
+
+
+def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(write):
+    text = (
+        "train: {float8: true}\nrun: {device: cpu}\nmodel: {dtype: fp32}\n"
+        "tune: {method: qlora}\nparallel: {tensor: 2}\n"
+    )
+    message = problem(write(text))
+    for said in (
+        "needs a GPU, and run.device=cpu; use train.float8=false",
+        "model.dtype=fp32; use bf16 or auto",
+        "set train.compile=true",
+        "use lora or full",
+        "train.float8=true with parallel.tensor > 1",
+        "packed 4-bit weights are not split along heads; use parallel.shard",
+    ):
+        assert said in message
+    assert check(load_config(write(""), ["train.float8=true", "train.compile=true"])) == []
+
+
+def test_compiling_tensor_slices_is_refused(write):
+    message = problem(write(""), "train.compile=true", "parallel.tensor=2")
+    assert "train.compile=true with parallel.tensor > 1 is not available" in message
 
 
 def test_settings_without_an_effect_are_refused(write):

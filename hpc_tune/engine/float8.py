@@ -1,0 +1,68 @@
+"""float8 matrix products by torchao: weights and activations are scaled and cast for each product.
+
+Only the base's linear layers inside of the decoder blocks are converted: adapters are too small to
+gain, and the output head too sensitive to lose digits. Weights stay what they are in memory and in
+checkpoints.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hpc_tune.errors import ConfigError
+
+# Ada, Hopper and later have float8 products (torch._scaled_mm refuses others).
+LEAST_CAPABILITY = (8, 9)
+MULTIPLE = 16  # of both sides of a weight, which the float8 product of the hardware asks for
+
+
+def check_float8(device: torch.device) -> None:
+    """Check that this rank's device and installation can do float8.
+
+    Raises:
+        ConfigError: if they cannot, with what to do.
+    """
+    instead = "set train.float8=false (model.dtype=bf16 is the fastest that it can do)"
+    if device.type != "cuda":
+        raise ConfigError(
+            f"train.float8=true needs a GPU with float8 products (H100, L40, RTX 40 or later), "
+            f"and this rank computes on {device}; {instead}"
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"train.float8=true needs compute capability 8.9 or more (H100, L40, RTX 40 or later); "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; {instead}"
+        )
+    try:
+        import torchao.float8  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"train.float8=true needs torchao, which cannot be imported ({reason}); install it "
+            "with pip install 'hpc_tune[float8]', or set train.float8=false"
+        ) from None
+
+
+def use_float8(blocks: Sequence[nn.Module], emulate: bool = False) -> int:
+    """Make the products of the blocks' base layers float8; return how many layers that are.
+
+    It works on the meta device and inside of peft's layers, and changes no parameter's name.
+    ``emulate`` rounds to float8 without the hardware, for tests.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    # Padding is for the eager product of an odd number of tokens; compiled ones need none, since a
+    # frozen weight's gradient is not computed there.
+    config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
+    for block in blocks:
+        convert_to_float8_training(block, module_filter_fn=_is_converted, config=config)
+    return sum(isinstance(m, Float8Linear) for block in blocks for m in block.modules())
+
+
+def _is_converted(module: nn.Module, name: str) -> bool:
+    if type(module) is not nn.Linear or any(part.startswith("lora_") for part in name.split(".")):
+        return False
+    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0

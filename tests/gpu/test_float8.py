@@ -1,0 +1,54 @@
+"""float8 on the hardware that has it: the same training, with about two digits in each product."""
+
+import pytest
+import torch
+
+from hpc_tune.engine.float8 import LEAST_CAPABILITY
+from tests.support.training import losses, train
+
+capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
+pytestmark = pytest.mark.skipif(
+    not capable, reason="needs a GPU of compute capability 8.9 or later (float8 products)"
+)
+SMALL = [
+    "data.seq_len=128",
+    "data.eval_path=null",
+    "batch.global_size=8",
+    "batch.micro_size=8",
+    "train.max_steps=10",
+    "run.tensorboard=false",
+    "model.dtype=bf16",
+    "train.compile=true",
+    "optim.lr=1e-3",
+]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.timeout(900)
+def test_float8_losses_stay_near_those_of_bf16(tmp_path, method):
+    pytest.importorskip("torchao")
+    for name in ("true", "false"):
+        done = train(
+            [*SMALL, f"tune.method={method}", f"train.float8={name}", f"run.dir={tmp_path / name}"],
+            timeout=400.0,
+        )
+        assert done.returncode == 0, done.stderr
+    pairs = zip(losses(tmp_path / "true"), losses(tmp_path / "false"), strict=True)
+    for eight, sixteen in pairs:
+        assert eight == pytest.approx(sixteen, rel=0.02)
+
+
+def test_float8_products_are_really_used(tmp_path):
+    pytest.importorskip("torchao")
+    from torch.profiler import profile
+
+    from hpc_tune.engine.float8 import check_float8, use_float8
+
+    check_float8(torch.device("cuda"))
+    block = torch.nn.Sequential(torch.nn.Linear(256, 256, bias=False)).cuda().bfloat16()
+    block.requires_grad_(False)
+    assert use_float8([block]) == 1
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with profile() as found:
+        block(x).sum().backward()
+    assert "aten::_scaled_mm" in {event.key for event in found.key_averages()}

@@ -1,0 +1,170 @@
+"""What is put around a block or done to its weights changes memory and speed, and no loss."""
+
+import itertools
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from hpc_tune.model.builtin import write_tiny
+from tests.support.random_model import write_random_llama
+from tests.support.ranks import mpirun, rank_environment, run_ranks
+from tests.support.training import losses, many_runs, worst_gap
+
+STEPS = 10
+SMALL = [
+    "data.seq_len=128",
+    "data.eval_path=null",
+    "batch.global_size=8",
+    f"train.max_steps={STEPS}",
+    "run.tensorboard=false",
+    "run.threads=1",
+    "optim.warmup_steps=2",
+    "optim.lr=1e-2",
+]
+RECOMPUTE = ("none", "selective", "full")
+ACCUMULATION = (1, 2, 4)
+SMALL_BLOCK = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return tmp_path_factory.mktemp("methods")
+
+
+def settings(shared, name, *overrides):
+    caches = [f"data.cache={shared}", f"run.compile_cache={shared / 'compiled'}"]
+    return [*SMALL, *caches, f"run.dir={shared / name}", *overrides]
+
+
+def gaps(shared, n, runs, reference):
+    """Do runs on ``n`` ranks; return how far each one's losses are from the reference's."""
+    jobs = [{"overrides": settings(shared, f"{n} {name}", *o)} for name, o in runs.items()]
+    assert many_runs(n, jobs, shared, timeout=1500.0) == [0] * len(jobs)
+    return {name: worst_gap(losses(shared / f"{n} {name}"), reference) for name in runs}
+
+
+@pytest.fixture(scope="module")
+def references(shared):
+    """One rank, one micro-batch per step, nothing recomputed, nothing compiled."""
+    jobs = [
+        {"overrides": settings(shared, m, f"tune.method={m}", "batch.micro_size=8")}
+        for m in ("lora", "qlora")
+    ]
+    assert many_runs(1, jobs, shared) == [0, 0]
+    return {m: losses(shared / m) for m in ("lora", "qlora")}
+
+
+def variant(n, recompute, accumulation, compiled=False):
+    rows_per_rank = 8 // n
+    return [
+        "tune.method=lora",
+        f"parallel.shard={n}",
+        f"parallel.recompute={recompute}",
+        f"batch.micro_size={rows_per_rank // accumulation}",
+        f"train.compile={compiled}",
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_recompute_and_accumulation_change_no_loss(shared, references, n):
+    runs = {
+        f"{recompute} {accumulation}": variant(n, recompute, accumulation)
+        for recompute, accumulation in zip(RECOMPUTE, (4, 2, 4), strict=True)
+    }
+    found = gaps(shared, n, runs, references["lora"])
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("n", [1, 2])
+def test_recompute_accumulation_and_compilation_change_no_loss(shared, references, n):
+    runs = {
+        " ".join(map(str, choice)): variant(n, *choice)
+        for choice in itertools.product(RECOMPUTE, ACCUMULATION, (False, True))
+    }
+    found = gaps(shared, n, runs, references["lora"])
+    print(n, found)
+    assert max(found.values()) < 1e-5, found
+
+
+def test_a_4_bit_base_gives_the_same_losses_in_every_layout(shared, references):
+    runs = {
+        "replicated": ["parallel.replicate=2", "batch.micro_size=4"],
+        "sharded": ["parallel.shard=2", "parallel.reshard=block", "parallel.recompute=full"],
+        "pipeline": ["parallel.pipeline=2", "batch.micro_size=2"],
+    }
+    runs = {name: ["tune.method=qlora", *overrides] for name, overrides in runs.items()}
+    found = gaps(shared, 2, runs, references["qlora"])
+    assert max(found.values()) < 1e-5, found
+    assert worst_gap(references["lora"], references["qlora"]) > 1e-3, "nothing was rounded"
+
+
+def compile_cost(overrides, n=1):
+    """Return what compiling cost each rank of a run."""
+    program = ["-m", "tests.support.compile_cost", *overrides]
+    if n == 1:
+        done = run_ranks([sys.executable, *program], rank_environment(1), 600.0)
+    else:
+        done = mpirun(n, program, timeout=600.0)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_compiled_losses_are_those_of_eager_and_ragged_lengths_and_a_second_start_compile_nothing(
+    shared, references
+):
+    """One document per row: lengths differ from step to step. One graph forward, one backward."""
+    ragged = ["tune.method=lora", "data.packing=false", "data.seq_len=512", "batch.micro_size=8"]
+    ragged += ["train.max_steps=4"]
+    first = ["checkpoint.resume=none", *ragged]
+    [cold] = compile_cost(settings(shared, "cold", *first))
+    assert (cold["graphs"], cold["compiled"], cold["reused"]) == (1, 2, 0), cold
+    sharded = [*first, "parallel.shard=2", "batch.micro_size=4"]
+    two = compile_cost(settings(shared, "again", *sharded), 2)
+    assert [(c["graphs"], c["compiled"], c["reused"]) for c in two] == [(1, 0, 2)] * 2, two
+    found = gaps(shared, 1, {"eager": ragged}, losses(shared / "cold"))
+    found["two ranks"] = worst_gap(losses(shared / "again"), losses(shared / "cold"))
+    assert max(found.values()) < 1e-5, found
+    assert two[0]["seconds"] < cold["seconds"]
+
+
+def model_of(folder, layers):
+    """Write a small Llama of so many blocks, with the tokenizer of builtin:tiny."""
+    directory = folder / f"model-{layers}"
+    if not directory.exists():
+        write_random_llama(directory, 1, torch.float32, num_hidden_layers=layers, **SMALL_BLOCK)
+        write_tiny(folder / "tiny")
+        for file in (folder / "tiny").glob("tokenizer*"):
+            shutil.copy(file, directory)
+    return directory
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_32_blocks_compile_in_1_3_times_the_time_of_4(shared, tmp_path):
+    costs = {}
+    for start, layers in itertools.product(("first", "second"), (4, 32)):
+        model = model_of(tmp_path, layers)
+        costs[start, layers] = compile_cost(
+            settings(
+                tmp_path,
+                f"{start}-{layers}",
+                f"model.path={model}",
+                f"run.compile_cache={tmp_path / str(layers)}",
+                "batch.micro_size=8",
+            )
+        )[0]
+    print(costs)
+    assert costs["first", 32]["seconds"] < 1.3 * costs["first", 4]["seconds"]
+    for layers in (4, 32):
+        assert costs["second", layers]["compiled"] == 0
