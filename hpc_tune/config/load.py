@@ -64,25 +64,6 @@ def check(config: RunConfig) -> list[str]:
         f"{name}={value} is not available in hpc_tune yet; {instead}"
         for name, value, refused, instead in (
             ("tune.method", config.tune.method, {"qlora"}, "use lora, dora or full"),
-            ("parallel.engine", config.parallel.engine, {"deepspeed"}, "use native"),
-            (
-                "parallel.zero_stage",
-                config.parallel.zero_stage or 1,
-                None,
-                "leave it out and set parallel.shard",
-            ),
-            (
-                "parallel.offload_params",
-                config.parallel.offload_params,
-                {"nvme"},
-                "use none",
-            ),
-            (
-                "parallel.offload_optimizer",
-                config.parallel.offload_optimizer,
-                {"cpu", "nvme"},
-                "use none",
-            ),
             ("parallel.recompute", config.parallel.recompute, {"selective"}, "use none or full"),
             ("memory.governor", config.memory.governor, {"on"}, "use observe or off"),
             ("train.compile", config.train.compile, {True}, "use false"),
@@ -91,10 +72,7 @@ def check(config: RunConfig) -> list[str]:
         )
         if (value in refused if refused is not None else value != 1)
     ]
-    if config.parallel.zero_stage == 1:
-        problems.append(
-            "parallel.zero_stage needs the deepspeed engine, which is not available in hpc_tune yet"
-        )
+    problems += _check_zero(config)
     stages = config.parallel.stages_per_rank
     if stages > 1 and (config.parallel.pipeline or 1) == 1:
         problems.append(
@@ -114,6 +92,70 @@ def check(config: RunConfig) -> list[str]:
         problems.append("tune.dropout has no effect with tune.method=full; leave it out")
     if config.train.eval_every_steps and not config.data.eval_path:
         problems.append("train.eval_every_steps needs data.eval_path")
+    return problems
+
+
+def _check_zero(config: RunConfig) -> list[str]:
+    """Return what is wrong with the DeepSpeed engine's settings."""
+    parallel, stage = config.parallel, config.parallel.zero_stage
+    offloads = {
+        "offload_params": parallel.offload_params,
+        "offload_optimizer": parallel.offload_optimizer,
+    }
+    on_nvme = [name for name, place in offloads.items() if place == "nvme"]
+    problems = []
+    if stage is None:
+        if parallel.engine == "deepspeed":
+            problems.append("parallel.engine=deepspeed needs parallel.zero_stage=1, 2 or 3")
+        problems += [
+            f"parallel.{name}={place} needs parallel.zero_stage (the DeepSpeed engine)"
+            for name, place in offloads.items()
+            if place == "nvme" or (place == "cpu" and name == "offload_optimizer")
+        ]
+    else:
+        if parallel.engine == "native":
+            problems.append(
+                f"parallel.zero_stage={stage} is DeepSpeed's; use parallel.engine=deepspeed, or "
+                "leave zero_stage out"
+            )
+        problems += [
+            f"parallel.{axis}={value} with parallel.zero_stage={stage}: ZeRO splits over all "
+            f"ranks; leave {axis} out"
+            for axis in ("replicate", "shard", "tensor", "pipeline")
+            if (value := getattr(parallel, axis)) is not None
+            and (axis in ("replicate", "shard") or value > 1)
+        ]
+        problems += [
+            f"parallel.{name}={value} has no effect with parallel.zero_stage; leave it out"
+            for name, default in (
+                ("reshard", "auto"),
+                ("blocks_per_unit", 1),
+                ("reduce_dtype", "fp32"),
+            )
+            if (value := getattr(parallel, name)) != default
+        ]
+        if config.tune.method == "dora" and stage == 3:
+            problems.append(
+                "tune.method=dora with parallel.zero_stage=3: DoRA needs whole base weights for "
+                "their norms; use zero_stage 1 or 2"
+            )
+        if parallel.offload_params != "none" and stage < 3:
+            problems.append(
+                f"parallel.offload_params={parallel.offload_params} needs parallel.zero_stage=3: "
+                f"stage {stage} keeps all weights on each device"
+            )
+        if parallel.offload_optimizer == "nvme" and stage < 3:
+            problems.append("parallel.offload_optimizer=nvme needs parallel.zero_stage=3; use cpu")
+    if on_nvme and parallel.offload_path is None:
+        problems.append(
+            f"parallel.{on_nvme[0]}=nvme needs parallel.offload_path, a folder on a disk of the "
+            "node itself"
+        )
+    if parallel.offload_path is not None and not on_nvme:
+        problems.append(
+            "parallel.offload_path has no effect without parallel.offload_params=nvme or "
+            "parallel.offload_optimizer=nvme"
+        )
     return problems
 
 

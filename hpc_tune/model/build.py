@@ -298,8 +298,10 @@ def allocate(module: nn.Module, device: torch.device, sharded: torch.device | No
             owner._parameters[name] = first._parameters[first_name]
 
 
-def load_weights(built: BuiltModel) -> None:
+def load_weights(built: BuiltModel, parameters: bool = True) -> None:
     """Fill the allocated module: base weights from disk, adapters and buffers with first values.
+
+    With ``parameters=False`` only the buffers, for an engine that fills parameters by itself.
 
     Every parameter may be sharded; each rank reads only the regions that it keeps. Frozen weights
     that stay whole on a CPU are not read at all: they are the pages of the file, which the ranks of
@@ -310,6 +312,8 @@ def load_weights(built: BuiltModel) -> None:
         DataError: if a file is cut off or a shape is another than config.json says.
     """
     for name, parameter in _stored_tensors(built.module):
+        if not parameters and isinstance(parameter, nn.Parameter):
+            continue
         region = built.region(name, parameter)
         if stored := built.base_names.get(name):
             if _map_pages(built.index, stored, parameter, region):
@@ -319,7 +323,7 @@ def load_weights(built: BuiltModel) -> None:
         else:
             _init_adapter(name, region, built.seed)
     _init_buffers(built.module.causal_lm())
-    if built.tune.method == "dora":
+    if built.tune.method == "dora" and parameters:
         _init_magnitudes(built.module)
 
 
@@ -351,17 +355,19 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
 
 
 def _init_adapter(name: str, region: LocalRegion, seed: int) -> None:
-    """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero."""
-    local, shape = region.local, region.full_shape
-    if "lora_A" not in name:
-        local.zero_()
-        return
-    # A CPU generator looks at the lower 32 bits of its seed only.
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    full = torch.empty(shape, dtype=torch.float32)
-    full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
-    box = tuple(slice(o, o + n) for o, n in zip(region.offset, local.shape, strict=True))
-    local.copy_(full[box])
+    full = first_values(name, region.full_shape, seed)
+    box = zip(region.offset, region.local.shape, strict=True)
+    region.local.copy_(full[tuple(slice(o, o + n) for o, n in box)])
+
+
+def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero; fp32."""
+    full = torch.zeros(shape, dtype=torch.float32)
+    if "lora_A" in name:
+        # A CPU generator looks at the lower 32 bits of its seed only.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
+    return full
 
 
 def _init_buffers(model: Any) -> None:

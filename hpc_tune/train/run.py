@@ -21,6 +21,7 @@ from hpc_tune.data.loader import Loader, eval_batches
 from hpc_tune.engine.base import Engine
 from hpc_tune.engine.mesh import Layout, Place
 from hpc_tune.engine.native import NativeEngine
+from hpc_tune.engine.zero import ZeroEngine
 from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
@@ -113,7 +114,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     engine = together(
         session,
         "loading the model",
-        lambda: NativeEngine(built, layout, session.device, config.optim, parallel),
+        lambda: _make_engine(built, layout, session, config.optim, parallel),
     )
     step, saved = 0, None
     if checkpoint is not None:
@@ -200,6 +201,20 @@ def _bytes_per_rank(governor: Governor, session: Session) -> int:
     else:
         least = governor.limit.num_bytes // session.world.local_size
     return -int(max_of(session, [-least])[0])
+
+
+def _make_engine(
+    built: BuiltModel,
+    layout: Layout,
+    session: Session,
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+) -> Engine:
+    match parallel.zero_stage:
+        case None:
+            return NativeEngine(built, layout, session.device, optim, parallel)
+        case _:
+            return ZeroEngine(built, layout, session.device, optim, parallel)
 
 
 def _device_name(session: Session) -> str:

@@ -1,0 +1,114 @@
+"""The flat buffers in which ZeRO keeps weights, as boxes of the tensors they are cut from.
+
+ZeRO lays tensors end to end and gives each rank a run of consecutive values. Such a run is a few
+boxes (the rest of a row, whole rows, the start of a row), and a box is what model files and
+checkpoints are read and written by. So each rank reads and writes its own values and nothing is
+gathered.
+
+    Span: values [start, start + num) of a tensor, at position ``at`` of a flat buffer
+    boxes: the boxes of such a run, in the order of the values
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpc_tune.model.weights import Region, TensorIndex
+
+
+@dataclass(frozen=True)
+class Span:
+    """The run of ``num`` values from ``start`` of the flattened tensor ``name`` of ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    num: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One flat fp32 buffer that this rank's optimizer updates, and what lies in it.
+
+    ``number`` is the buffer's index in the optimizer.
+    """
+
+    number: int
+    flat: torch.Tensor
+    spans: tuple[Span, ...]
+
+
+def boxes(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offset, shape) of the boxes that the values [start, stop) of a tensor make up.
+
+    They come in the order of the values; a matrix gives at most three.
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        first, last = last, last
+        yield from _within(shape, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _within(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        rest = tuple(shape[1:])
+        yield (first, *(0,) * len(rest)), (last - first, *rest)
+    if last * row < stop:
+        yield from _within(shape, last, 0, stop - last * row)
+
+
+def _within(
+    shape: Sequence[int], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, box in boxes(shape[1:], start, stop):
+        yield (row, *offset), (1, *box)
+
+
+def fill(index: TensorIndex, name: str, span: Span, flat: torch.Tensor) -> None:
+    """Read the values of a span from the tensor ``name`` into their place in ``flat``.
+
+    Raises:
+        HpcTuneError: if the tensor on disk has another shape or cannot be read.
+    """
+    at = span.at
+    for offset, box in boxes(span.shape, span.start, span.start + span.num):
+        num = math.prod(box)
+        index.fill(flat[at : at + num].view(box), name, offset)
+        at += num
+
+
+def regions(name: str, span: Span, values: Callable[[], torch.Tensor]) -> Iterator[Region]:
+    """Yield what is to be written of a span under ``name``; ``values`` gives the flat buffer."""
+    at = span.at
+    for number, (offset, box) in enumerate(boxes(span.shape, span.start, span.start + span.num)):
+        yield Region(
+            name,
+            torch.float32,
+            box,
+            offset,
+            span.shape,
+            _Cut(values, at, math.prod(box)),
+            f"{name}#{number}" if number else "",
+        )
+        at += math.prod(box)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    values: Callable[[], torch.Tensor]
+    at: int
+    num: int
+
+    def __call__(self) -> torch.Tensor:
+        return self.values().detach()[self.at : self.at + self.num]
