@@ -32,8 +32,8 @@ from hpc_tune.config.schema import OptimConfig, ParallelConfig
 from hpc_tune.engine import zero_settings, zero_state
 from hpc_tune.engine.base import StepResult
 from hpc_tune.engine.mesh import Layout
-from hpc_tune.engine.optim import adamw_of, first_state, weight_decay_groups
-from hpc_tune.engine.zero_state import Partition, Span
+from hpc_tune.engine.optim import adamw_of, weight_decay_groups
+from hpc_tune.engine.zero_state import Span
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
 from hpc_tune.log import log
 from hpc_tune.model.blocks import block_list
@@ -84,7 +84,12 @@ class ZeroEngine:
             assert optimizer is not None
             self._engine = _start(built.module, optimizer, settings)
         self._zero = self._engine.optimizer
-        self._partitions = tuple(self._find_partitions(built))
+        self._trained = {
+            built.saved_names[name]: p
+            for name, p in built.module.named_parameters()
+            if p.requires_grad
+        }
+        self._partitions = zero_state.partitions(self._zero, self._stage, self._trained)
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
@@ -123,19 +128,18 @@ class ZeroEngine:
     def save(self, directory: Path) -> WrittenFile | None:
         """Write the values that this rank updates; nothing is gathered."""
         regions: list[Region] = []
-        holder = _Resident(self._zero, self._swappable)
+        resident = zero_state.Resident(self._zero, self._stage)
         for partition in self._partitions:
             for span in partition.spans:
                 for part in ("", *STATE_NAMES):
-                    values = functools.partial(self._values, holder, partition, part)
-                    name = f"{part}.{span.name}" if part else span.name
-                    regions += zero_state.regions(name, span, values)
+                    values = functools.partial(resident.values, partition, part)
+                    regions += zero_state.regions(_named(part, span.name), span, values)
         try:
             if not regions:
                 return None
             return write_regions(directory / f"rank-{dist.get_rank():05d}.safetensors", regions)
         finally:
-            holder.release()
+            resident.release()
 
     def load(self, directory: Path, step: int) -> None:
         """Read what any layout saved.
@@ -144,29 +148,22 @@ class ZeroEngine:
             CheckpointError: if a tensor is missing or has another shape.
         """
         index = index_checkpoint(directory)
-        for span in (span for partition in self._partitions for span in partition.spans):
-            for name in (span.name, *(f"{part}.{span.name}" for part in STATE_NAMES)):
-                if name not in index.pieces:
-                    raise CheckpointError(f"{directory}: it has no {name}; it is of another model")
+        for name in self._trained:
+            for part in ("", *STATE_NAMES):
+                if _named(part, name) not in index.pieces:
+                    raise CheckpointError(
+                        f"{directory}: it has no {_named(part, name)}; it is of another model"
+                    )
         if self._stage == 3:
             self._zero._partition_all_parameters()
         for partition in self._partitions:
-            swapped = self._swappable(partition.number)
-            if swapped:
-                self._zero._optimizer_states_and_gradient_swap_in(partition.number)
-            state = self._zero.optimizer.state.setdefault(partition.flat, {})
-            if not state:
-                state.update(first_state(partition.flat.detach()))
-            for span in partition.spans:
-                zero_state.fill(index, span.name, span, partition.flat.detach())
-                for part in STATE_NAMES:
-                    zero_state.fill(index, f"{part}.{span.name}", span, state[part])
-            state["step"].fill_(float(step))
-            if self._stage == 3:
-                self._zero._reassign_or_swap_out_partitioned_parameters(partition.number)
-            if swapped:
-                self._zero._optimizer_states_and_gradient_swap_out(partition.number)
-        if self._stage < 3:
+            with zero_state.changed(self._zero, self._stage, partition) as state:
+                for span in partition.spans:
+                    zero_state.fill(index, span.name, span, partition.flat.detach())
+                    for part in STATE_NAMES:
+                        zero_state.fill(index, _named(part, span.name), span, state[part])
+                state["step"].fill_(float(step))
+        if self._stage < 3:  # each rank works with whole weights, of which it updates its part
             for name, parameter in self._trained.items():
                 index.fill(parameter.detach(), name)
 
@@ -198,16 +195,6 @@ class ZeroEngine:
             return torch.autocast(self._device.type, self._dtype)
         return nullcontext()
 
-    def _swappable(self, number: int) -> bool:
-        return self._stage == 3 and self._zero._swappable_optimizer_subgroup(number)
-
-    def _values(self, holder: "_Resident", partition: Partition, part: str) -> torch.Tensor:
-        holder.hold(partition.number)
-        if not part:
-            return partition.flat
-        state = self._zero.optimizer.state.get(partition.flat)
-        return state[part] if state else torch.zeros_like(partition.flat)
-
     def _load(
         self, built: BuiltModel, optim: OptimConfig, settings: dict[str, Any]
     ) -> torch.optim.AdamW:
@@ -224,57 +211,10 @@ class ZeroEngine:
         now = dict(built.module.named_parameters())
         return adamw_of([{**g, "params": [now[n] for n in g["params"]]} for g in groups], optim)
 
-    def _find_partitions(self, built: BuiltModel) -> Iterator[Partition]:
-        """Yield which values of which tensors this rank updates."""
-        names = {
-            p: built.saved_names[n] for n, p in built.module.named_parameters() if p.requires_grad
-        }
-        self._trained = {name: p for p, name in names.items()}
-        zero: Any = self._zero
-        if self._stage == 3:
-            for number, group in enumerate(zero.fp16_groups):
-                spans, at = [], 0
-                for p in group:
-                    held = p.partition_numel()
-                    start = held * dist.get_rank()
-                    num = min(held, p.ds_numel - start)
-                    if num > 0:
-                        spans.append(Span(names[p], tuple(p.ds_shape), start, num, at))
-                    at += held
-                yield Partition(number, zero.fp32_partitioned_groups_flat[number], tuple(spans))
-            return
-        for number, group in enumerate(zero.bit16_groups):
-            spans = []
-            for p in group:
-                if p._hp_mapping is not None:
-                    here, there = (
-                        p._hp_mapping.lp_fragment_address,
-                        p._hp_mapping.hp_fragment_address,
-                    )
-                    spans.append(
-                        Span(names[p], tuple(p.shape), here.start, here.numel, there.start)
-                    )
-            yield Partition(number, zero.single_partition_of_fp32_groups[number], tuple(spans))
 
-
-class _Resident:
-    """Holds one group's optimizer state in memory, if it lives on NVMe."""
-
-    def __init__(self, zero: Any, swappable: Any) -> None:
-        self._zero, self._swappable = zero, swappable
-        self._held: int | None = None
-
-    def hold(self, number: int) -> None:
-        if self._held == number or not self._swappable(number):
-            return
-        self.release()
-        self._zero._optimizer_states_and_gradient_swap_in(number)
-        self._held = number
-
-    def release(self) -> None:
-        if self._held is not None:
-            self._zero._release_swap_buffers(self._held)
-            self._held = None
+def _named(part: str, name: str) -> str:
+    """Return what a tensor, or a part of its optimizer state, is called in a checkpoint."""
+    return f"{part}.{name}" if part else name
 
 
 def _connect(device: torch.device, needs_aio: bool) -> None:
@@ -361,9 +301,9 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
     offloaded = "offload_param" in settings["zero_optimization"]
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in built.module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append((owner, name))
+        for attribute, tensor in owner._parameters.items():
+            if tensor is not None:
+                owners.setdefault(tensor, []).append((owner, attribute))
     for name, meta in list(built.module.named_parameters()):
         # One value in memory, expanded: it only has to have the shape.
         one = torch.empty(1, dtype=meta.dtype, device=device).expand(meta.shape)
@@ -371,18 +311,14 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
         maker._convert_to_deepspeed_param(parameter)
         held = -(-meta.numel() // maker.dp_world_size)
         swapper = maker.param_swapper
-        swapped = (
-            swapper is not None
-            and meta.dtype == swapper.dtype
-            and swapper.swappable_tensor(numel=held)
-        )
+        # The swapper has buffers of one dtype, and leaves what is small to the CPU.
+        swapped = swapper and meta.dtype == first.dtype and swapper.swappable_tensor(numel=held)
         if swapped:
             flat: Any = torch.empty(0, dtype=meta.dtype)
             flat.data = swapper.get_buffer(parameter, held).data
         else:
             flat = torch.empty(held, dtype=meta.dtype, device="cpu" if offloaded else device)
-            if maker.pin_memory:
-                flat = flat.pin_memory()
+            flat = flat.pin_memory() if maker.pin_memory else flat
         flat.ds_numel = held
         flat.status = PartitionedParamStatus.AVAILABLE
         flat.final_location = OffloadDeviceEnum.nvme if swapped else None
@@ -396,9 +332,9 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
         for owner, attribute in owners[meta]:
             owner._parameters[attribute] = parameter
     for owner in built.module.modules():
-        for name, buffer in owner._buffers.items():
+        for attribute, buffer in owner._buffers.items():
             if buffer is not None:
-                owner._buffers[name] = torch.empty_like(buffer, device=device)
+                owner._buffers[attribute] = torch.empty_like(buffer, device=device)
     load_weights(built, parameters=False)
 
 

@@ -10,11 +10,16 @@ gathered.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from hpc_tune.engine.optim import first_state
 from hpc_tune.model.weights import Region, TensorIndex
 
 
@@ -112,3 +117,80 @@ class _Cut:
 
     def __call__(self) -> torch.Tensor:
         return self.values().detach()[self.at : self.at + self.num]
+
+
+def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tuple[Partition, ...]:
+    """Return which values of the tensors ``trained`` this rank's optimizer updates."""
+    names = {parameter: name for name, parameter in trained.items()}
+    found = []
+    if stage == 3:
+        for number, group in enumerate(zero.fp16_groups):
+            spans, at = [], 0
+            for p in group:
+                held = p.partition_numel()
+                start = held * dist.get_rank()
+                num = min(held, p.ds_numel - start)  # the last ranks' parts may be padding
+                if num > 0:
+                    spans.append(Span(names[p], tuple(p.ds_shape), start, num, at))
+                at += held
+            flat = zero.fp32_partitioned_groups_flat[number]
+            found.append(Partition(number, flat, tuple(spans)))
+        return tuple(found)
+    for number, group in enumerate(zero.bit16_groups):
+        spans = []
+        for p in group:
+            if (mapping := p._hp_mapping) is not None:
+                start, num = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+                at = mapping.hp_fragment_address.start
+                spans.append(Span(names[p], tuple(p.shape), start, num, at))
+        flat = zero.single_partition_of_fp32_groups[number]
+        found.append(Partition(number, flat, tuple(spans)))
+    return tuple(found)
+
+
+class Resident:
+    """Reads the buffers of partitions, one of which is in memory where they live on NVMe."""
+
+    def __init__(self, zero: Any, stage: int) -> None:
+        self._zero, self._stage = zero, stage
+        self._held: int | None = None
+
+    def values(self, partition: Partition, part: str) -> torch.Tensor:
+        """Return the weights (``part`` is empty) or a part of the optimizer state."""
+        if _is_swapped(self._zero, self._stage, partition) and self._held != partition.number:
+            self.release()
+            self._zero._optimizer_states_and_gradient_swap_in(partition.number)
+            self._held = partition.number
+        if not part:
+            return partition.flat
+        state = self._zero.optimizer.state.get(partition.flat)
+        return state[part] if state else torch.zeros_like(partition.flat)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._held is not None:
+            self._zero._release_swap_buffers(self._held)
+            self._held = None
+
+
+@contextmanager
+def changed(zero: Any, stage: int, partition: Partition) -> Iterator[dict[str, torch.Tensor]]:
+    """Give the optimizer state of a partition, whose buffers are written to in the block.
+
+    Stage 3's own weights follow afterwards.
+    """
+    swapped = _is_swapped(zero, stage, partition)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_in(partition.number)
+    state = zero.optimizer.state.setdefault(partition.flat, {})
+    if not state:
+        state.update(first_state(partition.flat.detach()))
+    yield state
+    if stage == 3:
+        zero._reassign_or_swap_out_partitioned_parameters(partition.number)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_out(partition.number)
+
+
+def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:
+    return stage == 3 and bool(zero._swappable_optimizer_subgroup(partition.number))
