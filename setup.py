@@ -38,8 +38,10 @@ setup(
         "transformers>=5.17,<6",
     ],
     extras_require={
+        "deepspeed": ["deepspeed>=0.19.8"],
         "demo": ["gguf>=0.10"],
         "test": [
+            "deepspeed>=0.19.8",
             "gguf>=0.10",
             "hypothesis>=6.100",
             "mypy>=1.14",

@@ -146,7 +146,7 @@ def _check_zero(config: RunConfig) -> list[str]:
             )
         if parallel.offload_optimizer == "nvme" and stage < 3:
             problems.append("parallel.offload_optimizer=nvme needs parallel.zero_stage=3; use cpu")
-    if on_nvme and parallel.offload_path is None:
+    if on_nvme and stage is not None and parallel.offload_path is None:
         problems.append(
             f"parallel.{on_nvme[0]}=nvme needs parallel.offload_path, a folder on a disk of the "
             "node itself"

@@ -288,6 +288,10 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
 
     What ``zero.Init`` does would allocate every parameter whole and send it from rank 0.
     """
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
+        AsyncPartitionedParameterSwapper,
+    )
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
     from deepspeed.runtime.zero.partition_parameters import (
         Init,
@@ -296,9 +300,14 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
         free_param,
     )
 
-    first = next(built.module.parameters())
-    maker = Init(config_dict_or_path=settings, dtype=first.dtype)
-    offloaded = "offload_param" in settings["zero_optimization"]
+    dtype = next(built.module.parameters()).dtype
+    zero = settings["zero_optimization"]
+    offload = zero.get("offload_param", {}).get("device")
+    swapper: Any = None
+    if offload == "nvme":
+        # Init would make one of a dtype of its own on a CPU, whatever it is told.
+        swapper = AsyncPartitionedParameterSwapper(DeepSpeedConfig(settings), dtype)
+    maker = Init(config_dict_or_path=settings, dtype=dtype, param_swapper=swapper)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in built.module.modules():
         for attribute, tensor in owner._parameters.items():
@@ -310,14 +319,18 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
         parameter: Any = nn.Parameter(one, requires_grad=meta.requires_grad)
         maker._convert_to_deepspeed_param(parameter)
         held = -(-meta.numel() // maker.dp_world_size)
-        swapper = maker.param_swapper
-        # The swapper has buffers of one dtype, and leaves what is small to the CPU.
-        swapped = swapper and meta.dtype == first.dtype and swapper.swappable_tensor(numel=held)
+        # The swapper has buffers of one dtype, and what stays gathered must not be swapped.
+        swapped = (
+            swapper is not None
+            and meta.dtype == dtype
+            and meta.numel() > zero["stage3_param_persistence_threshold"]
+            and swapper.swappable_tensor(numel=held)
+        )
         if swapped:
             flat: Any = torch.empty(0, dtype=meta.dtype)
             flat.data = swapper.get_buffer(parameter, held).data
         else:
-            flat = torch.empty(held, dtype=meta.dtype, device="cpu" if offloaded else device)
+            flat = torch.empty(held, dtype=meta.dtype, device="cpu" if offload else device)
             flat = flat.pin_memory() if maker.pin_memory else flat
         flat.ds_numel = held
         flat.status = PartitionedParamStatus.AVAILABLE

@@ -33,9 +33,9 @@ def settings(
     parameters = list(built.module.parameters())
     block = max(sum(p.numel() for p in b.parameters()) for b in block_list(built.module))
     # Vectors and adapters stay gathered between steps: many small messages would be sent for them.
-    kept = [p.numel() for p in parameters if p.dim() < 2]
-    if built.tune.method != "full":
-        kept += [p.numel() for p in parameters if p.requires_grad]
+    full = built.tune.method == "full"
+    adapters = [p.numel() for p in parameters if p.requires_grad and not full]
+    kept = adapters + [p.numel() for p in parameters if p.dim() < 2]
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
         "reduce_bucket_size": BUCKET_VALUES,
@@ -60,7 +60,8 @@ def settings(
             **common,
             "buffer_count": NVME_BUFFERS,
             "buffer_size": -(-largest // dist.get_world_size()),
-            "max_in_cpu": 0,
+            # Trained values that stay in host memory: adapters do.
+            "max_in_cpu": sum(adapters),
         }
     return {
         "train_micro_batch_size_per_gpu": 1,

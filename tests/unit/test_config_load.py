@@ -262,10 +262,6 @@ def test_bad_yaml_says_where(write, text):
     ("override", "said"),
     [
         ("tune.method=qlora", "tune.method=qlora is not available in hpc_tune yet; use lora"),
-        ("parallel.engine=deepspeed", "parallel.engine=deepspeed is not available"),
-        ("parallel.zero_stage=1", "parallel.zero_stage"),
-        ("parallel.zero_stage=3", "parallel.zero_stage=3 is not available"),
-        ("parallel.offload_optimizer=nvme", "parallel.offload_optimizer=nvme is not available"),
         ("parallel.recompute=selective", "parallel.recompute=selective is not available"),
         ("memory.governor='on'", "memory.governor=on is not available"),
         ("train.compile=true", "train.compile=True is not available"),
