@@ -4,7 +4,6 @@ import shutil
 import subprocess
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.support.training import losses, many_runs, outcome, rows, train, worst_gap
@@ -129,19 +128,14 @@ def test_a_checkpoint_goes_from_zero_3_to_native_to_zero_2_and_exports_the_same(
         for d in (shared / "lora travels", references["lora"])
     )
     assert mine.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.allclose(mine[name], tensor, atol=1e-5), name
+    gap = sum((mine[name] - tensor).square().sum() for name, tensor in wanted.items())
+    assert gap < 1e-10 * sum(tensor.square().sum() for tensor in wanted.values())
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [("/nowhere/at/all", "no such folder"), ("/proc", "cannot be used")],
-)
-def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(tmp_path, path, said):
-    overrides = [*SMALL, f"run.dir={tmp_path}", *NVME, f"parallel.offload_path={path}"]
-    done = train(overrides, n=2)
+def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_path):
+    overrides = [*SMALL, f"run.dir={tmp_path}", f"data.cache={shared}", *NVME]
+    done = train([*overrides, "parallel.offload_path=/nowhere/at/all"], n=2)
     assert done.returncode != 0
-    assert f"parallel.offload_path={path}" in done.stderr
-    assert said in done.stderr
+    assert "parallel.offload_path=/nowhere/at/all: no such folder" in done.stderr
     assert done.stderr.count("parallel.offload_path") == 1
     assert outcome(tmp_path)["exit_code"] == 2
