@@ -15,6 +15,8 @@ export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 endif
 export PATH := $(BIN):$(PATH)
+# DeepSpeed's C++ parts are compiled where they are used, not at its installation.
+export DS_BUILD_OPS = 0
 
 .PHONY: demo test lint soak clean
 
@@ -45,6 +47,7 @@ $(VENV)/.%: setup.py constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt torch
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]'
 	sh tools/ensure_mpirun.sh $(VENV)
+	sh tools/ensure_libaio.sh
 	touch $@
 
 clean:

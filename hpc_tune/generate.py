@@ -7,14 +7,8 @@ import torch
 
 from hpc_tune.checkpoint.locate import locate
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.model.build import (
-    allocate,
-    build,
-    compute_dtype,
-    load_tokenizer,
-    load_trained,
-    load_weights,
-)
+from hpc_tune.model.build import build, compute_dtype, load_tokenizer
+from hpc_tune.model.load import allocate, load_trained, load_weights
 
 
 def answer(

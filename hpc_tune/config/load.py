@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from hpc_tune.config.combinations import check
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 
@@ -56,94 +57,6 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(_list(problems))
     assert config is not None
     return config
-
-
-def check(config: RunConfig) -> list[str]:
-    """Return what is wrong with a configuration whose fields are each valid."""
-    problems = [
-        f"{name}={value} is not available in hpc_tune yet; {instead}"
-        for name, value, refused, instead in (
-            ("parallel.engine", config.parallel.engine, {"deepspeed"}, "use native"),
-            (
-                "parallel.zero_stage",
-                config.parallel.zero_stage or 1,
-                None,
-                "leave it out and set parallel.shard",
-            ),
-            (
-                "parallel.offload_params",
-                config.parallel.offload_params,
-                {"nvme"},
-                "use none",
-            ),
-            (
-                "parallel.offload_optimizer",
-                config.parallel.offload_optimizer,
-                {"cpu", "nvme"},
-                "use none",
-            ),
-            ("memory.governor", config.memory.governor, {"on"}, "use observe or off"),
-            ("run.wandb", config.run.wandb, {True}, "use run.tensorboard"),
-        )
-        if (value in refused if refused is not None else value != 1)
-    ]
-    if config.parallel.zero_stage == 1:
-        problems.append(
-            "parallel.zero_stage needs the deepspeed engine, which is not available in hpc_tune yet"
-        )
-    stages = config.parallel.stages_per_rank
-    if stages > 1 and (config.parallel.pipeline or 1) == 1:
-        problems.append(
-            f"parallel.stages_per_rank={stages} has no effect without parallel.pipeline > 1"
-        )
-    if config.parallel.reduce_dtype != "fp32" and config.tune.method != "full":
-        problems.append(
-            f"parallel.reduce_dtype={config.parallel.reduce_dtype} has no effect without "
-            "tune.method=full: adapters' gradients are added up in fp32"
-        )
-    if (config.parallel.tensor or 1) > 1 and config.tune.method == "dora":
-        problems.append(
-            "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "
-            "use lora, or parallel.shard"
-        )
-    if (config.parallel.tensor or 1) > 1 and config.tune.method == "qlora":
-        problems.append(
-            "tune.method=qlora with parallel.tensor > 1: packed 4-bit weights are not split along "
-            "heads; use parallel.shard or parallel.pipeline, or tune.method=lora"
-        )
-    problems += _float8_problems(config) if config.train.float8 else []
-    if config.train.compile and (config.parallel.tensor or 1) > 1:
-        problems.append(
-            "train.compile=true with parallel.tensor > 1 is not available in hpc_tune yet; "
-            "use one of them"
-        )
-    if config.tune.method == "full" and config.tune.dropout:
-        problems.append("tune.dropout has no effect with tune.method=full; leave it out")
-    if config.train.eval_every_steps and not config.data.eval_path:
-        problems.append("train.eval_every_steps needs data.eval_path")
-    return problems
-
-
-def _float8_problems(config: RunConfig) -> list[str]:
-    """Return why float8 cannot be, as far as the configuration tells."""
-    problems = []
-    if config.run.device == "cpu":
-        problems.append("train.float8=true needs a GPU, and run.device=cpu; use train.float8=false")
-    if config.model.dtype == "fp32":
-        problems.append("train.float8=true with model.dtype=fp32; use bf16 or auto")
-    if not config.train.compile:
-        problems.append(
-            "train.float8=true without train.compile=true is slower than bf16, since its casts are "
-            "not fused; set train.compile=true"
-        )
-    if config.tune.method in ("dora", "qlora"):
-        problems.append(
-            f"train.float8=true with tune.method={config.tune.method}: its products are not plain "
-            "ones; use lora or full"
-        )
-    if (config.parallel.tensor or 1) > 1:
-        problems.append("train.float8=true with parallel.tensor > 1 is not available; use one")
-    return problems
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:

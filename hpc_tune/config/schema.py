@@ -165,7 +165,8 @@ class ParallelConfig(_Part):
     """How the model is spread: replicate x shard x tensor x pipeline is the world size."""
 
     engine: Literal["auto", "native", "deepspeed"] = Field(
-        "auto", description="auto: native PyTorch."
+        "auto",
+        description="auto: DeepSpeed where zero_stage is set, else native PyTorch.",
     )
     replicate: PositiveInt | None = Field(
         None,
@@ -208,13 +209,23 @@ class ParallelConfig(_Part):
         "digits with many ranks.",
     )
     zero_stage: Literal[1, 2, 3] | None = Field(
-        None, description="The DeepSpeed ZeRO stage (arXiv:1910.02054)."
+        None,
+        description="The DeepSpeed ZeRO stage (arXiv:1910.02054): 1 splits the optimizer state "
+        "over all ranks, 2 the gradients too, 3 the weights too.",
     )
     offload_params: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="Where idle weights wait."
+        "none",
+        description="Where idle weights wait: cpu and nvme free device memory and cost a transfer "
+        "in each pass (zero_stage=3).",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="Where optimizer state lives."
+        "none",
+        description="Where optimizer state lives; cpu updates the weights on the host (zero_stage "
+        "1 to 3), nvme too, with the state on disk (zero_stage=3).",
+    )
+    offload_path: str | None = Field(
+        None,
+        description="The folder for nvme, on a disk of the node itself; used by one job at a time.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",

@@ -32,7 +32,8 @@ from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import wrap_blocks
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.build import BuiltModel, allocate, load_weights
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.weights import Region, WrittenFile, index_checkpoint, write_regions
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,25 +31,35 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def make_adamw(parameters: Sequence[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """Return a fused AdamW whose state is allocated now: 8 bytes per trained value.
+    """Return a fused AdamW whose state is allocated now: 8 bytes per trained value."""
+    adamw = adamw_of(weight_decay_groups(parameters, optim), optim)
+    for parameter in parameters:
+        adamw.state[parameter] = first_state(parameter)
+    return adamw
 
-    Matrices get weight decay, vectors (norms, biases, magnitudes) do not.
-    """
+
+def weight_decay_groups(
+    parameters: Sequence[nn.Parameter], optim: OptimConfig
+) -> list[dict[str, Any]]:
+    """Return AdamW's groups: matrices get weight decay, vectors (norms, biases) do not."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=True,
+    return [group for group in groups if group["params"]]
+
+
+def adamw_of(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.AdamW:
+    """Return a fused AdamW over ``groups``, without state until its first step."""
+    return torch.optim.AdamW(
+        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
     )
-    for parameter in parameters:
-        adamw.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return adamw
+
+
+def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return AdamW's state of one parameter before its first step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }

@@ -2,15 +2,12 @@
 
 read_shape      config.json only: what can be checked before any rank starts work
 build           the module tree with adapters, no byte of weights
-(the engine shards and allocates it)
-load_weights    each rank reads its own regions; adapters and buffers get their first values
+(the engine shards it; then see load.py)
 """
 
 import hashlib
 import json
-import math
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,20 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.quantize import fill_packed, four_bit_layers, quantize_linears
+from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.weights import (
-    TensorIndex,
-    index_checkpoint,
-    index_model_directory,
-    local_region,
-)
+from hpc_tune.model.weights import TensorIndex, index_model_directory, local_region
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -174,16 +165,16 @@ def build(
             config, dtype=torch.float32 if tune.method == "full" else dtype
         )
     model.config.use_cache = False
-    index = stored_index or ShapeIndex(_stored_tensors(model))
-    shapes = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(model)}
+    index = stored_index or ShapeIndex(stored_tensors(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if tune.method == "qlora":
         quantize_linears(block_list(model), dtype)
-    names = {id(t): n for n, t in _stored_tensors(model)}
+    names = {id(t): n for n, t in stored_tensors(model)}
     root: nn.Module = model if tune.method == "full" else _with_adapters(model, tune)
     module = LossModel(root, config)
     module.train()
     base_names, missing = {}, []
-    for name, tensor in _stored_tensors(module):
+    for name, tensor in stored_tensors(module):
         if id(tensor) in names:
             stored = _stored_name(names[id(tensor)], model, index)
             base_names[name] = stored or ""
@@ -225,7 +216,7 @@ def build(
     )
 
 
-def _stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what a model directory stores: parameters (tied ones once) and persistent buffers."""
     yield from module.named_parameters()
     for path, owner in module.named_modules():
@@ -286,118 +277,6 @@ def _stored_name(name: str, model: Any, index: TensorIndex | ShapeIndex) -> str 
     if name == "model.embed_tokens.weight" or name.endswith("embed_tokens.weight"):
         candidates.append("lm_head.weight")
     return next((c for c in candidates if c in index.pieces), None)
-
-
-def allocate(module: nn.Module, device: torch.device, sharded: torch.device | None = None) -> None:
-    """Give every parameter and buffer raw memory on ``device``; tied weights stay tied.
-
-    Sharded parameters go to the device ``sharded`` instead, where they are offloaded.
-    """
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((owner, name))
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        offloaded = sharded is not None and isinstance(tensor, DTensor)
-        return torch.empty_like(tensor, device=sharded if offloaded else device)
-
-    module._apply(empty)
-    for (first, first_name), *others in owners.values():
-        for owner, name in others:
-            owner._parameters[name] = first._parameters[first_name]
-
-
-def load_weights(built: BuiltModel) -> None:
-    """Fill the allocated module: base weights from disk, adapters and buffers with first values.
-
-    Every parameter may be sharded; each rank reads only the regions that it keeps. Frozen weights
-    that stay whole on a CPU are not read at all: they are the pages of the file, which the ranks of
-    a node share. The first values of adapters depend on (seed, name) alone, so they are the same in
-    every layout.
-
-    Raises:
-        DataError: if a file is cut off or a shape is another than config.json says.
-    """
-    packed = dict(four_bit_layers(built.module))
-    for name, parameter in _stored_tensors(built.module):
-        region = built.region(name, parameter)
-        if stored := built.base_names.get(name):
-            if name in packed:
-                fill_packed(packed[name], region.local, region.offset[0], built.index, stored)
-            elif not _map_pages(built.index, stored, parameter, region) and region.local.numel():
-                built.index.fill(region.local, stored, region.offset)
-        else:
-            _init_adapter(name, region, built.seed)
-    _init_buffers(built.module.causal_lm())
-    if built.tune.method == "dora":
-        _init_magnitudes(built.module)
-
-
-def _map_pages(
-    index: TensorIndex | ShapeIndex, stored: str, parameter: torch.Tensor, region: LocalRegion
-) -> bool:
-    """Make a frozen CPU tensor that is not sharded the file's own pages, if it has their dtype."""
-    if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):
-        return False
-    pages = index.mapped(stored, parameter.dtype)
-    if pages is None or tuple(pages.shape) != region.full_shape:
-        return False
-    box = tuple(slice(o, o + n) for o, n in zip(region.offset, parameter.shape, strict=True))
-    parameter.data = pages[box]
-    return True
-
-
-def load_trained(built: BuiltModel, checkpoint: Path) -> None:
-    """Fill the trained parameters from a checkpoint's directory, whatever layout saved it.
-
-    Raises:
-        CheckpointError: if a file is damaged or a tensor has another shape.
-    """
-    index = index_checkpoint(checkpoint)
-    for name, parameter in built.module.named_parameters():
-        if saved := built.saved_names.get(name):
-            region = built.region(name, parameter)
-            index.fill(region.local, saved, region.offset)
-
-
-def _init_adapter(name: str, region: LocalRegion, seed: int) -> None:
-    """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero."""
-    local, shape = region.local, region.full_shape
-    if "lora_A" not in name:
-        local.zero_()
-        return
-    # A CPU generator looks at the lower 32 bits of its seed only.
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    full = torch.empty(shape, dtype=torch.float32)
-    full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
-    box = tuple(slice(o, o + n) for o, n in zip(region.offset, local.shape, strict=True))
-    local.copy_(full[box])
-
-
-def _init_buffers(model: Any) -> None:
-    """Give buffers that no file stores (rotary frequencies, scales) their values, in place."""
-    from transformers.initialization import guard_torch_init_functions
-
-    stored: list[Any] = [tensor for _, tensor in _stored_tensors(model)]
-    for tensor in stored:
-        tensor._is_hf_initialized = True  # so that transformers leaves it as it was read
-    with guard_torch_init_functions():
-        for module in model.modules():
-            if module._non_persistent_buffers_set:
-                model._init_weights(module)
-
-
-def _init_magnitudes(module: nn.Module) -> None:
-    """DoRA's magnitude: the L2 norm of each output row of the base weight (B is zero at first)."""
-    layers: Any = module.modules()
-    for layer in layers:
-        for name, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
-            base = layer.get_base_layer().weight.detach()
-            full = base.full_tensor() if isinstance(base, DTensor) else base
-            assert name == "default"
-            magnitude.weight.data.copy_(full.float().norm(dim=1))
 
 
 def _first_line(error: Exception) -> str:

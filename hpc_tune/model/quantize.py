@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
 BLOCK = 64  # values that share a scale
@@ -118,7 +119,11 @@ def scale_bytes(layer: FourBitLinear) -> int:
 
 @torch.no_grad()
 def fill_packed(
-    layer: FourBitLinear, local: torch.Tensor, start: int, index: TensorIndex, stored: str
+    layer: FourBitLinear,
+    local: torch.Tensor,
+    start: int,
+    index: TensorIndex | ShapeIndex,
+    stored: str,
 ) -> None:
     """Read, quantise and pack the weight ``stored``, ``PIECE_BYTES`` of values at a time.
 

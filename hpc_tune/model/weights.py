@@ -26,6 +26,7 @@ from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
 PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
 OFFSETS_KEY = "hpc_tune_offsets"
 FULL_SHAPES_KEY = "hpc_tune_full_shapes"
+NAMES_KEY = "hpc_tune_names"  # of pieces that share a file with another piece of their tensor
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -76,14 +77,16 @@ class TensorIndex:
                 metadata = handle.metadata() or {}
                 offsets = json.loads(metadata.get(OFFSETS_KEY, "{}"))
                 full_shapes = json.loads(metadata.get(FULL_SHAPES_KEY, "{}"))
+                names = json.loads(metadata.get(NAMES_KEY, "{}"))
                 for stored_name in handle.keys():  # noqa: SIM118 - not a dict
                     stored = handle.get_slice(stored_name)
                     shape = tuple(stored.get_shape())
-                    self.dtypes[stored_name] = _DTYPES[stored.get_dtype()]
+                    name = names.get(stored_name, stored_name)
+                    self.dtypes[name] = _DTYPES[stored.get_dtype()]
                     offset = tuple(offsets.get(stored_name, (0,) * len(shape)))
                     piece = Piece(file, stored_name, offset, shape)
-                    self.pieces.setdefault(stored_name, []).append(piece)
-                    self.shapes[stored_name] = tuple(full_shapes.get(stored_name, shape))
+                    self.pieces.setdefault(name, []).append(piece)
+                    self.shapes[name] = tuple(full_shapes.get(stored_name, shape))
             self.num_bytes += file.stat().st_size
         except FileNotFoundError:
             raise self._error(
@@ -244,7 +247,10 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of one tensor that is about to be written; ``values`` is called when its turn comes."""
+    """A box of one tensor that is about to be written; ``values`` is called when its turn comes.
+
+    ``stored_name`` is what the box is called in the file, where a file holds several of one tensor.
+    """
 
     name: str
     dtype: torch.dtype
@@ -252,6 +258,12 @@ class Region:
     offset: tuple[int, ...]
     full_shape: tuple[int, ...]
     values: Callable[[], torch.Tensor]
+    stored_name: str = ""
+
+    @property
+    def key(self) -> str:
+        """What the box is called in the file."""
+        return self.stored_name or self.name
 
 
 def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
@@ -301,17 +313,21 @@ def _file_blocks(regions: Sequence[Region]) -> Iterator[bytes | memoryview]:
     position = 0
     for region in regions:
         num_bytes = torch.Size(region.shape).numel() * region.dtype.itemsize
-        header[region.name] = {
+        header[region.key] = {
             "dtype": _DTYPE_NAMES[region.dtype],
             "shape": list(region.shape),
             "data_offsets": [position, position + num_bytes],
         }
         position += num_bytes
     parts = [r for r in regions if r.shape != r.full_shape]
+    metadata = {
+        OFFSETS_KEY: {r.key: r.offset for r in parts},
+        FULL_SHAPES_KEY: {r.key: r.full_shape for r in parts},
+        NAMES_KEY: {r.key: r.name for r in parts if r.key != r.name},
+    }
     header["__metadata__"] = {
         "format": "pt",
-        **({OFFSETS_KEY: json.dumps({r.name: r.offset for r in parts})} if parts else {}),
-        **({FULL_SHAPES_KEY: json.dumps({r.name: r.full_shape for r in parts})} if parts else {}),
+        **{key: json.dumps(value) for key, value in metadata.items() if value},
     }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

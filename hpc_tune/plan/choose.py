@@ -25,6 +25,9 @@ def choose_layout(
     Raises:
         ConfigError: if the axes that are set do not multiply to the world size.
     """
+    if parallel.zero_stage is not None:
+        layout = Layout(1, world_size) if parallel.zero_stage == 3 else Layout(world_size, 1)
+        return layout, f"DeepSpeed ZeRO {parallel.zero_stage}, as configured"
     tensor, pipeline = parallel.tensor or 1, parallel.pipeline or 1
     replicate, shard = parallel.replicate, parallel.shard
     fixed = tensor * pipeline * (replicate or 1) * (shard or 1)

@@ -15,13 +15,14 @@ from hpc_tune.checkpoint.export import export_adapter
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.schema import ParallelConfig, RunConfig
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.loader import Loader, eval_batches
 from hpc_tune.engine.base import Engine
 from hpc_tune.engine.mesh import Layout, Place
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.wrap import prepare_compiler
+from hpc_tune.engine.zero import ZeroEngine
 from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
@@ -122,7 +123,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     engine = together(
         session,
         "loading the model",
-        lambda: NativeEngine(built, layout, session.device, config.optim, parallel, config.train),
+        lambda: _make_engine(built, layout, session, config, parallel),
     )
     step, saved = 0, None
     if checkpoint is not None:
@@ -209,6 +210,17 @@ def _bytes_per_rank(governor: Governor, session: Session) -> int:
     else:
         least = governor.limit.num_bytes // session.world.local_size
     return -int(max_of(session, [-least])[0])
+
+
+def _make_engine(
+    built: BuiltModel,
+    layout: Layout,
+    session: Session,
+    config: RunConfig,
+    parallel: ParallelConfig,
+) -> Engine:
+    engine = NativeEngine if parallel.zero_stage is None else ZeroEngine
+    return engine(built, layout, session.device, config.optim, parallel, config.train)
 
 
 def _device_name(session: Session) -> str:

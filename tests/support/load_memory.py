@@ -1,6 +1,6 @@
 """A program for ranks: load a model and print what that cost all ranks together in host memory.
 
-    python -m tests.support.load_memory MODEL_DIR replicate|shard
+    python -m tests.support.load_memory MODEL_DIR replicate|shard|zero1|zero2|zero3
 
 Prints JSON: model_bytes, and the growth of anonymous + shared bytes summed over the ranks, at its
 peak while loading and when loading is done.
@@ -24,11 +24,19 @@ def main() -> None:
 
     from hpc_tune.engine.mesh import Layout
     from hpc_tune.engine.native import NativeEngine
+    from hpc_tune.engine.zero import ZeroEngine
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
 
-    size = session.world.size
-    layout = Layout(size, 1) if sys.argv[2] == "replicate" else Layout(1, size)
+    size, axis = session.world.size, sys.argv[2]
+    layout = Layout(size, 1) if axis == "replicate" else Layout(1, size)
+    parallel = ParallelConfig(reshard="block")
+    engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
+    if axis.startswith("zero"):
+        import deepspeed.runtime.engine  # noqa: F401 - what libraries take is not the model's
+
+        parallel = ParallelConfig(zero_stage=int(axis[-1]))
+        engine_type = ZeroEngine
     tune = TuneConfig(rank=4, targets=["q_proj", "v_proj"])
     built = build(Path(sys.argv[1]), torch.bfloat16, tune, seed=0)
     barrier(session, "all ranks to have built the model")
@@ -42,9 +50,7 @@ def main() -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    engine = NativeEngine(
-        built, layout, session.device, OptimConfig(), ParallelConfig(reshard="block")
-    )
+    engine = engine_type(built, layout, session.device, OptimConfig(), parallel)
     after = own_bytes()
     finished.set()
     watcher.join()

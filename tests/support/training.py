@@ -13,12 +13,16 @@ TRAIN = ["-m", "hpc_tune"]
 
 
 def many_runs(
-    n: int, jobs: Sequence[Mapping[str, Any]], folder: Path, timeout: float = 240.0
+    n: int,
+    jobs: Sequence[Mapping[str, Any]],
+    folder: Path,
+    timeout: float = 240.0,
+    program: str = "tests.support.many_runs",
 ) -> list[int]:
     """Do ``jobs`` (see many_runs.py) on ``n`` ranks of one launch; return their exit codes."""
     file = folder / f"jobs-{n}.json"
     file.write_text(json.dumps(list(jobs)))
-    done = mpirun(n, ["-m", "tests.support.many_runs", str(file)], timeout=timeout)
+    done = mpirun(n, ["-m", program, str(file)], timeout=timeout)
     assert done.returncode == 0, done.stderr
     return json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[0])
 

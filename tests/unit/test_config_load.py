@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -261,10 +262,6 @@ def test_bad_yaml_says_where(write, text):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("parallel.engine=deepspeed", "parallel.engine=deepspeed is not available"),
-        ("parallel.zero_stage=1", "parallel.zero_stage"),
-        ("parallel.zero_stage=3", "parallel.zero_stage=3 is not available"),
-        ("parallel.offload_optimizer=nvme", "parallel.offload_optimizer=nvme is not available"),
         ("memory.governor='on'", "memory.governor=on is not available"),
         ("run.wandb=true", "run.wandb=True is not available"),
     ],
@@ -321,6 +318,47 @@ def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(w
 def test_compiling_tensor_slices_is_refused(write):
     message = problem(write(""), "train.compile=true", "parallel.tensor=2")
     assert "train.compile=true with parallel.tensor > 1 is not available" in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.zero_stage=1", "parallel.offload_optimizer=cpu"],
+        ["parallel.engine=deepspeed", "parallel.zero_stage=2", "tune.method=dora"],
+        ["parallel.zero_stage=3", "parallel.offload_params=cpu", "tune.method=full"],
+        [
+            "parallel.zero_stage=3",
+            "parallel.offload_params=nvme",
+            "parallel.offload_optimizer=nvme",
+            "parallel.offload_path=/scratch",
+        ],
+    ],
+)
+def test_deepspeed_settings_that_fit_are_accepted(write, overrides):
+    assert check(load_config(write(""), overrides)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("parallel.engine=deepspeed", "needs parallel.zero_stage=1, 2 or 3"),
+        ("parallel.offload_optimizer=cpu", "offload_optimizer=cpu needs parallel.zero_stage"),
+        ("parallel.offload_params=nvme", "offload_params=nvme needs parallel.zero_stage"),
+        ("parallel.zero_stage=2 parallel.engine=native", "is DeepSpeed's"),
+        ("parallel.zero_stage=2 parallel.tensor=2", "leave tensor out"),
+        ("parallel.zero_stage=2 parallel.pipeline=2", "leave pipeline out"),
+        ("parallel.zero_stage=3 parallel.shard=2", "leave shard out"),
+        ("parallel.zero_stage=3 parallel.reshard=step", "reshard=step has no effect"),
+        ("parallel.zero_stage=3 tune.method=dora", "use zero_stage 1 or 2"),
+        ("parallel.zero_stage=2 parallel.offload_params=cpu", "needs parallel.zero_stage=3"),
+        ("parallel.zero_stage=2 parallel.offload_optimizer=nvme", "needs parallel.zero_stage=3"),
+        ("parallel.zero_stage=3 parallel.offload_params=nvme", "needs parallel.offload_path"),
+        ("parallel.zero_stage=3 parallel.offload_path=/scratch", "offload_path has no effect"),
+    ],
+)
+def test_deepspeed_settings_that_cannot_be_are_refused(write, overrides, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(write(""), overrides.split())
 
 
 def test_settings_without_an_effect_are_refused(write):

@@ -13,8 +13,9 @@ from hpc_tune.checkpoint import export
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
-from hpc_tune.model.build import allocate, build, load_weights
+from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.weights import Region, write_regions
 
 TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])

@@ -15,18 +15,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.model import build as build_module
+from hpc_tune.model import load as load_module
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.build import (
-    LocalRegion,
-    allocate,
-    build,
-    compute_dtype,
-    load_tokenizer,
-    load_weights,
-    read_shape,
-)
+from hpc_tune.model.build import LocalRegion, build, compute_dtype, load_tokenizer, read_shape
 from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
+from hpc_tune.model.load import allocate, load_weights
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 12, 1, 5)
@@ -359,8 +352,8 @@ def test_first_adapter_values_are_those_of_lora(tiny):
 def test_a_part_of_an_adapter_is_the_part_of_the_whole():
     name, shape = "x.lora_A.default.weight", (6, 10)
     whole, part = torch.empty(shape), torch.empty(2, 10)
-    build_module._init_adapter(name, LocalRegion(whole, (0, 0), shape), 3)
-    build_module._init_adapter(name, LocalRegion(part, (4, 0), shape), 3)
+    load_module._init_adapter(name, LocalRegion(whole, (0, 0), shape), 3)
+    load_module._init_adapter(name, LocalRegion(part, (4, 0), shape), 3)
     assert torch.equal(part, whole[4:6])
 
 

@@ -12,8 +12,9 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.model import quantize
-from hpc_tune.model.build import allocate, build, load_weights
+from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import FourBitLinear, fill_packed
 from hpc_tune.model.weights import index_model_directory, regions_of, write_regions
 from hpc_tune.plan.account import measure, static_bytes

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hpc_tune.config.load import load_config
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.pack import RowOrder
-from hpc_tune.model.build import allocate, build, load_weights
+from hpc_tune.model.build import build
+from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
 from tests.support.training import losses, rows, worst_gap

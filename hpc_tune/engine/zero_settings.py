@@ -1,0 +1,139 @@
+"""What is asked of DeepSpeed, and the NVMe folder that it needs."""
+
+import shutil
+import socket
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hpc_tune.config.schema import OptimConfig, ParallelConfig
+from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.model.blocks import block_list
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.units import format_bytes
+from hpc_tune.world.collective import all_gather
+
+BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
+GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32
+NVME_BUFFERS = 8  # in pinned memory, each as large as the largest partition of a weight
+NVME_BYTES_PER_TRAINED = 16  # weight, gradient and two moments in fp32
+
+T = TypeVar("T")
+
+
+def settings(
+    built: BuiltModel,
+    optim: OptimConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return DeepSpeed's configuration."""
+    parameters = list(built.module.parameters())
+    block = max(sum(p.numel() for p in b.parameters()) for b in block_list(built.module))
+    # Vectors and adapters stay gathered between steps: many small messages would be sent for them.
+    full = built.tune.method == "full"
+    adapters = [p.numel() for p in parameters if p.requires_grad and not full]
+    kept = adapters + [p.numel() for p in parameters if p.dim() < 2]
+    zero: dict[str, Any] = {
+        "stage": parallel.zero_stage,
+        "reduce_bucket_size": BUCKET_VALUES,
+        "allgather_bucket_size": BUCKET_VALUES,
+        "sub_group_size": GROUP_VALUES,
+        "memory_efficient_linear": False,  # it would replace torch's linear for the whole process
+        # What is gathered at once: the block in use, and the next one on its way.
+        "stage3_prefetch_bucket_size": block,
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": block,
+        "stage3_param_persistence_threshold": max(kept, default=0),
+    }
+    common: dict[str, Any] = {"pin_memory": device.type == "cuda"}
+    if (folder := swap_folder(parallel)) is not None:
+        common["nvme_path"] = str(folder)
+    if parallel.offload_optimizer != "none":
+        zero["offload_optimizer"] = {"device": parallel.offload_optimizer, **common}
+    if parallel.offload_params != "none":
+        largest = max(p.numel() for p in parameters)
+        zero["offload_param"] = {
+            "device": parallel.offload_params,
+            **common,
+            "buffer_count": NVME_BUFFERS,
+            "buffer_size": -(-largest // dist.get_world_size()),
+            # Trained values that stay in host memory: adapters do.
+            "max_in_cpu": sum(adapters),
+        }
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # the boundary is set by train_step
+        "gradient_clipping": optim.clip_norm,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler
+        "zero_optimization": zero,
+    }
+
+
+def swap_folder(parallel: ParallelConfig) -> Path | None:
+    """Return where this rank's tensors wait on NVMe."""
+    if parallel.offload_path is None:
+        return None
+    return Path(parallel.offload_path) / "hpc_tune-zero" / f"rank-{dist.get_rank():05d}"
+
+
+def node_swap_bytes(built: BuiltModel, parallel: ParallelConfig) -> int:
+    """Return the bytes that the ranks of this host will keep on NVMe. Collective."""
+    total = 0
+    for p in built.module.parameters():
+        if parallel.offload_params == "nvme":
+            total += p.numel() * p.element_size()
+        if parallel.offload_optimizer == "nvme" and p.requires_grad:
+            total += p.numel() * NVME_BYTES_PER_TRAINED
+    return _sum_on_node(total // dist.get_world_size())
+
+
+def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
+    """Make this rank's folder on NVMe, empty, if one is needed.
+
+    Raises:
+        ConfigError: if it cannot be made or has no room for ``node_bytes``.
+    """
+    folder = swap_folder(parallel)
+    if folder is None:
+        return None
+    root = Path(parallel.offload_path or "")
+    if not root.is_dir():
+        raise ConfigError(
+            f"parallel.offload_path={root}: no such folder on {socket.gethostname()}; name one on "
+            "a disk of the node itself"
+        )
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(f"parallel.offload_path={root} cannot be used: {error}") from None
+    if free < node_bytes:
+        raise ConfigError(
+            f"parallel.offload_path={root}: {format_bytes(free)} are free on "
+            f"{socket.gethostname()}, {format_bytes(node_bytes)} are needed by its ranks; use "
+            "more nodes, another folder, or cpu"
+        )
+    return folder
+
+
+def agree(error: HpcTuneError | None) -> None:
+    """Raise the first rank's error on all ranks: DeepSpeed's collectives come next. Collective."""
+    found = next((e for e in _gather(error) if e is not None), None)
+    if found is not None:
+        raise found
+
+
+def _sum_on_node(value: int) -> int:
+    """Return the sum over the ranks of this host. Collective."""
+    host = socket.gethostname()
+    return sum(v for h, v in _gather((host, value)) if h == host)
+
+
+def _gather(value: T) -> list[T]:
+    group = dist.group.WORLD
+    assert group is not None
+    return all_gather(value, group)

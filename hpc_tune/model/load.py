@@ -1,0 +1,137 @@
+"""Memory for a model that was built on the meta device, and the values that belong in it.
+
+allocate        raw memory, after the engine has cut and sharded the module
+load_weights    each rank reads its own regions; adapters and buffers get their first values
+"""
+
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpc_tune.model.build import BuiltModel, LocalRegion, stored_tensors
+from hpc_tune.model.quantize import fill_packed, four_bit_layers
+from hpc_tune.model.shapes import ShapeIndex
+from hpc_tune.model.weights import TensorIndex, index_checkpoint
+
+
+def allocate(module: nn.Module, device: torch.device, sharded: torch.device | None = None) -> None:
+    """Give every parameter and buffer raw memory on ``device``; tied weights stay tied.
+
+    Sharded parameters go to the device ``sharded`` instead, where they are offloaded.
+    """
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((owner, name))
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        offloaded = sharded is not None and isinstance(tensor, DTensor)
+        return torch.empty_like(tensor, device=sharded if offloaded else device)
+
+    module._apply(empty)
+    for (first, first_name), *others in owners.values():
+        for owner, name in others:
+            owner._parameters[name] = first._parameters[first_name]
+
+
+def load_weights(built: BuiltModel, parameters: bool = True) -> None:
+    """Fill the allocated module: base weights from disk, adapters and buffers with first values.
+
+    With ``parameters=False`` only the buffers, for an engine that fills parameters by itself.
+
+    Every parameter may be sharded; each rank reads only the regions that it keeps. Frozen weights
+    that stay whole on a CPU are not read at all: they are the pages of the file, which the ranks of
+    a node share. The first values of adapters depend on (seed, name) alone, so they are the same in
+    every layout.
+
+    Raises:
+        DataError: if a file is cut off or a shape is another than config.json says.
+    """
+    packed = dict(four_bit_layers(built.module))
+    for name, parameter in stored_tensors(built.module):
+        if not parameters and isinstance(parameter, nn.Parameter):
+            continue
+        region = built.region(name, parameter)
+        if stored := built.base_names.get(name):
+            if name in packed:
+                fill_packed(packed[name], region.local, region.offset[0], built.index, stored)
+            elif not _map_pages(built.index, stored, parameter, region) and region.local.numel():
+                built.index.fill(region.local, stored, region.offset)
+        else:
+            _init_adapter(name, region, built.seed)
+    _init_buffers(built.module.causal_lm())
+    if built.tune.method == "dora" and parameters:
+        _init_magnitudes(built.module)
+
+
+def _map_pages(
+    index: TensorIndex | ShapeIndex, stored: str, parameter: torch.Tensor, region: LocalRegion
+) -> bool:
+    """Make a frozen CPU tensor that is not sharded the file's own pages, if it has their dtype."""
+    if parameter.requires_grad or parameter.device.type != "cpu" or isinstance(parameter, DTensor):
+        return False
+    pages = index.mapped(stored, parameter.dtype)
+    if pages is None or tuple(pages.shape) != region.full_shape:
+        return False
+    box = tuple(slice(o, o + n) for o, n in zip(region.offset, parameter.shape, strict=True))
+    parameter.data = pages[box]
+    return True
+
+
+def load_trained(built: BuiltModel, checkpoint: Path) -> None:
+    """Fill the trained parameters from a checkpoint's directory, whatever layout saved it.
+
+    Raises:
+        CheckpointError: if a file is damaged or a tensor has another shape.
+    """
+    index = index_checkpoint(checkpoint)
+    for name, parameter in built.module.named_parameters():
+        if saved := built.saved_names.get(name):
+            region = built.region(name, parameter)
+            index.fill(region.local, saved, region.offset)
+
+
+def _init_adapter(name: str, region: LocalRegion, seed: int) -> None:
+    full = first_values(name, region.full_shape, seed)
+    box = zip(region.offset, region.local.shape, strict=True)
+    region.local.copy_(full[tuple(slice(o, o + n) for o, n in box)])
+
+
+def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """LoRA's first values: A uniform in +-1/sqrt(fan_in) (Kaiming, a=sqrt(5)), B zero; fp32."""
+    full = torch.zeros(shape, dtype=torch.float32)
+    if "lora_A" in name:
+        # A CPU generator looks at the lower 32 bits of its seed only.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        full.uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
+    return full
+
+
+def _init_buffers(model: Any) -> None:
+    """Give buffers that no file stores (rotary frequencies, scales) their values, in place."""
+    from transformers.initialization import guard_torch_init_functions
+
+    stored: list[Any] = [tensor for _, tensor in stored_tensors(model)]
+    for tensor in stored:
+        tensor._is_hf_initialized = True  # so that transformers leaves it as it was read
+    with guard_torch_init_functions():
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                model._init_weights(module)
+
+
+def _init_magnitudes(module: nn.Module) -> None:
+    """DoRA's magnitude: the L2 norm of each output row of the base weight (B is zero at first)."""
+    layers: Any = module.modules()
+    for layer in layers:
+        for name, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
+            base = layer.get_base_layer().weight.detach()
+            full = base.full_tensor() if isinstance(base, DTensor) else base
+            assert name == "default"
+            magnitude.weight.data.copy_(full.float().norm(dim=1))
