@@ -24,6 +24,7 @@ MUST_MATCH = (
 )
 WARN = (
     "model.dtype",
+    "tune.param_dtype",
     "optim.lr",
     "optim.schedule",
     "optim.warmup_steps",

@@ -127,6 +127,11 @@ def _zero_problems(config: RunConfig) -> list[str]:
             problems.append(
                 "train.float8=true with parallel.zero_stage is not available; use parallel.shard"
             )
+        if config.tune.param_dtype != "fp32":
+            problems.append(
+                "tune.param_dtype=bf16 with parallel.zero_stage: ZeRO keeps trained weights in "
+                "fp32; leave one of them out"
+            )
         if parallel.offload_params != "none" and stage < 3:
             problems.append(
                 f"parallel.offload_params={parallel.offload_params} needs parallel.zero_stage=3: "

@@ -71,6 +71,11 @@ class TuneConfig(_Part):
         description="Names of the linear layers that get adapters, such as [q_proj, v_proj]; "
         "all-linear is every one but the output head.",
     )
+    param_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="The dtype of trained weights, their gradients and optimizer state. bf16 is "
+        "half of it, and small updates are lost in rounding: for where fp32 does not fit.",
+    )
 
 
 class DataConfig(_Part):
@@ -216,7 +221,8 @@ class ParallelConfig(_Part):
     offload_params: Literal["none", "cpu", "nvme"] = Field(
         "none",
         description="Where idle weights wait: cpu and nvme free device memory and cost a transfer "
-        "in each pass (zero_stage=3).",
+        "in each pass. cpu is for the sharded weights of either engine (the native one takes their "
+        "optimizer state along), nvme for zero_stage=3.",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
         "none",

@@ -183,24 +183,37 @@ def prepare(
 
     ``agree(error)`` is called by every rank after each step, and must raise everywhere if any rank
     brings an error; it is also what makes the ranks wait for each other, so its time-out must be
-    longer than the tokenising.
+    longer than the tokenising. Several jobs may prepare the same file at once: who is late finds
+    his parts gone and takes the file of the first.
     """
     work: Plan | None = None
     error: BaseException | None = None
+    before = _stamp(Path(out))
     try:
         work = plan(path, out, tokenizer, seq_len=seq_len, loss_on=loss_on)
         tokenize(work, tokenizer, rank, size, threads=threads, report=report)
     except (HpcTuneError, OSError) as caught:
-        error = caught
+        error = None if work is not None and _stamp(work.out) != before else caught
     agree(error)
     assert work is not None, "agree() must raise when a rank brings an error"
     try:
-        if rank == 0:
+        if rank == 0 and _stamp(work.out) == before:
             assemble(work)
     except (HpcTuneError, OSError) as caught:
-        error = caught
+        error = caught if _stamp(work.out) == before else None
+    if rank == 0 and error is None:
+        shutil.rmtree(work.parts, ignore_errors=True)
     agree(error)
     return TokenStore.open(work.out).attributes.counters
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Tell a file from the one that takes its place; None where there is none."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _key(path: str, mark: str, seq_len: int, loss_on: str) -> str:

@@ -72,7 +72,7 @@ def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[T
 class Bucket:
     """Gradients of replicated weights that are added up together.
 
-    ``grads`` is one flat fp32 buffer (4 bytes per value) of which every gradient is a view.
+    ``grads`` is one flat buffer of the weights' dtype, of which every gradient is a view.
     """
 
     grads: torch.Tensor
@@ -89,7 +89,8 @@ def make_buckets(trained: Iterable[Trained], mesh: Mesh, device: torch.device) -
             alike.setdefault((one.partial, one.copies, one.tied), []).append(one.parameter)
     buckets = []
     for (partial, copies, tied), parameters in alike.items():
-        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=device)
+        num = sum(p.numel() for p in parameters)
+        flat = torch.zeros(num, dtype=parameters[0].dtype, device=device)
         position = 0
         for parameter in parameters:
             parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)

@@ -3,7 +3,7 @@
     meta model -> stages -> slices -> (recompute, FSDP2) -> allocate -> read own regions -> train
 
 Trained weights are of two kinds. *Replicated* ones (adapters in every layout, all weights where
-nothing is sharded) keep their gradients in flat fp32 buffers, each of which is all-reduced once per
+nothing is sharded) keep their gradients in flat buffers, each of which is all-reduced once per
 optimizer step: a frozen base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1)
 are FSDP2's, whose reduce-scatter runs in the backward pass of the last micro-batch.
 """
@@ -32,7 +32,7 @@ from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import wrap_blocks
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.weights import Region, WrittenFile, index_checkpoint, write_regions
 
@@ -67,7 +67,7 @@ class NativeEngine:
         offload = parallel.offload_params == "cpu"
         fsdp = layout.shard > 1 or offload
         full = built.tune.method == "full"
-        self._autocast = full and built.dtype != torch.float32 and not fsdp
+        self._autocast = full and built.dtype != DTYPES[built.tune.param_dtype] and not fsdp
         cuts = [built]
         if mesh.pipeline is not None:
             cuts = cut_stages(built, layout, mesh.place.pipeline, parallel.stages_per_rank)

@@ -31,7 +31,7 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def make_adamw(parameters: Sequence[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """Return a fused AdamW whose state is allocated now: 8 bytes per trained value."""
+    """Return a fused AdamW whose state is allocated now: two moments of each value's dtype."""
     adamw = adamw_of(weight_decay_groups(parameters, optim), optim)
     for parameter in parameters:
         adamw.state[parameter] = first_state(parameter)

@@ -57,18 +57,24 @@ def why_no_stages(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
     return []
 
 
-def deal_blocks(num_blocks: int, num_stages: int, head_blocks: float) -> list[range]:
-    """Return the blocks of each stage: as even as can be if the head costs ``head_blocks``."""
+def deal_blocks(
+    num_blocks: int, num_stages: int, head_blocks: float, num_ranks: int
+) -> list[range]:
+    """Return the blocks of each stage: ranks, then stages, as even as can be.
+
+    The head costs as much as ``head_blocks`` blocks. Rank r has the stages r, r + num_ranks, ...
+    """
 
     def deal(last: int) -> list[int]:
         others, more = divmod(num_blocks - last, num_stages - 1)
         return [others + (i < more) for i in range(num_stages - 1)] + [last]
 
-    def slowest(counts: list[int]) -> float:
-        return max(*counts[:-1], counts[-1] + head_blocks)
+    def unevenness(counts: list[int]) -> tuple[float, float]:
+        costs = [*counts[:-1], counts[-1] + head_blocks]
+        return max(sum(costs[rank::num_ranks]) for rank in range(num_ranks)), max(costs)
 
     choices = [deal(last) for last in range(1, num_blocks - num_stages + 2)]
-    counts = min(choices, key=lambda c: (slowest(c), c[-1]))
+    counts = min(choices, key=unevenness)
     starts = [sum(counts[:i]) for i in range(num_stages)]
     return [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
 
@@ -81,7 +87,9 @@ def cut_stages(
     blocks = block_list(built.module)
     block_values = sum(p.numel() for p in blocks[0].parameters())
     head_values = built.config.vocab_size * built.config.hidden_size
-    dealt = deal_blocks(len(blocks), num_stages, HEAD_SHARE * head_values / block_values)
+    dealt = deal_blocks(
+        len(blocks), num_stages, HEAD_SHARE * head_values / block_values, layout.pipeline
+    )
     return [
         _cut(built, dealt[stage], stage == 0, stage == num_stages - 1)
         for stage in range(rank, num_stages, layout.pipeline)

@@ -31,7 +31,7 @@ def shard(
     """
     full = built.tune.method == "full"
     adapters = set() if full else {p for p in built.module.parameters() if p.requires_grad}
-    lower = full and built.dtype != torch.float32
+    lower = full and built.dtype != DTYPES[built.tune.param_dtype]
     mixed = MixedPrecisionPolicy(
         param_dtype=built.dtype if lower else None,
         reduce_dtype=DTYPES[parallel.reduce_dtype] if full else None,

@@ -149,12 +149,18 @@ def build(
 ) -> BuiltModel:
     """Build the model of ``directory`` with its adapters on the meta device.
 
-    Frozen weights have ``dtype``; trained ones are fp32, and with tune.method=full all are. With
+    Frozen weights have ``dtype``, trained ones (with tune.method=full all) tune.param_dtype. With
     ``weights=False`` only config.json is looked at, and loading leaves the memory as it is.
 
     Raises:
-        DataError: if the directory is unusable. ConfigError: if tune.targets match no layer.
+        DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or the
+            trained weights would be less exact than what is computed with them.
     """
+    if tune.param_dtype == "bf16" and dtype == torch.float32:
+        raise ConfigError(
+            "tune.param_dtype=bf16 while this device computes in fp32; set model.dtype=bf16, or "
+            "leave tune.param_dtype out"
+        )
     config = read_shape(directory)
     stored_index = index_model_directory(directory) if weights else None
     from transformers import AutoModelForCausalLM
@@ -162,7 +168,7 @@ def build(
     with torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32 if tune.method == "full" else dtype
+            config, dtype=DTYPES[tune.param_dtype] if tune.method == "full" else dtype
         )
     model.config.use_cache = False
     index = stored_index or ShapeIndex(stored_tensors(model))
@@ -252,7 +258,7 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
         )
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(DTYPES[tune.param_dtype])
     return wrapped
 
 

@@ -7,8 +7,7 @@ from torch import nn
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.quantize import four_bit_layers, scale_bytes
 
-OPTIMIZER_BYTES = 8  # two fp32 moments per trained value
-GRADIENT_BYTES = 4  # gradients are fp32
+STATE_COPIES = 4  # of a trained value: itself, its gradient and two moments, of one dtype
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     divided by the shards. The tensor and pipeline axes divide everything, but for norms and uneven
     stages.
     """
-    state = size.trained_bytes + (GRADIENT_BYTES + OPTIMIZER_BYTES) * size.num_trained
+    state = STATE_COPIES * size.trained_bytes
     cut = layout.tensor * layout.pipeline
     if size.num_frozen:
         return size.frozen_bytes // (layout.shard * cut) + (size.scale_bytes + state) // cut

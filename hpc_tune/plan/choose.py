@@ -14,13 +14,19 @@ ROOM_FOR_ACTIVATIONS = 0.6  # of the memory a rank has may go to weights, gradie
 
 
 def choose_layout(
-    parallel: ParallelConfig, world_size: int, size: ModelSize, bytes_per_rank: int
+    parallel: ParallelConfig,
+    world_size: int,
+    size: ModelSize,
+    bytes_per_rank: int,
+    ranks_per_node: int = 1,
 ) -> tuple[Layout, str]:
     """Return the layout for this world and the reason in words.
 
     Axes that are set are kept; tensor and pipeline are 1 unless set; of replicate and shard an
     unset one takes what is left. Where both are unset, all ranks replicate if the model fits into
-    ``ROOM_FOR_ACTIVATIONS`` of ``bytes_per_rank``, else they shard.
+    ``ROOM_FOR_ACTIVATIONS`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits
+    there, so that weights are gathered over its fast links alone (``ranks_per_node``: 1 where nodes
+    differ); else all ranks shard.
 
     Raises:
         ConfigError: if the axes that are set do not multiply to the world size.
@@ -42,7 +48,28 @@ def choose_layout(
     sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
     if needed <= room or rest == 1:
         return whole, f"each rank can hold its part of the model ({sizes})"
+    by_node = ranks_per_node // tensor  # stages are further apart than shards
+    if 1 < by_node < rest and rest % by_node == 0:
+        hybrid = Layout(rest // by_node, by_node, tensor, pipeline)
+        if (needed := static_bytes(size, hybrid)) <= room:
+            sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
+            return hybrid, f"the ranks of a node can hold the model together ({sizes} each)"
     return Layout(1, rest, tensor, pipeline), f"no rank can hold the model ({sizes})"
+
+
+def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:
+    """Return, in words, the settings that do nothing in a layout."""
+    settings = {
+        "reshard": parallel.reshard != "auto",
+        "blocks_per_unit": parallel.blocks_per_unit != 1,
+        "reduce_dtype": parallel.reduce_dtype != "fp32",
+    }
+    return [
+        f"parallel.{name}={getattr(parallel, name)} has no effect where nothing is sharded "
+        f"({layout})"
+        for name, is_set in settings.items()
+        if is_set and layout.shard == 1 and parallel.offload_params == "none"
+    ]
 
 
 def check_layout(layout: Layout, parallel: ParallelConfig, config: Any) -> None:

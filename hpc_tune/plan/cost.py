@@ -3,8 +3,9 @@
 from typing import Any
 
 from hpc_tune.engine.mesh import Layout
-from hpc_tune.plan.account import GRADIENT_BYTES, ModelSize
+from hpc_tune.plan.account import ModelSize
 
+REDUCED_BYTES = 4  # FSDP2 adds gradients up in fp32 unless parallel.reduce_dtype says bf16
 # Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
 _PEAK_BF16 = {
     "H200": 989e12,
@@ -55,13 +56,14 @@ def gathered_bytes(
 def reduced_bytes(size: ModelSize, layout: Layout, full: bool) -> dict[str, int]:
     """Return the bytes a rank sends per step to add up gradients, by kind of collective.
 
-    Replicated fp32 gradients: an all-reduce, 2 (g-1)/g of them. Sharded ones: a reduce-scatter over
-    the shards, and an all-reduce of the own shard over the replicas. Adapters that are whole on the
-    tensor axis travel over it too, which is left out here.
+    Replicated gradients, of their weights' dtype: an all-reduce, 2 (g-1)/g of them. Sharded ones,
+    in fp32: a reduce-scatter over the shards, and an all-reduce of the own shard over the replicas.
+    Adapters that are whole on the tensor axis travel over it too, which is left out here.
     """
-    grads = GRADIENT_BYTES * size.num_trained // (layout.tensor * layout.pipeline)
+    grads = size.trained_bytes // (layout.tensor * layout.pipeline)
     shard, replicate = layout.shard, layout.replicate
     if full and shard > 1:
+        grads = REDUCED_BYTES * size.num_trained // (layout.tensor * layout.pipeline)
         return {
             "reduce_scatter": grads * (shard - 1) // shard,
             "all_reduce": 2 * (replicate - 1) * grads // (replicate * shard),

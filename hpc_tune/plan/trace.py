@@ -41,7 +41,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.errors import HpcTuneError
+from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure
@@ -194,6 +194,11 @@ def _build(config: RunConfig, shape_dir: Path) -> BuiltModel:
 
 def _decided(config: RunConfig, built: BuiltModel, world_size: int) -> tuple[RunConfig, Layout]:
     """Return the configuration with what a run would choose for it on ``DEVICE_BYTES`` a rank."""
+    if config.parallel.zero_stage is not None:
+        raise ConfigError(
+            "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "
+            "parallel.shard, which holds as much per rank as stage 3"
+        )
     size = measure(built.module)
     layout, _ = choose_layout(config.parallel, world_size, size, DEVICE_BYTES)
     check_layout(layout, config.parallel, built.config)

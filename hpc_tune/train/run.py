@@ -27,7 +27,7 @@ from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
+from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, without_effect
 from hpc_tune.plan.cost import flops_per_token, peak_flops
 from hpc_tune.train import outcome
 from hpc_tune.train.inputs import Inputs, prepare_inputs
@@ -102,8 +102,10 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             format_bytes(governor.limit.num_bytes),
         )
     room = _bytes_per_rank(governor, session)
-    layout, why = choose_layout(config.parallel, world.size, size, room)
+    layout, why = choose_layout(config.parallel, world.size, size, room, _ranks_per_node(session))
     check_layout(layout, config.parallel, built.config)
+    for warning in without_effect(layout, config.parallel) if mine else ():
+        log.warning(warning)
     reshard = keeps_gathered(config.parallel, size, layout, room)
     parallel = config.parallel.model_copy(update={"reshard": reshard})
     place = layout.place(world.rank)
@@ -210,6 +212,13 @@ def _bytes_per_rank(governor: Governor, session: Session) -> int:
     else:
         least = governor.limit.num_bytes // session.world.local_size
     return -int(max_of(session, [-least])[0])
+
+
+def _ranks_per_node(session: Session) -> int:
+    """Return how many ranks each node has, 1 where they have different numbers. Collective."""
+    here = session.world.local_size
+    most, least = max_of(session, [here, -here])
+    return here if most == -least else 1
 
 
 def _make_engine(

@@ -1,4 +1,8 @@
-"""The parity matrix of the native engine: every layout gives the losses of one process."""
+"""The parity matrix: every layout gives the losses, the norms and the adapter of one process."""
+
+import math
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -10,13 +14,15 @@ from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.cost import activation_bytes, gathered_bytes, reduced_bytes
-from tests.support.training import losses, many_runs, rows, worst_gap
+from tests.support.training import losses, many_runs, outcome, rows, train, worst_gap
+
+pytest.importorskip("deepspeed")
 
 STEPS = 10
 SMALL = [
     "data.seq_len=128",
     "data.eval_path=builtin:pydocs:heldout",
-    "train.eval_rows=7",
+    "train.eval_rows=7",  # on 2 ranks one ends with an empty micro-batch
     "batch.global_size=8",
     "batch.micro_size=1",
     f"train.max_steps={STEPS}",
@@ -24,22 +30,43 @@ SMALL = [
     "run.threads=1",
     "train.deterministic=true",
     "optim.warmup_steps=2",
+    "optim.weight_decay=0.1",
 ]
 METHODS = {
     "full": ["tune.method=full", "optim.lr=1e-3"],
-    "lora": ["tune.method=lora", "optim.lr=1e-2"],
+    "lora": ["tune.method=lora", "optim.lr=2e-3"],
 }
+NVME = ["zero_stage=3", "offload_optimizer=nvme", "offload_params=nvme"]
 LAYOUTS = {
-    "tensor 2": (2, ["tensor=2"]),
-    "pipeline 2": (2, ["pipeline=2"]),
-    "pipeline 2 interleaved": (2, ["pipeline=2", "stages_per_rank=2"]),
-    "shard 2 offloaded": (2, ["shard=2", "offload_params=cpu"]),
-    "shard 2 kept a step": (2, ["shard=2", "reshard=step", "blocks_per_unit=2"]),
+    "ddp": (2, ["replicate=2"]),
+    "fsdp": (2, ["shard=2", "reshard=block"]),
+    "fsdp kept a micro-batch": (2, ["shard=2", "reshard=micro"]),
+    "fsdp kept a step": (2, ["shard=2", "reshard=step", "blocks_per_unit=2"]),
+    "fsdp+cpu": (2, ["shard=2", "offload_params=cpu"]),
+    "zero1": (2, ["zero_stage=1"]),
+    "zero2": (2, ["zero_stage=2", "recompute=selective"]),
+    "zero3": (2, ["zero_stage=3", "recompute=full"]),
+    "zero2+cpu": (2, ["zero_stage=2", "offload_optimizer=cpu"]),
+    "zero3+cpu": (2, ["zero_stage=3", "offload_optimizer=cpu", "offload_params=cpu"]),
+    "zero3+nvme": (2, NVME),
+    "tensor": (2, ["tensor=2"]),
+    "pipeline": (2, ["pipeline=2"]),
+    "pipeline interleaved": (2, ["pipeline=2", "stages_per_rank=2"]),
     "hsdp 2x2": (4, ["replicate=2", "shard=2"]),
-    "tensor 2 x shard 2": (4, ["tensor=2", "shard=2"]),
-    "pipeline 2 x shard 2": (4, ["pipeline=2", "shard=2"]),
-    "pipeline 2 x tensor 2 x shard 2": (8, ["pipeline=2", "tensor=2", "shard=2"]),
+    "tensor x shard": (4, ["tensor=2", "shard=2"]),
+    "pipeline x shard": (4, ["pipeline=2", "shard=2"]),
+    "pipeline x tensor x shard": (8, ["pipeline=2", "tensor=2", "shard=2"]),
 }
+# In bf16 the layouts differ from fp32 no more than one process does.
+IN_BF16 = ("ddp", "fsdp", "zero2", "zero3", "tensor", "pipeline")
+
+
+def can_compile_async_io():
+    compiler = shutil.which("c++")
+    if compiler is None:
+        return False
+    source = b"#include <libaio.h>\n"
+    return not subprocess.run([compiler, "-E", "-x", "c++", "-"], input=source).returncode
 
 
 @pytest.fixture(scope="module")
@@ -47,129 +74,187 @@ def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def job(shared, name, *overrides, stop_after=None):
-    return {
-        "overrides": [*SMALL, f"run.dir={shared / name}", f"data.cache={shared}", *overrides],
-        "stop_after": stop_after,
-    }
+def job(shared, name, method, axes=(), *more, stop_after=None):
+    words = [*SMALL, f"run.dir={shared / name}", f"data.cache={shared}", *METHODS[method]]
+    words += [f"parallel.{axis}" for axis in axes]
+    if "zero_stage=3" in axes and NVME[1] in axes:
+        (shared / "disk").mkdir(exist_ok=True)
+        words.append(f"parallel.offload_path={shared / 'disk'}")
+    return {"overrides": [*words, *more], "stop_after": stop_after}
 
 
 @pytest.fixture(scope="module")
 def references(shared):
-    jobs = [job(shared, f"one-{method}", *METHODS[method]) for method in METHODS]
+    jobs = [job(shared, f"one {m}", m) for m in METHODS]
+    jobs += [job(shared, f"one bf16 {m}", m, (), "model.dtype=bf16") for m in METHODS]
     assert many_runs(1, jobs, shared) == [0] * len(jobs)
-    return {m: shared / f"one-{m}" for m in METHODS}
+    return {m: shared / f"one {m}" for m in METHODS}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_losses_and_gradient_norms_of_every_layout_are_those_of_one_process(
-    shared, references, num_ranks
+@pytest.fixture(scope="module")
+def launched(shared, references):
+    """Return a function that trains all layouts of a number of ranks, once, in one launch."""
+    codes = {}
+
+    def launch(num_ranks):
+        if num_ranks not in {ranks for ranks, _ in codes}:
+            names, jobs = [], []
+            for layout, (n, axes) in LAYOUTS.items():
+                if n != num_ranks or (axes == NVME and not can_compile_async_io()):
+                    continue
+                for method in METHODS:
+                    names.append(f"{layout} {method}")
+                    jobs.append(job(shared, names[-1], method, axes))
+                    if layout in IN_BF16:
+                        names.append(f"{layout} bf16 {method}")
+                        jobs.append(job(shared, names[-1], method, axes, "model.dtype=bf16"))
+            program = "tests.support.many_small_swaps"
+            ended = many_runs(num_ranks, jobs, shared, timeout=850, program=program)
+            codes.update({(num_ranks, name): code for name, code in zip(names, ended, strict=True)})
+        return codes
+
+    return launch
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.timeout(900)  # the first of a number of ranks waits for all of them
+def test_a_layout_gives_what_one_process_gives(shared, references, launched, layout, method):
+    num_ranks, axes = LAYOUTS[layout]
+    if axes == NVME and not can_compile_async_io():
+        pytest.skip("needs c++ and the headers of libaio")
+    assert launched(num_ranks)[num_ranks, f"{layout} {method}"] == 0
+    one, run = references[method], shared / f"{layout} {method}"
+    gaps = {
+        key: worst_gap(list(rows(run, key).values()), list(rows(one, key).values()))
+        for key in ("loss", "eval_loss", "grad_norm")
+    }
+    print(f"\nparity {layout} {method}: {gaps}")
+    assert max(gaps["loss"], gaps["eval_loss"]) < 1e-5, gaps
+    # Split matrices add up in another order in every layer, which the norm of an adapter's small
+    # gradients shows more than the loss.
+    assert gaps["grad_norm"] < (1e-4 if "tensor" in layout else 1e-5), gaps
+    if method == "lora":
+        assert_same_adapter(run, one)
+    assert not list((shared / "disk").glob("*/*")), "what was swapped is removed"
+
+
+def assert_same_adapter(run, one):
+    mine, wanted = (
+        load_file(d / "export" / "adapter" / "adapter_model.safetensors") for d in (run, one)
+    )
+    assert mine.keys() == wanted.keys()
+    gap = sum((mine[name] - tensor).square().sum() for name, tensor in wanted.items())
+    relative = math.sqrt(gap / sum(tensor.square().sum() for tensor in wanted.values()))
+    print(f"adapter: {relative:.1e}")
+    assert relative < 1e-4
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", IN_BF16)
+@pytest.mark.timeout(900)
+def test_in_bf16_a_layout_is_as_near_to_fp32_as_one_process(
+    shared, references, launched, layout, method
 ):
-    jobs, names = [], []
-    for layout, (n, axes) in LAYOUTS.items():
-        for method in METHODS if n == num_ranks else ():
-            names.append((f"{layout} {method}", method))
-            axis = [f"parallel.{a}" for a in axes]
-            jobs.append(job(shared, names[-1][0], *METHODS[method], *axis))
-    assert many_runs(num_ranks, jobs, shared) == [0] * len(jobs)
-    gaps = {}
-    for name, method in names:
-        one, run = references[method], shared / name
-        norms, own_norms = (list(rows(d, "grad_norm").values()) for d in (one, run))
-        held_out, own_held_out = (list(rows(d, "eval_loss").values()) for d in (one, run))
-        gaps[name] = (
-            worst_gap(losses(run), losses(one)),
-            worst_gap(own_norms, norms),
-            worst_gap(own_held_out, held_out),
-        )
-    print(gaps)
-    for name, (loss_gap, norm_gap, held_out_gap) in gaps.items():
-        assert max(loss_gap, held_out_gap) < 1e-5, gaps
-        # Split matrices add up in another order in every layer, which the norm of an adapter's
-        # small gradients shows more than the loss.
-        assert norm_gap < (1e-4 if "tensor" in name else 1e-5), gaps
+    assert launched(2)[2, f"{layout} bf16 {method}"] == 0
+    one, exact = losses(shared / f"one bf16 {method}"), losses(references[method])
+    mine = losses(shared / f"{layout} bf16 {method}")
+    spread = worst_gap(one, exact)
+    print(f"\nbf16 {layout} {method}: one process {spread:.1e}, here {worst_gap(mine, exact):.1e}")
+    assert worst_gap(mine, one) < spread
 
 
-TRAFFIC = {
-    "replicate": ["replicate=2"],
-    "step": ["shard=2", "reshard=step"],
-    "micro": ["shard=2", "reshard=micro"],
-    "block": ["shard=2", "reshard=block"],
-    "tensor": ["tensor=2"],
-    "pipeline": ["pipeline=2"],
-}
-SCALARS = 16  # the loss and the norm
+SCALARS = 16  # bytes: the loss and the norm
+STEP = 3
+NUM_MICRO = 4  # micro-batches per rank and step
 
 
-def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, tmp_path):
-    few = ["train.max_steps=3", "data.eval_path=null"]
-    jobs = [
-        job(shared, f"traffic {name} {m}", *METHODS[m], *few, *[f"parallel.{a}" for a in axes])
-        for name, axes in TRAFFIC.items()
-        for m in METHODS
-    ]
-    assert many_runs(2, jobs, shared) == [0] * len(jobs)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.timeout(900)
+def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, tmp_path, method):
+    launched(2)
+    full = method == "full"
     write_tiny(tmp_path / "tiny")
-    for method in METHODS:
-        full = method == "full"
-        built = build(tmp_path / "tiny", torch.float32, TuneConfig(method=method), 0)
-        size, config = measure(built.module), built.config
+    built = build(tmp_path / "tiny", torch.float32, TuneConfig(method=method), 0)
+    size, config = measure(built.module), built.config
 
-        def sent(name, kind, method=method):
-            return rows(shared / f"traffic {name} {method}", "sent_bytes")[3].get(kind, 0)
+    def sent(name, kind):
+        return rows(shared / f"{name} {method}", "sent_bytes")[STEP].get(kind, 0)
 
-        whole = reduced_bytes(size, Layout(2, 1), full)["all_reduce"]
-        assert sent("replicate", "all_reduce") == pytest.approx(whole, abs=SCALARS)
-        assert sent("replicate", "all_gather") == 0
-        layout = Layout(1, 2)
-        for reshard in ("step", "micro", "block"):
-            gathered = gathered_bytes(size, layout, full, reshard, num_micro=4)
-            # The root's weights (the tied embedding, 40,960 of 779,392 values) stay over a block's
-            # forward and backward pass.
-            assert sent(reshard, "all_gather") == pytest.approx(gathered, rel=0.03)
-            for kind, expected in reduced_bytes(size, layout, full).items():
-                assert sent(reshard, kind) == pytest.approx(expected, abs=SCALARS)
-        # 8 rows of 128 tokens; the head's gradient and three numbers per token with loss.
-        assert rows(shared / f"traffic tensor {method}", "tokens")[3] == 1024
-        loss_tokens = rows(shared / f"traffic tensor {method}", "loss_tokens")[3]
-        head = loss_tokens * 4 * (config.hidden_size + 3)
-        tensor = activation_bytes(config, Layout(1, 1, 2), full, 1024, 4)["all_reduce"] + head
-        rowwise = ("o_proj", "down_proj")
-        partial = sum(
-            4 * p.numel()
-            for name, p in built.module.named_parameters()
-            if ("lora_B" if name.split(".")[-4] in rowwise else "lora_A") in name
-        )
-        assert sent("tensor", "all_reduce") == pytest.approx(tensor + partial, abs=SCALARS)
-        pipeline = activation_bytes(config, Layout(1, 1, 1, 2), full, 1024, 4)["send"]
-        assert sent("pipeline", "send") == pipeline
-        # Of a pipeline only the tied embedding's gradient is added up, with full fine-tuning.
-        tied = 4 * config.vocab_size * config.hidden_size if full else 0
-        assert sent("pipeline", "all_reduce") == pytest.approx(tied, abs=SCALARS)
+    whole = reduced_bytes(size, Layout(2, 1), full)["all_reduce"]
+    assert sent("ddp", "all_reduce") == pytest.approx(whole, abs=SCALARS)
+    assert sent("ddp", "all_gather") == 0
+    layout = Layout(1, 2)
+    for name, reshard in (
+        ("fsdp", "block"),
+        ("fsdp kept a micro-batch", "micro"),
+        ("fsdp kept a step", "step"),
+    ):
+        gathered = gathered_bytes(size, layout, full, reshard, NUM_MICRO)
+        # The root's weights (the tied embedding, 40,960 of 779,392 values) stay over a block's
+        # forward and backward pass.
+        assert sent(name, "all_gather") == pytest.approx(gathered, rel=0.03)
+        for kind, expected in reduced_bytes(size, layout, full).items():
+            assert sent(name, kind) == pytest.approx(expected, abs=SCALARS)
+    # 8 rows of 128 tokens; the head's gradient and three numbers per token with loss.
+    assert rows(shared / f"tensor {method}", "tokens")[STEP] == 1024
+    loss_tokens = rows(shared / f"tensor {method}", "loss_tokens")[STEP]
+    head = loss_tokens * 4 * (config.hidden_size + 3)
+    tensor = activation_bytes(config, Layout(1, 1, 2), full, 1024, 4)["all_reduce"] + head
+    rowwise = ("o_proj", "down_proj")
+    partial = sum(
+        4 * p.numel()
+        for name, p in built.module.named_parameters()
+        if ("lora_B" if name.split(".")[-4] in rowwise else "lora_A") in name
+    )
+    assert sent("tensor", "all_reduce") == pytest.approx(tensor + partial, abs=SCALARS)
+    pipeline = activation_bytes(config, Layout(1, 1, 1, 2), full, 1024, 4)["send"]
+    assert sent("pipeline", "send") == pipeline
+    # Of a pipeline only the tied embedding's gradient is added up, with full fine-tuning.
+    tied = 4 * config.vocab_size * config.hidden_size if full else 0
+    assert sent("pipeline", "all_reduce") == pytest.approx(tied, abs=SCALARS)
 
 
-def test_a_run_travels_through_all_layouts_with_the_same_losses_and_adapter(shared, references):
-    """fsdp 4 -> tensor 2 -> single -> pipeline 2 -> hsdp 2x2."""
+def test_a_run_travels_through_layouts_and_engines(shared, references):
+    """fsdp 4 -> zero3 2 -> tensor 2 -> single -> pipeline 2, of two steps each."""
     legs = [
         (4, ["shard=4"]),
+        (2, ["zero_stage=3", "offload_optimizer=cpu"]),
         (2, ["tensor=2"]),
         (1, []),
         (2, ["pipeline=2", "stages_per_rank=2"]),
-        (4, ["replicate=2", "shard=2"]),
     ]
     for number, (n, axes) in enumerate(legs):
         stop = None if number == len(legs) - 1 else 2
-        layout = [f"parallel.{axis}" for axis in axes]
-        jobs = [
-            job(shared, f"travelled {m}", *METHODS[m], *layout, stop_after=stop) for m in METHODS
-        ]
+        jobs = [job(shared, f"travelled {m}", m, axes, stop_after=stop) for m in METHODS]
         assert many_runs(n, jobs, shared) == [0 if stop is None else 75] * len(jobs)
+    parts = (shared / "travelled full" / "checkpoints" / "step-00000002").glob("rank-*.safetensors")
+    sizes = [part.stat().st_size for part in parts]
+    assert len(sizes) == 4
+    assert max(sizes) < 1.2 * min(sizes), "each rank writes its own quarter"
     for method in METHODS:
-        travelled, one = shared / f"travelled {method}", references[method]
-        assert worst_gap(losses(travelled), losses(one)) < 1e-5, method
-    first, second = (
-        load_file(run_dir / "export" / "adapter" / "adapter_model.safetensors")
-        for run_dir in (shared / "travelled lora", references["lora"])
-    )
-    assert first.keys() == second.keys()
-    assert max((first[name] - second[name]).abs().max() for name in first) < 1e-4
+        travelled = shared / f"travelled {method}"
+        assert worst_gap(losses(travelled), losses(references[method])) < 1e-5, method
+    assert_same_adapter(shared / "travelled lora", references["lora"])
+
+
+@pytest.mark.skipif(not can_compile_async_io(), reason="needs c++ and the headers of libaio")
+def test_a_run_goes_from_native_to_nvme_to_zero_2(shared, references):
+    legs = [(2, ["shard=2"], 3), (2, NVME, 3), (2, ["zero_stage=2"], None)]
+    for n, axes, stop in legs:
+        jobs = [job(shared, f"by nvme {m}", m, axes, stop_after=stop) for m in METHODS]
+        program = "tests.support.many_small_swaps"
+        codes = many_runs(n, jobs, shared, program=program)
+        assert codes == [0 if stop is None else 75] * len(jobs)
+    for method in METHODS:
+        run = shared / f"by nvme {method}"
+        assert worst_gap(losses(run), losses(references[method])) < 1e-5, method
+
+
+def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_path):
+    nvme = [*(f"parallel.{axis}" for axis in NVME), "parallel.offload_path=/nowhere/at/all"]
+    done = train([*SMALL, f"run.dir={tmp_path}", f"data.cache={shared}", *nvme], n=2)
+    assert done.returncode != 0
+    assert "parallel.offload_path=/nowhere/at/all: no such folder" in done.stderr
+    assert done.stderr.count("parallel.offload_path") == 1
+    assert outcome(tmp_path)["exit_code"] == 2

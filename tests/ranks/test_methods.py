@@ -57,10 +57,10 @@ def references(shared):
     """One rank, one micro-batch per step, nothing recomputed, nothing compiled."""
     jobs = [
         {"overrides": settings(shared, m, f"tune.method={m}", "batch.micro_size=8")}
-        for m in ("lora", "qlora")
+        for m in ("lora", "qlora", "dora")
     ]
-    assert many_runs(1, jobs, shared) == [0, 0]
-    return {m: losses(shared / m) for m in ("lora", "qlora")}
+    assert many_runs(1, jobs, shared) == [0] * len(jobs)
+    return {m: losses(shared / m) for m in ("lora", "qlora", "dora")}
 
 
 def variant(n, recompute, accumulation, compiled=False):
@@ -97,14 +97,23 @@ def test_recompute_accumulation_and_compilation_change_no_loss(shared, reference
     assert max(found.values()) < 1e-5, found
 
 
-def test_a_4_bit_base_gives_the_same_losses_in_every_layout(shared, references):
+def test_4_bit_bases_and_learned_magnitudes_give_the_same_losses_in_every_layout(
+    shared, references
+):
     runs = {
-        "replicated": ["parallel.replicate=2", "batch.micro_size=4"],
-        "sharded": ["parallel.shard=2", "parallel.reshard=block", "parallel.recompute=full"],
-        "pipeline": ["parallel.pipeline=2", "batch.micro_size=2"],
+        "qlora replicated": ["parallel.replicate=2", "batch.micro_size=4"],
+        "qlora sharded": ["parallel.shard=2", "parallel.reshard=block", "parallel.recompute=full"],
+        "qlora pipeline": ["parallel.pipeline=2", "batch.micro_size=2"],
+        "qlora zero2": ["parallel.zero_stage=2"],
+        "dora sharded": ["parallel.shard=2"],
+        "dora zero2": ["parallel.zero_stage=2"],
     }
-    runs = {name: ["tune.method=qlora", *overrides] for name, overrides in runs.items()}
-    found = gaps(shared, 2, runs, references["qlora"])
+    jobs = []
+    for name, overrides in runs.items():
+        method = f"tune.method={name.split()[0]}"
+        jobs.append({"overrides": settings(shared, name, method, *overrides)})
+    assert many_runs(2, jobs, shared) == [0] * len(jobs)
+    found = {n: worst_gap(losses(shared / n), references[n.split()[0]]) for n in runs}
     assert max(found.values()) < 1e-5, found
     assert worst_gap(references["lora"], references["qlora"]) > 1e-3, "nothing was rounded"
 

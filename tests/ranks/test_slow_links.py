@@ -45,69 +45,110 @@ def tokens_per_s(run_dir: Path) -> float:
     return statistics.median(list(rows(run_dir, "tokens_per_s").values())[1:])
 
 
-def alone(shared, steps, num_rows, micro_size):
-    """Two ranks without any communication, at the same time, on one core each."""
-    processes = []
-    for core in range(2):
-        words = overrides(
-            shared,
-            f"alone-{num_rows}-{core}",
-            steps,
-            num_rows // 2,
-            f"batch.micro_size={micro_size}",
+def alone(*commands):
+    """Run one command per core, at the same time, without any communication."""
+    processes = [
+        subprocess.Popen(
+            ["taskset", "-c", str(core), sys.executable, "-m", *words],
+            env=rank_environment(1, {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
-        argv = ["taskset", "-c", str(core), sys.executable, "-m", "hpc_tune", *words]
-        env = rank_environment(1, {})
-        processes.append(subprocess.Popen(argv, env=env, stderr=subprocess.DEVNULL))
-    assert [p.wait(timeout=600) for p in processes] == [0, 0]
-    return sum(tokens_per_s(shared / f"alone-{num_rows}-{core}") for core in range(2))
+        for core, words in enumerate(commands)
+    ]
+    said = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    return said
 
 
-def on_two_hosts(made, shared, name, steps, num_rows, *layout, program=None):
-    """One rank per host and core; return tokens per second."""
+def ours_alone(shared, steps, num_rows, micro_size):
+    """Return tokens per second of two trainings at once, each on half of the rows."""
+    names = [f"alone-{num_rows}-{core}" for core in range(2)]
+    micro = f"batch.micro_size={micro_size}"
+    alone(*(("hpc_tune", *overrides(shared, name, steps, num_rows // 2, micro)) for name in names))
+    return sum(tokens_per_s(shared / name) for name in names)
+
+
+def on_two_hosts(made, *words):
+    """Run a program with one rank per host and core; return what it said."""
     if not Path(find_mpirun()).with_name("prterun").exists():
         pytest.skip("written for Open MPI 5")
-    words = overrides(shared, name, steps, num_rows, *layout)
-    command = [sys.executable, "-m", *(program or ["hpc_tune"]), *words]
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": made.names[0],  # for the stock tools
+        "MASTER_PORT": "29400",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
     options = f"--prtemca plm_ssh_agent {made.agent} --hostfile {made.hostfile}"
     options += f" --prtemca prte_if_include {made.network} --mca btl_tcp_if_include {made.network}"
-    options += " --map-by ppr:1:node -np 2 -x PYTHONPATH"
-    pinned = f"exec taskset -c $OMPI_COMM_WORLD_RANK {shlex.join(command)}"
+    options += " --map-by ppr:1:node -np 2 " + " ".join(f"-x {name}" for name in environment)
+    command = shlex.join([sys.executable, "-m", *words])
+    pinned = f"exec taskset -c $OMPI_COMM_WORLD_RANK {command}"
     argv = made.on(0, find_mpirun(), *options.split(), "sh", "-c", shlex.quote(pinned))
-    done = run_ranks(argv, rank_environment(2, {"PYTHONPATH": str(ROOT)}), 900)
+    done = run_ranks(argv, rank_environment(2, environment), 900)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ours(made, shared, name, steps, num_rows, *layout):
+    """Return our tokens per second on two hosts."""
+    on_two_hosts(made, "hpc_tune", *overrides(shared, name, steps, num_rows, *layout))
     return tokens_per_s(shared / name)
+
+
+def stock_words(mode, num_rows, steps):
+    numbers = f"{num_rows // 2} 4 256 {steps} fp32"
+    return ("tests.support.stock_loop", mode, str(MODEL), *numbers.split())
+
+
+def stock_alone(num_rows, steps):
+    said = alone(*[stock_words("alone", num_rows, steps)] * 2)
+    return sum(float(text.split()[-1]) for text in said)
+
+
+def stock(made, mode, num_rows, steps):
+    """Return the tokens per second of stock tools on two hosts."""
+    return float(on_two_hosts(made, *stock_words(mode, num_rows, steps)).split()[-1])
 
 
 def sent_bytes(run_dir):
     return sum(rows(run_dir, "sent_bytes")[2].values())
 
 
+MICRO = "batch.micro_size=4"
 PIPELINE = ("parallel.pipeline=2", "batch.micro_size=1")
+
+
+def show(title, yardstick, found, stock_yardstick, stock_found, sent=None):
+    print(f"\n{title}: {yardstick:.0f} tokens/s without communication")
+    for name, speed in found.items():
+        more = f", {sent[name] / 1e6:.0f} MB sent per rank and step" if sent else ""
+        print(f"  {name}: {speed:.1f} tokens/s, {speed / yardstick:.1%}{more}")
+    print(f"  stock tools: {stock_yardstick:.0f} tokens/s without communication")
+    for name, speed in stock_found.items():
+        print(f"  {name}: {speed:.1f} tokens/s, {speed / stock_yardstick:.1%}")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_on_1_gbit_messages_cost_little(smollm2, shared, tmp_path):
-    yardstick = alone(shared, 5, 8, 4)
+    layouts = {
+        "replicate": ("parallel.replicate=2", MICRO),
+        "pipeline": PIPELINE,
+        "shard-step": ("parallel.shard=2", "parallel.reshard=step", MICRO),
+        "shard-block": ("parallel.shard=2", "parallel.reshard=block", MICRO),
+        "zero3": ("parallel.zero_stage=3", MICRO),
+    }
+    yardstick, stock_yardstick = ours_alone(shared, 8, 8, 4), stock_alone(8, 8)
     with hosts(2, tmp_path, rate="1gbit") as made:
         found = {
-            name: on_two_hosts(made, shared, f"1gbit {name}".replace(" ", "-"), 5, 8, *layout)
-            for name, layout in {
-                "replicate": ("parallel.replicate=2", "batch.micro_size=4"),
-                "pipeline": PIPELINE,
-                "shard, gathered per step": (
-                    *("parallel.shard=2", "parallel.reshard=step", "batch.micro_size=4"),
-                ),
-                "shard, gathered per block": (
-                    *("parallel.shard=2", "parallel.reshard=block", "batch.micro_size=4"),
-                ),
-            }.items()
+            name: ours(made, shared, f"1gbit-{name}", 8, 8, *layout)
+            for name, layout in layouts.items()
         }
-    print(f"1gbit: {yardstick:.0f} tokens/s without communication")
-    for name, speed in found.items():
-        sent = sent_bytes(shared / f"1gbit {name}".replace(" ", "-"))
-        print(f"  {name}: {speed / yardstick:.1%}, {sent / 1e6:.0f} MB sent per rank and step")
+        stock_found = {mode: stock(made, mode, 8, 6) for mode in ("ddp", "fsdp2", "zero3")}
+    sent = {name: sent_bytes(shared / f"1gbit-{name}") for name in layouts}
+    show("1 Gbit/s", yardstick, found, stock_yardstick, stock_found, sent)
     assert found["replicate"] >= 0.97 * yardstick
     assert found["pipeline"] >= 0.85 * yardstick
 
@@ -115,19 +156,15 @@ def test_on_1_gbit_messages_cost_little(smollm2, shared, tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_on_100_mbit_a_split_base_goes_by_pipeline(smollm2, shared, tmp_path):
-    yardstick = alone(shared, 3, 32, 4)
+    yardstick, stock_yardstick = ours_alone(shared, 3, 32, 4), stock_alone(32, 3)
     with hosts(2, tmp_path, rate="100mbit") as made:
         found = {
-            name: on_two_hosts(made, shared, f"100mbit-{name}", steps, 32, *layout)
-            for name, steps, layout in (
-                ("replicate", 3, ("parallel.replicate=2", "batch.micro_size=4")),
-                ("pipeline", 3, PIPELINE),
-                ("fsdp2", 2, ("parallel.shard=2", "parallel.reshard=block", "batch.micro_size=4")),
-                ("zero3", 2, ("parallel.zero_stage=3", "batch.micro_size=4")),
-            )
+            "replicate": ours(
+                made, shared, "100mbit-replicate", 3, 32, "parallel.replicate=2", MICRO
+            ),
+            "pipeline": ours(made, shared, "100mbit-pipeline", 3, 32, *PIPELINE),
         }
-    print(f"100mbit: {yardstick:.0f} tokens/s without communication")
-    for name, speed in found.items():
-        print(f"  {name}: {speed / yardstick:.1%}")
+        stock_found = {mode: stock(made, mode, 32, 2) for mode in ("fsdp2", "zero3")}
+    show("100 Mbit/s", yardstick, found, stock_yardstick, stock_found)
     assert found["replicate"] >= 0.90 * yardstick
-    assert found["pipeline"] >= 5 * max(found["fsdp2"], found["zero3"])
+    assert found["pipeline"] >= 5 * max(stock_found.values())

@@ -1,63 +1,110 @@
-"""A program for ranks: load a model and print what that cost all ranks together in host memory.
+"""A program for ranks: what a layout costs all ranks together in host memory, phase by phase.
 
-    python -m tests.support.load_memory MODEL_DIR replicate|shard|zero1|zero2|zero3
+    python -m tests.support.load_memory MODEL_DIR [FIELD=VALUE ...]
 
-Prints JSON: model_bytes, and the growth of anonymous + shared bytes summed over the ranks, at its
-peak while loading and when loading is done.
+FIELDs are those of ``parallel``. Prints JSON: model_bytes, layout; the growth of anonymous + shared
+bytes, summed over the ranks, at the peak of each phase (loading, step, saving) and when all is
+loaded; and read_bytes, what came from the disk until the end of the first step (the page cache is
+dropped first).
 """
 
+import contextlib
 import json
+import os
 import sys
+import tempfile
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hpc_tune.config.schema import OptimConfig, ParallelConfig, RunSettings, TuneConfig
+from hpc_tune.config.load import load_config
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.collective import barrier, sum_of
 
 POLL_S = 0.005
+NUM_TOKENS = 128
+
+
+def drop_from_page_cache(files: Iterable[Path]) -> None:
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def bytes_read() -> int:
+    """Return the bytes that this process has had fetched from a disk."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def main() -> None:
-    session = bootstrap(RunSettings(device="cpu"))
+    directory = Path(sys.argv[1])
+    overrides = [f"parallel.{word}" for word in sys.argv[2:]]
+    config = load_config(
+        None,
+        ["run.device=cpu", "tune.rank=4", "tune.targets=[q_proj,v_proj]", *overrides],
+    )
+    session = bootstrap(config.run)
     import torch
 
-    from hpc_tune.engine.mesh import Layout
+    from hpc_tune.batch import Batch
     from hpc_tune.engine.native import NativeEngine
     from hpc_tune.engine.zero import ZeroEngine
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
+    from hpc_tune.plan.account import measure
+    from hpc_tune.plan.choose import choose_layout
 
-    size, axis = session.world.size, sys.argv[2]
-    layout = Layout(size, 1) if axis == "replicate" else Layout(1, size)
-    parallel = ParallelConfig(reshard="block")
+    growth: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def watched(phase: str) -> Iterator[None]:
+        peak, finished = own_bytes(), threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not finished.wait(POLL_S):
+                peak = max(peak, own_bytes())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        yield
+        finished.set()
+        watcher.join()
+        growth[phase] = max(peak, own_bytes()) - before
+
     engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
-    if axis.startswith("zero"):
+    if config.parallel.zero_stage is not None:
         import deepspeed.runtime.engine  # noqa: F401 - what libraries take is not the model's
 
-        parallel = ParallelConfig(zero_stage=int(axis[-1]))
         engine_type = ZeroEngine
-    tune = TuneConfig(rank=4, targets=["q_proj", "v_proj"])
-    built = build(Path(sys.argv[1]), torch.bfloat16, tune, seed=0)
+    files = list(directory.glob("*.safetensors"))
+    built = build(directory, torch.bfloat16, config.tune, seed=0)
+    size = measure(built.module)
+    layout, _ = choose_layout(config.parallel, session.world.size, size, 1 << 60)
+    parallel = config.parallel
+    if parallel.reshard == "auto":
+        parallel = parallel.model_copy(update={"reshard": "block"})
+    drop_from_page_cache(files)
     barrier(session, "all ranks to have built the model")
-    before = peak = own_bytes()
-    finished = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not finished.wait(POLL_S):
-            peak = max(peak, own_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    engine = engine_type(built, layout, session.device, OptimConfig(), parallel)
-    after = own_bytes()
-    finished.set()
-    watcher.join()
-    loaded, highest = sum_of(session, [after - before, max(peak, after) - before])
+    before, read_before = own_bytes(), bytes_read()
+    with watched("loading"):
+        engine = engine_type(built, layout, session.device, config.optim, parallel)
+    growth["loaded"] = own_bytes() - before
+    tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
+    batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)
+    with watched("step"):
+        engine.train_step([batch], NUM_TOKENS * layout.data_size, 1e-3)
+    read = bytes_read() - read_before
+    barrier(session, "all ranks to have done the step")
+    with tempfile.TemporaryDirectory() as folder, watched("saving"):
+        engine.save(Path(folder))
+    totals = sum_of(session, [*growth.values(), read])
     if session.world.rank == 0:
-        model_bytes = sum(f.stat().st_size for f in Path(sys.argv[1]).glob("*.safetensors"))
-        print(json.dumps({"model_bytes": model_bytes, "loaded": loaded, "peak": highest}))
+        model_bytes = sum(f.stat().st_size for f in files)
+        said = {"model_bytes": model_bytes, "layout": str(layout)}
+        print(json.dumps(said | dict(zip([*growth, "read_bytes"], totals, strict=True))))
     del engine
     shutdown(session)
 

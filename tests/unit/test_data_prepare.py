@@ -153,6 +153,20 @@ def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkey
     assert not (tmp_path / "d.h5").exists()
 
 
+@pytest.mark.parametrize("when", [1, "last"])
+def test_a_job_that_is_overtaken_by_another_takes_its_file(source, tmp_path, when):
+    out = tmp_path / "d.h5"
+
+    def report(done, total):
+        if done == (total if when == "last" else when):
+            _prepare_with(source, out, 1)
+
+    counters = prepare(source, out, byte_tokenizer(), seq_len=200, report=report)
+    assert counters == _prepare_with(source, tmp_path / "alone.h5", 1)
+    assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["alone.h5", "d.h5", "raw.jsonl"]
+
+
 def test_data_without_any_example_are_refused_with_the_reasons(tmp_path):
     source = write_jsonl(tmp_path / "raw.jsonl", [chat("no answer"), chat("nor here")])
     with pytest.raises(DataError, match="no example .*2 dropped: no answer of the assistant"):

@@ -4,8 +4,8 @@ from transformers import FalconConfig, LlamaConfig
 from hpc_tune.config.schema import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
-from hpc_tune.plan.account import ModelSize
-from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
+from hpc_tune.plan.account import ModelSize, static_bytes
+from hpc_tune.plan.choose import ROOM_FOR_ACTIVATIONS, check_layout, choose_layout, keeps_gathered
 
 FULL = ModelSize(0, 100, 0, 400)  # 1600 bytes on one rank
 
@@ -80,6 +80,27 @@ def test_unset_axes_take_what_tensor_and_pipeline_leave():
     parallel = ParallelConfig(tensor=2, pipeline=2)
     assert choose_layout(parallel, 8, FULL, 1 << 40)[0] == Layout(2, 1, 2, 2)
     assert choose_layout(parallel, 8, FULL, 100)[0] == Layout(1, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node", "axes", "expected"),
+    [
+        (8, 4, {}, Layout(2, 4)),
+        (8, 4, {"tensor": 2}, Layout(2, 2, 2)),
+        (16, 4, {"pipeline": 2}, Layout(2, 4, 1, 2)),
+        (8, 8, {}, Layout(1, 8)),  # one node
+        (8, 3, {}, Layout(1, 8)),  # a copy would lie on two nodes
+        (8, 2, {}, Layout(1, 8)),  # half of the model does not fit
+        (8, 1, {}, Layout(1, 8)),  # nodes with different numbers of ranks
+    ],
+)
+def test_a_model_that_a_node_can_hold_is_sharded_within_each(
+    world_size, ranks_per_node, axes, expected
+):
+    quarter = static_bytes(FULL, Layout(1, 4))
+    room = int(quarter / ROOM_FOR_ACTIVATIONS) + 1
+    parallel = ParallelConfig(**axes)
+    assert choose_layout(parallel, world_size, FULL, room, ranks_per_node)[0] == expected
 
 
 def test_all_that_a_model_cannot_do_is_said_at_once():

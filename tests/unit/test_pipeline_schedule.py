@@ -67,17 +67,18 @@ def test_every_pass_comes_once_and_forward_before_backward():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "stages", "head", "counts"),
+    ("blocks", "stages", "ranks", "head", "counts"),
     [
-        (4, 2, 0.0, [2, 2]),
-        (4, 4, 9.0, [1, 1, 1, 1]),
-        (5, 2, 0.0, [3, 2]),
-        (30, 2, 4.0, [17, 13]),
-        (80, 8, 0.6, [10] * 8),
-        (12, 3, 6.0, [6, 5, 1]),
+        (4, 2, 2, 0.0, [2, 2]),
+        (4, 4, 4, 9.0, [1, 1, 1, 1]),
+        (5, 2, 2, 0.0, [3, 2]),
+        (30, 2, 2, 4.0, [17, 13]),
+        (30, 4, 2, 4.0, [9, 9, 8, 4]),  # 17 blocks on a rank, 13 and the head on the other
+        (80, 8, 8, 0.6, [10] * 8),
+        (12, 3, 3, 6.0, [6, 5, 1]),
     ],
 )
-def test_blocks_are_dealt_so_that_the_head_slows_nobody(blocks, stages, head, counts):
-    dealt = deal_blocks(blocks, stages, head)
+def test_blocks_are_dealt_so_that_the_head_slows_nobody(blocks, stages, ranks, head, counts):
+    dealt = deal_blocks(blocks, stages, head, ranks)
     assert [len(d) for d in dealt] == counts
     assert [b for d in dealt for b in d] == list(range(blocks))

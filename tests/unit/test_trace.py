@@ -191,6 +191,14 @@ def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
         assert fake == real
 
 
+def test_zero_is_refused():
+    arguments = ("--world", "8", "parallel.replicate=null", "parallel.zero_stage=3")
+    shape = "model.path=shape:llama3-8b"
+    done = python("-m", "hpc_tune.plan.trace", "configs/llama3_8b_lora.yaml", shape, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("parallel.zero_stage cannot be traced")
+
+
 def test_memory_is_followed_through_views_frees_and_resizes():
     memory = _Memory()
     with FakeTensorMode(), memory.watch():
