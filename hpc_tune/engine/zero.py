@@ -86,6 +86,11 @@ class ZeroEngine:
             assert optimizer is not None
             self._engine = _start(built.module, optimizer, settings)
         self._zero = self._engine.optimizer
+        if parallel.offload_params == "nvme":
+            # DeepSpeed 0.19 reads ahead until no buffer is left for the weight that is needed: for
+            # the passes of an evaluation that is over, or for a tied weight twice.
+            coordinator = self._zero.parameter_offload.get_param_coordinator()
+            coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
         self._trained = {
             built.saved_names[name]: p
             for name, p in built.module.named_parameters()

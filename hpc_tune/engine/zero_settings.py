@@ -17,7 +17,6 @@ from hpc_tune.world.collective import all_gather
 
 BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
 GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32
-NVME_BUFFERS = 8  # in pinned memory, each as large as the largest partition of a weight
 NVME_BYTES_PER_TRAINED = 16  # weight, gradient and two moments in fp32
 
 T = TypeVar("T")
@@ -55,10 +54,13 @@ def settings(
         zero["offload_optimizer"] = {"device": parallel.offload_optimizer, **common}
     if parallel.offload_params != "none":
         largest = max(p.numel() for p in parameters)
+        matrices = sum(p.dim() > 1 for p in block_list(built.module)[0].parameters())
         zero["offload_param"] = {
             "device": parallel.offload_params,
             **common,
-            "buffer_count": NVME_BUFFERS,
+            # In pinned memory, each as large as the largest partition of a weight: for the
+            # matrices of the block in use and of the next one, the embedding and the head.
+            "buffer_count": 2 * matrices + 2,
             "buffer_size": -(-largest // dist.get_world_size()),
             # Trained values that stay in host memory: adapters do.
             "max_in_cpu": sum(adapters),
