@@ -16,6 +16,8 @@ from hpc_tune.errors import HpcTuneError
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
+# peft imports torchao where it is installed, which tells of kernels that this machine cannot load.
+_CHATTER = ("torchao", "torch.utils._pytree")
 
 PLAIN_LINE_EVERY_S = 10.0
 
@@ -40,6 +42,8 @@ def configure(rank: int) -> None:
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    for name in _CHATTER:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class JsonLines:

@@ -67,7 +67,7 @@ class NativeEngine:
         offload = parallel.offload_params == "cpu"
         fsdp = layout.shard > 1 or offload
         full = built.tune.method == "full"
-        self._autocast = full and built.dtype != DTYPES[built.tune.param_dtype] and not fsdp
+        self._autocast = full and built.dtype != DTYPES[built.tune.param_dtype]
         cuts = [built]
         if mesh.pipeline is not None:
             cuts = cut_stages(built, layout, mesh.place.pipeline, parallel.stages_per_rank)

@@ -26,16 +26,26 @@ def shard(
 ) -> None:
     """Shard ``blocks_per_unit`` blocks at a time, an untied embedding, and the rest.
 
-    Adapters stay whole on every rank. Frozen weights are sharded within each replica and never
-    reduced; trained ones are reduced over the shards and then over the replicas (HSDP).
+    Adapters stay whole on every rank, and so do the norms of full fine-tuning in bf16. Frozen
+    weights are sharded within each replica and never reduced; trained ones are reduced over the
+    shards and then over the replicas (HSDP).
     """
     full = built.tune.method == "full"
-    adapters = set() if full else {p for p in built.module.parameters() if p.requires_grad}
     lower = full and built.dtype != DTYPES[built.tune.param_dtype]
+    parameters = list(built.module.parameters())
+    whole = set() if full else {p for p in parameters if p.requires_grad}
+    if lower:
+        # bf16 has no number between 1 and 1.0078: norms are computed with in fp32, as elsewhere.
+        whole = {p for p in parameters if p.dim() < 2}
     mixed = MixedPrecisionPolicy(
         param_dtype=built.dtype if lower else None,
         reduce_dtype=DTYPES[parallel.reduce_dtype] if full else None,
+        cast_forward_inputs=False,
     )
+    if lower and built.module.first_stage:
+        # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
+        embedding = built.module.causal_lm().get_input_embeddings()
+        embedding.register_forward_hook(lambda module, args, out: out.float())
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload_params == "cpu":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -58,7 +68,7 @@ def shard(
             reshard_after_forward=parallel.reshard == "block" and unit is not built.module,
             mp_policy=mixed,
             offload_policy=offload,
-            ignored_params=adapters,
+            ignored_params=whole,
         )
         for module in sharded if isinstance(sharded, list) else [sharded]:
             if isinstance(module, FSDPModule):
