@@ -38,7 +38,8 @@ def test_two_ranks_grow_by_no_more_than_they_keep(small, axis):
     # Whole frozen weights are the file's pages. Beside the weights that are kept, each rank has a
     # 16 MiB piece while it reads, the adapters with their state, and the allocator's slack.
     kept = 0 if axis == "replicate=2" else model_bytes
-    assert kept * 0.9 <= found["loaded"] <= found["loading"] < kept + 2 * 32 * MIB, found
+    assert kept * 0.9 <= found["loaded"], found
+    assert found["loading"] < kept + 2 * 32 * MIB, found
     # Each byte comes from the disk once, though both ranks want it: a page is there for both.
     assert found["read_bytes"] < 1.05 * model_bytes + 2 * 32 * MIB
 

@@ -43,7 +43,13 @@ def main() -> None:
     overrides = [f"parallel.{word}" for word in sys.argv[2:]]
     config = load_config(
         None,
-        ["run.device=cpu", "tune.rank=4", "tune.targets=[q_proj,v_proj]", *overrides],
+        [
+            "run.device=cpu",
+            "tune.method=lora",
+            "tune.rank=4",
+            "tune.targets=[q_proj,v_proj]",
+            *overrides,
+        ],
     )
     session = bootstrap(config.run)
     import torch
