@@ -42,6 +42,7 @@ from hpc_tune.engine import native
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.log import configure
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure
@@ -361,6 +362,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, help="default: the one that needs most")
     parser.add_argument("--quick", action="store_true", help="few blocks, extended")
     arguments = parser.parse_intermixed_args()
+    configure(rank=0)
     trace: Trace = trace_quickly if arguments.quick else trace_step
     try:
         config = load_config(arguments.config, arguments.overrides)

@@ -19,6 +19,7 @@ OTHER = {
     "batch.global_size": 3,
     "train.seed": 9,
     "model.dtype": "bf16",
+    "tune.param_dtype": "bf16",
     "optim.lr": 1.0,
     "optim.schedule": "linear",
     "optim.warmup_steps": 5,
