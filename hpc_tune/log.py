@@ -16,8 +16,8 @@ from hpc_tune.errors import HpcTuneError
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
-# peft imports torchao where it is installed, which tells of kernels that this machine cannot load.
-_CHATTER = ("torchao", "torch.utils._pytree")
+# They tell of kernels that this machine cannot load.
+_CHATTER = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 PLAIN_LINE_EVERY_S = 10.0
 

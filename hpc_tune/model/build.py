@@ -19,6 +19,7 @@ from torch import nn
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.lean import lean_imports
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.shapes import ShapeIndex
@@ -232,10 +233,11 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
-    from peft import get_peft_model
+    with lean_imports():
+        from peft import get_peft_model
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), lean_imports():
             # peft asks transformers for an attribute that has a new name, once per rank.
             warnings.simplefilter("ignore", FutureWarning)
             wrapped = get_peft_model(
@@ -264,7 +266,8 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
 
 def lora_config(tune: TuneConfig) -> Any:
     """Return the peft configuration of these adapters."""
-    from peft import LoraConfig
+    with lean_imports():
+        from peft import LoraConfig
 
     return LoraConfig(
         r=tune.rank,
