@@ -62,7 +62,10 @@ PHASES = ("loading", "loaded", "step", "saving", "read_bytes")
 @pytest.mark.timeout(3600)
 def test_a_1b_model_on_4_ranks(tmp_path):
     model_bytes = write_random_llama(tmp_path / "1b", **SHAPE_1B)
-    table = {name: measure(tmp_path / "1b", 4, axes, 600) for name, axes in LAYOUTS.items()}
+    table = {}
+    for name, axes in LAYOUTS.items():
+        table[name] = measure(tmp_path / "1b", 4, axes, 600)
+        print(name, table[name], flush=True)
     print(f"\nmodel {model_bytes / MIB:.0f} MiB; sums over 4 ranks / model bytes")
     print(f"| layout | {' | '.join(PHASES)} |")
     for name, found in table.items():
