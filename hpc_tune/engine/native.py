@@ -31,6 +31,7 @@ from hpc_tune.engine.tensor import Axis, slice_model
 from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import wrap_blocks
 from hpc_tune.errors import CheckpointError
+from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.load import allocate, load_weights
@@ -68,6 +69,8 @@ class NativeEngine:
         fsdp = layout.shard > 1 or offload
         full = built.tune.method == "full"
         self._autocast = full and built.dtype != DTYPES[built.tune.param_dtype]
+        if layout.shard > 1:
+            return_freed_blocks()
         cuts = [built]
         if mesh.pipeline is not None:
             cuts = cut_stages(built, layout, mesh.place.pipeline, parallel.stages_per_rank)

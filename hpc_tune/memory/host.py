@@ -6,11 +6,14 @@ What counts against it is anonymous, shared and unevictable memory; page cache i
 kernel before anything is killed and does not count.
 """
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
 
 
@@ -48,6 +51,16 @@ def used_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
     if "total_rss" in stat:  # v1: rss excludes shared memory, which is listed apart
         return stat["total_rss"] + stat.get("total_shmem", 0) + stat.get("total_unevictable", 0)
     return stat["anon"] + stat["shmem"] + stat.get("unevictable", 0)
+
+
+def return_freed_blocks() -> None:
+    """Make glibc give freed memory of 1 MiB and more back at once; another libc is left alone.
+
+    By itself it learns to keep what is below 32 MiB, and weights that are gathered and freed block
+    by block leave it with a heap as large as the model.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def own_bytes(proc: Path = Path("/proc")) -> int:
