@@ -39,6 +39,7 @@ from hpc_tune.engine.zero_comm import CountedBackend
 from hpc_tune.engine.zero_state import Span
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
 from hpc_tune.log import log
+from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.load import allocate, first_values, load_weights
@@ -70,6 +71,8 @@ class ZeroEngine:
         full = built.tune.method == "full"
         self._autocast = full and built.dtype != torch.float32
         self._traffic = Traffic(device)
+        if self._stage == 3:
+            return_freed_blocks()
         wrap_blocks(list(block_list(built.module)), parallel.recompute, train.compile)
         settings = zero_settings.settings(built, optim, parallel, device)
         node_bytes = zero_settings.node_swap_bytes(built, parallel)
