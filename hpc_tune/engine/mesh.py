@@ -42,6 +42,11 @@ class Layout:
         pipeline, replicate = divmod(rest, self.replicate)
         return Place(replicate, shard, tensor, pipeline, replicate * self.shard + shard)
 
+    def pipelines(self) -> list[list[int]]:
+        """Return the ranks of each pipeline, in the order of their stages."""
+        width = self.data_size * self.tensor
+        return [list(range(first, self.size, width)) for first in range(width)]
+
     def __str__(self) -> str:
         axes = {"replicate": self.replicate, "shard": self.shard}
         axes |= {
@@ -80,7 +85,6 @@ class Mesh:
             mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
         )
         self.tensor = self._group("tensor")
-        self.pipeline = self._group("pipeline")
         self.data = self._group("replicate", "shard")
         self.data_tensor = self._group("replicate", "shard", "tensor")
 

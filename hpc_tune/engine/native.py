@@ -72,7 +72,7 @@ class NativeEngine:
         if layout.shard > 1:
             return_freed_blocks()
         cuts = [built]
-        if mesh.pipeline is not None:
+        if layout.pipeline > 1:
             cuts = cut_stages(built, layout, mesh.place.pipeline, parallel.stages_per_rank)
         self._stages: list[BuiltModel] = []
         self._trained: list[Trained] = []
@@ -96,12 +96,12 @@ class NativeEngine:
         self._buckets = make_buckets(self._trained, mesh, device)
         self._adamw = make_adamw([t.parameter for t in self._trained], optim)
         self._pipeline = None
-        if mesh.pipeline is not None:
+        if layout.pipeline > 1:
             wire = torch.float32 if self._autocast else built.dtype
             modules = [stage.module for stage in self._stages]
             width = built.config.hidden_size
-            self._pipeline = Pipeline(modules, mesh.pipeline, device, width, wire, self._traffic)
-        self._tied_group = _tied_group(mesh) if full and built.tied else None
+            self._pipeline = Pipeline(modules, layout, device, width, wire, self._traffic)
+        self._tied_group = _tied_group(layout) if full and built.tied else None
 
     def train_step(self, batches: Sequence[Batch], global_tokens: int, lr: float) -> StepResult:
         """Do one optimizer step; see ``base.Engine``."""
@@ -266,12 +266,11 @@ def _region(trained: Trained, name: str, tensor: torch.Tensor) -> Region:
     )
 
 
-def _tied_group(mesh: Mesh) -> dist.ProcessGroup | None:
+def _tied_group(layout: Layout) -> dist.ProcessGroup | None:
     """Return the group of the two ranks that hold one weight as the embedding and as the head."""
-    if mesh.pipeline is None:
-        return None
-    members = dist.get_process_group_ranks(mesh.pipeline)
-    ends = [members[0], members[-1]]
-    if dist.get_rank() not in ends:
-        return None
-    return dist.new_group(ends, use_local_synchronization=True, group_desc="tied weights")
+    mine = None
+    for members in layout.pipelines() if layout.pipeline > 1 else ():
+        ends = [members[0], members[-1]]
+        group = dist.new_group(ends, group_desc="tied weights")
+        mine = group if dist.get_rank() in ends else mine
+    return mine

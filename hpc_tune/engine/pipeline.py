@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, D hidden.
 
 import copy
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -168,30 +169,31 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[LossModel],
-        group: dist.ProcessGroup,
+        layout: Layout,
         device: torch.device,
         hidden_size: int,
         dtype: torch.dtype,
         traffic: Traffic,
     ) -> None:
-        """Make the groups of neighbours; collective over the axis.
+        """Make the groups of neighbours; collective over all ranks.
 
         ``dtype`` is that of the activations on the wire.
         """
         self._stages, self._device = stages, device
-        self._rank, self._ranks = group.rank(), group.size()
+        self._rank, self._ranks = layout.place(dist.get_rank()).pipeline, layout.pipeline
         self._hidden_size, self._dtype = hidden_size, dtype
-        members = dist.get_process_group_ranks(group)
-        self._previous = members[self._rank - 1]
-        self._next = members[(self._rank + 1) % self._ranks]
+        # An edge is known by the rank that sends forward on it. Every rank makes all groups, in one
+        # order: torch tells two groups apart by how many have been made before.
         self._edges: dict[tuple[int, Kind], dist.ProcessGroup] = {}
-        for a, b in zip(members, members[1:] + members[:1], strict=True):
-            for kind in KINDS:
+        for members in layout.pipelines():
+            if dist.get_rank() in members:
+                self._previous = members[self._rank - 1]
+                self._next = members[(self._rank + 1) % self._ranks]
+            after = members[1:] + members[: len(stages) > 1]  # interleaved stages make a ring
+            for (a, b), kind in itertools.product(zip(members, after, strict=False), KINDS):
+                edge = dist.new_group([a, b], group_desc=f"{kind} after {a}")
                 if dist.get_rank() in (a, b):
-                    # An edge is known by the rank that sends forward on it.
-                    self._edges[a, kind] = dist.new_group(
-                        [a, b], use_local_synchronization=True, group_desc=f"{kind} after {a}"
-                    )
+                    self._edges[a, kind] = edge
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._traffic = traffic
 

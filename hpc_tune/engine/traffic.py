@@ -17,6 +17,12 @@ import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
 
+# torch 2.13 has new names for these two and warns of the old ones.
+if hasattr(dist, "all_gather_single"):
+    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+else:
+    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
 
 class Traffic:
     """Does the collectives of one rank and keeps count. ``None`` as a group means the world.
@@ -77,15 +83,17 @@ class Traffic:
         return taken
 
 
-class FsdpAllGather:
-    """FSDP2's all-gather, counted: see ``FSDPModule.set_custom_all_gather``."""
-
+class _FsdpCollective:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for the gathered bytes."""
+        """Return memory for what the collective yields."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class FsdpAllGather(_FsdpCollective):
+    """FSDP2's all-gather, counted: see ``FSDPModule.set_custom_all_gather``."""
 
     def __call__(
         self,
@@ -97,18 +105,11 @@ class FsdpAllGather:
         """Gather the shards of one unit."""
         sent = (group.size() - 1) * input_tensor.nbytes
         with self._traffic.counted("all_gather", sent):
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            return _all_gather(output_tensor, input_tensor, group, async_op)
 
 
-class FsdpReduceScatter:
+class FsdpReduceScatter(_FsdpCollective):
     """FSDP2's reduce-scatter, counted: see ``FSDPModule.set_custom_reduce_scatter``."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for the gradients of one unit."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -121,4 +122,4 @@ class FsdpReduceScatter:
         """Add up the gradients of one unit and leave each rank its shard."""
         sent = (group.size() - 1) * output_tensor.nbytes
         with self._traffic.counted("reduce_scatter", sent):
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)

@@ -166,7 +166,7 @@ def build(
     stored_index = index_model_directory(directory) if weights else None
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with lean_imports(), torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[tune.param_dtype] if tune.method == "full" else dtype

@@ -1,4 +1,4 @@
-"""peft without what it imports only because it is installed."""
+"""transformers and peft without what they import only because it is installed."""
 
 import sys
 from collections.abc import Iterator

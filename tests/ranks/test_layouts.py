@@ -54,6 +54,7 @@ LAYOUTS = {
     "pipeline interleaved": (2, ["pipeline=2", "stages_per_rank=2"]),
     "hsdp 2x2": (4, ["replicate=2", "shard=2"]),
     "tensor x shard": (4, ["tensor=2", "shard=2"]),
+    "pipeline 4": (4, ["pipeline=4"]),
     "pipeline x shard": (4, ["pipeline=2", "shard=2"]),
     "pipeline x tensor x shard": (8, ["pipeline=2", "tensor=2", "shard=2"]),
 }

@@ -82,7 +82,9 @@ def main() -> None:
 
     engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
     if config.parallel.zero_stage is not None:
-        import deepspeed.runtime.engine  # noqa: F401 - what libraries take is not the model's
+        # What libraries take is not the model's.
+        import deepspeed.runtime.engine
+        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 - with torch's compiler
 
         engine_type = ZeroEngine
     files = list(directory.glob("*.safetensors"))
