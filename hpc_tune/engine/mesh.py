@@ -42,10 +42,10 @@ class Layout:
         pipeline, replicate = divmod(rest, self.replicate)
         return Place(replicate, shard, tensor, pipeline, replicate * self.shard + shard)
 
-    def pipelines(self) -> list[list[int]]:
-        """Return the ranks of each pipeline, in the order of their stages."""
+    def pipeline_of(self, rank: int) -> list[int]:
+        """Return the ranks of the pipeline that ``rank`` belongs to, in the order of stages."""
         width = self.data_size * self.tensor
-        return [list(range(first, self.size, width)) for first in range(width)]
+        return list(range(rank % width, self.size, width))
 
     def __str__(self) -> str:
         axes = {"replicate": self.replicate, "shard": self.shard}

@@ -268,9 +268,11 @@ def _region(trained: Trained, name: str, tensor: torch.Tensor) -> Region:
 
 def _tied_group(layout: Layout) -> dist.ProcessGroup | None:
     """Return the group of the two ranks that hold one weight as the embedding and as the head."""
-    mine = None
-    for members in layout.pipelines() if layout.pipeline > 1 else ():
-        ends = [members[0], members[-1]]
-        group = dist.new_group(ends, group_desc="tied weights")
-        mine = group if dist.get_rank() in ends else mine
-    return mine
+    if layout.pipeline == 1:
+        return None
+    me = dist.get_rank()
+    first, *_, last = layout.pipeline_of(me)
+    # Made by its members alone, and the ranks between make another: see pipeline._make_edges.
+    members = [first, last] if me in (first, last) else [me]
+    group = dist.new_group(members, use_local_synchronization=True)
+    return group if me in (first, last) else None

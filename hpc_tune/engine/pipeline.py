@@ -175,25 +175,17 @@ class Pipeline:
         dtype: torch.dtype,
         traffic: Traffic,
     ) -> None:
-        """Make the groups of neighbours; collective over all ranks.
+        """Make the groups of neighbours; collective over the pipeline.
 
         ``dtype`` is that of the activations on the wire.
         """
         self._stages, self._device = stages, device
         self._rank, self._ranks = layout.place(dist.get_rank()).pipeline, layout.pipeline
         self._hidden_size, self._dtype = hidden_size, dtype
-        # An edge is known by the rank that sends forward on it. Every rank makes all groups, in one
-        # order: torch tells two groups apart by how many have been made before.
-        self._edges: dict[tuple[int, Kind], dist.ProcessGroup] = {}
-        for members in layout.pipelines():
-            if dist.get_rank() in members:
-                self._previous = members[self._rank - 1]
-                self._next = members[(self._rank + 1) % self._ranks]
-            after = members[1:] + members[: len(stages) > 1]  # interleaved stages make a ring
-            for (a, b), kind in itertools.product(zip(members, after, strict=False), KINDS):
-                edge = dist.new_group([a, b], group_desc=f"{kind} after {a}")
-                if dist.get_rank() in (a, b):
-                    self._edges[a, kind] = edge
+        members = layout.pipeline_of(dist.get_rank())
+        self._previous = members[self._rank - 1]
+        self._next = members[(self._rank + 1) % self._ranks]
+        self._edges = _make_edges(members, is_ring=len(stages) > 1)
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._traffic = traffic
 
@@ -298,6 +290,25 @@ class Pipeline:
         with self._traffic.counted("send", 0):
             while self._sending:
                 self._sending.popleft()[0].wait()
+
+
+def _make_edges(members: Sequence[int], is_ring: bool) -> dict[tuple[int, Kind], dist.ProcessGroup]:
+    """Make a group for each direction of each of this rank's edges. Collective.
+
+    An edge is known by the rank that sends forward on it; interleaved stages make a ring. Every
+    rank makes one group per round, if need be of itself alone: torch tells groups of the same ranks
+    apart by how many their maker has, and ranks that are not in one need not wait for it.
+    """
+    me = dist.get_rank()
+    ring = list(zip(members, [*members[1:], members[0]], strict=True))
+    rounds = [ring[:-1:2], ring[1:-1:2], ring[-1:] if is_ring else []]
+    edges: dict[tuple[int, Kind], dist.ProcessGroup] = {}
+    for kind, pairs in itertools.product(KINDS, rounds):
+        pair = next((pair for pair in pairs if me in pair), (me,))
+        group = dist.new_group([*pair], use_local_synchronization=True)
+        if len(pair) == 2:
+            edges[pair[0], kind] = group
+    return edges
 
 
 class _Inputs:

@@ -14,22 +14,16 @@ from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.cost import activation_bytes, gathered_bytes, reduced_bytes
-from tests.support.training import losses, many_runs, outcome, rows, train, worst_gap
+from tests.support.training import SMALL, losses, many_runs, outcome, rows, train, worst_gap
 
 pytest.importorskip("deepspeed")
 
-STEPS = 10
-SMALL = [
-    "data.seq_len=128",
+SETTINGS = [
+    *SMALL,
     "data.eval_path=builtin:pydocs:heldout",
     "train.eval_rows=7",  # on 2 ranks one ends with an empty micro-batch
-    "batch.global_size=8",
     "batch.micro_size=1",
-    f"train.max_steps={STEPS}",
-    "run.tensorboard=false",
-    "run.threads=1",
     "train.deterministic=true",
-    "optim.warmup_steps=2",
     "optim.weight_decay=0.1",
 ]
 METHODS = {
@@ -81,7 +75,7 @@ def shared(tmp_path_factory):
 
 
 def job(shared, name, method, axes=(), *more, stop_after=None):
-    words = [*SMALL, f"run.dir={shared / name}", f"data.cache={shared}", *METHODS[method]]
+    words = [*SETTINGS, f"run.dir={shared / name}", f"data.cache={shared}", *METHODS[method]]
     words += [f"parallel.{axis}" for axis in axes]
     if "zero_stage=3" in axes and NVME[1] in axes:
         (shared / "disk").mkdir(exist_ok=True)
@@ -262,7 +256,7 @@ def test_a_run_goes_from_native_to_nvme_to_zero_2(shared, references):
 
 def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_path):
     nvme = [*(f"parallel.{axis}" for axis in NVME), "parallel.offload_path=/nowhere/at/all"]
-    done = train([*SMALL, f"run.dir={tmp_path}", f"data.cache={shared}", *nvme], n=2)
+    done = train([*SETTINGS, f"run.dir={tmp_path}", f"data.cache={shared}", *nvme], n=2)
     assert done.returncode != 0
     assert "parallel.offload_path=/nowhere/at/all: no such folder" in done.stderr
     assert done.stderr.count("parallel.offload_path") == 1

@@ -11,19 +11,8 @@ import torch
 from hpc_tune.model.builtin import write_tiny
 from tests.support.random_model import write_random_llama
 from tests.support.ranks import mpirun, rank_environment, run_ranks
-from tests.support.training import losses, many_runs, worst_gap
+from tests.support.training import SMALL, losses, many_runs, worst_gap
 
-STEPS = 10
-SMALL = [
-    "data.seq_len=128",
-    "data.eval_path=null",
-    "batch.global_size=8",
-    f"train.max_steps={STEPS}",
-    "run.tensorboard=false",
-    "run.threads=1",
-    "optim.warmup_steps=2",
-    "optim.lr=1e-2",
-]
 RECOMPUTE = ("none", "selective", "full")
 ACCUMULATION = (1, 2, 4)
 SMALL_BLOCK = {
@@ -42,7 +31,7 @@ def shared(tmp_path_factory):
 
 def settings(shared, name, *overrides):
     caches = [f"data.cache={shared}", f"run.compile_cache={shared / 'compiled'}"]
-    return [*SMALL, *caches, f"run.dir={shared / name}", *overrides]
+    return [*SMALL, "optim.lr=1e-2", *caches, f"run.dir={shared / name}", *overrides]
 
 
 def gaps(shared, n, runs, reference):

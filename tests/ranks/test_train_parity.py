@@ -6,19 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training import events, losses, many_runs, rows, worst_gap
+from tests.support.training import SMALL, STEPS, events, losses, many_runs, rows, worst_gap
 
-STEPS = 10
-SMALL = [
-    "data.seq_len=128",
-    "data.eval_path=null",
-    "batch.global_size=8",
-    f"train.max_steps={STEPS}",
-    "run.tensorboard=false",
-    "run.threads=1",
-    "train.deterministic=true",
-    "optim.warmup_steps=2",
-]
 # Each run prepares builtin:pydocs into its own folder unless they share one.
 METHODS = {
     "full": ["tune.method=full", "optim.lr=1e-3"],
@@ -37,10 +26,8 @@ def shared(tmp_path_factory):
 
 
 def job(shared, name, *overrides, stop_after=None):
-    return {
-        "overrides": [*SMALL, f"run.dir={shared / name}", f"data.cache={shared}", *overrides],
-        "stop_after": stop_after,
-    }
+    words = [*SMALL, "train.deterministic=true", f"run.dir={shared / name}", f"data.cache={shared}"]
+    return {"overrides": [*words, *overrides], "stop_after": stop_after}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,17 @@ from typing import Any
 from tests.support.ranks import mpirun, rank_environment, run_ranks
 
 TRAIN = ["-m", "hpc_tune"]
+STEPS = 10
+# Seconds of training of builtin:tiny.
+SMALL = [
+    "data.seq_len=128",
+    "data.eval_path=null",
+    "batch.global_size=8",
+    f"train.max_steps={STEPS}",
+    "run.tensorboard=false",
+    "run.threads=1",
+    "optim.warmup_steps=2",
+]
 
 
 def many_runs(
