@@ -1,6 +1,7 @@
 # make demo   installs what it needs and fine-tunes a real model on this machine's cores
 # make test   installs what it needs and passes the tests
 # make soak   the long proofs; their figures belong into benchmarks/
+# make nvme   compiles DeepSpeed's library for NVMe (minutes): with it make test tries offload to disk
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -18,7 +19,7 @@ export PATH := $(BIN):$(PATH)
 # DeepSpeed's C++ parts are compiled where they are used, not at its installation.
 export DS_BUILD_OPS = 0
 
-.PHONY: demo test lint soak clean
+.PHONY: demo test lint nvme soak clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@echo '== before: $(PROMPT)'
@@ -38,7 +39,10 @@ lint: $(VENV)/.test
 	ruff format --check .
 	mypy
 
-soak: $(VENV)/.test
+nvme: $(VENV)/.test
+	DS_ACCELERATOR=cpu python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder as B; B().load()'
+
+soak: $(VENV)/.test nvme
 	python -m pytest -q tests -m soak
 
 $(VENV)/.%: setup.py constraints.txt

@@ -52,8 +52,11 @@ class NativeEngine:
         optim: OptimConfig,
         parallel: ParallelConfig,
         train: TrainConfig = NOTHING_WRAPPED,
+        loss_share: float = 1.0,
     ) -> None:
         """Lay out, allocate and load ``built``. ``parallel.reshard`` must have been decided.
+
+        ``loss_share`` of the tokens carry loss; pipeline stages are made equal for that.
 
         Raises:
             DataError: if the weights on disk are damaged or of another model.
@@ -73,7 +76,8 @@ class NativeEngine:
             return_freed_blocks()
         cuts = [built]
         if layout.pipeline > 1:
-            cuts = cut_stages(built, layout, mesh.place.pipeline, parallel.stages_per_rank)
+            per_rank = parallel.stages_per_rank
+            cuts = cut_stages(built, layout, mesh.place.pipeline, per_rank, loss_share)
         self._stages: list[BuiltModel] = []
         self._trained: list[Trained] = []
         for stage in cuts:

@@ -31,7 +31,6 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.loss import LossModel
 
-HEAD_SHARE = 0.5  # of the tokens reach the output head: answers are about half of a chat
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
 LOOKAHEAD = 2  # passes whose inputs are asked for before they are needed
@@ -81,15 +80,18 @@ def deal_blocks(
 
 
 def cut_stages(
-    built: BuiltModel, layout: Layout, rank: int, stages_per_rank: int
+    built: BuiltModel, layout: Layout, rank: int, stages_per_rank: int, loss_share: float
 ) -> list[BuiltModel]:
-    """Return the stages of pipeline rank ``rank``, in order; parameters keep their names."""
+    """Return the stages of pipeline rank ``rank``, in order; parameters keep their names.
+
+    ``loss_share`` of the tokens reach the output head.
+    """
     num_stages = layout.pipeline * stages_per_rank
     blocks = block_list(built.module)
     block_values = sum(p.numel() for p in blocks[0].parameters())
     head_values = built.config.vocab_size * built.config.hidden_size
     dealt = deal_blocks(
-        len(blocks), num_stages, HEAD_SHARE * head_values / block_values, layout.pipeline
+        len(blocks), num_stages, loss_share * head_values / block_values, layout.pipeline
     )
     return [
         _cut(built, dealt[stage], stage == 0, stage == num_stages - 1)

@@ -125,7 +125,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     engine = together(
         session,
         "loading the model",
-        lambda: _make_engine(built, layout, session, config, parallel),
+        lambda: _make_engine(inputs, layout, session, config, parallel),
     )
     step, saved = 0, None
     if checkpoint is not None:
@@ -222,14 +222,17 @@ def _ranks_per_node(session: Session) -> int:
 
 
 def _make_engine(
-    built: BuiltModel,
+    inputs: Inputs,
     layout: Layout,
     session: Session,
     config: RunConfig,
     parallel: ParallelConfig,
 ) -> Engine:
-    engine = NativeEngine if parallel.zero_stage is None else ZeroEngine
-    return engine(built, layout, session.device, config.optim, parallel, config.train)
+    common = (layout, session.device, config.optim, parallel, config.train)
+    if parallel.zero_stage is not None:
+        return ZeroEngine(inputs.built, *common)
+    counters = inputs.store.attributes.counters
+    return NativeEngine(inputs.built, *common, loss_share=counters.loss_tokens / counters.tokens)
 
 
 def _device_name(session: Session) -> str:
