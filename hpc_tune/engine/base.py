@@ -15,13 +15,13 @@ class StepResult:
 
     ``loss`` is the mean over the step's global loss tokens. ``grad_norm`` is the L2 norm before
     clipping. ``comm_s`` is the time of this rank's messages, waiting for other ranks included, and
-    ``sent_bytes`` what it sent by kind of collective; None where the engine cannot tell.
+    ``sent_bytes`` what it sent by kind of collective.
     """
 
     loss: float
     grad_norm: float
-    comm_s: float | None
-    sent_bytes: dict[str, int] | None
+    comm_s: float
+    sent_bytes: dict[str, int]
 
 
 class Engine(Protocol):

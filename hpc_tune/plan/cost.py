@@ -1,7 +1,9 @@
 """What a step costs from shapes alone: flops, and the bytes that each rank sends."""
 
+from collections import Counter
 from typing import Any
 
+from hpc_tune.config.schema import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.plan.account import ModelSize
 
@@ -39,16 +41,60 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in _PEAK_BF16.items() if name in device_name), None)
 
 
-def gathered_bytes(
-    size: ModelSize, layout: Layout, full: bool, reshard: str, num_micro: int
-) -> int:
-    """Return the bytes a rank sends per step to gather sharded weights (FSDP2).
+def expected_bytes(
+    size: ModelSize,
+    config: Any,
+    layout: Layout,
+    parallel: ParallelConfig,
+    tokens: int,
+    num_micro: int,
+    itemsize: int,
+) -> dict[str, int]:
+    """Return the bytes that rank 0 sends in a step, by kind of collective.
+
+    ``tokens`` are those of the rank's rows with padding, in ``num_micro`` micro-batches, computed
+    with in values of ``itemsize`` bytes. ``config`` is the model's transformers config,
+    ``parallel.reshard`` must have been decided. See ``traffic`` for what an algorithm sends.
+    """
+    full = size.num_frozen == 0
+    kinds: Counter[str] = Counter()
+    if parallel.zero_stage is not None:
+        kinds.update(zero_bytes(size, layout.size, parallel, num_micro))
+    else:
+        kinds.update(reduced_bytes(size, layout, full))
+        if layout.shard > 1:
+            weights = size.num_trained * itemsize if full else size.frozen_bytes
+            kinds["all_gather"] += gathered_bytes(weights, layout, parallel.reshard, num_micro)
+        per_rank = parallel.stages_per_rank
+        kinds.update(activation_bytes(config, layout, full, tokens, itemsize, per_rank))
+    return {kind: num for kind, num in kinds.items() if num}
+
+
+def zero_bytes(
+    size: ModelSize, ranks: int, parallel: ParallelConfig, num_micro: int
+) -> dict[str, int]:
+    """Return the bytes a rank sends per step under ZeRO (arXiv:1910.02054).
+
+    Stage 1 adds all gradients up once per step, stage 2 once per micro-batch, both in all-reduces,
+    and both send the updated weights around. Stage 3 gathers all weights forward and backward, and
+    where a frozen block is recomputed once more; gradients are reduce-scattered per micro-batch.
+    """
+    grads = size.trained_bytes * (ranks - 1) // ranks
+    if parallel.zero_stage == 3:
+        passes = 3 if size.num_frozen and parallel.recompute == "full" else 2
+        weights = (size.frozen_bytes or size.trained_bytes) * (ranks - 1) // ranks
+        return {"all_gather": passes * num_micro * weights, "reduce_scatter": num_micro * grads}
+    times = num_micro if parallel.zero_stage == 2 else 1
+    return {"all_reduce": 2 * times * grads, "all_gather": grads}
+
+
+def gathered_bytes(weights: int, layout: Layout, reshard: str, num_micro: int) -> int:
+    """Return the bytes a rank sends per step to gather ``weights`` bytes that are sharded (FSDP2).
 
     (g-1)/g of its part of the weights each time: per micro-batch once (reshard=micro) or twice
     (block; but what the root holds stays), or once per step.
     """
-    sharded = size.trained_bytes if full else size.frozen_bytes
-    part = sharded // (layout.tensor * layout.pipeline)
+    part = weights // (layout.tensor * layout.pipeline)
     once = part * (layout.shard - 1) // layout.shard
     return once * {"step": 1, "micro": num_micro, "block": 2 * num_micro}[reshard]
 
@@ -73,20 +119,19 @@ def reduced_bytes(size: ModelSize, layout: Layout, full: bool) -> dict[str, int]
 
 
 def activation_bytes(
-    config: Any, layout: Layout, full: bool, tokens: int, itemsize: int
+    config: Any, layout: Layout, full: bool, tokens: int, itemsize: int, stages_per_rank: int = 1
 ) -> dict[str, int]:
-    """Return the bytes a rank sends per step for the activations of ``tokens`` tokens.
+    """Return the bytes rank 0 sends per step for the activations of ``tokens`` tokens.
 
     Tensor axis, per block: two all-reduces of tokens x hidden forward and two backward
     (arXiv:1909.08053), and one each for the embedding and, over the tokens with loss, the head
     (left out here). A frozen embedding needs no gradient from the first block. Pipeline
-    axis: the rank's own output forward, its input's gradient backward; an end of the pipeline sends
-    one of them.
+    axis: each stage's output forward, its input's gradient backward, but for the model's own ends.
     """
     hidden = tokens * config.hidden_size * itemsize
     blocks = config.num_hidden_layers // layout.pipeline
     g = layout.tensor
     return {
         "all_reduce": 2 * (g - 1) * (4 * blocks + full) * hidden // g,
-        "send": hidden if layout.pipeline > 1 else 0,
+        "send": (2 * stages_per_rank - 1) * hidden if layout.pipeline > 1 else 0,
     }

@@ -61,6 +61,7 @@ class Work:
     total_steps: int
     flops_per_token: float
     peak_flops: float | None
+    expected_bytes: dict[str, int]
 
 
 def run_loop(work: Work, start_step: int) -> Outcome:
@@ -162,6 +163,7 @@ def _record(
             data_s=data_s,
             comm_s=result.comm_s,
             sent_bytes=result.sent_bytes,
+            expected_bytes=work.expected_bytes,
             device_util=work.governor.device_utilization(),
             host_bytes=sample.host_bytes if sample else None,
             host_limit_bytes=sample.host_limit_bytes if sample else None,

@@ -15,10 +15,10 @@ NOTEWORTHY = 0.05  # of a step in messages is said in the progress line
 class StepMetrics:
     """One line of metrics.jsonl. Seconds, bytes and tokens over all ranks where not said otherwise.
 
-    ``tokens`` are those of the step's documents without padding. ``comm_s``
-    and ``sent_bytes`` (by kind of collective) are rank 0's, None where the engine cannot tell;
-    ``mfu`` and ``device_util`` are None where the device's peak or
-    counters are unknown. Host bytes are the fullest node's; device bytes the fullest rank's.
+    ``tokens`` are those of the step's documents without padding. ``comm_s``, ``sent_bytes`` and
+    ``expected_bytes``, by kind of collective and by the formulas of the layout, are rank 0's.
+    ``mfu`` and ``device_util`` are None where the device's peak or counters are unknown. Host bytes
+    are the fullest node's; device bytes the fullest rank's.
     """
 
     step: int
@@ -32,8 +32,9 @@ class StepMetrics:
     mfu: float | None
     step_s: float
     data_s: float
-    comm_s: float | None
-    sent_bytes: dict[str, int] | None
+    comm_s: float
+    sent_bytes: dict[str, int]
+    expected_bytes: dict[str, int]
     device_util: float | None
     host_bytes: int | None
     host_limit_bytes: int | None
@@ -66,7 +67,7 @@ class Metrics:
         self._lines.write(**row)
         self._plot(metrics.step, row)
         note = f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tokens/s"
-        if metrics.comm_s is not None and metrics.comm_s > NOTEWORTHY * metrics.step_s:
+        if metrics.comm_s > NOTEWORTHY * metrics.step_s:
             note += f"  {metrics.comm_s / metrics.step_s:.0%} in messages"
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"

@@ -28,7 +28,7 @@ from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, without_effect
-from hpc_tune.plan.cost import flops_per_token, peak_flops
+from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
 from hpc_tune.train.inputs import Inputs, prepare_inputs
 from hpc_tune.train.loop import Work, run_loop
@@ -136,7 +136,18 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
         events.write(time=time.time(), step=step, rank=0, kind="resume", path=str(checkpoint))
     micro_size = _micro_size(config, session, engine, governor, layout, saved)
     loader.set_micro_size(micro_size)
-    log.info("micro-batches of %d x %d tokens", micro_size, config.data.seq_len)
+    rows = -(-config.batch.global_size // layout.data_size)
+    expected = expected_bytes(
+        size,
+        built.config,
+        layout,
+        parallel,
+        rows * config.data.seq_len,
+        -(-rows // micro_size),
+        built.dtype.itemsize,
+    )
+    sends = f"; a step sends {format_bytes(sum(expected.values()))} per rank" if expected else ""
+    log.info("micro-batches of %d x %d tokens%s", micro_size, config.data.seq_len, sends)
 
     def save_at(step: int, place: dict[str, Any]) -> float:
         state = RunState(
@@ -168,6 +179,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             total_steps=total_steps,
             flops_per_token=flops_per_token(size, built.config, config.data.seq_len),
             peak_flops=peak * world.size if peak else None,
+            expected_bytes=expected,
         ),
         step,
     )

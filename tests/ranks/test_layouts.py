@@ -9,11 +9,8 @@ from safetensors.torch import load_file
 from torch.utils.cpp_extension import get_default_build_root
 
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.plan.account import measure
-from hpc_tune.plan.cost import activation_bytes, gathered_bytes, reduced_bytes
 from tests.support.training import SMALL, losses, many_runs, outcome, rows, train, worst_gap
 
 pytest.importorskip("deepspeed")
@@ -160,55 +157,41 @@ def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, referenc
         assert max(gaps.values()) < spread
 
 
-SCALARS = 16  # bytes: the loss and the norm
+SCALARS = 20  # bytes: the loss and the norm
 STEP = 3
-NUM_MICRO = 4  # micro-batches per rank and step
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", [name for name, (n, _) in LAYOUTS.items() if n == 2])
 @pytest.mark.timeout(900)
-def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, tmp_path, method):
-    launched(2)
-    full = method == "full"
+def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, layout, method, tmp_path):
+    if launched(2).get(f"{layout} {method}") is None:
+        pytest.skip("DeepSpeed's NVMe library is not compiled: make nvme")
+    run, full = shared / f"{layout} {method}", method == "full"
+    sent, expected = (rows(run, key)[STEP] for key in ("sent_bytes", "expected_bytes"))
+    print(f"\nbytes {layout} {method}: sent {sent}, expected {expected}")
     write_tiny(tmp_path / "tiny")
     built = build(tmp_path / "tiny", torch.float32, TuneConfig(method=method), 0)
-    size, config = measure(built.module), built.config
-
-    def sent(name, kind):
-        return rows(shared / f"{name} {method}", "sent_bytes")[STEP].get(kind, 0)
-
-    whole = reduced_bytes(size, Layout(2, 1), full)["all_reduce"]
-    assert sent("ddp", "all_reduce") == pytest.approx(whole, abs=SCALARS)
-    assert sent("ddp", "all_gather") == 0
-    layout = Layout(1, 2)
-    for name, reshard in (
-        ("fsdp", "block"),
-        ("fsdp kept a micro-batch", "micro"),
-        ("fsdp kept a step", "step"),
-    ):
-        gathered = gathered_bytes(size, layout, full, reshard, NUM_MICRO)
-        # The root's weights (the tied embedding, 40,960 of 779,392 values) stay over a block's
-        # forward and backward pass.
-        assert sent(name, "all_gather") == pytest.approx(gathered, rel=0.03)
-        for kind, expected in reduced_bytes(size, layout, full).items():
-            assert sent(name, kind) == pytest.approx(expected, abs=SCALARS)
-    # 8 rows of 128 tokens; the head's gradient and three numbers per token with loss.
-    assert rows(shared / f"tensor {method}", "tokens")[STEP] == 1024
-    loss_tokens = rows(shared / f"tensor {method}", "loss_tokens")[STEP]
-    head = loss_tokens * 4 * (config.hidden_size + 3)
-    tensor = activation_bytes(config, Layout(1, 1, 2), full, 1024, 4)["all_reduce"] + head
-    rowwise = ("o_proj", "down_proj")
-    partial = sum(
-        4 * p.numel()
-        for name, p in built.module.named_parameters()
-        if ("lora_B" if name.split(".")[-4] in rowwise else "lora_A") in name
-    )
-    assert sent("tensor", "all_reduce") == pytest.approx(tensor + partial, abs=SCALARS)
-    pipeline = activation_bytes(config, Layout(1, 1, 1, 2), full, 1024, 4)["send"]
-    assert sent("pipeline", "send") == pipeline
-    # Of a pipeline only the tied embedding's gradient is added up, with full fine-tuning.
-    tied = 4 * config.vocab_size * config.hidden_size if full else 0
-    assert sent("pipeline", "all_reduce") == pytest.approx(tied, abs=SCALARS)
+    config = built.config
+    # What the formulas leave out.
+    left_out = 0
+    if layout == "tensor":
+        # The head's gradient and three numbers per token with loss; adapters that are whole.
+        left_out = rows(run, "loss_tokens")[STEP] * 4 * (config.hidden_size + 3)
+        rowwise = ("o_proj", "down_proj")
+        left_out += sum(
+            4 * p.numel()
+            for name, p in built.module.named_parameters()
+            if ("lora_B" if name.split(".")[-4] in rowwise else "lora_A") in name
+        )
+    elif layout.startswith("pipeline") and full:
+        left_out = 4 * config.vocab_size * config.hidden_size  # the tied embedding's gradient
+    for kind in sent | expected:
+        wanted = expected.get(kind, 0) + (left_out if kind == "all_reduce" else 0)
+        # The tied embedding is 5% of the model. FSDP2's root keeps it over a block's forward and
+        # backward pass, ZeRO-3 gathers it for the head again.
+        bound = {"rel": 0.06} if kind == "all_gather" else {"abs": SCALARS}
+        assert sent.get(kind, 0) == pytest.approx(wanted, **bound), kind
 
 
 def test_a_run_travels_through_layouts_and_engines(shared, references):
