@@ -19,6 +19,7 @@ SETTINGS = [
     *SMALL,
     "data.eval_path=builtin:pydocs:heldout",
     "train.eval_rows=7",  # on 2 ranks one ends with an empty micro-batch
+    "batch.global_size=4",
     "batch.micro_size=1",
     "train.deterministic=true",
     "optim.weight_decay=0.1",
