@@ -28,7 +28,7 @@ METHODS = {
     "full": ["tune.method=full", "optim.lr=1e-3"],
     "lora": ["tune.method=lora", "optim.lr=2e-3"],
 }
-NVME = ["zero_stage=3", "offload_optimizer=nvme", "offload_params=nvme"]
+NVME = ["zero_stage=3", "reshard=block", "offload_optimizer=nvme", "offload_params=nvme"]
 LAYOUTS = {
     "ddp": (2, ["replicate=2"]),
     "fsdp": (2, ["shard=2", "reshard=block"]),
@@ -37,7 +37,7 @@ LAYOUTS = {
     "fsdp+cpu": (2, ["shard=2", "offload_params=cpu"]),
     "zero1": (2, ["zero_stage=1"]),
     "zero2": (2, ["zero_stage=2", "recompute=selective"]),
-    "zero3": (2, ["zero_stage=3", "recompute=full"]),
+    "zero3": (2, ["zero_stage=3", "recompute=full", "reshard=block"]),
     "zero2+cpu": (2, ["zero_stage=2", "offload_optimizer=cpu"]),
     "zero3+cpu": (2, ["zero_stage=3", "offload_optimizer=cpu", "offload_params=cpu"]),
     "zero3+nvme": (2, NVME),
@@ -70,7 +70,7 @@ def shared(tmp_path_factory):
 def job(shared, name, method, axes=(), *more, stop_after=None):
     words = [*SETTINGS, f"run.dir={shared / name}", f"data.cache={shared}", *METHODS[method]]
     words += [f"parallel.{axis}" for axis in axes]
-    if "zero_stage=3" in axes and NVME[1] in axes:
+    if "offload_optimizer=nvme" in axes:
         (shared / "disk").mkdir(exist_ok=True)
         words.append(f"parallel.offload_path={shared / 'disk'}")
     return {"overrides": [*words, *more], "stop_after": stop_after}

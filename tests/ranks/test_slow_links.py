@@ -53,14 +53,14 @@ def alone(*commands):
             ["taskset", "-c", str(core), sys.executable, "-m", *words],
             env=rank_environment(1, {}),
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for core, words in enumerate(commands)
     ]
-    said = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    return said
+    said = [process.communicate(timeout=600) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    return [out for out, _ in said]
 
 
 def ours_alone(shared, steps, num_rows, micro_size):

@@ -59,7 +59,8 @@ def hosts(num: int, folder: Path, rate: str | None = None) -> Iterator[Hosts]:
                 _run(f"tc qdisc add dev {outer} {shape}")
     except (OSError, subprocess.CalledProcessError) as error:
         _remove(names, bridge)
-        pytest.skip(f"network namespaces are not available: {error}")
+        said = getattr(error, "stderr", b"").decode().strip()
+        pytest.skip(f"network namespaces are not available: {error} {said}")
     agent = folder / "agent"
     agent.write_text(
         "#!/bin/sh\n"
