@@ -102,26 +102,12 @@ def _zero_problems(config: RunConfig) -> list[str]:
         problems += [
             f"parallel.{name}={value} has no effect with parallel.zero_stage; leave it out"
             for name, default in (
+                ("reshard", "auto"),
                 ("blocks_per_unit", 1),
                 ("reduce_dtype", "fp32"),
             )
             if (value := getattr(parallel, name)) != default
         ]
-        if parallel.reshard != "auto" and stage < 3:
-            problems.append(
-                f"parallel.reshard={parallel.reshard} has no effect with parallel.zero_stage="
-                f"{stage}, which keeps all weights on each device; leave it out"
-            )
-        if parallel.reshard == "step" and stage == 3:
-            problems.append(
-                "parallel.reshard=step with parallel.zero_stage=3: DeepSpeed gathers weights in "
-                "each micro-batch; use micro"
-            )
-        if parallel.reshard == "micro" and parallel.offload_params == "nvme":
-            problems.append(
-                "parallel.reshard=micro with parallel.offload_params=nvme: weights for which there "
-                "is room need no disk; use block, or offload_params=none"
-            )
         if config.tune.method == "dora" and stage == 3:
             problems.append(
                 "tune.method=dora with parallel.zero_stage=3: DoRA needs whole base weights for "

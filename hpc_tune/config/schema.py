@@ -201,10 +201,9 @@ class ParallelConfig(_Part):
     )
     reshard: Literal["auto", "block", "micro", "step"] = Field(
         "auto",
-        description="How long gathered weights stay where shard > 1, or with zero_stage=3. block: "
-        "freed after each block, gathered again in the backward pass; micro: kept until the "
-        "micro-batch's backward pass is over; step: gathered once per optimizer step (not by "
-        "DeepSpeed). auto: as long as possible where a whole copy fits, else block.",
+        description="How long gathered weights stay where shard > 1. block: freed after each "
+        "block, gathered again in the backward pass; micro: kept until the micro-batch's backward "
+        "pass is over; step: gathered once per optimizer step. auto: step where a whole copy fits.",
     )
     blocks_per_unit: PositiveInt = Field(
         1, description="Decoder blocks that are gathered and freed together where shard > 1."

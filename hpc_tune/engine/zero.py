@@ -198,7 +198,8 @@ class ZeroEngine:
             zero.averaged_gradients = {}
 
     def _backward(self, batch: Batch, scale: float) -> torch.Tensor:
-        with self._precision():
+        remember = zero_state.weights_by_name() if self._stage == 3 else nullcontext()
+        with self._precision(), remember:
             loss_sum = self._engine(batch.to(self._device))
         self._engine.backward(loss_sum * scale)
         return loss_sum.detach()

@@ -35,18 +35,16 @@ def settings(
     full = built.tune.method == "full"
     adapters = [p.numel() for p in parameters if p.requires_grad and not full]
     kept = adapters + [p.numel() for p in parameters if p.dim() < 2]
-    # What may be gathered at once: the block in use and the next one on its way, or all.
-    keep = parallel.reshard == "micro"
-    live = sum(p.numel() for p in parameters) if keep else 2 * block
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,
         "reduce_bucket_size": BUCKET_VALUES,
         "allgather_bucket_size": BUCKET_VALUES,
         "sub_group_size": GROUP_VALUES,
         "memory_efficient_linear": False,  # it would replace torch's linear for the whole process
+        # What is gathered at once: the block in use, and the next one on its way.
         "stage3_prefetch_bucket_size": block,
-        "stage3_max_live_parameters": live,
-        "stage3_max_reuse_distance": live if keep else block,
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": block,
         "stage3_param_persistence_threshold": max(kept, default=0),
     }
     common: dict[str, Any] = {"pin_memory": device.type == "cuda"}

@@ -193,5 +193,27 @@ def changed(zero: Any, stage: int, partition: Partition) -> Iterator[dict[str, t
         zero._optimizer_states_and_gradient_swap_out(partition.number)
 
 
+def weights_by_name() -> Any:
+    """Return a context in which autograd remembers which weight it needs, and not its values.
+
+    A linear layer saves a view of its weight for the backward pass, which would keep what stage 3
+    gathered for it in memory on every rank. DeepSpeed has gathered it again when it is asked for.
+    """
+
+    def pack(tensor: torch.Tensor) -> Any:
+        weight = tensor if tensor._base is None else tensor._base
+        if not hasattr(weight, "ds_id"):
+            return tensor
+        return weight, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        weight, *place = packed
+        return weight.data.as_strided(*place)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:
     return stage == 3 and bool(zero._swappable_optimizer_subgroup(partition.number))

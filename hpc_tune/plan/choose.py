@@ -93,17 +93,11 @@ def check_layout(layout: Layout, parallel: ParallelConfig, config: Any) -> None:
 
 
 def keeps_gathered(parallel: ParallelConfig, size: ModelSize, layout: Layout, room: int) -> str:
-    """Return parallel.reshard with ``auto`` decided: longest where a whole copy fits into ``room``.
-
-    DeepSpeed frees what it gathered when a micro-batch is over.
-    """
+    """Return parallel.reshard with ``auto`` decided: step where a whole copy fits into ``room``."""
     if parallel.reshard != "auto":
         return parallel.reshard
-    if parallel.zero_stage is not None and parallel.offload_params != "none":
-        return "block"
     whole = Layout(layout.data_size, 1, layout.tensor, layout.pipeline)
-    longest = "step" if parallel.zero_stage is None else "micro"
-    return longest if static_bytes(size, whole) <= room * ROOM_FOR_ACTIVATIONS else "block"
+    return "step" if static_bytes(size, whole) <= room * ROOM_FOR_ACTIVATIONS else "block"
 
 
 def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:

@@ -28,7 +28,7 @@ METHODS = {
     "full": ["tune.method=full", "optim.lr=1e-3"],
     "lora": ["tune.method=lora", "optim.lr=2e-3"],
 }
-NVME = ["zero_stage=3", "reshard=block", "offload_optimizer=nvme", "offload_params=nvme"]
+NVME = ["zero_stage=3", "offload_optimizer=nvme", "offload_params=nvme"]
 LAYOUTS = {
     "ddp": (2, ["replicate=2"]),
     "fsdp": (2, ["shard=2", "reshard=block"]),
@@ -37,7 +37,7 @@ LAYOUTS = {
     "fsdp+cpu": (2, ["shard=2", "offload_params=cpu"]),
     "zero1": (2, ["zero_stage=1"]),
     "zero2": (2, ["zero_stage=2", "recompute=selective"]),
-    "zero3": (2, ["zero_stage=3", "recompute=full", "reshard=block"]),
+    "zero3": (2, ["zero_stage=3", "recompute=full"]),
     "zero2+cpu": (2, ["zero_stage=2", "offload_optimizer=cpu"]),
     "zero3+cpu": (2, ["zero_stage=3", "offload_optimizer=cpu", "offload_params=cpu"]),
     "zero3+nvme": (2, NVME),
@@ -159,6 +159,7 @@ def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, referenc
 
 
 SCALARS = 20  # bytes: the loss and the norm
+TOKENS = 4 * 128  # of a step, at most
 STEP = 3
 
 
@@ -174,7 +175,9 @@ def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, layout, 
     write_tiny(tmp_path / "tiny")
     built = build(tmp_path / "tiny", torch.float32, TuneConfig(method=method), 0)
     config = built.config
-    # What the formulas leave out.
+    # Activations are as long as the documents of a row; and what the formulas leave out.
+    activations = layout.startswith(("tensor", "pipeline"))
+    part = rows(run, "tokens")[STEP] / TOKENS if activations else 1
     left_out = 0
     if layout == "tensor":
         # The head's gradient and three numbers per token with loss; adapters that are whole.
@@ -188,10 +191,11 @@ def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, layout, 
     elif layout.startswith("pipeline") and full:
         left_out = 4 * config.vocab_size * config.hidden_size  # the tied embedding's gradient
     for kind in sent | expected:
-        wanted = expected.get(kind, 0) + (left_out if kind == "all_reduce" else 0)
+        wanted = part * expected.get(kind, 0) + (left_out if kind == "all_reduce" else 0)
         # The tied embedding is 5% of the model. FSDP2's root keeps it over a block's forward and
         # backward pass, ZeRO-3 gathers it for the head again.
         bound = {"rel": 0.06} if kind == "all_gather" else {"abs": SCALARS}
+        bound = {"rel": 0.02, "abs": SCALARS} if activations else bound  # rows are padded a little
         assert sent.get(kind, 0) == pytest.approx(wanted, **bound), kind
 
 
