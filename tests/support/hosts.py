@@ -87,7 +87,9 @@ def add_stray(host: str, interface: str, address: str) -> None:
 
 
 def _remove(names: tuple[str, ...], bridge: str) -> None:
-    for name in names:
+    for i, name in enumerate(names):
+        # A deleted namespace takes its links along only some time later.
+        subprocess.run(["ip", "link", "del", f"hv{bridge[2:]}x{i}"], capture_output=True)
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
