@@ -204,13 +204,15 @@ def weights_by_name() -> Any:
         weight = tensor if tensor._base is None else tensor._base
         if not hasattr(weight, "ds_id"):
             return tensor
-        return weight, tensor.shape, tensor.stride(), tensor.storage_offset()
+        start = tensor.storage_offset() - weight.storage_offset()
+        return weight, tensor.shape, tensor.stride(), start
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        weight, *place = packed
-        return weight.data.as_strided(*place)
+        weight, shape, stride, start = packed
+        now = weight.data
+        return now.as_strided(shape, stride, now.storage_offset() + start)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

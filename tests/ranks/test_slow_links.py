@@ -175,6 +175,4 @@ def test_on_100_mbit_a_split_base_goes_by_pipeline(smollm2, shared, tmp_path):
         runs = {mode: functools.partial(stock, made, mode, 32, 2) for mode in modes}
         stock_found = measured("100 Mbit/s, stock tools", stock_yardstick, runs)
     assert found["replicate"] >= 0.90 * yardstick
-    assert found["pipeline"] >= 5 * stock_found["fsdp2"]
-    # ZeRO-3 keeps what it gathered over a micro-batch: 5 x that is more than the yardstick.
-    assert found["pipeline"] >= 3 * stock_found["zero3"]
+    assert found["pipeline"] >= 5 * max(stock_found.values())

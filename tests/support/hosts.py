@@ -46,7 +46,7 @@ def hosts(num: int, folder: Path, rate: str | None = None) -> Iterator[Hosts]:
         _ip(f"link add {bridge} type bridge")
         _ip(f"link set {bridge} up")
         for i, name in enumerate(names):
-            outer = f"hv{tag}x{i}"
+            outer = _outer(name)
             _ip(f"netns add {name}")
             _ip(f"link add {outer} type veth peer name eth0 netns {name}")
             _ip(f"link set {outer} master {bridge} up")
@@ -78,6 +78,11 @@ def hosts(num: int, folder: Path, rate: str | None = None) -> Iterator[Hosts]:
         _remove(names, bridge)
 
 
+def _outer(name: str) -> str:
+    """Return what the machine's end of a host's link is called."""
+    return name.replace("ht", "hv")
+
+
 def add_stray(host: str, interface: str, address: str) -> None:
     """Give a host an interface that leads nowhere."""
     _ip(f"-n {host} link add {interface} type veth peer name {interface}p")
@@ -87,9 +92,9 @@ def add_stray(host: str, interface: str, address: str) -> None:
 
 
 def _remove(names: tuple[str, ...], bridge: str) -> None:
-    for i, name in enumerate(names):
+    for name in names:
         # A deleted namespace takes its links along only some time later.
-        subprocess.run(["ip", "link", "del", f"hv{bridge[2:]}x{i}"], capture_output=True)
+        subprocess.run(["ip", "link", "del", _outer(name)], capture_output=True)
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
