@@ -7,7 +7,6 @@ from hpc_tune.config.schema import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.plan.account import ModelSize
 
-REDUCED_BYTES = 4  # FSDP2 adds gradients up in fp32 unless parallel.reduce_dtype says bf16
 # Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
 _PEAK_BF16 = {
     "H200": 989e12,
@@ -57,16 +56,19 @@ def expected_bytes(
     ``parallel.reshard`` must have been decided. See ``traffic`` for what an algorithm sends.
     """
     full = size.num_frozen == 0
+    # Where weights are stored in more bytes than they are computed with, so is what flows between.
+    wire = max(itemsize, size.trained_bytes // size.num_trained) if full else itemsize
+    reduced = 2 if parallel.reduce_dtype == "bf16" else 4
     kinds: Counter[str] = Counter()
     if parallel.zero_stage is not None:
         kinds.update(zero_bytes(size, layout.size, parallel, num_micro))
     else:
-        kinds.update(reduced_bytes(size, layout, full))
+        kinds.update(reduced_bytes(size, layout, full, reduced))
         if layout.shard > 1:
             weights = size.num_trained * itemsize if full else size.frozen_bytes
             kinds["all_gather"] += gathered_bytes(weights, layout, parallel.reshard, num_micro)
         per_rank = parallel.stages_per_rank
-        kinds.update(activation_bytes(config, layout, full, tokens, itemsize, per_rank))
+        kinds.update(activation_bytes(config, layout, full, tokens, wire, per_rank))
     return {kind: num for kind, num in kinds.items() if num}
 
 
@@ -99,17 +101,18 @@ def gathered_bytes(weights: int, layout: Layout, reshard: str, num_micro: int) -
     return once * {"step": 1, "micro": num_micro, "block": 2 * num_micro}[reshard]
 
 
-def reduced_bytes(size: ModelSize, layout: Layout, full: bool) -> dict[str, int]:
+def reduced_bytes(size: ModelSize, layout: Layout, full: bool, itemsize: int) -> dict[str, int]:
     """Return the bytes a rank sends per step to add up gradients, by kind of collective.
 
     Replicated gradients, of their weights' dtype: an all-reduce, 2 (g-1)/g of them. Sharded ones,
-    in fp32: a reduce-scatter over the shards, and an all-reduce of the own shard over the replicas.
+    in values of ``itemsize`` bytes (parallel.reduce_dtype): a reduce-scatter over the shards, and
+    an all-reduce of the own shard over the replicas.
     Adapters that are whole on the tensor axis travel over it too, which is left out here.
     """
     grads = size.trained_bytes // (layout.tensor * layout.pipeline)
     shard, replicate = layout.shard, layout.replicate
     if full and shard > 1:
-        grads = REDUCED_BYTES * size.num_trained // (layout.tensor * layout.pipeline)
+        grads = itemsize * size.num_trained // (layout.tensor * layout.pipeline)
         return {
             "reduce_scatter": grads * (shard - 1) // shard,
             "all_reduce": 2 * (replicate - 1) * grads // (replicate * shard),

@@ -216,14 +216,19 @@ def _init_groups(
 ) -> "ProcessGroup":
     """Make the default group for the device and return the gloo group for control traffic."""
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
+    limit = timedelta(seconds=timeout_s)
+    # Groups that are made later, in a mesh or by a library, would wait for half an hour.
+    distributed_c10d.default_pg_timeout = limit
+    distributed_c10d.default_pg_nccl_timeout = limit
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("hpc_tune", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=limit,
         )
         group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=max(timeout_s, CONTROL_TIMEOUT_S))

@@ -27,6 +27,7 @@ _STORE_LIMIT_S = 2.0
 _ABORT_LIMIT_S = 5.0
 _DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
 _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
+_NEIGHBOUR_SPEAKS_WITHIN_S = 1.0  # on another node a rank beside the dead one can name it
 _FIRST_SPEAKER_S = 1.5  # before a session, rank 0 speaks first and its end ends the others
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra", "slurmstepd", "pals")
 _BROKEN = (
@@ -168,11 +169,16 @@ def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
     text = f"{who} failed:\n{lines.rstrip()}"
     for peer in dead:
         text += f"\nrank {peer.rank} (pid {peer.pid} on host {peer.hostname}) is gone"
+    if not dead and "timed out" in str(error).lower():
+        text += "\nanother rank did not answer within run.timeout"
     return text
 
 
 def _wait_for_dead(session: "Session") -> "list[Peer]":
-    until_s = time.monotonic() + _DEATH_SHOWS_WITHIN_S
+    elsewhere = [peer.node for peer in session.roster if peer.node != session.world.node]
+    has_neighbours = len(elsewhere) > len(set(elsewhere))
+    limit_s = _NEIGHBOUR_SPEAKS_WITHIN_S if has_neighbours else _DEATH_SHOWS_WITHIN_S
+    until_s = time.monotonic() + limit_s
     while not (dead := dead_peers(session)) and time.monotonic() < until_s:
         time.sleep(0.01)
     return dead

@@ -124,6 +124,19 @@ def test_kill_9_of_one_rank_ends_the_job_in_seconds_and_names_it(tmp_path, victi
     assert job.stderr.count("Traceback") <= 1
 
 
+@pytest.mark.parametrize("layout", ["parallel.replicate=2", "parallel.pipeline=2"])
+def test_a_rank_that_answers_no_more_ends_the_job_after_the_limit(tmp_path, layout):
+    with Job(tmp_path, 2, layout, "run.timeout=8") as job:
+        job.wait_for_step(2)
+        pid = next(p for p in job.rank_pids() if rank_of(p) == 1)
+        os.kill(pid, signal.SIGSTOP)
+        code = job.process.wait(timeout=40)
+        job._reader.join(5)
+    assert code not in (0, 75)
+    assert "rank 0 on" in job.stderr
+    assert "another rank did not answer within run.timeout" in job.stderr
+
+
 def rank_of(pid):
     environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
     values = dict(v.split("=", 1) for v in environment if "=" in v)

@@ -44,6 +44,8 @@ except Exception as error:
     text = report_failure(s, error)
     if text is not None:
         sys.stderr.write(text + "\\n")
+        if "SAID" in os.environ:
+            open(os.environ["SAID"], "a").write(text)
     die(s, error.exit_code if isinstance(error, HpcTuneError) else 1)
 """
 
@@ -71,9 +73,12 @@ def wait_until_gone(pids, limit_s):
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_ends_the_job_in_seconds_and_is_named(victim):
+def test_a_killed_rank_ends_the_job_in_seconds_and_is_named(victim, tmp_path):
     command = [find_mpirun(), "-np", "4", sys.executable, "-c", PROGRAM]
-    with started(command, environment(4, "none", victim)) as job:
+    # A launcher that ends the others may drop what they had just written.
+    said = tmp_path / "said"
+    said.touch()
+    with started(command, environment(4, "none", victim, SAID=str(said))) as job:
         pids = pids_of(job, 4)
         time.sleep(0.5)
         os.kill(pids[victim], signal.SIGKILL)
@@ -81,10 +86,11 @@ def test_a_killed_rank_ends_the_job_in_seconds_and_is_named(victim):
         _, stderr = job.communicate(timeout=15)
         assert time.monotonic() - began_s < 15
         assert job.returncode != 0
-        named = f"rank {victim} (pid {pids[victim]} on host" in stderr
+        named = f"rank {victim} (pid {pids[victim]} on host" in said.read_text()
         # Hydra may kill all ranks within 20 ms, before one has read its broken connection.
         assert named or Path(find_mpirun()).with_name("mpiexec.hydra").exists(), stderr
-        assert stderr.count("Traceback") == named, stderr
+        assert said.read_text().count("Traceback") == named
+        assert stderr.count("Traceback") <= named, stderr
         assert wait_until_gone(pids.values(), 3) == []
 
 
