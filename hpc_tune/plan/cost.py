@@ -68,7 +68,7 @@ def expected_bytes(
             weights = size.num_trained * itemsize if full else size.frozen_bytes
             kinds["all_gather"] += gathered_bytes(weights, layout, parallel.reshard, num_micro)
         per_rank = parallel.stages_per_rank
-        kinds.update(activation_bytes(config, layout, full, tokens, wire, per_rank))
+        kinds.update(activation_bytes(config, layout, full, tokens, itemsize, wire, per_rank))
     return {kind: num for kind, num in kinds.items() if num}
 
 
@@ -122,19 +122,27 @@ def reduced_bytes(size: ModelSize, layout: Layout, full: bool, itemsize: int) ->
 
 
 def activation_bytes(
-    config: Any, layout: Layout, full: bool, tokens: int, itemsize: int, stages_per_rank: int = 1
+    config: Any,
+    layout: Layout,
+    full: bool,
+    tokens: int,
+    itemsize: int,
+    wire: int,
+    stages_per_rank: int = 1,
 ) -> dict[str, int]:
     """Return the bytes rank 0 sends per step for the activations of ``tokens`` tokens.
 
+    Products are in values of ``itemsize`` bytes, what flows between blocks in values of ``wire``.
     Tensor axis, per block: two all-reduces of tokens x hidden forward and two backward
     (arXiv:1909.08053), and one each for the embedding and, over the tokens with loss, the head
     (left out here). A frozen embedding needs no gradient from the first block. Pipeline
     axis: each stage's output forward, its input's gradient backward, but for the model's own ends.
     """
-    hidden = tokens * config.hidden_size * itemsize
+    hidden = tokens * config.hidden_size
     blocks = config.num_hidden_layers // layout.pipeline
     g = layout.tensor
+    summed = 2 * blocks * itemsize + (2 * blocks + full) * wire
     return {
-        "all_reduce": 2 * (g - 1) * (4 * blocks + full) * hidden // g,
-        "send": (2 * stages_per_rank - 1) * hidden if layout.pipeline > 1 else 0,
+        "all_reduce": 2 * (g - 1) * summed * hidden // g,
+        "send": (2 * stages_per_rank - 1) * hidden * wire if layout.pipeline > 1 else 0,
     }
