@@ -32,7 +32,8 @@ $(MODEL)/config.json: $(VENV)/.demo
 	python tools/fetch_smollm2.py $(MODEL)
 
 test: lint
-	python -m pytest -q tests
+	python -m pytest -q -n 2 --dist worksteal tests/unit
+	python -m pytest -q tests --ignore=tests/unit
 
 lint: $(VENV)/.test
 	ruff check .

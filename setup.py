@@ -52,6 +52,7 @@ setup(
             "psutil>=5.9",
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.9",
             "torchao>=0.10",
             "types-PyYAML>=6",
