@@ -134,9 +134,9 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
         step = saved.step
         log.info("resumed from %s at step %d of %d", checkpoint, step, total_steps)
         events.write(time=time.time(), step=step, rank=0, kind="resume", path=str(checkpoint))
-    micro_size = _micro_size(config, session, engine, governor, layout, saved)
-    loader.set_micro_size(micro_size)
     rows = -(-config.batch.global_size // layout.data_size)
+    micro_size = _micro_size(config, session, engine, governor, layout, rows, saved)
+    loader.set_micro_size(micro_size)
     expected = expected_bytes(
         size,
         built.config,
@@ -277,13 +277,13 @@ def _micro_size(
     engine: Engine,
     governor: Governor,
     layout: Layout,
+    most_rows: int,
     saved: RunState | None,
 ) -> int:
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
     if saved is not None and saved.layout == asdict(layout):
         return saved.micro_size
-    most_rows = -(-config.batch.global_size // layout.data_size)
     if layout.pipeline > 1:
         # Stages work at the same time on different micro-batches; four each keep most of them busy.
         most_rows = max(1, most_rows // (4 * layout.pipeline))
