@@ -3,24 +3,29 @@
 Everything is streamed tensor by tensor: merging holds one base tensor and its change at a time.
 """
 
+import functools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from hpc_tune.checkpoint.store import sync_folder, synced
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import Progress
 from hpc_tune.model.weights import (
+    ADAPTER_FILE,
+    ADAPTER_FOLDER,
     PIECE_BYTES,
     Region,
     TensorIndex,
+    WrittenFile,
     index_checkpoint,
     index_model_directory,
-    regions_of,
     write_regions,
 )
 
@@ -37,21 +42,34 @@ def export_adapter(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) ->
     """
     if tune.method == "full":
         raise ConfigError("tune.method=full has no adapter; export --to merged writes the model")
-    from hpc_tune.model.build import lora_config
-
     index = index_checkpoint(checkpoint)
-    names = [n for n in index.pieces if n.startswith(_ADAPTER_PREFIX)]
     with _replacing(out, base) as temporary:
-        regions = regions_of({name: _read(index, name) for name in names})
-        write_regions(temporary / "adapter_model.safetensors", regions)
-        config = lora_config(tune)
-        config.base_model_name_or_path = str(base.resolve())
-        config.inference_mode = True
-        if tune.targets == "all-linear":
-            config.target_modules = {n.split(".lora_")[0].rpartition(".")[2] for n in names}
-        config.save_pretrained(temporary)
+        write_adapter(index, tune, base, temporary)
         _copy_tokenizer(base, temporary)
     return out
+
+
+def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -> WrittenFile:
+    """Write the adapter's weights and configuration, as peft names them, into the folder ``out``.
+
+    One tensor is held at a time. Returns the file of the weights; the configuration is synced too.
+    """
+    from hpc_tune.model.build import lora_config
+
+    names = [n for n in index.pieces if n.startswith(_ADAPTER_PREFIX)]
+    regions = []
+    for name in names:
+        shape, values = index.shapes[name], functools.partial(_read, index, name)
+        region = Region(name, index.dtypes[name], shape, (0,) * len(shape), shape, values)
+        regions.append(region)
+    written = write_regions(out / ADAPTER_FILE, regions)
+    config = lora_config(tune)
+    config.base_model_name_or_path = str(base.resolve())
+    config.inference_mode = True
+    if tune.targets == "all-linear":
+        config.target_modules = {n.split(".lora_")[0].rpartition(".")[2] for n in names}
+    config.save_pretrained(out)
+    return written
 
 
 def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> Path:
@@ -81,6 +99,31 @@ def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> 
                 shutil.copyfile(file_path, temporary / file_path.name)
     progress.close()
     return out
+
+
+def pack_adapter(
+    folder: Path, names: Sequence[str], tune: TuneConfig, base: Path
+) -> list[WrittenFile]:
+    """Turn the files ``names`` of an unfinished checkpoint into its ``adapter`` folder.
+
+    They hold the ranks' regions of the adapter's weights and are removed, so that a checkpoint
+    holds them once, in peft's form.
+
+    Raises:
+        CheckpointError: if the file system refuses.
+    """
+    files = [folder / name for name in names]
+    out = folder / ADAPTER_FOLDER
+    try:
+        out.mkdir()
+        weights = write_adapter(TensorIndex(files, CheckpointError), tune, base, out)
+        config = synced(out / "adapter_config.json")
+        sync_folder(out)
+        for file in files:
+            file.unlink()
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error}") from None
+    return [replace(file, name=f"{ADAPTER_FOLDER}/{file.name}") for file in (weights, config)]
 
 
 class _Merged:
@@ -170,7 +213,7 @@ def _is_export(out: Path) -> bool:
     if not out.is_dir():
         return False
     entries = list(out.iterdir())
-    weights = ("adapter_model.safetensors", "model.safetensors.index.json")
+    weights = (ADAPTER_FILE, "model.safetensors.index.json")
     return not entries or (
         any(entry.name in weights for entry in entries)
         and all(e.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt") for e in entries)

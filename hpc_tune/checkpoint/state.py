@@ -5,7 +5,7 @@ continue a different run), it *warns* (the run goes on, but not as the uninterru
 have), or it is *free* (world size, layout, micro-batch, offload, paths, logging).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpc_tune.config.schema import RunConfig
@@ -38,11 +38,36 @@ WARN = (
 
 
 @dataclass(frozen=True)
+class Evals:
+    """The first, the newest and the best evaluation of a run, each as (step, mean loss)."""
+
+    first: tuple[int, float] | None = None
+    last: tuple[int, float] | None = None
+    best: tuple[int, float] | None = None
+
+    def with_(self, step: int, loss: float) -> "Evals":
+        """Return the record with one more evaluation."""
+        now = (step, loss)
+        best = now if self.best is None or loss < self.best[1] else self.best
+        return Evals(self.first or now, now, best)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Evals":
+        """Return the record from JSON types."""
+        return cls(**{key: tuple(value) for key, value in values.items() if value is not None})
+
+    def loss_at(self, step: int) -> float | None:
+        """Return the loss of the newest evaluation if it was at this step."""
+        return self.last[1] if self.last is not None and self.last[0] == step else None
+
+
+@dataclass(frozen=True)
 class RunState:
     """Everything that the next step depends on, but the tensors. All JSON types.
 
     Randomness needs no state: order, adapters and dropout are functions of (seed, sample).
     ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
+    ``eval_loss`` is the held-out loss of this very step, where it was measured.
     """
 
     step: int
@@ -52,6 +77,8 @@ class RunState:
     layout: dict[str, int]
     micro_size: int
     config: dict[str, Any]
+    eval_loss: float | None = None
+    evals: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON types."""

@@ -3,16 +3,19 @@
 Writing step 100, in this order:
 
     1  checkpoints/step-00000100.tmp/            made by rank 0, after any leftover of it is removed
-    2  rank-*.safetensors                        written and synced by the ranks
-    3  manifest.json                             step, state, size and SHA-256 of each file; synced
-    4  fsync of the .tmp folder
-    5  rename to step-00000100, fsync of checkpoints/
-    6  other checkpoints that are not to stay: renamed to .tmp, then removed
+    2  rank-*.safetensors, weights-*.safetensors written and synced by the ranks
+    3  adapter/                                  by rank 0 from weights-*, which are removed; synced
+    4  manifest.json                             step, state, size and SHA-256 of each file; synced
+    5  fsync of the .tmp folder
+    6  rename to step-00000100, fsync of checkpoints/
+    7  other checkpoints that are not to stay: renamed to .tmp, then removed
+
+A full fine-tune has no weights-* and no adapter/: its ranks write all they hold into rank-*.
 
 A checkpoint is valid if its name has no .tmp, its manifest's own hash is right, and every file it
 names has the size and hash it says. So a reader treats a .tmp folder as nothing at all (a save, or
 a removal, that was cut off), and refuses by name a folder whose files were damaged later. The only
-operation that makes a checkpoint appear is the rename of step 5, which is atomic within one folder
+operation that makes a checkpoint appear is the rename of step 6, which is atomic within one folder
 on local disks, NFS and Lustre; no locks are used.
 """
 
@@ -38,8 +41,12 @@ _READ_BYTES = 1 << 20
 class Store:
     """The ``checkpoints`` folder of a run. Only rank 0 calls the methods that write."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(
+        self, folder: Path, keep: int, keep_every: int | None = None, keep_best: bool = False
+    ) -> None:
+        """Keep the newest ``keep``, steps that ``keep_every`` divides, and the best by eval loss."""
         self.folder, self._keep = folder, keep
+        self._keep_every, self._keep_best = keep_every, keep_best
 
     def steps(self) -> list[Path]:
         """Return the committed checkpoints, oldest first, without looking inside."""
@@ -68,7 +75,8 @@ class Store:
         temporary = self.folder / f"step-{step:08d}.tmp"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
         except OSError as error:
             raise CheckpointError(f"{temporary} cannot be made: {error}") from None
         return temporary
@@ -87,31 +95,54 @@ class Store:
         final = temporary.with_suffix("")
         try:
             _write_synced(temporary / MANIFEST, {**body, "sha256": _hash_of(body)})
-            _sync_folder(temporary)
+            sync_folder(temporary)
             if final.exists():  # only one that verify() refused is ever written again
                 _remove(final)
             temporary.rename(final)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError as error:
             raise CheckpointError(f"{final} cannot be committed: {error}") from None
         self.prune(final)
         return final
 
+    def abandon(self, temporary: Path) -> None:
+        """Remove what was written of a checkpoint that will not be."""
+        shutil.rmtree(temporary, ignore_errors=True)
+
     def prune(self, newest: Path) -> None:
-        """Keep ``newest`` and the checkpoints before it, ``keep`` in all; remove everything else.
+        """Keep ``newest``, those before it that are to stay, and nothing else.
 
         Later ones are of steps that the run does again, since it went back to before them: they
         were damaged, or an older one was asked for. What ends in .tmp was cut off.
         """
         steps = self.steps()
         end = steps.index(newest) + 1
+        old = steps[: max(0, end - self._keep)]
+        stays = {self._best(steps[:end])} | {p for p in old if self._is_every(p)}
         try:
             for leftover in self.folder.glob("step-*.tmp"):
                 shutil.rmtree(leftover)
-            for path in (*steps[end:], *steps[: max(0, end - self._keep)]):
+            for path in (*steps[end:], *(p for p in old if p not in stays)):
                 _remove(path)
         except OSError as error:
             log.warning("an old checkpoint could not be removed: %s", error)
+
+
+    def _is_every(self, path: Path) -> bool:
+        step = int(path.name.removeprefix("step-"))
+        return self._keep_every is not None and step % self._keep_every == 0
+
+    def _best(self, steps: list[Path]) -> Path | None:
+        """Return the checkpoint with the lowest held-out loss, the newest of equal ones."""
+        losses = []
+        for number, path in enumerate(steps if self._keep_best else ()):
+            try:
+                loss = read_state(path).get("eval_loss")
+            except CheckpointError:
+                continue
+            if loss is not None:
+                losses.append((loss, -number, path))
+        return min(losses)[2] if losses else None
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -179,7 +210,15 @@ def _write_synced(file: Path, content: dict[str, Any]) -> None:
         os.fsync(out.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def synced(file: Path) -> WrittenFile:
+    """Make a small file that a library wrote durable, and describe it."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return WrittenFile(file.name, file.stat().st_size, _hash_file(file))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the entries of a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

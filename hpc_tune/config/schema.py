@@ -314,6 +314,29 @@ class CheckpointConfig(_Part):
     keep: PositiveInt = Field(
         2, description="Newest checkpoints that stay; older ones are removed after a save."
     )
+    keep_every: PositiveInt | None = Field(
+        None, description="Checkpoints of steps that this divides stay too."
+    )
+    keep_best: bool = Field(
+        False,
+        description="The checkpoint with the lowest held-out loss stays too, of those saved right "
+        "after an evaluation.",
+    )
+    background: bool = Field(
+        True,
+        description="Write while training goes on: only the update of the weights waits until "
+        "they are read. false: training waits until the checkpoint is committed.",
+    )
+    staging_bytes: Bytes = Field(
+        256 << 20,
+        description="Host memory per rank for copies of what is still to be written when the next "
+        "update is due.",
+    )
+    required: bool = Field(
+        True,
+        description="A checkpoint that cannot be written ends the run; false: a warning, and "
+        "training goes on.",
+    )
     resume: str = Field(
         "auto",
         description="auto: the newest checkpoint of the run directory that verifies, or a fresh "

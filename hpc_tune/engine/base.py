@@ -1,12 +1,12 @@
 """The seam between the loop and the engines: what every engine offers, and nothing more."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from hpc_tune.batch import Batch
-from hpc_tune.model.weights import WrittenFile
+from hpc_tune.model.weights import Region
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,35 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """A model spread over the ranks. Every method is collective: all ranks call it."""
+    """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
-    def train_step(self, batches: Sequence[Batch], global_tokens: int, lr: float) -> StepResult:
+    ``saves_in_background``: whether ``regions`` may be read while the next step is under way.
+    """
+
+    saves_in_background: bool
+
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        global_tokens: int,
+        lr: float,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
         """Do one optimizer step on all micro-batches of this rank.
 
         The loss is the token sum over all ranks divided by ``global_tokens``, so neither the number
-        of ranks nor the micro-batches change the gradient.
+        of ranks nor the micro-batches change the gradient. ``before_update`` is called when
+        nothing but the update of weights and optimizer state is left to do.
         """
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Return (loss sum, loss tokens) over all ranks, each of which brings equally many."""
 
-    def save(self, directory: Path) -> WrittenFile | None:
-        """Write this rank's regions of trained weights and optimizer state into ``directory``."""
+    def regions(self) -> list[Region]:
+        """Return what this rank has to write of trained weights and optimizer state.
+
+        Their values are read where they live, and stay as they are until the next update.
+        """
 
     def load(self, directory: Path, step: int) -> None:
         """Read what any layout saved after ``step`` optimizer steps into this one."""

@@ -9,7 +9,7 @@ are FSDP2's, whose reduce-scatter runs in the backward pass of the last micro-ba
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -35,7 +35,7 @@ from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.weights import Region, WrittenFile, index_checkpoint, write_regions
+from hpc_tune.model.weights import Region, index_checkpoint
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 NOTHING_WRAPPED = TrainConfig()
@@ -43,6 +43,8 @@ NOTHING_WRAPPED = TrainConfig()
 
 class NativeEngine:
     """One model over the ranks of the default process group. See ``base.Engine``."""
+
+    saves_in_background = True
 
     def __init__(
         self,
@@ -107,7 +109,13 @@ class NativeEngine:
             self._pipeline = Pipeline(modules, layout, device, width, wire, self._traffic)
         self._tied_group = _tied_group(layout) if full and built.tied else None
 
-    def train_step(self, batches: Sequence[Batch], global_tokens: int, lr: float) -> StepResult:
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        global_tokens: int,
+        lr: float,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
         """Do one optimizer step; see ``base.Engine``."""
         self._zero_grad()
         self._traffic.take()  # an evaluation's is not this step's
@@ -117,6 +125,7 @@ class NativeEngine:
         grad_norm = self._clip()
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        before_update()
         self._adamw.step()
         mean_loss, norm = loss.item() / global_tokens, grad_norm.item()
         sent, comm_s = self._traffic.take()
@@ -144,16 +153,14 @@ class NativeEngine:
         loss_sum, tokens = total.tolist()
         return loss_sum, int(tokens)
 
-    def save(self, directory: Path) -> WrittenFile | None:
-        """Write what this rank holds and no rank before it does; see ``base.Engine``."""
+    def regions(self) -> list[Region]:
+        """Return what this rank holds and no rank before it does; see ``base.Engine``."""
         regions = []
         for trained in self._trained:
             for name, tensor in self._state_of(trained) if trained.writes else ():
                 region = _region(trained, name, tensor)
                 regions += [region] if torch.Size(region.shape).numel() else []
-        if not regions:
-            return None
-        return write_regions(directory / f"rank-{dist.get_rank():05d}.safetensors", regions)
+        return regions
 
     def load(self, directory: Path, step: int) -> None:
         """Read what any layout saved.

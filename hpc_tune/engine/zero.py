@@ -17,7 +17,7 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.load import allocate, first_values, load_weights
-from hpc_tune.model.weights import Region, WrittenFile, index_checkpoint, write_regions
+from hpc_tune.model.weights import Region, index_checkpoint
 
 
 class ZeroEngine:
@@ -100,11 +100,20 @@ class ZeroEngine:
             if p.requires_grad
         }
         self._partitions = zero_state.partitions(self._zero, self._stage, self._trained)
+        self._resident = zero_state.Resident(self._zero, self._stage)
+        self.saves_in_background = folder is None
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
-    def train_step(self, batches: Sequence[Batch], global_tokens: int, lr: float) -> StepResult:
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        global_tokens: int,
+        lr: float,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
         """Do one optimizer step; see ``base.Engine``."""
+        self._resident.release()
         self._traffic.take()  # an evaluation's is not this step's
         loss = torch.zeros((), dtype=torch.float32, device=self._device)
         for i, batch in enumerate(batches):
@@ -115,6 +124,7 @@ class ZeroEngine:
         self._traffic.all_reduce(loss, None)
         for group in self._zero.optimizer.param_groups:
             group["lr"] = lr
+        before_update()
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         assert norm is not None
@@ -125,6 +135,7 @@ class ZeroEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Return the loss sum and token count over all ranks; see ``base.Engine``."""
+        self._resident.release()
         self._module.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         for batch in batches:
@@ -138,21 +149,15 @@ class ZeroEngine:
         loss_sum, tokens = total.tolist()
         return loss_sum, int(tokens)
 
-    def save(self, directory: Path) -> WrittenFile | None:
-        """Write the values that this rank updates; nothing is gathered."""
+    def regions(self) -> list[Region]:
+        """Return the values that this rank updates; see ``base.Engine``."""
         regions: list[Region] = []
-        resident = zero_state.Resident(self._zero, self._stage)
         for partition in self._partitions:
             for span in partition.spans:
                 for part in ("", *STATE_NAMES):
-                    values = functools.partial(resident.values, partition, part)
+                    values = functools.partial(self._resident.values, partition, part)
                     regions += zero_state.regions(_named(part, span.name), span, values)
-        try:
-            if not regions:
-                return None
-            return write_regions(directory / f"rank-{dist.get_rank():05d}.safetensors", regions)
-        finally:
-            resident.release()
+        return regions
 
     def load(self, directory: Path, step: int) -> None:
         """Read what any layout saved.

@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
 
+ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
+ADAPTER_FOLDER = "adapter"  # of a checkpoint
 PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
 OFFSETS_KEY = "hpc_tune_offsets"
 FULL_SHAPES_KEY = "hpc_tune_full_shapes"
@@ -220,6 +222,7 @@ def index_checkpoint(directory: Path) -> TensorIndex:
     files = sorted(directory.glob("rank-*.safetensors"))
     if not files:
         raise CheckpointError(f"{directory} has no rank-*.safetensors: it is no checkpoint")
+    files += (directory / ADAPTER_FOLDER).glob(ADAPTER_FILE)
     return TensorIndex(files, CheckpointError)
 
 
@@ -285,10 +288,13 @@ def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
     return regions
 
 
-def write_regions(file: Path, regions: Sequence[Region]) -> WrittenFile:
+def write_regions(
+    file: Path, regions: Sequence[Region], when_read: Callable[[], None] = lambda: None
+) -> WrittenFile:
     """Stream regions into one safetensors file, one tensor at a time, and sync it.
 
-    Values are copied to host memory ``PIECE_BYTES`` at a time.
+    Values are copied to host memory ``PIECE_BYTES`` at a time. ``when_read`` is called when the
+    last one was, before the file is synced.
 
     Raises:
         CheckpointError: if the file cannot be written; it may be left behind half-written.
@@ -301,6 +307,7 @@ def write_regions(file: Path, regions: Sequence[Region]) -> WrittenFile:
                 out.write(block)
                 position += len(block)
                 del block  # else it would keep its tensor alive while the next one is made
+            when_read()
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:

@@ -11,8 +11,10 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hpc_tune.batch import Batch
+from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import Loader
 from hpc_tune.engine.base import Engine, StepResult
@@ -22,11 +24,10 @@ from hpc_tune.log import log
 from hpc_tune.memory.governor import Governor, MemorySample
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.outcome import Outcome, done, stopped
+from hpc_tune.train.saving import Saver
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects, max_of, sum_of
 from hpc_tune.world.stop import StopFlag
-
-FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,17 @@ class Boundary:
     tokens: int
     save_due: bool
     stop_reason: str | None
+    saves_done: float
 
 
 @dataclass(frozen=True)
 class Work:
     """What the loop works with.
 
-    ``save(step, loader_state)`` writes a checkpoint and returns its seconds; ``flops_per_token``
+    ``state(step, loader_state, evals)`` is what a checkpoint of that step says; ``flops_per_token``
     and ``peak_flops`` (of all ranks) give MFU, where the peak is known. ``counts_rows``: of the
-    ranks that work on the same rows, this one counts them.
+    ranks that work on the same rows, this one counts them. ``evals`` goes on where the resumed run
+    left it.
     """
 
     session: Session
@@ -54,7 +57,9 @@ class Work:
     loader: Loader
     eval_batches: Callable[[], Iterable[Batch]] | None
     counts_rows: bool
-    save: Callable[[int, dict[str, object]], float]
+    saver: Saver
+    state: Callable[[int, dict[str, Any], Evals], RunState]
+    evals: Evals
     metrics: Metrics
     governor: Governor
     stop: StopFlag
@@ -70,37 +75,46 @@ def run_loop(work: Work, start_step: int) -> Outcome:
     Raises:
         HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
     """
-    step, saved_step = start_step, start_step
-    saved_at_s, save_s, step_s = time.monotonic(), FIRST_SAVE_GUESS_S, 0.0
-    eval_losses: list[float] = []
+    step, saved_step, saver, evals = start_step, start_step, work.saver, work.evals
+    saved_at_s, step_s = time.monotonic(), 0.0
     if work.eval_batches is not None and start_step == 0:
-        eval_losses.append(_evaluate(work, step))
+        evals = _evaluate(work, step, evals)
     while step < work.total_steps:
         place, began_s = work.loader.state(), time.monotonic()
         batches = work.loader.next_step()
         data_s = time.monotonic() - began_s
         # What must still fit before the time limit: another step like the last, and two saves.
-        boundary = _agree(work, batches, saved_at_s, margin_s=step_s + 2 * save_s)
-        if saved_step != step and (boundary.stop_reason or boundary.save_due):
-            save_s = work.save(step, place)
-            saved_step, saved_at_s = step, time.monotonic()
+        margin_s = step_s + 2 * saver.last_save_s
+        boundary = _agree(work, batches, saved_at_s, margin_s)
+        saver.advance(boundary.saves_done)
         if boundary.stop_reason:
+            saver.finish()
+        # A save that is due by the clock waits its turn.
+        if saved_step != step and not saver.busy and (boundary.stop_reason or boundary.save_due):
+            saved_step, saved_at_s = step, time.monotonic()
+            saver.start(work.state(step, place, evals))
+        if boundary.stop_reason:
+            saver.finish()
             return stopped(boundary.stop_reason, step)
         lr = learning_rate(work.config.optim, step, work.total_steps)
-        result = work.engine.train_step(batches, max(1, boundary.loss_tokens), lr)
+        num_tokens = max(1, boundary.loss_tokens)
+        result = work.engine.train_step(batches, num_tokens, lr, saver.before_update)
         step += 1
-        _check_finite(result, step, saved_step)
+        _check_finite(result, step, saver.committed_step)
         step_s = time.monotonic() - began_s
         _record(work, step, lr, result, boundary, step_s, data_s)
-        if _is_every(work.config.train.eval_every_steps, step) and step < work.total_steps:
-            eval_losses.append(_evaluate(work, step))
-        if _is_every(work.config.checkpoint.every_steps, step) or step == work.total_steps:
-            save_s = work.save(step, work.loader.state())
+        is_last = step == work.total_steps
+        if work.eval_batches is not None and (
+            is_last or _is_every(work.config.train.eval_every_steps, step)
+        ):
+            evals = _evaluate(work, step, evals)
+        if is_last or _is_every(work.config.checkpoint.every_steps, step):
+            saver.finish()
             saved_step, saved_at_s = step, time.monotonic()
-    if work.eval_batches is not None and start_step < work.total_steps:
-        eval_losses.append(_evaluate(work, step))
-    if len(eval_losses) > 1:
-        first, last = eval_losses[0], eval_losses[-1]
+            saver.start(work.state(step, work.loader.state(), evals))
+    saver.finish()
+    if evals.first is not None and evals.last is not None and evals.last != evals.first:
+        (_, first), (_, last) = evals.first, evals.last
         change = 100 * (last / first - 1)
         log.info("held-out loss %.4f -> %.4f (%+.1f%%)", first, last, change)
     return done(step)
@@ -112,19 +126,20 @@ def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float)
     minutes = work.config.checkpoint.every_minutes
     due = minutes is not None and time.monotonic() - saved_at_s >= 60 * minutes
     counted = batches if work.counts_rows else []
-    loss_tokens, tokens, save_votes, stop_votes = sum_of(
+    loss_tokens, tokens, save_votes, stop_votes, saves_done = sum_of(
         work.session,
         [
             sum(b.num_loss_tokens for b in counted),
             sum(b.num_tokens for b in counted),
             due and work.session.world.rank == 0,
             reason is not None,
+            *work.saver.votes(),
         ],
     )
     if stop_votes:
         reasons = [r for r in gather_objects(work.session, reason) if r is not None]
         reason = reasons[0]
-    return Boundary(int(loss_tokens), int(tokens), save_votes > 0, reason)
+    return Boundary(int(loss_tokens), int(tokens), save_votes > 0, reason, saves_done)
 
 
 def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
@@ -184,8 +199,8 @@ def _worst_memory(work: Work) -> MemorySample | None:
     return replace(sample, host_bytes=int(host), device_bytes=int(device) if has_device else None)
 
 
-def _evaluate(work: Work, step: int) -> float:
-    """Return the mean loss over the held-out data's loss tokens."""
+def _evaluate(work: Work, step: int, before: Evals) -> Evals:
+    """Measure the mean loss over the held-out data's loss tokens."""
     assert work.eval_batches is not None
     log.info("step %d: evaluating on held-out data", step)
     began_s = time.monotonic()
@@ -194,7 +209,7 @@ def _evaluate(work: Work, step: int) -> float:
     loss = loss_sum / max(1, tokens)
     work.metrics.evaluation(step, loss, tokens, eval_s)
     log.info("step %d: held-out loss %.4f over %d tokens (%.1fs)", step, loss, tokens, eval_s)
-    return loss
+    return before.with_(step, loss)
 
 
 def _is_every(interval: int | None, step: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_tune.checkpoint.export import export_adapter
-from hpc_tune.checkpoint.state import RunState
+from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import ParallelConfig, RunConfig
@@ -35,7 +35,7 @@ from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.outcome import Outcome
-from hpc_tune.train.saving import find_checkpoint, on_rank_0, restore, save, together
+from hpc_tune.train.saving import Saver, find_checkpoint, on_rank_0, restore, together
 from hpc_tune.units import format_bytes, format_count
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
 from hpc_tune.world.collective import max_of
@@ -86,7 +86,8 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     stop.install()
     on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
     events = JsonLines(run_dir / "events.jsonl" if mine else None)
-    store = Store(run_dir / "checkpoints", config.checkpoint.keep)
+    kept = config.checkpoint
+    store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
     checkpoint = find_checkpoint(session, config, store)
     if config.train.deterministic:
         _make_deterministic()
@@ -149,8 +150,8 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     sends = f"; a step sends {format_bytes(sum(expected.values()))} per rank" if expected else ""
     log.info("micro-batches of %d x %d tokens%s", micro_size, config.data.seq_len, sends)
 
-    def save_at(step: int, place: dict[str, Any]) -> float:
-        state = RunState(
+    def state(step: int, place: dict[str, Any], evals: Evals) -> RunState:
+        return RunState(
             step,
             total_steps,
             built.identity,
@@ -158,9 +159,15 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             asdict(layout),
             micro_size,
             config.model_dump(),
+            evals.loss_at(step),
+            asdict(evals),
         )
-        return save(session, store, engine, state, events)
 
+    limit_s = config.run.timeout
+    pack = None
+    if config.tune.method != "full":
+        pack = partial(pack_adapter, tune=config.tune, base=built.directory)
+    saver = Saver(session, store, engine, events, config.checkpoint, limit_s, step, pack)
     name = None if session.device.type == "cpu" else _device_name(session)
     peak = peak_flops(name) if name else None
     metrics = Metrics(run_dir if mine else None, config.run.tensorboard, total_steps, step)
@@ -172,7 +179,9 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             loader=loader,
             eval_batches=_evaluation(config, inputs.eval_store, layout, place, micro_size),
             counts_rows=place.counts_rows,
-            save=save_at,
+            saver=saver,
+            state=state,
+            evals=Evals.from_json(saved.evals if saved is not None else {}),
             metrics=metrics,
             governor=governor,
             stop=stop,

@@ -1,21 +1,29 @@
 """Saving and resuming as all ranks together: the store's protocol, the engine's tensors, the
 manifest's state. Errors are agreed between the steps, never raised on one rank alone."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from hpc_tune.checkpoint.state import RunState, compare
 from hpc_tune.checkpoint.store import Store, read_state, verify
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.checkpoint.writer import Writer
+from hpc_tune.config.schema import CheckpointConfig, RunConfig
 from hpc_tune.engine.base import Engine
+from hpc_tune.engine.optim import STATE_NAMES
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, log
+from hpc_tune.model.weights import Region, WrittenFile
 from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import agree, broadcast_object, gather_objects
+from hpc_tune.world.collective import agree, broadcast_object, gather_objects, sum_of
 
 T = TypeVar("T")
+FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
+STATE_PREFIXES = tuple(f"{part}." for part in STATE_NAMES)
+_POLL_S = 0.02
 
 
 def together(session: Session, what: str, work: Callable[[], T]) -> T:
@@ -37,35 +45,201 @@ def on_rank_0(session: Session, what: str, work: Callable[[], T]) -> T:
     return broadcast_object(session, result)  # type: ignore[return-value]
 
 
-def save(
-    session: Session, store: Store, engine: Engine, state: RunState, events: JsonLines
-) -> float:
-    """Write a checkpoint; return the seconds it took.
+class Saver:
+    """Writes checkpoints, one at a time, while training goes on.
 
-    Raises:
-        CheckpointError: on every rank, if any rank cannot write. Older checkpoints stay.
+        start      rank 0 makes the folder, every rank's thread begins to write
+        writing    at each boundary the ranks count who is done; when all are, rank 0's thread
+        committing writes the manifest and renames; the boundary after that knows it
+
+    The ranks agree within the one sum of each step boundary, so no thread needs messages, and a
+    slow file system keeps nobody waiting in a collective. Every method but ``before_update`` and
+    ``votes`` is collective.
     """
-    began_s = time.monotonic()
-    temporary = on_rank_0(session, "making a checkpoint folder", lambda: store.begin(state.step))
-    written = together(session, "writing a checkpoint", lambda: engine.save(temporary))
-    files = [f for f in gather_objects(session, written) if f is not None]
-    path = on_rank_0(
-        session,
-        "committing a checkpoint",
-        lambda: store.commit(temporary, state.to_json(), files),
-    )
-    save_s = time.monotonic() - began_s
-    num_bytes = sum(f.num_bytes for f in files)
-    events.write(
-        time=time.time(),
-        step=state.step,
-        rank=0,
-        kind="checkpoint",
-        path=str(path),
-        bytes=num_bytes,
-        save_s=round(save_s, 3),
-    )
-    return save_s
+
+    def __init__(
+        self,
+        session: Session,
+        store: Store,
+        engine: Engine,
+        events: JsonLines,
+        settings: CheckpointConfig,
+        limit_s: float,
+        step: int,
+        pack: Callable[[Path, Sequence[str]], list[WrittenFile]] | None,
+    ) -> None:
+        """Save by ``settings``; ``limit_s``: how long a file system may take no byte.
+
+        ``step`` is that of the last checkpoint. ``pack`` makes the adapter folder of a checkpoint
+        from the files that hold its weights.
+        """
+        self._pack = pack
+        self.committed_step = step
+        self._session, self._store, self._engine, self._events = session, store, engine, events
+        self._settings, self._limit_s = settings, limit_s
+        self._background = settings.background and engine.saves_in_background
+        self._writer: Writer | None = None
+        self._commit: _Task | None = None
+        self._state: RunState | None = None
+        self._folder = Path()
+        self._files: list[WrittenFile] = []
+        self._began_s = 0.0
+        self._seen, self._seen_at_s = -1, 0.0
+        self.last_save_s = FIRST_SAVE_GUESS_S
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is on its way."""
+        return self._state is not None
+
+    def start(self, state: RunState) -> None:
+        """Begin to save the engine's tensors with ``state``; without background also finish.
+
+        Raises:
+            CheckpointError: on every rank, if any rank cannot write and checkpoint.required.
+        """
+        assert not self.busy
+        self._began_s = time.monotonic()
+        try:
+            self._folder = on_rank_0(
+                self._session,
+                "making a checkpoint folder",
+                lambda: self._store.begin(state.step),
+            )
+        except HpcTuneError as error:
+            self._give_up(state.step, error)
+            return
+        self._state = state
+        self._writer = Writer(self._parts(), self._settings.staging_bytes)
+        self._seen, self._seen_at_s = -1, self._began_s
+        if not self._background:
+            self.finish()
+
+    def before_update(self) -> None:
+        """Wait until the engine's tensors may change."""
+        if self._writer is not None:
+            self._writer.release(self._limit_s)
+
+    def votes(self) -> list[float]:
+        """Return what this rank adds to the next boundary's sum: 1 if its part is done."""
+        task = self._commit or self._writer
+        if task is None or task.over:
+            return [1.0]
+        progress, now_s = task.progress, time.monotonic()
+        if progress != self._seen:
+            self._seen, self._seen_at_s = progress, now_s
+        elif now_s - self._seen_at_s > self._limit_s:
+            task.give_up(f"no byte was written for {self._limit_s:.0f} s: the file system hangs")
+            return [1.0]
+        return [0.0]
+
+    def advance(self, num_done: float) -> None:
+        """Go on with what the last boundary's sum allows.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write and checkpoint.required.
+        """
+        if self._state is None or num_done < self._session.world.size:
+            return
+        state, mine = self._state, self._session.world.rank == 0
+        try:
+            if self._writer is not None:
+                writer, self._writer = self._writer, None
+                written = together(self._session, "writing a checkpoint", writer.result)
+                self._files = [f for some in gather_objects(self._session, written) for f in some]
+                if mine:
+                    self._commit = _Task(lambda: self._commit_files(state))
+                return
+            commit, self._commit = self._commit, None
+            path = on_rank_0(
+                self._session,
+                "committing a checkpoint",
+                lambda: commit.result() if commit else None,
+            )
+        except HpcTuneError as error:
+            self._commit, self._state = None, None
+            if mine:
+                self._store.abandon(self._folder)
+            self._give_up(state.step, error)
+            return
+        self._state, self.committed_step = None, state.step
+        self.last_save_s = time.monotonic() - self._began_s
+        self._events.write(
+            time=time.time(),
+            step=state.step,
+            rank=0,
+            kind="checkpoint",
+            path=str(path),
+            bytes=sum(f.num_bytes for f in self._files),
+            save_s=round(self.last_save_s, 3),
+        )
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is on its way is committed. Raises as ``advance``."""
+        while self.busy:
+            [num_done] = sum_of(self._session, self.votes())
+            self.advance(num_done)
+            if self.busy:
+                time.sleep(_POLL_S)
+
+    def _parts(self) -> dict[Path, list[Region]]:
+        """Return what this rank writes, by file: optimizer state apart from an adapter's weights."""
+        regions, file = self._engine.regions(), f"{self._session.world.rank:05d}.safetensors"
+        parts = {self._folder / f"rank-{file}": regions}
+        if self._pack is not None:
+            is_state = [r.name.startswith(STATE_PREFIXES) for r in regions]
+            parts = {
+                self._folder / f"{kind}-{file}": list(compress(regions, which))
+                for kind, which in (("rank", is_state), ("weights", [not s for s in is_state]))
+            }
+        return {path: some for path, some in parts.items() if some}
+
+    def _commit_files(self, state: RunState) -> Path:
+        if self._pack is not None:
+            weights = [f.name for f in self._files if f.name.startswith("weights-")]
+            rest = [f for f in self._files if f.name not in weights]
+            self._files = rest + self._pack(self._folder, weights)
+        return self._store.commit(self._folder, state.to_json(), self._files)
+
+    def _give_up(self, step: int, error: HpcTuneError) -> None:
+        if self._settings.required:
+            raise error
+        self._events.write(
+            time=time.time(), step=step, rank=0, kind="warning", message=f"not saved: {error}"
+        )
+        if self._session.world.rank == 0:
+            log.warning("step %d was not saved, training goes on: %s", step, error)
+
+
+class _Task(Generic[T]):
+    """Work in a thread of its own."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.over = False
+        self.progress = 0
+        self._result: T | None = None
+        self._error: HpcTuneError | None = None
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            self._result = work()
+        except HpcTuneError as error:
+            self._error = error
+        except Exception as error:  # a thread's error must reach the loop
+            self._error = CheckpointError(f"a checkpoint cannot be committed: {error!r}")
+        finally:
+            self.over = True
+
+    def give_up(self, why: str) -> None:
+        """Count as failed from now on."""
+        self._error, self.over = CheckpointError(why), True
+
+    def result(self) -> T:
+        """Return what the work returned, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
 
 
 def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path | None:
