@@ -69,9 +69,10 @@ def deal_blocks(
         others, more = divmod(num_blocks - last, num_stages - 1)
         return [others + (i < more) for i in range(num_stages - 1)] + [last]
 
-    def unevenness(counts: list[int]) -> tuple[float, float]:
+    def unevenness(counts: list[int]) -> tuple[float, float, float]:
         costs = [*counts[:-1], counts[-1] + head_blocks]
-        return max(sum(costs[rank::num_ranks]) for rank in range(num_ranks)), max(costs)
+        most = max(sum(costs[rank::num_ranks]) for rank in range(num_ranks))
+        return most, max(costs), -min(costs)
 
     choices = [deal(last) for last in range(1, num_blocks - num_stages + 2)]
     counts = min(choices, key=unevenness)
