@@ -17,8 +17,8 @@ class Batch:
     ``labels_BT[b, t]`` is the token to predict *at* position t (already shifted), or
     ``IGNORED_LABEL``. ``positions_BT`` starts again at 0 with each document of a packed row:
     attention must not cross such a start. ``num_tokens`` counts the tokens of documents, without
-    padding. ``first_row`` is the index of the first row in the global stream of rows; it keys the
-    micro-batch's randomness.
+    padding. ``first_row`` is the index of the first row in the global stream of rows, and each
+    further row's is higher by ``row_stride``; they key the randomness.
     """
 
     tokens_BT: torch.Tensor
@@ -27,6 +27,13 @@ class Batch:
     num_loss_tokens: int
     num_tokens: int
     first_row: int
+    row_stride: int = 1
+
+    @property
+    def rows(self) -> range:
+        """The indices of the rows in the global stream."""
+        num, stride = self.tokens_BT.shape[0], self.row_stride
+        return range(self.first_row, self.first_row + num * stride, stride)
 
     def to(self, device: torch.device) -> "Batch":
         """Return this batch on ``device``; a GPU copies from pinned memory meanwhile."""

@@ -44,7 +44,7 @@ class Store:
     def __init__(
         self, folder: Path, keep: int, keep_every: int | None = None, keep_best: bool = False
     ) -> None:
-        """Keep the newest ``keep``, steps that ``keep_every`` divides, and the best by eval loss."""
+        """Keep the newest ``keep``, steps that ``keep_every`` divides, the best by eval loss."""
         self.folder, self._keep = folder, keep
         self._keep_every, self._keep_best = keep_every, keep_best
 
@@ -127,7 +127,6 @@ class Store:
         except OSError as error:
             log.warning("an old checkpoint could not be removed: %s", error)
 
-
     def _is_every(self, path: Path) -> bool:
         step = int(path.name.removeprefix("step-"))
         return self._keep_every is not None and step % self._keep_every == 0
@@ -205,7 +204,7 @@ def _hash_file(file: Path) -> str:
 
 def _write_synced(file: Path, content: dict[str, Any]) -> None:
     with file.open("w", encoding="utf-8") as out:
-        json.dump(content, out, indent=1, sort_keys=True)
+        out.write(json.dumps(content, indent=1, sort_keys=True))
         out.flush()
         os.fsync(out.fileno())
 

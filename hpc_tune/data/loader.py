@@ -168,7 +168,9 @@ class Loader:
                 [self._store.document(d) for d in self._order.documents_of(r)] for r in rows
             ]
             batches.append(
-                make_batch(documents, self._seq_len, rows[0]) if rows else empty_batch(start)
+                make_batch(documents, self._seq_len, rows[0], self._size)
+                if rows
+                else empty_batch(start)
             )
         return batches, stop
 
@@ -196,7 +198,10 @@ def _warn_of_cuts(store: TokenStore, seq_len: int) -> None:
 
 
 def make_batch(
-    rows: list[list[tuple[np.ndarray, np.ndarray]]], seq_len: int, first_row: int
+    rows: list[list[tuple[np.ndarray, np.ndarray]]],
+    seq_len: int,
+    first_row: int,
+    row_stride: int = 1,
 ) -> Batch:
     """Lay rows of documents (tokens, loss mask) out as a batch, padded to the longest row.
 
@@ -228,6 +233,7 @@ def make_batch(
         num_loss_tokens,
         num_tokens,
         first_row,
+        row_stride,
     )
 
 

@@ -34,6 +34,7 @@ from hpc_tune.errors import CheckpointError
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel
+from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.weights import Region, index_checkpoint
 
@@ -76,6 +77,8 @@ class NativeEngine:
         self._autocast = full and built.dtype != DTYPES[built.tune.param_dtype]
         if layout.shard > 1:
             return_freed_blocks()
+        if not train.compile:
+            use_row_dropout(built.module, built.seed)
         cuts = [built]
         if layout.pipeline > 1:
             per_rank = parallel.stages_per_rank

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
+from hpc_tune.model.dropout import remembering_rows
 
 Forward = Callable[..., Any]
 # What selective recompute keeps: results that cost a matrix product to make again. Names, because
@@ -138,7 +139,7 @@ def _recomputed(forward: Forward, recompute: Literal["none", "selective", "full"
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, self, *args, **options, **kwargs)
+        return checkpoint(remembering_rows(forward), self, *args, **options, **kwargs)
 
     return recomputed
 

@@ -42,6 +42,7 @@ from hpc_tune.log import log
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, first_values, load_weights
 from hpc_tune.model.weights import Region, index_checkpoint
 
@@ -73,6 +74,8 @@ class ZeroEngine:
         self._traffic = Traffic(device)
         if self._stage == 3:
             return_freed_blocks()
+        if not train.compile:
+            use_row_dropout(built.module, built.seed)
         wrap_blocks(list(block_list(built.module)), parallel.recompute, train.compile)
         settings = zero_settings.settings(built, optim, parallel, device)
         node_bytes = zero_settings.node_swap_bytes(built, parallel)

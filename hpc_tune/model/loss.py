@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
+from hpc_tune.model.dropout import of_rows
 
 LOGITS_BYTES = 512 << 20
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]
@@ -54,13 +55,14 @@ class LossModel(nn.Module):
         unless it is the last.
         """
         lm = self.causal_lm()
-        hidden_BTD = lm.get_decoder()(
-            input_ids=batch.tokens_BT if self.first_stage else None,
-            inputs_embeds=None if self.first_stage else hidden_BTD,
-            position_ids=batch.positions_BT,
-            attention_mask=self._mask(batch.positions_BT),
-            use_cache=False,
-        ).last_hidden_state
+        with of_rows(batch.rows):
+            hidden_BTD = lm.get_decoder()(
+                input_ids=batch.tokens_BT if self.first_stage else None,
+                inputs_embeds=None if self.first_stage else hidden_BTD,
+                position_ids=batch.positions_BT,
+                attention_mask=self._mask(batch.positions_BT),
+                use_cache=False,
+            ).last_hidden_state
         assert hidden_BTD is not None
         if not self.last_stage:
             return hidden_BTD

@@ -9,7 +9,7 @@ Control flow depends on agreed values only, so that every rank takes the same br
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,11 +200,25 @@ def _worst_memory(work: Work) -> MemorySample | None:
 
 
 def _evaluate(work: Work, step: int, before: Evals) -> Evals:
-    """Measure the mean loss over the held-out data's loss tokens."""
-    assert work.eval_batches is not None
+    """Measure the mean loss over the held-out data's loss tokens, unless asked to leave."""
+    was_cut = False
+
+    def batches() -> Iterator[Batch]:
+        nonlocal was_cut
+        assert work.eval_batches is not None
+        for batch in work.eval_batches():
+            asked = work.stop.is_asked(2 * work.saver.last_save_s)
+            if sum_of(work.session, [asked]) != [0]:
+                was_cut = True
+                return
+            yield batch
+
     log.info("step %d: evaluating on held-out data", step)
     began_s = time.monotonic()
-    loss_sum, tokens = work.engine.evaluate(work.eval_batches())
+    loss_sum, tokens = work.engine.evaluate(batches())
+    if was_cut:
+        log.info("step %d: the evaluation was cut off to leave in time", step)
+        return before
     eval_s = time.monotonic() - began_s
     loss = loss_sum / max(1, tokens)
     work.metrics.evaluation(step, loss, tokens, eval_s)

@@ -8,10 +8,11 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpc_tune.checkpoint.export import export_adapter
+from hpc_tune.checkpoint.export import export_adapter, pack_adapter
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
@@ -82,7 +83,7 @@ def fail(session: Session | None, error: BaseException, run_dir: Path | None) ->
 def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | None) -> Outcome:
     world, mine = session.world, session.world.rank == 0
     if stop is None:
-        stop = StopFlag(run_dir, config.train.time_limit, ask_slurm=mine)
+        stop = StopFlag(run_dir, config.train.time_limit, is_first=mine)
     stop.install()
     on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
     events = JsonLines(run_dir / "events.jsonl" if mine else None)

@@ -183,7 +183,7 @@ class Saver:
                 time.sleep(_POLL_S)
 
     def _parts(self) -> dict[Path, list[Region]]:
-        """Return what this rank writes, by file: optimizer state apart from an adapter's weights."""
+        """Return what this rank writes, by file: optimizer state apart from adapters."""
         regions, file = self._engine.regions(), f"{self._session.world.rank:05d}.safetensors"
         parts = {self._folder / f"rank-{file}": regions}
         if self._pack is not None:

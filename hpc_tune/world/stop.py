@@ -28,21 +28,23 @@ class StopFlag:
         self,
         run_dir: Path | None = None,
         time_limit_s: float | None = None,
-        ask_slurm: bool = False,
+        is_first: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Know the deadline: ``time_limit_s`` after the process started or Slurm's, if earlier.
 
-        ``ask_slurm`` allows one call of scontrol where the environment does not tell the end; give
-        it on rank 0 only, since a thousand ranks that ask at once hurt the scheduler.
+        ``is_first`` is for rank 0 alone: it says when a signal is heard, and may call scontrol once
+        where the environment does not tell the end, since a thousand ranks that ask at once hurt
+        the scheduler.
         """
+        self._speaks = is_first
         self._file = None if run_dir is None else run_dir / STOP_FILE
         self._file_checked_s = float("-inf")
         self._file_seen = False
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
         ends = [] if time_limit_s is None else [process_start() + time_limit_s]
-        slurm_end = _slurm_end(environ, ask_slurm)
+        slurm_end = _slurm_end(environ, is_first)
         self._deadline = min([*ends, *([slurm_end] if slurm_end is not None else [])], default=None)
 
     def install(self) -> None:
@@ -69,6 +71,10 @@ class StopFlag:
             return "time limit"
         return "STOP file" if self._has_file() else None
 
+    def is_asked(self, margin_s: float = 0.0) -> bool:
+        """Whether there is a reason to leave; for long phases between the steps."""
+        return self.reason(margin_s) is not None
+
     def seconds_left(self) -> float | None:
         """Return the seconds until the deadline, or ``None`` where there is none."""
         return None if self._deadline is None else self._deadline - time.time()
@@ -76,6 +82,9 @@ class StopFlag:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
+        if self._speaks and self._signal is None:
+            name = signal.Signals(number).name
+            os.write(2, f"{name}: leaving as soon as this step can be saved\n".encode())
         self._signal = number
 
     def _has_file(self) -> bool:

@@ -22,6 +22,9 @@ class StopAfter(StopFlag):
         super().__init__(environ={})
         self._left = steps
 
+    def is_asked(self, margin_s: float = 0.0) -> bool:
+        return False
+
     def reason(self, margin_s: float = 0.0) -> str | None:
         if self._left is None:
             return None

@@ -71,7 +71,7 @@ def test_slurm_is_asked_for_the_end_once_and_only_if_allowed(tmp_path, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     environ = {"SLURM_JOB_ID": "7"}
     assert StopFlag(environ=environ).seconds_left() is None
-    flag = StopFlag(environ=environ, ask_slurm=True)
+    flag = StopFlag(environ=environ, is_first=True)
     assert flag.seconds_left() == pytest.approx(90, abs=2)
     flag.reason()
     assert (tmp_path / "calls").read_text() == "called\n"
@@ -79,7 +79,7 @@ def test_slurm_is_asked_for_the_end_once_and_only_if_allowed(tmp_path, monkeypat
 
 def test_a_failing_or_endless_scontrol_means_no_limit(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert StopFlag(environ={"SLURM_JOB_ID": "7"}, ask_slurm=True).seconds_left() is None
+    assert StopFlag(environ={"SLURM_JOB_ID": "7"}, is_first=True).seconds_left() is None
     assert stop._end_in("EndTime=Unknown") is None
 
 
