@@ -54,10 +54,9 @@ class RowDropout(nn.Module):
         kept = torch.empty_like(x, memory_format=torch.contiguous_format)
         generator = torch.Generator(x.device)
         for row, mask in zip(_rows, kept.view(len(_rows), -1), strict=True):
-            digest = hashlib.blake2b(f"{self._key} {row}".encode(), digest_size=7).digest()
-            mask.bernoulli_(
-                1 - self.p, generator=generator.manual_seed(int.from_bytes(digest, "big"))
-            )
+            digest = hashlib.blake2b(f"{self._key} {row}".encode(), digest_size=7)
+            generator.manual_seed(int(digest.hexdigest(), 16))
+            mask.bernoulli_(1 - self.p, generator=generator)
         return x * kept.div_(1 - self.p)
 
 

@@ -57,6 +57,13 @@ class Job:
             time.sleep(0.05)
         pytest.fail(f"step {step} not reached in {limit_s} s:\n{self.stderr}")
 
+    def wait_for_text(self, text, limit_s=90):
+        until_s = time.monotonic() + limit_s
+        while text not in self.stderr:
+            assert self.process.poll() is None, self.stderr
+            assert time.monotonic() < until_s, self.stderr
+            time.sleep(0.02)
+
     def rank_pids(self):
         """Return the ranks' processes in the order they were started."""
         pids = []

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hpc_tune.config.load import load_config
+from hpc_tune.model.weights import write_regions
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.collective import barrier, sum_of
 
@@ -107,7 +108,9 @@ def main() -> None:
     read = bytes_read() - read_before
     barrier(session, "all ranks to have done the step")
     with tempfile.TemporaryDirectory() as folder, watched("saving"):
-        engine.save(Path(folder))
+        file = Path(folder) / f"{session.world.rank}.safetensors"
+        if regions := engine.regions():
+            write_regions(file, regions)
     totals = sum_of(session, [*growth.values(), read])
     if session.world.rank == 0:
         model_bytes = sum(f.stat().st_size for f in files)

@@ -218,7 +218,7 @@ OPERATIONS = [
     (os, "rename"),
     (os, "unlink"),
     (os, "rmdir"),
-    (json, "dump"),
+    (json, "dumps"),
 ]
 
 

@@ -1,0 +1,59 @@
+"""A signal in any phase of a job: it leaves in time, with 75, and loses nothing."""
+
+import signal
+import time
+
+import pytest
+
+from hpc_tune.checkpoint.store import Store, verify
+from tests.ranks.test_train_ends import Job
+from tests.support.training import outcome
+
+LEAVES_WITHIN_S = 20
+EVALUATING = ["data.eval_path=builtin:pydocs:heldout", "batch.micro_size=1", "train.eval_rows=4000"]
+# What is printed when a phase begins, and what makes it last.
+PHASES = {
+    "reading the data": ("tokenising", ["data.path=builtin:pydocs"]),
+    "loading": ("micro-batches of", []),
+    "evaluating": ("step 0: evaluating", EVALUATING),
+    "compiling": ("compile one decoder block", ["train.compile=true"]),
+    "training": ("step 2/", []),
+    "saving": ("step 2/", ["checkpoint.every_steps=1"]),
+}
+# Open MPI's mpirun takes SIGTERM and SIGINT for itself, and gives the ranks half a second.
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def leave(run_dir, phase, number, background=True):
+    """Send the signal when the phase begins; return how long the job took to be gone."""
+    text, overrides = PHASES[phase]
+    overrides = [*overrides, f"checkpoint.background={background}"]
+    with Job(run_dir, 4, *overrides) as job:
+        job.wait_for_text(text)
+        job.process.send_signal(number)
+        code, took_s = job.wait(60)
+    assert code == 75, job.stderr
+    assert outcome(run_dir)["reason"] == number.name
+    for path in Store(run_dir / "checkpoints", keep=1).steps():
+        verify(path)
+    assert not list(run_dir.glob("checkpoints/*.tmp"))
+    return took_s
+
+
+@pytest.mark.parametrize("phase", ["reading the data", "evaluating", "saving"])
+def test_a_signal_in_a_phase_ends_the_job_in_time(tmp_path, phase):
+    assert leave(tmp_path, phase, signal.SIGUSR1) < LEAVES_WITHIN_S
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_each_signal_in_each_phase_again_and_again(tmp_path, phase):
+    took_s = []
+    for number in range(10):
+        began_s = time.monotonic()
+        background, which = number % 2 == 0, SIGNALS[number % len(SIGNALS)]
+        took_s.append(leave(tmp_path / str(number), phase, which, background))
+        assert time.monotonic() - began_s < 120
+    print(f"{phase}: left after {min(took_s):.1f} to {max(took_s):.1f} s")
+    assert max(took_s) < LEAVES_WITHIN_S
