@@ -17,8 +17,8 @@ PHASES = {
     "loading": ("micro-batches of", []),
     "evaluating": ("step 0: evaluating", EVALUATING),
     "compiling": ("compile one decoder block", ["train.compile=true"]),
-    "training": ("step 2/", []),
-    "saving": ("step 2/", ["checkpoint.every_steps=1"]),
+    "training": ("step 1/", []),
+    "saving": ("step 1/", ["checkpoint.every_steps=1"]),
 }
 # Open MPI's mpirun takes SIGTERM and SIGINT for itself, and gives the ranks half a second.
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
