@@ -122,10 +122,14 @@ def _inspect(arguments: list[str]) -> int:
     parser = _parser("inspect")
     parser.add_argument("run", help="a run directory or one of its checkpoints")
     parser.add_argument("--verify", action="store_true", help="read every byte and check it")
+    parser.add_argument("--against", metavar="RUN", help="show what is set differently there")
     options = parser.parse_args(arguments)
-    from hpc_tune.checkpoint.locate import describe
+    from hpc_tune.checkpoint.locate import describe, differences
 
     lines, all_valid = describe(Path(options.run), options.verify)
+    if options.against:
+        found = differences(Path(options.run), Path(options.against))
+        lines += found or ["no setting differs"]
     print("\n".join(lines))
     return EXIT_DONE if all_valid else 1
 

@@ -59,6 +59,24 @@ def describe(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
     return lines, all_valid
 
 
+def differences(one: Path, other: Path) -> list[str]:
+    """Return a line for each setting that two checkpoints, or runs, were saved with differently.
+
+    Raises:
+        ConfigError, CheckpointError: as ``locate``.
+    """
+    first, second = (_flat(locate(path).config.model_dump()) for path in (one, other))
+    return [
+        f"{name}: {first[name]} in {one}, {second[name]} in {other}"
+        for name in first
+        if first[name] != second[name]
+    ]
+
+
+def _flat(parts: dict[str, dict[str, object]]) -> dict[str, object]:
+    return {f"{part}.{key}": v for part, fields in parts.items() for key, v in fields.items()}
+
+
 def _line(checkpoint: Path, check_bytes: bool) -> str:
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     if check_bytes:

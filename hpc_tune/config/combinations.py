@@ -42,6 +42,11 @@ def check(config: RunConfig) -> list[str]:
         )
     if config.tune.method == "full" and config.tune.dropout:
         problems.append("tune.dropout has no effect with tune.method=full; leave it out")
+    if config.tune.method == "full" and config.tune.init_from:
+        problems.append(
+            "tune.init_from names an adapter and tune.method=full has none; name the weights to "
+            "begin with in model.path"
+        )
     if config.train.eval_every_steps and not config.data.eval_path:
         problems.append("train.eval_every_steps needs data.eval_path")
     return problems

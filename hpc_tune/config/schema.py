@@ -71,6 +71,11 @@ class TuneConfig(_Part):
         description="Names of the linear layers that get adapters, such as [q_proj, v_proj]; "
         "all-linear is every one but the output head.",
     )
+    init_from: str | None = Field(
+        None,
+        description="A folder with an adapter that peft or the Hugging Face Trainer saved, of the "
+        "same rank, alpha and targets, to begin with instead of a new one.",
+    )
     param_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
         description="The dtype of trained weights, their gradients and optimizer state. bf16 is "

@@ -12,7 +12,6 @@ loss is scaled by their number first.
 import functools
 import importlib
 import logging
-import math
 import os
 import shutil
 import warnings
@@ -36,14 +35,13 @@ from hpc_tune.engine.optim import adamw_of, weight_decay_groups
 from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import wrap_blocks
 from hpc_tune.engine.zero_comm import CountedBackend
-from hpc_tune.engine.zero_state import Span
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
 from hpc_tune.log import log
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
-from hpc_tune.model.load import allocate, first_values, load_weights
+from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.weights import Region, index_checkpoint
 
 
@@ -360,7 +358,7 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
         flat.final_location = OffloadDeviceEnum.nvme if swapped else None
         parameter.ds_tensor = flat
         parameter.ds_numel_aligned = held * maker.dp_world_size
-        _fill(built, name, flat, tuple(meta.shape), held * maker.rank)
+        zero_state.fill_parameter(built, name, flat, tuple(meta.shape), held * maker.rank)
         free_param(parameter)
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         if swapped:
@@ -372,19 +370,6 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
             if buffer is not None:
                 owner._buffers[attribute] = torch.empty_like(buffer, device=device)
     load_weights(built, parameters=False)
-
-
-def _fill(
-    built: BuiltModel, name: str, flat: torch.Tensor, shape: tuple[int, ...], start: int
-) -> None:
-    """Give ``flat`` the values of a parameter from ``start`` on; what is beyond its end is 0."""
-    numel = math.prod(shape)
-    num = max(0, min(flat.numel(), numel - start))
-    flat[num:].zero_()
-    if stored := built.base_names.get(name):
-        zero_state.fill(built.index, stored, Span(name, shape, start, num, 0), flat)
-    else:
-        flat[:num].copy_(first_values(name, shape, built.seed).view(-1)[start : start + num])
 
 
 @contextmanager

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.engine.optim import first_state
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.load import first_values
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import Region, TensorIndex
 
@@ -92,6 +94,22 @@ def fill(index: TensorIndex | ShapeIndex, name: str, span: Span, flat: torch.Ten
         num = math.prod(box)
         index.fill(flat[at : at + num].view(box), name, offset)
         at += num
+
+
+def fill_parameter(
+    built: BuiltModel, name: str, flat: torch.Tensor, shape: tuple[int, ...], start: int
+) -> None:
+    """Give ``flat`` the values of a parameter from ``start`` on; what is beyond its end is 0."""
+    numel = math.prod(shape)
+    num = max(0, min(flat.numel(), numel - start))
+    flat[num:].zero_()
+    if stored := built.base_names.get(name):
+        fill(built.index, stored, Span(name, shape, start, num, 0), flat)
+    elif built.start is not None:
+        saved = built.saved_names[name]
+        fill(built.start, saved, Span(saved, shape, start, num, 0), flat)
+    else:
+        flat[:num].copy_(first_values(name, shape, built.seed).view(-1)[start : start + num])
 
 
 def regions(name: str, span: Span, values: Callable[[], torch.Tensor]) -> Iterator[Region]:

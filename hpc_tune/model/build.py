@@ -113,7 +113,8 @@ class BuiltModel:
     ``saved_names`` maps a trained parameter's name to the one it has in checkpoints and exports:
     peft's for adapters, the model directory's for full fine-tuning. ``slices`` names the parameters
     of which this rank has only a slice, beyond what a DTensor says of itself. ``tied`` is the
-    stored name of the weight that is both the embedding and the output head.
+    stored name of the weight that is both the embedding and the output head. ``start`` holds the
+    first values of adapters, where they are not new.
     """
 
     module: LossModel
@@ -127,6 +128,7 @@ class BuiltModel:
     seed: int
     tied: str | None = None
     slices: Mapping[str, Slice] = field(default_factory=dict)
+    start: TensorIndex | None = None
 
     def region(self, name: str, tensor: torch.Tensor) -> LocalRegion:
         """Return what this rank holds of ``tensor``, laid out as the parameter ``name`` is."""

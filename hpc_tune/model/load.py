@@ -64,9 +64,9 @@ def load_weights(built: BuiltModel, parameters: bool = True) -> None:
             elif not _map_pages(built.index, stored, parameter, region) and region.local.numel():
                 built.index.fill(region.local, stored, region.offset)
         else:
-            _init_adapter(name, region, built.seed)
+            _init_adapter(built, name, region)
     _init_buffers(built.module.causal_lm())
-    if built.tune.method == "dora" and parameters:
+    if built.tune.method == "dora" and parameters and built.start is None:
         _init_magnitudes(built.module)
 
 
@@ -97,8 +97,12 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
             index.fill(region.local, saved, region.offset)
 
 
-def _init_adapter(name: str, region: LocalRegion, seed: int) -> None:
-    full = first_values(name, region.full_shape, seed)
+def _init_adapter(built: BuiltModel, name: str, region: LocalRegion) -> None:
+    if built.start is not None:
+        if region.local.numel():
+            built.start.fill(region.local, built.saved_names[name], region.offset)
+        return
+    full = first_values(name, region.full_shape, built.seed)
     box = zip(region.offset, region.local.shape, strict=True)
     region.local.copy_(full[tuple(slice(o, o + n) for o, n in box)])
 

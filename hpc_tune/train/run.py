@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +28,7 @@ from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.start import start_from
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, without_effect
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
@@ -93,6 +94,10 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     if config.train.deterministic:
         _make_deterministic()
     inputs = prepare_inputs(config, session, run_dir)
+    if config.tune.init_from and checkpoint is None:
+        start = Path(config.tune.init_from)
+        changed = together(session, "reading an adapter", lambda: start_from(inputs.built, start))
+        inputs = replace(inputs, built=changed)
     built, size = inputs.built, inputs.size
     governor = Governor(config.memory.host_limit, session.device, config.memory.governor != "off")
     asked = config.memory.host_limit

@@ -1,0 +1,51 @@
+"""Adapters that go on from ones that peft, or the Hugging Face Trainer, has saved."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex
+
+_FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_dora": "method"}
+
+
+def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
+    """Return the model, its adapters to begin with those of a peft directory.
+
+    Raises:
+        ConfigError: lists every way in which they are not adapters of this model and ``tune``.
+        DataError: if their file is damaged.
+    """
+    file, settings = directory / ADAPTER_FILE, directory / "adapter_config.json"
+    if not file.is_file() or not settings.is_file():
+        has_pickle = (directory / "adapter_model.bin").is_file()
+        advice = (
+            "adapter_model.bin is a pickle, which is not read; load it with peft and save it again"
+            if has_pickle
+            else "name the folder that peft's save_pretrained or the Trainer wrote"
+        )
+        raise ConfigError(
+            f"tune.init_from={directory}: expected {ADAPTER_FILE} and adapter_config.json in it; "
+            + advice
+        )
+    try:
+        saved = json.loads(settings.read_text(encoding="utf-8"))
+        found = {key: saved.get(key, False) for key in _FIELDS}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
+    tune = built.tune
+    wanted = {"r": tune.rank, "lora_alpha": tune.alpha, "use_dora": tune.method == "dora"}
+    problems = [
+        f"{key} is {found[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
+        for key in _FIELDS
+        if found[key] != wanted[key]
+    ]
+    index = TensorIndex([file])
+    ours, theirs = set(built.saved_names.values()), set(index.pieces)
+    problems += [f"it has no {name}" for name in sorted(ours - theirs)[:1]]
+    problems += [f"it has {name}, which this run has not" for name in sorted(theirs - ours)[:1]]
+    if problems:
+        raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
+    return replace(built, start=index)
