@@ -65,7 +65,8 @@ def alone(*commands):
 
 def ours_alone(shared, steps, num_rows, micro_size):
     """Return tokens per second of two trainings at once, each on half of the rows."""
-    names = [f"alone-{num_rows}-{core}" for core in range(2)]
+    number = len(list(shared.glob("alone-*")))
+    names = [f"alone-{number + core}" for core in range(2)]
     micro = f"batch.micro_size={micro_size}"
     alone(*(("hpc_tune", *overrides(shared, name, steps, num_rows // 2, micro)) for name in names))
     return sum(tokens_per_s(shared / name) for name in names)
@@ -131,6 +132,22 @@ def measured(title, yardstick, runs):
     return found
 
 
+def beside(title, yardstick, runs):
+    """Return what share of the yardstick each run reaches, and the last yardstick.
+
+    The machine's own speed wanders by some per cent: a run is held against the mean of the
+    yardsticks before and after it.
+    """
+    print(f"\n{title}")
+    shares, before = {}, yardstick()
+    for name, run in runs.items():
+        speed, after = run(), yardstick()
+        shares[name] = 2 * speed / (before + after)
+        print(f"  {name}: {speed:.1f} tokens/s, {shares[name]:.1%} of {before:.1f} and {after:.1f}")
+        before = after
+    return shares, before
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_on_1_gbit_messages_cost_little(smollm2, shared, tmp_path):
@@ -138,41 +155,45 @@ def test_on_1_gbit_messages_cost_little(smollm2, shared, tmp_path):
         "replicate": ("parallel.replicate=2", MICRO),
         "pipeline": PIPELINE,
         "pipeline, 3 stages per rank": (*PIPELINE, "parallel.stages_per_rank=3"),
+    }
+    for_comparison = {
         "shard, gathered per step": ("parallel.shard=2", "parallel.reshard=step", MICRO),
         "shard, gathered per block": ("parallel.shard=2", "parallel.reshard=block", MICRO),
         "zero3": ("parallel.zero_stage=3", MICRO),
     }
-    yardstick, stock_yardstick = ours_alone(shared, 8, 8, 4), stock_alone(8, 6)
+    stock_yardstick = stock_alone(8, 6)
     with hosts(2, tmp_path, rate="1gbit") as made:
 
-        def run(name):
+        def run(name, layout):
             run_name = f"1gbit-{name}".replace(", ", "-").replace(" ", "-")
-            speed = ours(made, shared, run_name, 8, 8, *layouts[name])
+            speed = ours(made, shared, run_name, 8, 8, *layout)
             print(f"  {sent_bytes(shared / run_name) / 1e6:.0f} MB sent per rank and step")
             return speed
 
-        runs = {name: functools.partial(run, name) for name in layouts}
-        found = measured("1 Gbit/s", yardstick, runs)
+        runs = {name: functools.partial(run, name, layout) for name, layout in layouts.items()}
+        found, last = beside("1 Gbit/s", lambda: ours_alone(shared, 8, 8, 4), runs)
+        runs = {n: functools.partial(run, n, layout) for n, layout in for_comparison.items()}
+        measured("1 Gbit/s, weights that travel", last, runs)
         modes = ("ddp", "fsdp2", "zero3")
         runs = {mode: functools.partial(stock, made, mode, 8, 6) for mode in modes}
         measured("1 Gbit/s, stock tools", stock_yardstick, runs)
-    assert found["replicate"] >= 0.97 * yardstick
-    assert max(found["pipeline"], found["pipeline, 3 stages per rank"]) >= 0.85 * yardstick
+    assert found["replicate"] >= 0.97
+    assert max(found["pipeline"], found["pipeline, 3 stages per rank"]) >= 0.85
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_on_100_mbit_a_split_base_goes_by_pipeline(smollm2, shared, tmp_path):
-    yardstick, stock_yardstick = ours_alone(shared, 4, 32, 4), stock_alone(32, 3)
+    stock_yardstick = stock_alone(32, 3)
     layouts = {"replicate": ("parallel.replicate=2", MICRO), "pipeline": PIPELINE}
     with hosts(2, tmp_path, rate="100mbit") as made:
         runs = {
             name: functools.partial(ours, made, shared, f"100mbit-{name}", 4, 32, *layout)
             for name, layout in layouts.items()
         }
-        found = measured("100 Mbit/s", yardstick, runs)
+        found, last = beside("100 Mbit/s", lambda: ours_alone(shared, 4, 32, 4), runs)
         modes = ("fsdp2", "zero3")
         runs = {mode: functools.partial(stock, made, mode, 32, 2) for mode in modes}
         stock_found = measured("100 Mbit/s, stock tools", stock_yardstick, runs)
-    assert found["replicate"] >= 0.90 * yardstick
-    assert found["pipeline"] >= 5 * max(stock_found.values())
+    assert found["replicate"] >= 0.90
+    assert found["pipeline"] * last >= 5 * max(stock_found.values())
