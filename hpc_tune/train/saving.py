@@ -13,7 +13,7 @@ from hpc_tune.checkpoint.store import Store, read_state, verify
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.config.schema import CheckpointConfig, RunConfig
 from hpc_tune.engine.base import Engine
-from hpc_tune.engine.optim import STATE_NAMES
+from hpc_tune.engine.native import STATE_NAMES
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, log
 from hpc_tune.model.weights import Region, WrittenFile
