@@ -39,6 +39,8 @@ FREE = {
     "data.loss_on",
     "data.chat_template",
     "data.cache",
+    # only a run that begins looks at it
+    "tune.init_from",
     # how the work is spread and where it runs
     "batch.micro_size",
     "parallel.engine",
@@ -72,6 +74,11 @@ FREE = {
     # what it tells and keeps
     "train.eval_every_steps",
     "train.eval_rows",
+    "checkpoint.background",
+    "checkpoint.keep_best",
+    "checkpoint.keep_every",
+    "checkpoint.required",
+    "checkpoint.staging_bytes",
     "checkpoint.every_steps",
     "checkpoint.every_minutes",
     "checkpoint.keep",
