@@ -1,5 +1,6 @@
 """The parity matrix: every layout gives the losses, the norms and the adapter of one process."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -53,8 +54,6 @@ IN_SOAK = {
     layout: pytest.param(layout, marks=pytest.mark.soak if n == 8 else ())
     for layout, (n, _) in LAYOUTS.items()
 }
-# In bf16 the layouts differ from fp32 no more than one process does.
-IN_BF16 = ("ddp", "fsdp", "zero2", "zero3", "tensor", "pipeline")
 
 
 NO_ASYNC_IO = "DeepSpeed's NVMe library is not compiled: make nvme"
@@ -67,6 +66,15 @@ def has_async_io():
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
+
+
+def layouts_of(num_ranks):
+    """Return the axes of the rows of so many ranks that can run here."""
+    return {
+        name: axes
+        for name, (n, axes) in LAYOUTS.items()
+        if n == num_ranks and (axes != NVME or has_async_io())
+    }
 
 
 def job(shared, name, method, axes=(), *more, stop_after=None):
@@ -94,9 +102,7 @@ def launched(shared, references):
         if num_ranks not in codes:
             codes[num_ranks] = {}  # of a launch that fails, all tests fail at once
             names, jobs = [], []
-            for layout, (n, axes) in LAYOUTS.items():
-                if n != num_ranks or (axes == NVME and not has_async_io()):
-                    continue
+            for layout, axes in layouts_of(num_ranks).items():
                 for method in METHODS:
                     names.append(f"{layout} {method}")
                     jobs.append(job(shared, names[-1], method, axes))
@@ -140,7 +146,7 @@ def assert_same_adapter(run, one):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, references):
     def in_bf16(n, layouts):
         jobs = [
@@ -148,16 +154,62 @@ def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, referenc
             for name, axes in layouts.items()
             for m in METHODS
         ]
-        assert many_runs(n, jobs, shared, timeout=850) == [0] * len(jobs)
+        program = "tests.support.many_small_swaps"
+        assert many_runs(n, jobs, shared, timeout=1500, program=program) == [0] * len(jobs)
+        return list(layouts)
 
     in_bf16(1, {"one": []})
-    in_bf16(2, {name: LAYOUTS[name][1] for name in IN_BF16})
+    names = [name for n in (2, 4, 8) for name in in_bf16(n, layouts_of(n))]
     for method in METHODS:
         one, exact = losses(shared / f"one bf16 {method}"), losses(references[method])
         spread = worst_gap(one, exact)
-        gaps = {n: worst_gap(losses(shared / f"{n} bf16 {method}"), one) for n in IN_BF16}
-        print(f"\nbf16 {method}: one process {spread:.1e} from fp32, layouts from it: {gaps}")
+        gaps = {n: worst_gap(losses(shared / f"{n} bf16 {method}"), one) for n in names}
+        print(f"\nbf16 {method}: one process {spread:.1e} from fp32, layouts from it:")
+        print("\n".join(f"  {name}: {gap:.1e}" for name, gap in gaps.items()))
         assert max(gaps.values()) < spread
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_recompute_accumulation_and_compilation_change_nothing_in_any_layout(
+    shared, references, n, compiled
+):
+    """Losses and gradient norms of each row x method x recompute x 1, 2, 4 micro-batches."""
+    runs = {}
+    for (name, axes), method, recompute, accumulation in itertools.product(
+        layouts_of(n).items(), METHODS, ("none", "selective", "full"), (1, 2, 4)
+    ):
+        if compiled and (name.startswith(("tensor", "zero3")) or "x tensor" in name):
+            continue  # refused with train.compile
+        axes = [axis for axis in axes if not axis.startswith("recompute")]
+        rows_per_rank = 8 // data_ranks(n, axes)
+        if accumulation > rows_per_rank:
+            continue
+        run = f"{name} {method} {recompute} {accumulation} {'compiled' if compiled else 'eager'}"
+        more = [f"parallel.recompute={recompute}", "data.eval_path=null"]
+        more += [f"batch.micro_size={rows_per_rank // accumulation}"]
+        if compiled:
+            more += ["train.compile=true", f"run.compile_cache={shared / 'compiled'}"]
+        runs[run] = (job(shared, run, method, axes, *more), references[method])
+    jobs = [job for job, _ in runs.values()]
+    program = "tests.support.many_small_swaps"
+    assert many_runs(n, jobs, shared, timeout=7000, program=program) == [0] * len(jobs)
+    gaps = {}
+    for run, (_, one) in runs.items():
+        both = (list(rows(shared / run, key).values()) for key in ("loss", "grad_norm"))
+        wanted = (list(rows(one, key).values()) for key in ("loss", "grad_norm"))
+        gaps[run] = max(map(worst_gap, both, wanted))
+    worst = sorted(gaps, key=gaps.__getitem__)[-5:]
+    print(f"\n{n} ranks: {len(gaps)} runs, the worst: { ({run: gaps[run] for run in worst}) }")
+    assert gaps[worst[-1]] < 1e-5
+
+
+def data_ranks(n, axes):
+    """Return over how many ranks the rows are spread."""
+    sizes = dict(axis.split("=") for axis in axes)
+    return n // int(sizes.get("tensor", 1)) // int(sizes.get("pipeline", 1))
 
 
 SCALARS = 16  # bytes: the loss and the norm; DeepSpeed asks for more of them
