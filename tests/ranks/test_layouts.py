@@ -86,30 +86,40 @@ def job(shared, name, method, axes=(), *more, stop_after=None):
     return {"overrides": [*words, *more], "stop_after": stop_after}
 
 
+def named(layout, method, dtype="fp32"):
+    return f"{layout} {method} {dtype}"
+
+
 @pytest.fixture(scope="module")
 def references(shared):
-    jobs = [job(shared, f"one {m}", m) for m in METHODS]
+    jobs = [job(shared, named("one", m), m) for m in METHODS]
     assert many_runs(1, jobs, shared) == [0] * len(jobs)
-    return {m: shared / f"one {m}" for m in METHODS}
+    return {m: shared / named("one", m) for m in METHODS}
 
 
 @pytest.fixture(scope="module")
 def launched(shared, references):
-    """Return a function that trains all layouts of a number of ranks, once, in one launch."""
+    """Return a function that trains all layouts of a number of ranks, once, in one launch.
+
+    It returns the exit codes by layout and method; the run directories are ``named`` so.
+    """
     codes = {}
 
-    def launch(num_ranks):
-        if num_ranks not in codes:
-            codes[num_ranks] = {}  # of a launch that fails, all tests fail at once
-            names, jobs = [], []
-            for layout, axes in layouts_of(num_ranks).items():
-                for method in METHODS:
-                    names.append(f"{layout} {method}")
-                    jobs.append(job(shared, names[-1], method, axes))
+    def launch(num_ranks, dtype="fp32"):
+        key = num_ranks, dtype
+        if key not in codes:
+            codes[key] = {}  # of a launch that fails, all tests fail at once
+            runs = {
+                (layout, method): job(
+                    shared, named(layout, method, dtype), method, axes, f"model.dtype={dtype}"
+                )
+                for layout, axes in layouts_of(num_ranks).items()
+                for method in METHODS
+            }
             program = "tests.support.many_small_swaps"
-            ended = many_runs(num_ranks, jobs, shared, timeout=850, program=program)
-            codes[num_ranks] = dict(zip(names, ended, strict=True))
-        return codes[num_ranks]
+            ended = many_runs(num_ranks, list(runs.values()), shared, timeout=850, program=program)
+            codes[key] = dict(zip(runs, ended, strict=True))
+        return codes[key]
 
     return launch
 
@@ -121,8 +131,8 @@ def test_a_layout_gives_what_one_process_gives(shared, references, launched, lay
     num_ranks, axes = LAYOUTS[layout]
     if axes == NVME and not has_async_io():
         pytest.skip(NO_ASYNC_IO)
-    assert launched(num_ranks).get(f"{layout} {method}") == 0
-    one, run = references[method], shared / f"{layout} {method}"
+    assert launched(num_ranks).get((layout, method)) == 0
+    one, run = references[method], shared / named(layout, method)
     gaps = {
         key: worst_gap(list(rows(run, key).values()), list(rows(one, key).values()))
         for key in ("loss", "eval_loss", "grad_norm")
@@ -147,26 +157,28 @@ def assert_same_adapter(run, one):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, references):
-    def in_bf16(n, layouts):
-        jobs = [
-            job(shared, f"{name} bf16 {m}", m, axes, "model.dtype=bf16")
-            for name, axes in layouts.items()
-            for m in METHODS
-        ]
-        program = "tests.support.many_small_swaps"
-        assert many_runs(n, jobs, shared, timeout=1500, program=program) == [0] * len(jobs)
-        return list(layouts)
-
-    in_bf16(1, {"one": []})
-    names = [name for n in (2, 4, 8) for name in in_bf16(n, layouts_of(n))]
+def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, references, launched):
+    """What one process shows is its worst with the same rows in micro-batches of 1, 2, 4 and 8."""
+    ones = {n: f"one by {n}" for n in (1, 2, 4, 8)}
+    jobs = [
+        job(shared, named(one, m, "bf16"), m, (), "model.dtype=bf16", f"batch.micro_size={n}")
+        for n, one in ones.items()
+        for m in METHODS
+    ]
+    assert many_runs(1, jobs, shared) == [0] * len(jobs)
+    codes = {key: code for n in (2, 4, 8) for key, code in launched(n, "bf16").items()}
+    assert set(codes.values()) == {0}, codes
+    spread, gap = {}, {}
     for method in METHODS:
-        one, exact = losses(shared / f"one bf16 {method}"), losses(references[method])
-        spread = worst_gap(one, exact)
-        gaps = {n: worst_gap(losses(shared / f"{n} bf16 {method}"), one) for n in names}
-        print(f"\nbf16 {method}: one process {spread:.1e} from fp32, layouts from it:")
-        print("\n".join(f"  {name}: {gap:.1e}" for name, gap in gaps.items()))
-        assert max(gaps.values()) < spread
+        found = {one: losses(shared / named(one, method, "bf16")) for one in ones.values()}
+        one, exact = found[ones[1]], losses(references[method])
+        spread[method] = max(worst_gap(of_run, exact) for of_run in found.values())
+        found |= {key[0]: losses(shared / named(*key, "bf16")) for key in codes if method in key}
+        print(f"\nbf16 {method}: from fp32, and from one process in bf16")
+        for name, of_run in found.items():
+            print(f"  {name}: {worst_gap(of_run, exact):.1e} {worst_gap(of_run, one):.1e}")
+        gap[method] = max(worst_gap(of_run, exact) for of_run in found.values())
+    assert gap == spread, "one process is the worst of all"
 
 
 @pytest.mark.soak
@@ -219,14 +231,17 @@ FULL_STEP = 8 * 128  # tokens
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", [name for name, (n, _) in LAYOUTS.items() if n == 2])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
-def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, layout, method, tmp_path):
+def test_bytes_sent_by_kind_are_those_of_the_formulas(
+    shared, launched, dtype, layout, method, tmp_path
+):
     if LAYOUTS[layout][1] == NVME and not has_async_io():
         pytest.skip(NO_ASYNC_IO)
-    assert launched(2)[f"{layout} {method}"] == 0
-    run, full, deepspeed = shared / f"{layout} {method}", method == "full", "zero" in layout
+    assert launched(2, dtype)[layout, method] == 0
+    run, full, deepspeed = shared / named(layout, method, dtype), method == "full", "zero" in layout
     sent, expected = (rows(run, key)[STEP] for key in ("sent_bytes", "expected_bytes"))
-    print(f"\nbytes {layout} {method}: sent {sent}, expected {expected}")
+    print(f"\nbytes {layout} {method} {dtype}: sent {sent}, expected {expected}")
     assert rows(run, "tokens")[STEP] == FULL_STEP, "formulas are for full rows"
     left_out = left_out_of_formula(layout, full, run, tmp_path)
     for kind in sent | expected:
