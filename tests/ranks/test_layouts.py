@@ -28,6 +28,7 @@ METHODS = {
     "full": ["tune.method=full", "optim.lr=1e-3"],
     "lora": ["tune.method=lora", "optim.lr=2e-3"],
 }
+CPU = ["zero_stage=3", "offload_optimizer=cpu", "offload_params=cpu"]
 NVME = ["zero_stage=3", "offload_optimizer=nvme", "offload_params=nvme"]
 LAYOUTS = {
     "ddp": (2, ["replicate=2"]),
@@ -39,7 +40,7 @@ LAYOUTS = {
     "zero2": (2, ["zero_stage=2", "recompute=selective"]),
     "zero3": (2, ["zero_stage=3", "recompute=full"]),
     "zero2+cpu": (2, ["zero_stage=2", "offload_optimizer=cpu"]),
-    "zero3+cpu": (2, ["zero_stage=3", "offload_optimizer=cpu", "offload_params=cpu"]),
+    "zero3+cpu": (2, [*CPU, "recompute=selective"]),
     "zero3+nvme": (2, NVME),
     "tensor": (2, ["tensor=2"]),
     "pipeline": (2, ["pipeline=2"]),
