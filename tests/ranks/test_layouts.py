@@ -69,15 +69,6 @@ def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def layouts_of(num_ranks):
-    """Return the axes of the rows of so many ranks that can run here."""
-    return {
-        name: axes
-        for name, (n, axes) in LAYOUTS.items()
-        if n == num_ranks and (axes != NVME or has_async_io())
-    }
-
-
 def job(shared, name, method, axes=(), *more, stop_after=None):
     words = [*SETTINGS, f"run.dir={shared / name}", f"data.cache={shared}", *METHODS[method]]
     words += [f"parallel.{axis}" for axis in axes]
@@ -114,8 +105,9 @@ def launched(shared, references):
                 (layout, method): job(
                     shared, named(layout, method, dtype), method, axes, f"model.dtype={dtype}"
                 )
-                for layout, axes in layouts_of(num_ranks).items()
+                for layout, (n, axes) in LAYOUTS.items()
                 for method in METHODS
+                if n == num_ranks and (axes != NVME or has_async_io())
             }
             program = "tests.support.many_small_swaps"
             ended = many_runs(num_ranks, list(runs.values()), shared, timeout=850, program=program)
@@ -159,48 +151,56 @@ def assert_same_adapter(run, one):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, references, launched):
-    """What one process shows is its worst with the same rows in micro-batches of 1, 2, 4 and 8."""
-    ones = {n: f"one by {n}" for n in (1, 2, 4, 8)}
+    """What one process shows is its worst of six seeds."""
+    dtypes = ("fp32", "bf16")
+    ones = {
+        (seed, method): [shared / named(f"one with seed {seed}", method, d) for d in dtypes]
+        for seed in range(6)
+        for method in METHODS
+    }
     jobs = [
-        job(shared, named(one, m, "bf16"), m, (), "model.dtype=bf16", f"batch.micro_size={n}")
-        for n, one in ones.items()
-        for m in METHODS
+        job(shared, run.name, method, (), f"model.dtype={dtype}", f"train.seed={seed}")
+        for (seed, method), runs in ones.items()
+        for dtype, run in zip(dtypes, runs, strict=True)
     ]
-    assert many_runs(1, jobs, shared) == [0] * len(jobs)
+    assert many_runs(1, jobs, shared, timeout=500) == [0] * len(jobs)
     codes = {key: code for n in (2, 4, 8) for key, code in launched(n, "bf16").items()}
     assert set(codes.values()) == {0}, codes
-    spread, gap = {}, {}
-    for method in METHODS:
-        found = {one: losses(shared / named(one, method, "bf16")) for one in ones.values()}
-        one, exact = found[ones[1]], losses(references[method])
-        spread[method] = max(worst_gap(of_run, exact) for of_run in found.values())
-        found |= {key[0]: losses(shared / named(*key, "bf16")) for key in codes if method in key}
-        print(f"\nbf16 {method}: from fp32, and from one process in bf16")
-        for name, of_run in found.items():
-            print(f"  {name}: {worst_gap(of_run, exact):.1e} {worst_gap(of_run, one):.1e}")
-        gap[method] = max(worst_gap(of_run, exact) for of_run in found.values())
-    assert gap == spread, "one process is the worst of all"
+    spread, gaps = dict.fromkeys(METHODS, 0.0), {}
+    for (_, method), (exact, one) in ones.items():
+        spread[method] = max(spread[method], worst_gap(losses(one), losses(exact)))
+    for layout, method in codes:
+        run = shared / named(layout, method, "bf16")
+        gaps[layout, method] = worst_gap(losses(run), losses(references[method]))
+    print(f"\nbf16, from fp32: one process up to {spread}, layouts {gaps}")
+    assert all(gap < spread[method] for (_, method), gap in gaps.items())
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_recompute_accumulation_and_compilation_change_nothing_in_any_layout(
-    shared, references, n, compiled
+    shared, references, layout, compiled
 ):
-    """Losses and gradient norms of each row x method x recompute x 1, 2, 4 micro-batches."""
+    """Losses and gradient norms of each method x recompute x 1, 2, 4 micro-batches.
+
+    Compiled, a row has each kind of recompute and each number of micro-batches once.
+    """
+    n, axes = LAYOUTS[layout]
+    if axes == NVME and not has_async_io():
+        pytest.skip(NO_ASYNC_IO)
+    if compiled and ("tensor=2" in axes or "zero_stage=3" in axes):
+        pytest.skip("refused with train.compile")
+    axes = [axis for axis in axes if not axis.startswith("recompute")]
+    rows_per_rank = 8 // data_ranks(n, axes)
+    kinds, numbers = ("none", "selective", "full"), (1, 2, 4)
+    ways = zip(kinds, numbers, strict=True) if compiled else itertools.product(kinds, numbers)
     runs = {}
-    for (name, axes), method, recompute, accumulation in itertools.product(
-        layouts_of(n).items(), METHODS, ("none", "selective", "full"), (1, 2, 4)
-    ):
-        if compiled and (name.startswith(("tensor", "zero3")) or "x tensor" in name):
-            continue  # refused with train.compile
-        axes = [axis for axis in axes if not axis.startswith("recompute")]
-        rows_per_rank = 8 // data_ranks(n, axes)
+    for (recompute, accumulation), method in itertools.product(ways, METHODS):
         if accumulation > rows_per_rank:
             continue
-        run = f"{name} {method} {recompute} {accumulation} {'compiled' if compiled else 'eager'}"
+        run = f"{layout} {method} {recompute} {accumulation} {'compiled' if compiled else 'eager'}"
         more = [f"parallel.recompute={recompute}", "data.eval_path=null"]
         more += [f"batch.micro_size={rows_per_rank // accumulation}"]
         if compiled:
@@ -208,15 +208,15 @@ def test_recompute_accumulation_and_compilation_change_nothing_in_any_layout(
         runs[run] = (job(shared, run, method, axes, *more), references[method])
     jobs = [job for job, _ in runs.values()]
     program = "tests.support.many_small_swaps"
-    assert many_runs(n, jobs, shared, timeout=7000, program=program) == [0] * len(jobs)
+    assert many_runs(n, jobs, shared, timeout=3000, program=program) == [0] * len(jobs)
     gaps = {}
     for run, (_, one) in runs.items():
         both = (list(rows(shared / run, key).values()) for key in ("loss", "grad_norm"))
         wanted = (list(rows(one, key).values()) for key in ("loss", "grad_norm"))
         gaps[run] = max(map(worst_gap, both, wanted))
-    worst = sorted(gaps, key=gaps.__getitem__)[-5:]
-    print(f"\n{n} ranks: {len(gaps)} runs, the worst: { ({run: gaps[run] for run in worst}) }")
-    assert gaps[worst[-1]] < 1e-5
+    worst = max(gaps, key=gaps.__getitem__)
+    print(f"\n{layout}: {len(gaps)} runs, the worst: {worst}: {gaps[worst]:.1e}")
+    assert gaps[worst] < 1e-5
 
 
 def data_ranks(n, axes):
@@ -244,9 +244,9 @@ def test_bytes_sent_by_kind_are_those_of_the_formulas(
     sent, expected = (rows(run, key)[STEP] for key in ("sent_bytes", "expected_bytes"))
     print(f"\nbytes {layout} {method} {dtype}: sent {sent}, expected {expected}")
     assert rows(run, "tokens")[STEP] == FULL_STEP, "formulas are for full rows"
-    left_out = left_out_of_formula(layout, full, run, tmp_path)
+    left_out = left_out_of_formula(layout, full, dtype, run, tmp_path)
     for kind in sent | expected:
-        wanted = expected.get(kind, 0) + (left_out if kind == "all_reduce" else 0)
+        wanted = expected.get(kind, 0) + left_out.get(kind, 0)
         bound = {"abs": 2 * SCALARS if deepspeed else SCALARS}
         if kind == "all_gather":
             # The tied embedding is 5% of the model. FSDP2's root keeps it over a block's forward
@@ -255,23 +255,28 @@ def test_bytes_sent_by_kind_are_those_of_the_formulas(
         assert sent.get(kind, 0) == pytest.approx(wanted, **bound), kind
 
 
-def left_out_of_formula(layout, full, run, folder):
-    """Return the bytes of a step's all-reduces that depend on the batch or on single layers."""
+def left_out_of_formula(layout, full, dtype, run, folder):
+    """Return the bytes of a step, by kind, that depend on the batch or on single layers."""
     write_tiny(folder / "tiny")
     built = build(folder / "tiny", torch.float32, TuneConfig(method="full" if full else "lora"), 0)
-    config = built.config
-    if layout.startswith("pipeline") and full:
-        return 4 * config.vocab_size * config.hidden_size  # the tied embedding's gradient
+    config, sizes = built.config, {n: p.numel() for n, p in built.module.named_parameters()}
+    if layout.startswith("pipeline") and full:  # the tied embedding's gradient
+        return {"all_reduce": 4 * config.vocab_size * config.hidden_size}
+    if layout.startswith("fsdp") and full and dtype == "bf16":  # norms are in fp32, and whole
+        norms = 4 * sum(size for name, size in sizes.items() if "norm" in name)
+        return {"all_reduce": norms, "reduce_scatter": -norms // 2}
     if layout != "tensor":
-        return 0
+        return {}
     # The head's gradient and three numbers per token with loss; adapters that are whole.
-    head = rows(run, "loss_tokens")[STEP] * 4 * (config.hidden_size + 3)
+    itemsize = 2 if dtype == "bf16" and not full else 4
+    head = rows(run, "loss_tokens")[STEP] * (itemsize * config.hidden_size + 4 * 3)
     rowwise = ("o_proj", "down_proj")
-    return head + sum(
-        4 * p.numel()
-        for name, p in built.module.named_parameters()
+    adapters = sum(
+        4 * size
+        for name, size in sizes.items()
         if ("lora_B" if name.split(".")[-4] in rowwise else "lora_A") in name
     )
+    return {"all_reduce": head + adapters}
 
 
 def test_a_run_travels_through_layouts_and_engines(shared, references):
