@@ -82,7 +82,8 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except OSError as error:
-            raise DataError(f"data.chat_template={chat_template}: {error}") from None
+            why = error.strerror or error
+            raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
     return tokenizer
 
 

@@ -46,8 +46,10 @@ def choose_layout(
     whole = Layout(rest, 1, tensor, pipeline)
     needed, room = static_bytes(size, whole), int(bytes_per_rank * ROOM_FOR_ACTIVATIONS)
     sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
-    if needed <= room or rest == 1:
+    if needed <= room:
         return whole, f"each rank can hold its part of the model ({sizes})"
+    if rest == 1:
+        return whole, f"the model does not fit, and no rank is left to split it over ({sizes})"
     by_node = ranks_per_node // tensor  # stages are further apart than shards
     if 1 < by_node < rest and rest % by_node == 0:
         hybrid = Layout(rest // by_node, by_node, tensor, pipeline)

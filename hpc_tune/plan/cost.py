@@ -83,7 +83,7 @@ def zero_bytes(
     """
     grads = size.trained_bytes * (ranks - 1) // ranks
     if parallel.zero_stage == 3:
-        passes = 3 if size.num_frozen and parallel.recompute == "full" else 2
+        passes = 3 if size.num_frozen and parallel.recompute != "none" else 2
         weights = (size.frozen_bytes or size.trained_bytes) * (ranks - 1) // ranks
         return {"all_gather": passes * num_micro * weights, "reduce_scatter": num_micro * grads}
     times = num_micro if parallel.zero_stage == 2 else 1

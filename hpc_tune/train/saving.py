@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from hpc_tune.checkpoint.state import RunState, compare
-from hpc_tune.checkpoint.store import Store, read_state, verify
+from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.config.schema import CheckpointConfig, RunConfig
 from hpc_tune.engine.base import Engine
@@ -246,8 +246,8 @@ def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path |
     """Return the checkpoint to go on from, or None for a fresh start. Collective.
 
     Raises:
-        CheckpointError: if the one that is asked for does not verify. ConfigError: if a fresh
-        start is asked for where checkpoints are.
+        CheckpointError: if the one that is asked for does not verify. ConfigError: if it is none,
+        or a fresh start is asked for where checkpoints are.
     """
 
     def find() -> Path | None:
@@ -268,6 +268,11 @@ def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path |
                     )
                 return None
             case path:
+                if not (Path(path) / MANIFEST).is_file():
+                    raise ConfigError(
+                        f"checkpoint.resume={path}: no checkpoint (no {MANIFEST} in it); give "
+                        "auto, none, or a folder such as RUN/checkpoints/step-00000100"
+                    )
                 verify(Path(path))
                 return Path(path)
 

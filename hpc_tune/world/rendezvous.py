@@ -9,11 +9,12 @@ than one node.
 """
 
 import array
+import contextlib
 import fcntl
 import hashlib
 import ipaddress
 import secrets
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -202,19 +203,23 @@ class _Responder:
         self._thread.start()
 
     def _serve(self) -> None:
-        while True:
-            ready, _, _ = select.select([*self._listeners, self._wake_read], [], [])
-            if self._wake_read in ready:
-                return
-            for listener in ready:
-                try:
-                    peer, _ = listener.accept()
-                    with peer:
-                        peer.settimeout(PROBE_TIMEOUT_S)
-                        if _read_line(peer) == _proof(self._nonce, "ask"):
-                            peer.sendall(_proof(self._nonce, "answer"))
-                except OSError:
-                    continue
+        with selectors.DefaultSelector() as selector:
+            for waiting in (*self._listeners, self._wake_read):
+                selector.register(waiting, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if self._wake_read in ready:
+                    return
+                for listener in ready:
+                    self._answer(listener)
+
+    def _answer(self, listener: Any) -> None:
+        with contextlib.suppress(OSError):
+            peer, _ = listener.accept()
+            with peer:
+                peer.settimeout(PROBE_TIMEOUT_S)
+                if _read_line(peer) == _proof(self._nonce, "ask"):
+                    peer.sendall(_proof(self._nonce, "answer"))
 
     def stop(self) -> None:
         self._wake_write.sendall(b"x")

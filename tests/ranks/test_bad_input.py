@@ -131,6 +131,13 @@ def test_a_checkpoint_from_another_model_is_refused(tmp_path, a_run):
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+def test_a_folder_that_is_no_checkpoint_is_refused_before_data_is_read(tmp_path):
+    asked = f"checkpoint.resume={tmp_path / 'step-00000007'}"
+    done = train([f"run.dir={tmp_path / 'run'}", asked])
+    refused(done, asked, "no manifest.json in it", "give auto, none, or a folder")
+    no_partial_files(tmp_path / "run")
+
+
 def test_a_resume_with_another_seed_or_length_is_refused_with_all_differences(a_run, model):
     before = sorted(p.stat().st_mtime_ns for p in (a_run / "checkpoints").rglob("*"))
     done = train(

@@ -27,6 +27,7 @@ def test_unset_axes_replicate_where_the_model_fits_and_else_shard(
     assert chosen.size == world_size
     assert "(1.56 KiB of " in why
     assert ("no rank can" in why) == (layout.shard > 1)
+    assert ("does not fit" in why) == (bytes_per_rank == 10)
 
 
 @pytest.mark.parametrize(
