@@ -9,6 +9,7 @@ gathered.
     boxes: the boxes of such a run, in the order of the values
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hpc_tune.engine.optim import first_state
 from hpc_tune.model.shapes import ShapeIndex
@@ -215,6 +217,25 @@ def weights_by_name() -> Any:
         return now.as_strided(shape, stride, now.storage_offset() + start)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def gather_unseen(coordinator: Any) -> None:
+    """Keep what stage 3 does to bring weights out of sight of selective recompute.
+
+    That counts the operations within a block, and fails where the forward pass had to gather a
+    weight that is still there when the block is computed again, or the other way round.
+    """
+    for name in ("fetch_sub_module", "release_sub_module"):
+        setattr(coordinator, name, _unseen(getattr(coordinator, name)))
+
+
+def _unseen(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return call(*args, **kwargs)
+
+    return unseen
 
 
 def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:
