@@ -9,7 +9,6 @@ gathered.
     boxes: the boxes of such a run, in the order of the values
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hpc_tune.engine.optim import first_state
+from hpc_tune.engine.wrap import outside_modes
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import Region, TensorIndex
 
@@ -226,16 +225,7 @@ def gather_unseen(coordinator: Any) -> None:
     weight that is still there when the block is computed again, or the other way round.
     """
     for name in ("fetch_sub_module", "release_sub_module"):
-        setattr(coordinator, name, _unseen(getattr(coordinator, name)))
-
-
-def _unseen(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def unseen(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return call(*args, **kwargs)
-
-    return unseen
+        setattr(coordinator, name, outside_modes(getattr(coordinator, name)))
 
 
 def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:
