@@ -33,7 +33,7 @@ $(MODEL)/config.json: $(VENV)/.demo
 
 test: lint
 	python -m pytest -q -n 2 --dist worksteal tests/unit
-	python -m pytest -q tests --ignore=tests/unit
+	python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/unit
 
 lint: $(VENV)/.test
 	ruff check .

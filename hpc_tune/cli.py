@@ -101,6 +101,11 @@ def _generate(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if (options.run is None) == (options.model is None):
         raise ConfigError("generate needs --run RUN_DIR or --model MODEL_DIR, one of them")
+    if options.max_tokens < 1 or options.temperature < 0:
+        raise ConfigError(
+            f"--max-tokens {options.max_tokens} --temperature {options.temperature}: expected at "
+            "least 1 token, and a temperature of 0 or more"
+        )
     from hpc_tune.generate import answer
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt

@@ -110,6 +110,7 @@ def _read_yaml(path: str | None) -> DictConfig:
                 f"{path}: expected 'part:' with 'key: value' below it, found a list or a single "
                 "value"
             )
+        OmegaConf.create(text)  # refuses a key that is there twice, which safe_load lets pass
         return OmegaConf.create(content or {})
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None

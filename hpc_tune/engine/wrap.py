@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -128,6 +129,19 @@ def prepare_compiler(
 def num_workers(threads: int, host_bytes: int) -> int:
     """Return how many compile workers a rank may have; with one it compiles in its own process."""
     return max(1, min(threads, host_bytes // WORKERS_SHARE // WORKER_BYTES))
+
+
+def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its tensor operations out of sight of torch's dispatch modes, such
+    as selective recompute, which counts those of a block, or FakeTensorMode.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return outside
 
 
 def _recomputed(forward: Forward, recompute: Literal["none", "selective", "full"]) -> Forward:

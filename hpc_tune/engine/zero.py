@@ -16,7 +16,7 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import OptimConfig, ParallelConfig, TrainConfig
@@ -97,7 +96,7 @@ class ZeroEngine:
             coordinator = self._zero.parameter_offload.get_param_coordinator()
             coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
         if self._stage == 3 and parallel.recompute == "selective":
-            _gather_unseen(self._zero.parameter_offload.get_param_coordinator())
+            zero_state.gather_unseen(self._zero.parameter_offload.get_param_coordinator())
         self._trained = {
             built.saved_names[name]: p
             for name, p in built.module.named_parameters()
@@ -286,25 +285,6 @@ def _connect(device: torch.device, traffic: Traffic, needs_aio: bool) -> None:
                 f"({str(error).splitlines()[0]}); it needs a C++ compiler, ninja and the headers "
                 "of libaio (Debian: libaio-dev, Red Hat: libaio-devel), else use cpu"
             ) from None
-
-
-def _gather_unseen(coordinator: Any) -> None:
-    """Keep what stage 3 does to bring weights out of sight of selective recompute.
-
-    That counts the operations within a block, and fails where the forward pass had to gather a
-    weight that is still there when the block is computed again, or the other way round.
-    """
-    for name in ("fetch_sub_module", "release_sub_module"):
-        setattr(coordinator, name, _unseen(getattr(coordinator, name)))
-
-
-def _unseen(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def unseen(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return call(*args, **kwargs)
-
-    return unseen
 
 
 def _start(module: nn.Module, optimizer: torch.optim.AdamW, settings: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.engine.optim import first_state
+from hpc_tune.engine.wrap import outside_modes
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.load import first_values
 from hpc_tune.model.shapes import ShapeIndex
@@ -233,6 +234,16 @@ def weights_by_name() -> Any:
         return now.as_strided(shape, stride, now.storage_offset() + start)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def gather_unseen(coordinator: Any) -> None:
+    """Keep what stage 3 does to bring weights out of sight of selective recompute.
+
+    That counts the operations within a block, and fails where the forward pass had to gather a
+    weight that is still there when the block is computed again, or the other way round.
+    """
+    for name in ("fetch_sub_module", "release_sub_module"):
+        setattr(coordinator, name, outside_modes(getattr(coordinator, name)))
 
 
 def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:

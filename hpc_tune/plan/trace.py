@@ -16,7 +16,6 @@ The fake process group is the process's default group, so this needs an interpre
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpc_tune.batch import Batch
@@ -41,6 +40,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
+from hpc_tune.engine.wrap import outside_modes
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 from hpc_tune.model.build import DTYPES, BuiltModel, build
@@ -268,20 +268,11 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as changes:
             for owner, name in _REAL:
-                changes.enter_context(_replaced(owner, name, _unfaked(getattr(owner, name))))
+                changes.enter_context(_replaced(owner, name, outside_modes(getattr(owner, name))))
             changes.enter_context(_replaced(dist, "isend", lambda *args, **kwargs: _Sent()))
             yield
     finally:
         dist.destroy_process_group()
-
-
-def _unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return outside
 
 
 class _Sent:

@@ -149,6 +149,7 @@ print("CODE", code, [name for name in {heavy!r} if name in sys.modules])
         (["--config", "nowhere.yaml"], 2, "no such file"),
         (["--cofnig", "x"], 2, "unknown argument"),
         (["trian"], 2, "did you mean train"),
+        (["generate", "--run", "x", "--prompt", "y", "--max-tokens", "0"], 2, "--max-tokens 0"),
     ],
 )
 def test_help_and_mistakes_answer_without_importing_torch(arguments, code, said):

@@ -96,6 +96,10 @@ def test_an_empty_file_means_all_defaults(write):
     assert load_config(write("# nothing\n")) == RunConfig()
 
 
+def test_a_part_that_is_there_twice_is_refused(write):
+    assert "duplicate key optim" in problem(write("optim: {lr: 1}\ntrain: {}\noptim: {lr: 2}\n"))
+
+
 def test_no_file_means_the_embedded_default_and_overrides_work_on_it():
     config = load_config(None, ["train.max_steps=7"])
     assert (config.model.path, config.tune.method) == ("builtin:tiny", "full")
