@@ -5,14 +5,16 @@ has it, with the rank in front. Everything goes to stderr, so that a command's r
 be piped.
 """
 
+import errno
 import json
 import logging
+import os
 import sys
 import time
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from hpc_tune.errors import HpcTuneError
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
@@ -47,29 +49,40 @@ def configure(rank: int) -> None:
 
 
 class JsonLines:
-    """Appends one JSON object per line; a reader never sees half a line of a finished write."""
+    """Appends one JSON object per line; a reader never sees half a line of a finished write.
+
+    A line that the file system does not take is lost and warned of once: telling is never worth a
+    run.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """Open ``path`` for appending; ``None`` makes a writer that drops what it is given."""
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._is_torn = self._warned = False
         if path is not None:
             _end_torn_line(path)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
-            self._path = path
+            self._file = FileIO(path, "a")
 
     def write(self, **fields: Any) -> None:
-        """Append one object of JSON types; NaN and infinities are written as null.
-
-        Raises:
-            HpcTuneError: if the file system refuses.
-        """
+        """Append one object of JSON types; NaN and infinities are written as null."""
         if self._file is None:
             return
         clean = {k: _finite(v) for k, v in fields.items()}
+        line = (json.dumps(clean, ensure_ascii=False) + "\n").encode()
+        if self._is_torn:
+            line = b"\n" + line
         try:
-            self._file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+            written = self._file.write(line)
+            if written < len(line):
+                self._is_torn = written > 0 or self._is_torn
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._is_torn = False
         except OSError as error:
-            raise HpcTuneError(f"{self._path} cannot be written: {error.strerror}") from None
+            if not self._warned:
+                log.warning(
+                    "%s cannot be written, lines are lost: %s", self._file.name, error.strerror
+                )
+            self._warned = True
 
     def close(self) -> None:
         """Close the file; later writes are dropped."""

@@ -3,7 +3,8 @@ manifest's state. Errors are agreed between the steps, never raised on one rank 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -83,7 +84,7 @@ class Saver:
         self._state: RunState | None = None
         self._folder = Path()
         self._files: list[WrittenFile] = []
-        self._began_s = 0.0
+        self._began_s = self._blocked_s = self._waits_since_s = 0.0
         self._seen, self._seen_at_s = -1, 0.0
         self.last_save_s = FIRST_SAVE_GUESS_S
 
@@ -99,26 +100,28 @@ class Saver:
             CheckpointError: on every rank, if any rank cannot write and checkpoint.required.
         """
         assert not self.busy
-        self._began_s = time.monotonic()
-        try:
-            self._folder = on_rank_0(
-                self._session,
-                "making a checkpoint folder",
-                lambda: self._store.begin(state.step),
-            )
-        except HpcTuneError as error:
-            self._give_up(state.step, error)
-            return
-        self._state = state
-        self._writer = Writer(self._parts(), self._settings.staging_bytes)
-        self._seen, self._seen_at_s = -1, self._began_s
+        self._began_s, self._blocked_s = time.monotonic(), 0.0
+        with self._blocking():
+            try:
+                self._folder = on_rank_0(
+                    self._session,
+                    "making a checkpoint folder",
+                    lambda: self._store.begin(state.step),
+                )
+            except HpcTuneError as error:
+                self._give_up(state.step, error)
+                return
+            self._state = state
+            self._writer = Writer(self._parts(), self._settings.staging_bytes)
+            self._seen, self._seen_at_s = -1, self._began_s
         if not self._background:
             self.finish()
 
     def before_update(self) -> None:
         """Wait until the engine's tensors may change."""
         if self._writer is not None:
-            self._writer.release(self._limit_s)
+            with self._blocking():
+                self._writer.release(self._limit_s)
 
     def votes(self) -> list[float]:
         """Return what this rank adds to the next boundary's sum: 1 if its part is done."""
@@ -139,6 +142,26 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if any rank could not write and checkpoint.required.
         """
+        with self._blocking():
+            self._advance(num_done)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is on its way is committed. Raises as ``advance``."""
+        with self._blocking():
+            while self.busy:
+                [num_done] = sum_of(self._session, self.votes())
+                self._advance(num_done)
+                if self.busy:
+                    time.sleep(_POLL_S)
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """Count the time that training waits."""
+        self._waits_since_s = time.monotonic()
+        yield
+        self._blocked_s += time.monotonic() - self._waits_since_s
+
+    def _advance(self, num_done: float) -> None:
         if self._state is None or num_done < self._session.world.size:
             return
         state, mine = self._state, self._session.world.rank == 0
@@ -163,7 +186,9 @@ class Saver:
             self._give_up(state.step, error)
             return
         self._state, self.committed_step = None, state.step
-        self.last_save_s = time.monotonic() - self._began_s
+        now_s = time.monotonic()
+        self.last_save_s = now_s - self._began_s
+        blocked_s = self._blocked_s + now_s - self._waits_since_s
         self._events.write(
             time=time.time(),
             step=state.step,
@@ -172,15 +197,8 @@ class Saver:
             path=str(path),
             bytes=sum(f.num_bytes for f in self._files),
             save_s=round(self.last_save_s, 3),
+            blocked_s=round(blocked_s, 3),
         )
-
-    def finish(self) -> None:
-        """Wait until the checkpoint that is on its way is committed. Raises as ``advance``."""
-        while self.busy:
-            [num_done] = sum_of(self._session, self.votes())
-            self.advance(num_done)
-            if self.busy:
-                time.sleep(_POLL_S)
 
     def _parts(self) -> dict[Path, list[Region]]:
         """Return what this rank writes, by file: optimizer state apart from adapters."""

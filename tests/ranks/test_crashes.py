@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from hpc_tune.checkpoint.store import Store, verify
+from hpc_tune.errors import CheckpointError
+from tests.ranks.test_bad_input import mounted
 from tests.ranks.test_train_ends import ENDLESS, Job
 from tests.support.ranks import rank_environment, run_ranks
 from tests.support.training import SMALL, events, losses, many_runs, rows, train, worst_gap
@@ -18,28 +22,76 @@ METHODS = ("lora", "full")
 OLD, NEW = "step-00000002", "step-00000004"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_save_may_end_at_each_of_its_operations(tmp_path, method):
-    settings = [*SMALL, f"tune.method={method}", "checkpoint.every_steps=2", "checkpoint.keep=1"]
-    settings += [f"data.cache={tmp_path / 'data'}", "train.max_steps=6"]
-    out, run_dir = tmp_path / "points.json", tmp_path / "run"
-    program = ["-m", "tests.support.crash_points", str(out), "4", *settings, f"run.dir={run_dir}"]
-    done = run_ranks([sys.executable, *program], rank_environment(1), 280.0)
+SAVES = [*SMALL, "checkpoint.every_steps=2", "checkpoint.keep=1", "train.max_steps=6"]
+
+
+def points_of(folder, run_dir, way, method, every):
+    """Return what was found at the points of the second save of a run (see crash_points.py)."""
+    settings = [*SAVES, f"tune.method={method}", f"data.cache={folder / 'data'}"]
+    out = folder / "points.json"
+    program = ["-m", "tests.support.crash_points", str(out), way, str(every), "4"]
+    command = [sys.executable, *program, *settings, f"run.dir={run_dir}"]
+    done = run_ranks(command, rank_environment(1), 1800.0)
     assert done.returncode == 0, done.stderr
     points = json.loads(out.read_text())
-    operations = {point["operation"] for point in points}
-    assert {"open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"} <= operations
     for point in points:
         assert point["newest"] in (OLD, NEW), point
         assert point["after_another_save"] == NEW, point
-    kept = [point["newest"] for point in points]
-    assert kept == sorted(kept), "once the new one is there, the old one is never taken again"
-    assert {OLD, NEW} == set(kept)
-    print(f"{method}: {len(points)} points, {kept.count(OLD)} left the old checkpoint")
-    whole = tmp_path / "whole"
+    whole = folder / "whole"
     done = train([*settings, f"run.dir={whole}"])
     assert done.returncode == 0, done.stderr
     assert worst_gap(losses(run_dir), losses(whole)) == 0
+    kept = [point["newest"] for point in points]
+    print(f"\n{way} {method}: {len(points)} points, {kept.count(OLD)} left the old checkpoint")
+    return points
+
+
+def check_ends(folder, method, every):
+    points = points_of(folder, folder / "run", "end", method, every)
+    kept = [point["newest"] for point in points]
+    assert kept == sorted(kept), "once the new one is there, the old one is never taken again"
+    assert {OLD, NEW} == set(kept)
+    operations = {point["operation"] for point in points}
+    assert {"open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"} <= operations
+
+
+def check_full_disk(folder, method, every):
+    (folder / "disk").mkdir()
+    with mounted(folder / "disk", "size=16m"):
+        points = points_of(folder, folder / "disk" / "run", "fill", method, every)
+    for point in points:
+        if point["error"] is None:
+            assert point["newest"] == NEW, point
+        else:
+            assert point["newest"] == OLD, point
+            assert "No space left on device" in point["error"], point
+            assert not [name for name in point["left"] if name.endswith(".tmp")], point
+    print(f"refused: {sum(point['error'] is not None for point in points)}")
+    assert {OLD, NEW} == {point["newest"] for point in points}
+
+
+def test_a_save_may_end_at_each_17th_of_its_operations(tmp_path):
+    check_ends(tmp_path, "lora", 17)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a small tmpfs")
+def test_the_disk_may_be_full_at_each_17th_operation_of_a_save(tmp_path):
+    check_full_disk(tmp_path, "lora", 17)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_save_may_end_at_each_of_its_operations(tmp_path, method):
+    check_ends(tmp_path, method, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a small tmpfs")
+@pytest.mark.parametrize("method", METHODS)
+def test_the_disk_may_be_full_at_each_operation_of_a_save(tmp_path, method):
+    check_full_disk(tmp_path, method, 1)
 
 
 KILLED = [*ENDLESS, "train.deterministic=true", "train.max_steps=400", "checkpoint.every_steps=2"]
@@ -117,3 +169,46 @@ def test_an_elastic_run_with_dropout_loses_nothing(tmp_path):
     assert worst_gap(losses(tmp_path / "elastic"), losses(tmp_path / "whole")) < 1e-5
     seen = rows(tmp_path / "elastic", "samples_seen")
     assert seen == rows(tmp_path / "whole", "samples_seen")
+
+
+def flip(file, bit):
+    """Turn one bit of a file."""
+    with file.open("r+b") as opened:
+        opened.seek(bit // 8)
+        [byte] = opened.read(1)
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def test_100_flipped_bits_are_all_found_and_none_is_resumed_from(tmp_path):
+    random, run_dir = Random(0), tmp_path / "run"
+    settings = [*SAVES, "checkpoint.keep=2", "tune.method=lora", f"data.cache={tmp_path}"]
+    settings += [f"run.dir={run_dir}"]
+    assert train(settings).returncode == 0
+    before = losses(run_dir)
+    store = Store(run_dir / "checkpoints", keep=2)
+    older, newest = store.steps()
+    files = [file for file in newest.rglob("*") if file.is_file()]
+    bits = [8 * file.stat().st_size for file in files]
+    for number in range(100):
+        # By size, and each file, small as it may be, a few times.
+        file = files[number % len(files)] if number < 40 else random.choices(files, bits)[0]
+        bit = random.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        with pytest.raises(CheckpointError, match=re.escape(newest.name)):
+            verify(newest)
+        assert store.latest() == older
+        if number < 99:
+            flip(file, bit)
+    inspected = run_ranks(
+        [sys.executable, "-m", "hpc_tune", "inspect", str(run_dir), "--verify"],
+        rank_environment(1),
+        60.0,
+    )
+    assert inspected.returncode != 0
+    assert f"{newest.name}  NOT VALID" in inspected.stdout + inspected.stderr
+    done = train(settings)
+    assert done.returncode == 0, done.stderr
+    assert "refused a checkpoint" in done.stderr
+    assert [Path(event["path"]).name for event in events(run_dir, "resume")] == [older.name]
+    assert losses(run_dir) == before

@@ -1,12 +1,16 @@
-"""A program for one rank: trains, and ends copies of itself at every operation of one save.
+"""A program for one rank: trains, and lets copies of itself fail at the operations of one save.
 
-    python -m tests.support.crash_points OUT.json STEP key=value ...
+    python -m tests.support.crash_points OUT.json WAY EVERY STEP key=value ...
 
-When the save of STEP begins, the process forks once per point; the child does the save and dies
-at its point: before an operation on files, after it, or in the middle of a write. The parent then
-looks for the newest checkpoint that verifies, as the next start would, and puts the folder back as
-it was.
-OUT.json gets one object per point: operation, path, kind, and what was found.
+When the save of STEP begins, the process forks once per point, of which it tries each EVERY-th; the
+child does the save. WAY is what happens at its point:
+
+    end     the child dies: before an operation on files, after it, or in the middle of a write
+    fill    the disk, which should be a small tmpfs, is filled to the last byte before the operation
+
+The parent then looks for the newest checkpoint that verifies, as the next start would, and puts the
+folder back as it was. OUT.json gets one object per point: operation, path, kind, what was found,
+and what the save said.
 """
 
 import builtins
@@ -16,24 +20,29 @@ import json
 import os
 import shutil
 import sys
+import tempfile
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import load_config
+from hpc_tune.errors import HpcTuneError
 from hpc_tune.train.run import run
 from hpc_tune.train.saving import Saver
 
 OF_OS = ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "link", "truncate")
 KINDS = ("before", "halfway", "after")  # halfway: of a write
-EXIT_AT_POINT = 99
+EXIT_AT_POINT, EXIT_REFUSED = 99, 98
 
 
 class Tripwire:
-    """Lists the operations on files that this process does, and ends it at one of them."""
+    """Lists the operations on files that this process does, and does ``at_point`` at one."""
 
-    def __init__(self, target: int | None = None, kind: str = "") -> None:
-        self._target, self._kind = target, kind
+    def __init__(
+        self, target: int | None = None, kind: str = "", at_point: Any = lambda: None
+    ) -> None:
+        self._target, self._kind, self._at_point = target, kind, at_point
         self.done: list[tuple[str, str]] = []
 
     def _is_at(self, kind: str) -> bool:
@@ -41,13 +50,13 @@ class Tripwire:
 
     def do(self, name: str, where: Any, work: Any, half: Any = None) -> Any:
         if self._is_at("before"):
-            os._exit(EXIT_AT_POINT)
+            self._at_point()
         if half is not None and self._is_at("halfway"):
             half()
-            os._exit(EXIT_AT_POINT)
+            self._at_point()
         result = work()
         if self._is_at("after"):
-            os._exit(EXIT_AT_POINT)
+            self._at_point()
         self.done.append((name, str(where)))
         return result
 
@@ -113,12 +122,28 @@ def newest(folder: Path) -> str | None:
     return None if found is None else found.name
 
 
-def try_points(folder: Path, save: Any) -> list[dict[str, Any]]:
+def fill(folder: Path) -> Path:
+    """Take the last byte of the disk that ``folder`` is on; return the file that has it."""
+    filler = folder.with_name("filler")
+    with FileIO(filler, "w") as out:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while out.write(b"x" * size) == size:
+                    pass
+            except OSError:
+                continue
+    return filler
+
+
+def try_points(folder: Path, save: Any, way: str, every: int) -> list[dict[str, Any]]:
     """Save in one child per point; return what was found after each."""
-    backup, note = folder.with_name("backup"), folder.with_name("operations")
+    # Not on the disk that is to be full.
+    notes = Path(tempfile.mkdtemp())
+    backup, note, said = notes / "backup", notes / "operations", notes / "said"
     shutil.copytree(folder, backup)
 
     def again() -> None:
+        folder.with_name("filler").unlink(missing_ok=True)
         shutil.rmtree(folder)
         shutil.copytree(backup, folder)
 
@@ -132,28 +157,42 @@ def try_points(folder: Path, save: Any) -> list[dict[str, Any]]:
     assert in_a_child(count) == 0
     operations = json.loads(note.read_text())
     again()
+    kinds = KINDS if way == "end" else KINDS[:1]
+    points = [
+        (target, name, where, kind)
+        for target, (name, where) in enumerate(operations)
+        for kind in (kinds if name == "write" else (k for k in kinds if k != "halfway"))
+    ]
     found = []
-    for target, (name, where) in enumerate(operations):
-        for kind in KINDS if name == "write" else ("before", "after"):
+    for target, name, where, kind in points[::every]:
 
-            def child(target: int = target, kind: str = kind) -> None:
-                Tripwire(target, kind).install()
+        def child(target: int = target, kind: str = kind) -> None:
+            end = functools.partial(os._exit, EXIT_AT_POINT)
+            Tripwire(target, kind, end if way == "end" else lambda: fill(folder)).install()
+            try:
                 save()
+            except HpcTuneError as error:
+                FileIO(said, "w").write(str(error).encode())
+                os._exit(EXIT_REFUSED)
 
-            assert in_a_child(child) == EXIT_AT_POINT, (name, where, kind)
-            left, taken = sorted(p.name for p in folder.iterdir()), newest(folder)
-            # The next save, after what was left behind, must give a checkpoint too.
-            assert in_a_child(save) == 0, (name, where, kind)
-            point = {"kind": kind, "operation": name, "path": where, "left": left, "newest": taken}
-            found.append({**point, "after_another_save": newest(folder)})
-            again()
-    shutil.rmtree(backup)
-    note.unlink()
+        said.unlink(missing_ok=True)
+        code = in_a_child(child)
+        assert code in ((EXIT_AT_POINT,) if way == "end" else (0, EXIT_REFUSED)), (name, where)
+        left, taken = sorted(p.name for p in folder.iterdir()), newest(folder)
+        folder.with_name("filler").unlink(missing_ok=True)
+        # The next save, after what was left behind, must give a checkpoint too.
+        assert in_a_child(save) == 0, (name, where, kind)
+        point = {"kind": kind, "operation": name, "path": where, "left": left, "newest": taken}
+        point["error"] = said.read_text() if code == EXIT_REFUSED else None
+        found.append({**point, "after_another_save": newest(folder)})
+        again()
+    shutil.rmtree(notes)
     return found
 
 
 def main() -> None:
-    out, step, overrides = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    out, way, every, step = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
+    overrides = sys.argv[5:]
     real_start = Saver.start
 
     def start(self: Saver, state: Any) -> None:
@@ -162,7 +201,7 @@ def main() -> None:
             self.finish()
 
         if state.step == step:
-            out.write_text(json.dumps(try_points(self._store.folder, save)))
+            out.write_text(json.dumps(try_points(self._store.folder, save, way, every)))
         save()
 
     Saver.start = start  # type: ignore[method-assign]

@@ -84,6 +84,23 @@ def test_the_newest_stay_and_older_ones_go(tmp_path, keep):
     assert names(store) == [f"step-{step:08d}" for step in (10, 20, 30, 40)[-keep:]]
 
 
+def test_every_kth_stays_as_well(tmp_path):
+    store = Store(tmp_path, keep=1, keep_every=20)
+    for step in (10, 20, 30, 40, 50):
+        save(store, step)
+    assert names(store) == ["step-00000020", "step-00000040", "step-00000050"]
+
+
+def test_the_best_stays_as_well_until_there_is_a_better_one(tmp_path):
+    store = Store(tmp_path, keep=1, keep_best=True)
+    kept = []
+    for step, loss in ((10, 3.0), (20, 2.0), (30, None), (40, 2.5), (50, 2.0), (60, 2.2)):
+        temporary = store.begin(step)
+        store.commit(temporary, {"step": step, "eval_loss": loss}, [])
+        kept.append([int(name[5:]) for name in names(store)])
+    assert kept == [[10], [20], [20, 30], [20, 40], [50], [50, 60]]
+
+
 def tear(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 

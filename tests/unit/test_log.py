@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from hpc_tune import log as log_module
-from hpc_tune.errors import HpcTuneError
 from hpc_tune.log import JsonLines, Progress, configure, log
 from hpc_tune.train.metrics import drop_after
 
@@ -68,10 +67,30 @@ def test_a_writer_without_a_path_and_a_closed_one_drop_what_they_get(tmp_path):
     assert (tmp_path / "x.jsonl").read_text() == ""
 
 
-def test_a_full_disk_is_said_with_the_path():
+def test_a_full_disk_costs_lines_and_is_said_once_with_the_path(capsys):
+    configure(0)
     full = JsonLines(Path("/dev/full"))
-    with pytest.raises(HpcTuneError, match="/dev/full cannot be written: No space left"):
-        full.write(step=1)
+    for step in (1, 2):
+        full.write(step=step)
+    full.close()
+    said = "warning: /dev/full cannot be written, lines are lost: No space left on device\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_line_that_found_room_for_half_does_not_spoil_the_next_one(tmp_path, monkeypatch):
+    lines = JsonLines(tmp_path / "x.jsonl")
+    real, room = lines._file, [4, 100]
+
+    class Filling:
+        name = real.name
+
+        def write(self, data):
+            return real.write(data[: room.pop(0)])
+
+    monkeypatch.setattr(lines, "_file", Filling())
+    lines.write(step=1)
+    lines.write(step=2)
+    assert (tmp_path / "x.jsonl").read_text() == '{"st\n{"step": 2}\n'
 
 
 def test_a_resume_drops_the_steps_that_it_does_again_and_torn_lines(tmp_path):

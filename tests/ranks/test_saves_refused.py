@@ -1,0 +1,103 @@
+"""What a run does when the file system refuses a checkpoint: it stops, or goes on, as asked."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from hpc_tune.checkpoint.store import Store, verify
+from tests.ranks.test_bad_input import mounted
+from tests.ranks.test_train_ends import Job
+from tests.support.crash_points import fill
+from tests.support.training import events, outcome
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount of its own")
+SAVES = ["checkpoint.every_steps=2", "checkpoint.keep=2"]
+LIMIT_S = 60
+
+
+def remount(folder, mode):
+    """Make a mount read-only (``ro``) or writable; the first waits until no file is being written.
+
+    The folder is never idle for long, so it is tried again and again.
+    """
+    until_s = time.monotonic() + LIMIT_S
+    while subprocess.run(
+        ["mount", "-o", f"remount,{mode}", str(folder)], capture_output=True
+    ).returncode:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+TROUBLES = {
+    "full": (fill, lambda folder: folder.with_name("filler").unlink(), "No space left on device"),
+    "read-only": (
+        lambda folder: remount(folder, "ro"),
+        lambda folder: remount(folder, "rw"),
+        "Read-only file system",
+    ),
+    "deleted": (shutil.rmtree, lambda folder: None, "No such file or directory"),
+}
+
+
+@pytest.fixture(params=list(TROUBLES))
+def trouble(request, tmp_path):
+    """A run directory on a tmpfs, what brings trouble to its checkpoints, and what ends it."""
+    run_dir = tmp_path / "run"
+    folder = run_dir / "checkpoints"
+    bring, end, said = TROUBLES[request.param]
+    # Files of the run stay open for writing: only the checkpoints can become read-only.
+    place = folder if request.param == "read-only" else run_dir
+    place.mkdir(parents=True)
+    with mounted(place, "size=24m"):
+        yield run_dir, lambda: bring(folder), lambda: end(folder), said
+
+
+def wait_for_checkpoint(run_dir, after=0):
+    """Return the step of the first checkpoint after a step."""
+    until_s = time.monotonic() + LIMIT_S
+    while True:
+        newer = [int(p.name[5:]) for p in Store(run_dir / "checkpoints", keep=1).steps()]
+        if newer and newer[-1] > after:
+            return newer[-1]
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def test_where_checkpoints_are_not_required_training_goes_on_and_saves_again(trouble):
+    run_dir, bring, end, said = trouble
+    with Job(run_dir, 2, *SAVES, "checkpoint.required=false", "tune.method=full") as job:
+        wait_for_checkpoint(run_dir)
+        bring()
+        job.wait_for_text("training goes on")
+        end()
+        step = int(job.stderr.partition("training goes on")[0].rpartition("step ")[2].split()[0])
+        wait_for_checkpoint(run_dir, step)
+        job.process.send_signal(signal.SIGUSR1)
+        code, _ = job.wait(30)
+    assert code == 75, job.stderr
+    assert said in job.stderr
+    assert "Traceback" not in job.stderr, job.stderr
+    assert any("not saved" in event["message"] for event in events(run_dir, "warning"))
+    newest = Store(run_dir / "checkpoints", keep=1).latest()
+    assert int(newest.name[5:]) == outcome(run_dir)["step"]
+
+
+def test_where_they_are_the_run_ends_with_one_message_and_the_old_one_stays(trouble):
+    run_dir, bring, _, said = trouble
+    with Job(run_dir, 2, *SAVES, "tune.method=full") as job:
+        wait_for_checkpoint(run_dir)
+        bring()
+        code, took_s = job.wait(30)
+        left = Store(run_dir / "checkpoints", keep=1).steps()
+        for path in left:
+            verify(path)
+    assert code == 1, job.stderr
+    assert took_s < 30
+    assert said in job.stderr
+    assert job.stderr.count("error") == 1, job.stderr
+    assert "Traceback" not in job.stderr, job.stderr
+    assert left or said == "No such file or directory"
