@@ -55,13 +55,12 @@ def test_release_copies_no_more_than_the_budget(tmp_path):
     writer = Writer({pipe: regions_of(tensors())}, 3 * BYTES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "to", to)
-        with pytest.raises(CheckpointError, match="no byte was written for"):
-            writer.release(0.2)
+        writer.release(0.2)
     assert copied == [BYTES] * 3
     with pipe.open("rb") as reader:  # let the thread go
         assert len(reader.read()) > 8 * BYTES
-    with pytest.raises(CheckpointError, match="Invalid argument"):
-        finished(writer)  # a pipe cannot be synced
+    with pytest.raises(CheckpointError, match="no byte was written for 0 s; the file system hangs"):
+        finished(writer)
 
 
 def test_several_files_are_written_in_order(tmp_path):
