@@ -32,8 +32,7 @@ $(MODEL)/config.json: $(VENV)/.demo
 	python tools/fetch_smollm2.py $(MODEL)
 
 test: lint
-	python -m pytest -q -n 2 --dist worksteal tests/unit
-	python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/unit
+	python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 lint: $(VENV)/.test
 	ruff check .
