@@ -169,7 +169,7 @@ class _Merged:
             self._stored.fill(block, name, (start, 0))
             block.addmm_(b[start : start + rows], a, alpha=scaling)
             if self._tune.method == "dora":
-                magnitude = _read(self._trained, f"{layer}.lora_magnitude_vector.weight")
+                magnitude = _read(self._trained, f"{layer}.lora_magnitude_vector")
                 wanted = magnitude[start : start + rows]
                 block *= (wanted / block.norm(dim=1)).unsqueeze(1)
             out[start : start + rows] = block

@@ -109,9 +109,9 @@ class Writer:
                     done = partial(self._reach, index)
                     self._written.append(write_regions(file, taken, done))
         except CheckpointError as error:
-            self._error = error
+            self._error = self._error or error
         except Exception as error:  # a thread's error must reach the loop
-            self._error = CheckpointError(f"{file} cannot be written: {error!r}")
+            self._error = self._error or CheckpointError(f"{file} cannot be written: {error!r}")
         finally:
             with self._changed:
                 self._over = True

@@ -206,7 +206,7 @@ def build(
             f"are not in its safetensors files, such as {', '.join(missing[:3])}"
         )
     saved_names = {
-        name: base_names.get(name) or name.removeprefix("model.").replace(".default", "")
+        name: base_names.get(name) or _peft_name(name)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -223,6 +223,14 @@ def build(
         dtype,
         seed,
         _stored_name(names[id(embedding.weight)], model, index) if tied else None,
+    )
+
+
+def _peft_name(name: str) -> str:
+    """Return the name that peft saves a parameter of its adapter ``default`` under."""
+    name = name.removeprefix("model.")
+    return name.replace("_magnitude_vector.default.weight", "_magnitude_vector").replace(
+        ".default", ""
     )
 
 
