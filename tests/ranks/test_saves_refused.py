@@ -32,14 +32,27 @@ def remount(folder, mode):
         time.sleep(0.01)
 
 
+def delete_again_and_again(folder, is_noticed):
+    """Delete the folder until that has met a save; between two saves nobody would miss it."""
+    until_s = time.monotonic() + LIMIT_S
+    while not is_noticed():
+        assert time.monotonic() < until_s
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
+
+
 TROUBLES = {
-    "full": (fill, lambda folder: folder.with_name("filler").unlink(), "No space left on device"),
+    "full": (
+        lambda folder, _: fill(folder),
+        lambda folder: folder.with_name("filler").unlink(),
+        "No space left on device",
+    ),
     "read-only": (
-        lambda folder: remount(folder, "ro"),
+        lambda folder, _: remount(folder, "ro"),
         lambda folder: remount(folder, "rw"),
         "Read-only file system",
     ),
-    "deleted": (shutil.rmtree, lambda folder: None, "No such file or directory"),
+    "deleted": (delete_again_and_again, lambda folder: None, "No such file or directory"),
 }
 
 
@@ -52,8 +65,8 @@ def trouble(request, tmp_path):
     # Files of the run stay open for writing: only the checkpoints can become read-only.
     place = folder if request.param == "read-only" else run_dir
     place.mkdir(parents=True)
-    with mounted(place, "size=24m"):
-        yield run_dir, lambda: bring(folder), lambda: end(folder), said
+    with mounted(place, "size=64m"):
+        yield run_dir, lambda noticed: bring(folder, noticed), lambda: end(folder), said
 
 
 def wait_for_checkpoint(run_dir, after=0):
@@ -71,7 +84,7 @@ def test_where_checkpoints_are_not_required_training_goes_on_and_saves_again(tro
     run_dir, bring, end, said = trouble
     with Job(run_dir, 2, *SAVES, "checkpoint.required=false", "tune.method=full") as job:
         wait_for_checkpoint(run_dir)
-        bring()
+        bring(lambda: "training goes on" in job.stderr)
         job.wait_for_text("training goes on")
         end()
         step = int(job.stderr.partition("training goes on")[0].rpartition("step ")[2].split()[0])
@@ -90,7 +103,7 @@ def test_where_they_are_the_run_ends_with_one_message_and_the_old_one_stays(trou
     run_dir, bring, _, said = trouble
     with Job(run_dir, 2, *SAVES, "tune.method=full") as job:
         wait_for_checkpoint(run_dir)
-        bring()
+        bring(lambda: job.process.poll() is not None)
         code, took_s = job.wait(30)
         left = Store(run_dir / "checkpoints", keep=1).steps()
         for path in left:

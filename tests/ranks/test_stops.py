@@ -47,7 +47,6 @@ def leave(run_dir, phase, number, background=True):
 @pytest.mark.parametrize(
     ("phase", "number"),
     [
-        ("reading the data", signal.SIGUSR1),
         ("evaluating", signal.SIGTERM),
         ("saving", signal.SIGINT),
     ],

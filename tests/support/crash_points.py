@@ -2,8 +2,8 @@
 
     python -m tests.support.crash_points OUT.json WAY EVERY STEP key=value ...
 
-When the save of STEP begins, the process forks once per point, of which it tries each EVERY-th; the
-child does the save. WAY is what happens at its point:
+When the save of STEP begins, the process forks once per point, of which it tries each EVERY-th and
+the last; the child does the save. WAY is what happens at its point:
 
     end     the child dies: before an operation on files, after it, or in the middle of a write
     fill    the disk, which should be a small tmpfs, is filled to the last byte before the operation
@@ -164,7 +164,7 @@ def try_points(folder: Path, save: Any, way: str, every: int) -> list[dict[str, 
         for kind in (kinds if name == "write" else (k for k in kinds if k != "halfway"))
     ]
     found = []
-    for target, name, where, kind in points[::every]:
+    for target, name, where, kind in points[::-every][::-1]:
 
         def child(target: int = target, kind: str = kind) -> None:
             end = functools.partial(os._exit, EXIT_AT_POINT)

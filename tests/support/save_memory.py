@@ -1,8 +1,8 @@
 """A program for ranks: what saves of a full fine-tune cost each rank in host memory.
 
-    python -m tests.support.save_memory MODEL_DIR FOLDER NUM_SAVES [FIELD=VALUE ...]
+    python -m tests.support.save_memory MODEL_DIR FOLDER NUM_SAVES [key=value ...]
 
-FIELDs are those of ``parallel``. Goes on from the newest checkpoint in FOLDER if there is one.
+Goes on from the newest checkpoint in FOLDER if there is one.
 Then does NUM_SAVES saves while training waits and as many in the background of steps. Prints JSON
 of the most of any rank, in bytes of anonymous + shared memory: start, the growth from the built
 model to the end of the first step; and for each save what it adds, to what is held between steps
@@ -29,7 +29,7 @@ NUM_TOKENS, NUM_MICRO = 128, 2
 def main() -> None:
     directory, folder, num_saves = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     words = ["run.device=cpu", "tune.method=full", "tune.param_dtype=bf16", "optim.lr=1e-5"]
-    config = load_config(None, words + [f"parallel.{word}" for word in sys.argv[4:]])
+    config = load_config(None, words + sys.argv[4:])
     session = bootstrap(config.run)
     import torch
 
