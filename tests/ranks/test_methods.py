@@ -97,6 +97,19 @@ def test_4_bit_bases_and_learned_magnitudes_give_the_same_losses_in_every_layout
     assert worst_gap(references["lora"], references["qlora"]) > 1e-3, "nothing was rounded"
 
 
+def test_an_adapter_to_begin_with_is_the_same_in_every_layout(shared, references):
+    start = f"tune.init_from={shared / 'lora' / 'export' / 'adapter'}"
+    runs = {"replicate": "replicate=2", "shard": "shard=2", "zero 3": "zero_stage=3"}
+    jobs = [
+        {"overrides": settings(shared, f"from {n}", "tune.method=lora", start, f"parallel.{axis}")}
+        for n, axis in runs.items()
+    ]
+    assert many_runs(2, jobs, shared) == [0] * len(jobs)
+    curves = [losses(shared / f"from {name}") for name in runs]
+    assert max(worst_gap(curve, curves[0]) for curve in curves) < 1e-5
+    assert curves[0][0] < 0.9 * references["lora"][0]
+
+
 def compile_cost(overrides, n=1):
     """Return what compiling cost each rank of a run."""
     program = ["-m", "tests.support.compile_cost", *overrides]
