@@ -56,7 +56,7 @@ def check_ends(folder, method, every):
 
 def check_full_disk(folder, method, every):
     (folder / "disk").mkdir()
-    with mounted(folder / "disk", "size=16m"):
+    with mounted(folder / "disk", "size=64m"):
         points = points_of(folder, folder / "disk" / "run", "fill", method, every)
     for point in points:
         if point["error"] is None:
