@@ -20,19 +20,19 @@ SHAPE_SMALL = {
 }
 
 
-def measure(n, model, folder, num_saves, budget, timeout):
+def measure(n, axis, model, folder, num_saves, budget, timeout):
     program = ["-m", "tests.support.save_memory", str(model), str(folder), str(num_saves)]
-    settings = [f"parallel.shard={n}", f"checkpoint.staging_bytes={budget}"]
+    settings = [f"parallel.{axis}={n}", f"checkpoint.staging_bytes={budget}"]
     done = mpirun(n, [*program, *settings], timeout=timeout)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def check(n, folder, shape, num_saves, budget, timeout):
+def check(n, axis, folder, shape, num_saves, budget, timeout):
     write_random_llama(folder / "model", **shape)
     places = folder / "model", folder / "checkpoints"
-    fresh = measure(n, *places, num_saves, budget, timeout)
-    resumed = measure(n, *places, 0, budget, timeout)
+    fresh = measure(n, axis, *places, num_saves, budget, timeout)
+    resumed = measure(n, axis, *places, 0, budget, timeout)
     waits = {name: statistics.median(times) for name, times in fresh["blocked_s"].items()}
     for name, added in fresh["added"].items():
         shown = ", ".join(f"{value / MIB:.0f}" for value in added)
@@ -49,11 +49,11 @@ def check(n, folder, shape, num_saves, budget, timeout):
 
 
 def test_saves_of_a_small_model_stay_within_the_budget(tmp_path):
-    check(2, tmp_path, SHAPE_SMALL, 4, 40 * MIB, 200)
+    check(2, "shard", tmp_path, SHAPE_SMALL, 4, 40 * MIB, 200)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(2 * 3600)
 def test_saves_of_a_1b_model_on_4_ranks_stay_within_the_budget(tmp_path):
-    waits = check(4, tmp_path, SHAPE_1B, 10, 256 * MIB, 3000)
+    waits = check(4, "pipeline", tmp_path, SHAPE_1B, 10, 256 * MIB, 3000)
     assert waits["background"] < 0.1 * waits["waiting"]
