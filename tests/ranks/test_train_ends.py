@@ -1,5 +1,6 @@
 """How a training job ends when it is asked to leave, killed, or fails: in time, and saying why."""
 
+import contextlib
 import os
 import re
 import signal
@@ -68,9 +69,10 @@ class Job:
         """Return the ranks' processes in the order they were started."""
         pids = []
         for pid in descendants(self.process.pid):
-            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if command[1:3] == ["-m", "hpc_tune"]:
-                pids.append(pid)
+            with contextlib.suppress(OSError):  # a short-lived child of theirs
+                command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if command[1:3] == ["-m", "hpc_tune"]:
+                    pids.append(pid)
         return sorted(pids)
 
     def wait(self, limit_s):

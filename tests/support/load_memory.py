@@ -8,21 +8,19 @@ loaded; and read_bytes, what came from the disk until the end of the first step 
 dropped first).
 """
 
-import contextlib
 import json
 import os
 import sys
 import tempfile
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from hpc_tune.config.load import load_config
 from hpc_tune.model.weights import write_regions
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.collective import barrier, sum_of
+from tests.support.peak import Peak
 
-POLL_S = 0.005
 NUM_TOKENS = 128
 
 
@@ -63,24 +61,6 @@ def main() -> None:
     from hpc_tune.plan.account import measure
     from hpc_tune.plan.choose import choose_layout
 
-    growth: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def watched(phase: str) -> Iterator[None]:
-        peak, finished = own_bytes(), threading.Event()
-
-        def watch() -> None:
-            nonlocal peak
-            while not finished.wait(POLL_S):
-                peak = max(peak, own_bytes())
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        yield
-        finished.set()
-        watcher.join()
-        growth[phase] = max(peak, own_bytes()) - before
-
     engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
     if config.parallel.zero_stage is not None:
         # What libraries take is not the model's.
@@ -98,19 +78,25 @@ def main() -> None:
     drop_from_page_cache(files)
     barrier(session, "all ranks to have built the model")
     before, read_before = own_bytes(), bytes_read()
-    with watched("loading"):
+    with Peak() as loading:
         engine = engine_type(built, layout, session.device, config.optim, parallel)
-    growth["loaded"] = own_bytes() - before
+    loaded = own_bytes()
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)
-    with watched("step"):
+    with Peak() as step:
         engine.train_step([batch], NUM_TOKENS * layout.data_size, 1e-3)
     read = bytes_read() - read_before
     barrier(session, "all ranks to have done the step")
-    with tempfile.TemporaryDirectory() as folder, watched("saving"):
+    with tempfile.TemporaryDirectory() as folder, Peak() as saving:
         file = Path(folder) / f"{session.world.rank}.safetensors"
         if regions := engine.regions():
             write_regions(file, regions)
+    growth = {
+        "loading": loading.bytes - before,
+        "loaded": loaded - before,
+        "step": step.bytes - before,
+        "saving": saving.bytes - before,
+    }
     totals = sum_of(session, [*growth.values(), read])
     if session.world.rank == 0:
         model_bytes = sum(f.stat().st_size for f in files)

@@ -10,9 +10,9 @@ while training waits, to the peak of a step in the background. blocked_s: how lo
 for each save; step_s: what a step without one takes.
 """
 
+import itertools
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +21,8 @@ from typing import Any
 from hpc_tune.config.load import load_config
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.collective import barrier, max_of, sum_of
+from tests.support.peak import Peak
 
-POLL_S = 0.005
 NUM_TOKENS, NUM_MICRO = 128, 2
 
 
@@ -43,22 +43,6 @@ def main() -> None:
     from hpc_tune.plan.account import measure
     from hpc_tune.plan.choose import choose_layout
     from hpc_tune.train.saving import Saver
-
-    def peak_of(work: Callable[[], Any]) -> int:
-        """Return the most that this process held while it did ``work``."""
-        peak, finished = own_bytes(), threading.Event()
-
-        def watch() -> None:
-            nonlocal peak
-            while not finished.wait(POLL_S):
-                peak = max(peak, own_bytes())
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        work()
-        finished.set()
-        watcher.join()
-        return max(peak, own_bytes())
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)
     layout, _ = choose_layout(config.parallel, session.world.size, measure(built.module), 1 << 60)
@@ -82,31 +66,34 @@ def main() -> None:
             engine.load(newest, 1)
         step()
 
-    [start] = max_of(session, [peak_of(begin) - before])
+    def save(saver: Saver, number: int) -> None:
+        saver.start(RunState(number, 100, "", {}, {}, 1, {}))
+        while saver.busy:
+            step(saver.before_update)
+            saver.advance(sum_of(session, saver.votes())[0])
+
+    with Peak() as peak:
+        begin()
+    [start] = max_of(session, [peak.bytes - before])
     began_s = time.monotonic()
-    step_peak = max(peak_of(step) for _ in range(2))
-    step_s = (time.monotonic() - began_s) / 2
+    with Peak() as peak:
+        step()
+        step()
+    step_peak, step_s = peak.bytes, (time.monotonic() - began_s) / 2
     added: dict[str, list[float]] = {}
     blocked_s: dict[str, list[float]] = {}
-    number = 1
+    numbers = itertools.count(2)
     for background in (False, True):
         settings = config.checkpoint.model_copy(update={"background": background})
         events = folder.with_name(f"events-{background}.jsonl")
         lines = JsonLines(events if session.world.rank == 0 else None)
         saver = Saver(session, store, engine, lines, settings, 600.0, 0, None)
-
-        def save() -> None:
-            state = RunState(number, 100, "", {}, {}, 1, {})  # noqa: B023 - called here
-            saver.start(state)  # noqa: B023
-            while saver.busy:  # noqa: B023
-                step(saver.before_update)  # noqa: B023
-                saver.advance(sum_of(session, saver.votes())[0])  # noqa: B023
-
         grown = []
         for _ in range(num_saves):
-            number += 1
             usual = step_peak if background else own_bytes()
-            grown.append(peak_of(save) - usual)
+            with Peak() as peak:
+                save(saver, next(numbers))
+            grown.append(peak.bytes - usual)
         name = "background" if background else "waiting"
         added[name] = max_of(session, grown) if grown else []
         barrier(session, "the events of all saves")
