@@ -29,6 +29,7 @@ class Writer:
         self._budget_bytes = budget_bytes
         self._copies: dict[int, torch.Tensor] = {}
         self._next = 0  # the region that is being written
+        self._num_pieces = 0  # written so far
         self._over = self._released = False
         self._error: CheckpointError | None = None
         self._written: list[WrittenFile] = []
@@ -47,8 +48,8 @@ class Writer:
 
     @property
     def progress(self) -> int:
-        """A number that changes as tensors are written; the file system is not asked."""
-        return self._next
+        """A number that grows as the file system takes bytes; it is not asked."""
+        return self._num_pieces
 
     def give_up(self, why: str) -> None:
         """Count as failed from now on, whatever the thread does."""
@@ -107,7 +108,7 @@ class Writer:
                     ]
                     index += len(regions)
                     done = partial(self._reach, index)
-                    self._written.append(write_regions(file, taken, done))
+                    self._written.append(write_regions(file, taken, done, self._count))
         except CheckpointError as error:
             self._error = self._error or error
         except Exception as error:  # a thread's error must reach the loop
@@ -117,6 +118,9 @@ class Writer:
                 self._over = True
                 self._copies.clear()
                 self._changed.notify_all()
+
+    def _count(self) -> None:
+        self._num_pieces += 1
 
     def _reach(self, index: int) -> None:
         with self._changed:

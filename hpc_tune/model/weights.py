@@ -9,6 +9,8 @@ pieces carry their offset in the file's header. Both are the safetensors format 
 length, a JSON header, raw bytes), so nothing here unpickles.
 """
 
+import ctypes
+import errno
 import functools
 import hashlib
 import json
@@ -26,9 +28,13 @@ from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
 PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
+SYNC_BYTES = 256 << 20  # a file system that is slower than memory shows its progress
 OFFSETS_KEY = "hpc_tune_offsets"
 FULL_SHAPES_KEY = "hpc_tune_full_shapes"
 NAMES_KEY = "hpc_tune_names"  # of pieces that share a file with another piece of their tensor
+_LIBC = ctypes.CDLL("libc.so.6", use_errno=True)
+_OFFSET = ctypes.c_int64
+_BEGIN, _BEGIN_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_* of fcntl.h
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -289,17 +295,21 @@ def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
 
 
 def write_regions(
-    file: Path, regions: Sequence[Region], when_read: Callable[[], None] = lambda: None
+    file: Path,
+    regions: Sequence[Region],
+    when_read: Callable[[], None] = lambda: None,
+    when_written: Callable[[], None] = lambda: None,
 ) -> WrittenFile:
     """Stream regions into one safetensors file, one tensor at a time, and sync it.
 
-    Values are copied to host memory ``PIECE_BYTES`` at a time. ``when_read`` is called when the
-    last one was, before the file is synced.
+    Values are copied to host memory ``PIECE_BYTES`` at a time; ``when_written`` is called after
+    each piece. ``when_read`` is called when the last value was read, before the file is synced.
 
     Raises:
         CheckpointError: if the file cannot be written; it may be left behind half-written.
     """
     digest, position = hashlib.sha256(), 0
+    done = begun = 0  # bytes that are on the disk, and on their way there
     try:
         with file.open("wb") as out:
             for block in _file_blocks(regions):
@@ -307,12 +317,30 @@ def write_regions(
                 out.write(block)
                 position += len(block)
                 del block  # else it would keep its tensor alive while the next one is made
+                if position - begun >= SYNC_BYTES:
+                    _write_back(out.fileno(), done, begun, position)
+                    done, begun = begun, position
+                when_written()
             when_read()
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
         raise CheckpointError(f"{file} cannot be written: {error}") from None
     return WrittenFile(file.name, position, digest.hexdigest())
+
+
+def _write_back(descriptor: int, done: int, begun: int, position: int) -> None:
+    """Have the kernel begin to write ``begun:position``, and wait until ``done:begun`` is written.
+
+    So never more than two stretches of a large file wait in the page cache for its final sync.
+    """
+    for start, end, flags in ((begun, position, _BEGIN), (done, begun, _BEGIN_AND_WAIT)):
+        if start == end:  # the kernel would take it for "to the end of the file"
+            continue
+        if _LIBC.sync_file_range(descriptor, _OFFSET(start), _OFFSET(end - start), flags):
+            number = ctypes.get_errno()
+            if number not in (errno.EINVAL, errno.ESPIPE, errno.ENOSYS):  # of a pipe
+                raise OSError(number, os.strerror(number))
 
 
 def _file_blocks(regions: Sequence[Region]) -> Iterator[bytes | memoryview]:

@@ -1,6 +1,7 @@
 """The thread that writes while training goes on."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.errors import CheckpointError
+from hpc_tune.model import weights
 from hpc_tune.model.weights import regions_of
 
 BYTES = 4 * 1000  # of one of the tensors
@@ -60,6 +62,24 @@ def test_release_copies_no_more_than_the_budget(tmp_path):
     with pipe.open("rb") as reader:  # let the thread go
         assert len(reader.read()) > 8 * BYTES
     with pytest.raises(CheckpointError, match="no byte was written for 0 s; the file system hangs"):
+        finished(writer)
+
+
+def test_one_large_tensor_that_is_written_slowly_is_no_hung_file_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(weights, "SYNC_BYTES", 1 << 16)
+    os.mkfifo(tmp_path / "pipe")
+    writer = Writer({tmp_path / "pipe": regions_of({"w": torch.zeros(1 << 18)})}, 0)
+    released = threading.Thread(target=writer.release, args=(0.3,))
+    released.start()
+    received = 0
+    with (tmp_path / "pipe").open("rb") as reader:
+        while some := reader.read(1 << 16):
+            received += len(some)
+            time.sleep(0.1)
+    released.join()
+    assert received > 1 << 20
+    with pytest.raises(CheckpointError, match="Invalid argument"):  # of syncing a pipe
         finished(writer)
 
 

@@ -172,6 +172,22 @@ def test_a_region_of_which_a_piece_is_missing_is_refused_with_the_count(tmp_path
         index.fill(torch.zeros(3, 3), "w", (1, 0))
 
 
+def test_a_large_file_goes_to_the_disk_stretch_by_stretch(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(weights, "SYNC_BYTES", 3 << 12)
+    stretches = []
+    real = weights._write_back
+    monkeypatch.setattr(weights, "_write_back", lambda *a: (stretches.append(a[1:]), real(*a)))
+    w = torch.randn(50, 1024)
+    written = write_regions(tmp_path / "w.safetensors", regions_of({"w": w}))
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], w)
+    assert written.num_bytes == (tmp_path / "w.safetensors").stat().st_size
+    dones, beguns, positions = zip(*stretches, strict=True)
+    assert dones == (0, 0, *positions[:-2])
+    assert beguns == (0, *positions[:-1])
+    assert len(positions) == 16
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_written_is_read_by_stock_safetensors(tmp_path, dtype):
     tensors = {
