@@ -9,8 +9,13 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex
 
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_dora": "method"}
-# They change what the same weights compute.
-_UNKNOWN = ("use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layer_replication")
+_UNSUPPORTED = (
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "layer_replication",
+)
 
 
 def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
@@ -44,7 +49,9 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
         for key in _FIELDS
         if found[key] != wanted[key]
     ]
-    problems += [f"{key} is set there, and not known here" for key in _UNKNOWN if saved.get(key)]
+    problems += [
+        f"{key} is set there, and not supported here" for key in _UNSUPPORTED if saved.get(key)
+    ]
     index = TensorIndex([file])
     ours, theirs = set(built.saved_names.values()), set(index.pieces)
     problems += [f"it has no {name}" for name in sorted(ours - theirs)[:1]]

@@ -154,8 +154,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
         built.dtype.itemsize,
     )
     sends = f"; a step sends {format_bytes(sum(expected.values()))} per rank" if expected else ""
-    most = min(micro_size, rows)
-    log.info("micro-batches of %d x %d tokens%s", most, config.data.seq_len, sends)
+    log.info("micro-batches of %d x %d tokens%s", min(micro_size, rows), config.data.seq_len, sends)
 
     def state(step: int, place: dict[str, Any], evals: Evals) -> RunState:
         return RunState(
