@@ -63,6 +63,16 @@ def variant(n, recompute, accumulation, compiled=False):
     ]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_recompute_and_accumulation_change_no_loss(shared, references, n):
+    runs = {
+        f"{recompute} {accumulation}": variant(n, recompute, accumulation)
+        for recompute, accumulation in zip(RECOMPUTE, (4, 2, 4), strict=True)
+    }
+    found = gaps(shared, n, runs, references["lora"])
+    assert max(found.values()) < 1e-5, found
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("n", [1, 2])
