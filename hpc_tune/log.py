@@ -48,35 +48,30 @@ def configure(rank: int) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-class JsonLines:
-    """Appends one JSON object per line; a reader never sees half a line of a finished write.
+class WholeAppends:
+    """A file to which each piece of bytes is appended whole or not at all.
 
-    A line that the file system does not take is lost and warned of once: telling is never worth a
-    run.
+    One that the file system does not take is lost and warned of once: telling is never worth a run.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """Open ``path`` for appending; ``None`` makes a writer that drops what it is given."""
-        self._file: FileIO | None = None
-        self._is_torn = self._warned = False
-        if path is not None:
-            _end_torn_line(path)
-            self._file = FileIO(path, "a")
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for appending.
 
-    def write(self, **fields: Any) -> None:
-        """Append one object of JSON types; NaN and infinities are written as null."""
+        Raises:
+            OSError: if that cannot be done.
+        """
+        self._file: FileIO | None = FileIO(path, "a")
+        self._warned = False
+
+    def append(self, data: bytes) -> None:
+        """Append ``data``, or nothing."""
         if self._file is None:
             return
-        clean = {k: _finite(v) for k, v in fields.items()}
-        line = (json.dumps(clean, ensure_ascii=False) + "\n").encode()
-        if self._is_torn:
-            line = b"\n" + line
         try:
-            written = self._file.write(line)
-            if written < len(line):
-                self._is_torn = written > 0 or self._is_torn
+            written = self._file.write(data)
+            if written < len(data):
+                os.ftruncate(self._file.fileno(), self._file.tell() - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._is_torn = False
         except OSError as error:
             if not self._warned:
                 log.warning(
@@ -85,10 +80,36 @@ class JsonLines:
             self._warned = True
 
     def close(self) -> None:
-        """Close the file; later writes are dropped."""
+        """Close the file; later appends are dropped."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class JsonLines:
+    """Appends one JSON object per line; a reader never sees half a line of a finished write."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Open ``path`` for appending; ``None`` makes a writer that drops what it is given.
+
+        Raises:
+            OSError: if it cannot be opened.
+        """
+        self._file: WholeAppends | None = None
+        if path is not None:
+            _end_torn_line(path)
+            self._file = WholeAppends(path)
+
+    def write(self, **fields: Any) -> None:
+        """Append one object of JSON types; NaN and infinities are written as null."""
+        if self._file is not None:
+            clean = {k: _finite(v) for k, v in fields.items()}
+            self._file.append((json.dumps(clean, ensure_ascii=False) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file; later writes are dropped."""
+        if self._file is not None:
+            self._file.close()
 
 
 def _end_torn_line(path: Path) -> None:

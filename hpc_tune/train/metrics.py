@@ -1,18 +1,16 @@
 """What a run tells while it runs: metrics.jsonl, TensorBoard and the progress display."""
 
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.log import JsonLines, Progress, log
+from hpc_tune.log import JsonLines, Progress
+from hpc_tune.train.event_file import EventFile
 from hpc_tune.units import format_bytes, format_count
 
 NOTEWORTHY = 0.05  # of a step in messages is said in the progress line
-_FLUSH_EVERY_S = 30.0
-_NEVER_S = 10**9
 
 
 @dataclass(frozen=True)
@@ -53,21 +51,13 @@ class Metrics:
     def __init__(
         self, run_dir: Path | None, tensorboard: bool, total_steps: int, start_step: int
     ) -> None:
-        self._writer: Any = None
-        self._flushed_s = time.monotonic()
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
             drop_after(run_dir / "metrics.jsonl", start_step)
         self._lines = JsonLines(run_dir / "metrics.jsonl" if run_dir else None)
+        self._plots: EventFile | None = None
         if run_dir is not None and tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            # Its thread would meet a full disk where nobody hears of it.
-            self._writer = SummaryWriter(
-                str(run_dir / "tensorboard"),
-                purge_step=start_step + 1 if start_step else None,
-                flush_secs=_NEVER_S,
-            )
+            self._plots = EventFile(run_dir / "tensorboard", start_step)
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
@@ -92,27 +82,18 @@ class Metrics:
         """Close the files and take the bar off the screen."""
         self._progress.close()
         self._lines.close()
-        if self._writer is not None:
-            self._or_without(self._writer.close)
+        if self._plots is not None:
+            self._plots.close()
 
-    def _plot(self, step: int, row: dict[str, Any]) -> None:
-        if self._writer is None:
+    def _plot(self, step: int, row: Mapping[str, Any]) -> None:
+        if self._plots is None:
             return
+        scalars = {}
         for name, value in row.items():
             for kind, number in value.items() if isinstance(value, dict) else (("", value),):
                 if name != "step" and number is not None:
-                    self._writer.add_scalar(f"{name}/{kind}" if kind else name, number, step)
-        if time.monotonic() - self._flushed_s > _FLUSH_EVERY_S:
-            self._flushed_s = time.monotonic()
-            self._or_without(self._writer.flush)
-
-    def _or_without(self, work: Callable[[], None]) -> None:
-        """Do what may find the disk full; if it does, go on without TensorBoard."""
-        try:
-            work()
-        except OSError as error:
-            log.warning("tensorboard/ cannot be written, it ends here: %s", error.strerror)
-            self._writer = None
+                    scalars[f"{name}/{kind}" if kind else name] = number
+        self._plots.write(step, scalars)
 
 
 def drop_after(path: Path, step: int) -> None:

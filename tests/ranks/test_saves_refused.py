@@ -82,7 +82,8 @@ def wait_for_checkpoint(run_dir, after=0):
 
 def test_where_checkpoints_are_not_required_training_goes_on_and_saves_again(trouble):
     run_dir, bring, end, said = trouble
-    with Job(run_dir, 2, *SAVES, "checkpoint.required=false", "tune.method=full") as job:
+    settings = [*SAVES, "checkpoint.required=false", "tune.method=full", "run.tensorboard=true"]
+    with Job(run_dir, 2, *settings) as job:
         wait_for_checkpoint(run_dir)
         bring(lambda: "training goes on" in job.stderr)
         job.wait_for_text("training goes on")
