@@ -122,9 +122,13 @@ def _list_files(path: Path) -> list[Path]:
                 f" prepared .h5 file or raw data as {', '.join(KINDS)}"
             )
         return [path]
+    try:
+        entries = sorted(path.iterdir())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as a folder: {error.strerror}") from None
     files = [
         file
-        for file in sorted(path.iterdir())
+        for file in entries
         if file.suffix.lower() in KINDS and file.is_file() and not file.name.startswith((".", "_"))
     ]
     if not files:

@@ -13,7 +13,8 @@ from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenize
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.loss import can_pack
 from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.plan.account import ModelSize, measure
+from hpc_tune.model.start import start_from
+from hpc_tune.plan.account import ModelSize
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import agree
@@ -29,35 +30,49 @@ class Inputs:
     eval_store: TokenStore | None
 
 
-def prepare_inputs(config: RunConfig, session: Session, run_dir: Path) -> Inputs:
-    """Build the model on the meta device and open the data, prepared first if raw. Collective."""
+def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: bool) -> BuiltModel:
+    """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
+
+    Raises:
+        ConfigError: if the data's settings are not for such a model.
+    """
     model_dir = ready_model(config.model.path, session, run_dir)
     dtype = compute_dtype(config.model.dtype, session.device)
-    built = together(
-        session,
-        "building the model",
-        lambda: build(model_dir, dtype, config.tune, config.train.seed),
-    )
+
+    def make() -> BuiltModel:
+        built = build(model_dir, dtype, config.tune, config.train.seed)
+        start = config.tune.init_from
+        return start_from(built, Path(start)) if start and fresh else built
+
+    built = together(session, "building the model", make)
     if config.data.packing and not can_pack(built.config):
         raise ConfigError(
             f"data.packing=true: documents in one row of a {built.config.model_type} model would "
             "see each other; use data.packing=false"
         )
-    tokenizer = together(
-        session,
-        "loading the tokenizer",
-        lambda: load_tokenizer(model_dir, config.data.chat_template),
-    )
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and config.data.seq_len > longest:
         log.warning(
             "data.seq_len=%d is longer than the model's %d positions", config.data.seq_len, longest
         )
-    store = ready_data(config.data.path, config.data, tokenizer, session, run_dir)
+    return built
+
+
+def prepare_inputs(
+    config: RunConfig, session: Session, run_dir: Path, built: BuiltModel, size: ModelSize
+) -> Inputs:
+    """Open the data, prepared first if raw. Collective."""
+    data = config.data
+    tokenizer = together(
+        session,
+        "loading the tokenizer",
+        lambda: load_tokenizer(built.directory, data.chat_template),
+    )
+    store = ready_data(data.path, data, tokenizer, session, run_dir)
     eval_store = None
-    if config.data.eval_path:
-        eval_store = ready_data(config.data.eval_path, config.data, tokenizer, session, run_dir)
-    return Inputs(built, measure(built.module), store, eval_store)
+    if data.eval_path:
+        eval_store = ready_data(data.eval_path, data, tokenizer, session, run_dir)
+    return Inputs(built, size, store, eval_store)
 
 
 def ready_model(path: str, session: Session, run_dir: Path) -> Path:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,11 +28,11 @@ from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.start import start_from
-from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, without_effect
+from hpc_tune.plan.account import measure
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
-from hpc_tune.train.inputs import Inputs, prepare_inputs
+from hpc_tune.train.inputs import Inputs, prepare_inputs, prepare_model
+from hpc_tune.train.layout import settle_layout
 from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
@@ -40,7 +40,6 @@ from hpc_tune.train.outcome import Outcome
 from hpc_tune.train.saving import Saver, find_checkpoint, on_rank_0, restore, together
 from hpc_tune.units import format_bytes, format_count
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
-from hpc_tune.world.collective import max_of
 from hpc_tune.world.failure import die, report_failure
 from hpc_tune.world.stop import STOP_FILE, StopFlag
 
@@ -93,12 +92,8 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     checkpoint = find_checkpoint(session, config, store)
     if config.train.deterministic:
         _make_deterministic()
-    inputs = prepare_inputs(config, session, run_dir)
-    if config.tune.init_from and checkpoint is None:
-        start = Path(config.tune.init_from)
-        changed = together(session, "reading an adapter", lambda: start_from(inputs.built, start))
-        inputs = replace(inputs, built=changed)
-    built, size = inputs.built, inputs.size
+    built = prepare_model(config, session, run_dir, fresh=checkpoint is None)
+    size = measure(built.module)
     governor = Governor(config.memory.host_limit, session.device, config.memory.governor != "off")
     asked = config.memory.host_limit
     if mine and asked is not None and governor.limit.num_bytes < asked:
@@ -108,13 +103,8 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             governor.limit.source,
             format_bytes(governor.limit.num_bytes),
         )
-    room = _bytes_per_rank(governor, session)
-    layout, why = choose_layout(config.parallel, world.size, size, room, _ranks_per_node(session))
-    check_layout(layout, config.parallel, built.config)
-    for warning in without_effect(layout, config.parallel) if mine else ():
-        log.warning(warning)
-    reshard = keeps_gathered(config.parallel, size, layout, room)
-    parallel = config.parallel.model_copy(update={"reshard": reshard})
+    layout, why, parallel = settle_layout(config, session, governor, built, size)
+    inputs = prepare_inputs(config, session, run_dir, built, size)
     place = layout.place(world.rank)
     loader = _make_loader(config, inputs, layout, place)
     total_steps = math.ceil(loader.total_rows / config.batch.global_size)
@@ -229,23 +219,6 @@ def _make_deterministic() -> None:
     # cuBLAS reads it at its first use; without it deterministic matrix products are refused.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-
-
-def _bytes_per_rank(governor: Governor, session: Session) -> int:
-    if session.device.type == "cuda":
-        import torch
-
-        least = torch.cuda.get_device_properties(session.device).total_memory
-    else:
-        least = governor.limit.num_bytes // session.world.local_size
-    return -int(max_of(session, [-least])[0])
-
-
-def _ranks_per_node(session: Session) -> int:
-    """Return how many ranks each node has, 1 where they have different numbers. Collective."""
-    here = session.world.local_size
-    most, least = max_of(session, [here, -here])
-    return here if most == -least else 1
 
 
 def _make_engine(

@@ -138,6 +138,20 @@ def test_a_folder_that_is_no_checkpoint_is_refused_before_data_is_read(tmp_path)
     no_partial_files(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.shard=3"], ("parallel.shard",)),
+        (["tune.method=lora", "tune.init_from=/etc"], ("tune.init_from=/etc", "adapter_config")),
+    ],
+    ids=["layout", "adapter"],
+)
+def test_what_needs_no_data_is_refused_before_they_are_prepared(tmp_path, overrides, words):
+    done = train([*BASE, f"run.dir={tmp_path / 'run'}", *overrides])
+    refused(done, *words)
+    assert "tokenising" not in done.stderr
+
+
 def test_a_resume_with_another_seed_or_length_is_refused_with_all_differences(a_run, model):
     before = sorted(p.stat().st_mtime_ns for p in (a_run / "checkpoints").rglob("*"))
     done = train(

@@ -214,6 +214,11 @@ def test_missing_unknown_and_empty_sources_are_refused(tmp_path):
         list_chunks("builtin:pydoc")
 
 
+def test_a_source_that_is_neither_file_nor_folder_is_refused():
+    with pytest.raises(DataError, match="/dev/null cannot be read as a folder: Not a directory"):
+        list_chunks("/dev/null")
+
+
 def test_identity_follows_size_and_time_of_the_files(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
     first = identity(str(path))
