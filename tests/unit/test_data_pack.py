@@ -1,4 +1,4 @@
-import time
+import timeit
 from collections import Counter
 
 import numpy as np
@@ -62,10 +62,9 @@ def test_padding_is_under_two_percent_for_lognormal_lengths(seq_len, sigma):
 def test_ten_million_documents_pack_in_less_than_a_second():
     lengths = np.random.default_rng(0).lognormal(5.5, 1.0, 10_000_000).astype(np.int64)
     histogram = histogram_of(np.clip(lengths, 4, 4096))
-    start_s = time.perf_counter()
-    patterns = pack(histogram, 4096)
-    assert time.perf_counter() - start_s < 1
-    assert len(patterns) < 3 * len(histogram)
+    # The fastest of three: a machine that stands still for a while says nothing about packing.
+    assert min(timeit.repeat(lambda: pack(histogram, 4096), number=1, repeat=3)) < 1
+    assert len(pack(histogram, 4096)) < 3 * len(histogram)
 
 
 @given(
