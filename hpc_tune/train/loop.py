@@ -95,7 +95,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
             saver.start(work.state(step, place, evals))
         if boundary.stop_reason:
             saver.finish()
-            return stopped(boundary.stop_reason, step)
+            return stopped(boundary.stop_reason, saver.committed_step)
         lr = learning_rate(work.config.optim, step, work.total_steps)
         num_tokens = max(1, boundary.loss_tokens)
         result = work.engine.train_step(batches, num_tokens, lr, saver.before_update)
@@ -117,6 +117,8 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         (_, first), (_, last) = evals.first, evals.last
         change = 100 * (last / first - 1)
         log.info("held-out loss %.4f -> %.4f (%+.1f%%)", first, last, change)
+    if saver.committed_step < step:
+        return stopped("the last checkpoint could not be saved", saver.committed_step)
     return done(step)
 
 

@@ -347,17 +347,19 @@ def _finish(
     config: RunConfig, run_dir: Path, store: Store, built: BuiltModel, result: Outcome
 ) -> None:
     """Export the adapter of a finished run, write the outcome, and say what can be done next."""
+    if result.status == "done" and config.tune.method != "full":
+        out = run_dir / "export" / "adapter"
+        try:
+            out = export_adapter(store.steps()[-1], config.tune, built.directory, out)
+        except OSError as error:
+            raise HpcTuneError(f"{out} cannot be written: {error}") from None
+        log.info("adapter exported to %s", out)
     try:
-        if result.status == "done" and config.tune.method != "full":
-            out = export_adapter(
-                store.steps()[-1], config.tune, built.directory, run_dir / "export" / "adapter"
-            )
-            log.info("adapter exported to %s", out)
-        outcome.write(result, run_dir)
         # It has been heard: the same command goes on.
         (run_dir / STOP_FILE).unlink(missing_ok=True)
+        outcome.write(result, run_dir)
     except OSError as error:
-        raise HpcTuneError(f"{run_dir} cannot be written: {error}") from None
+        log.warning("%s cannot be written: %s", run_dir / outcome.FILE, error.strerror)
     if result.status == "done":
         log.info(
             "done after %d steps. Next: python -m hpc_tune generate --run %s --prompt '...'",

@@ -10,9 +10,9 @@ import pytest
 
 from hpc_tune.checkpoint.store import Store, verify
 from tests.ranks.test_bad_input import mounted
-from tests.ranks.test_train_ends import Job
+from tests.ranks.test_train_ends import ENDLESS, Job
 from tests.support.crash_points import fill
-from tests.support.training import events, outcome
+from tests.support.training import events, losses, outcome, train
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount of its own")
 SAVES = ["checkpoint.every_steps=2", "checkpoint.keep=2"]
@@ -115,3 +115,23 @@ def test_where_they_are_the_run_ends_with_one_message_and_the_old_one_stays(trou
     assert job.stderr.count("error") == 1, job.stderr
     assert "Traceback" not in job.stderr, job.stderr
     assert left or said == "No such file or directory"
+
+
+def test_a_run_whose_last_save_is_refused_is_not_done_and_goes_on_from_the_one_before(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    settings = [*SAVES, "checkpoint.required=false", "train.max_steps=60"]
+    with mounted(run_dir, "size=64m"):
+        with Job(run_dir, 1, *settings) as job:
+            step = wait_for_checkpoint(run_dir)
+            filler = fill(run_dir / "checkpoints")
+            code, _ = job.wait(60)
+        assert code == 75, job.stderr
+        filler.unlink()
+        newest = wait_for_checkpoint(run_dir)
+        assert step <= newest < 60
+        assert f"stopped at step {newest}: the last checkpoint could not be saved" in job.stderr
+        done = train([*ENDLESS, *settings, f"run.dir={run_dir}"])
+        assert done.returncode == 0, done.stderr
+        assert outcome(run_dir)["step"] == 60
+        assert len(losses(run_dir)) == 60
