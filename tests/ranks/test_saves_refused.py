@@ -95,7 +95,9 @@ def test_where_checkpoints_are_not_required_training_goes_on_and_saves_again(tro
     assert code == 75, job.stderr
     assert said in job.stderr
     assert "Traceback" not in job.stderr, job.stderr
-    assert any("not saved" in event["message"] for event in events(run_dir, "warning"))
+    told = any("not saved" in event["message"] for event in events(run_dir, "warning"))
+    # A full disk has room for an event where the last page of their file has.
+    assert told or "events.jsonl cannot be written, lines are lost" in job.stderr
     newest = Store(run_dir / "checkpoints", keep=1).latest()
     assert int(newest.name[5:]) == outcome(run_dir)["step"]
 
