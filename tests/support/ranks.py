@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -59,10 +60,15 @@ def rank_environment(num_ranks: int, extra: Mapping[str, str] | None = None) -> 
 def started(
     argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Start a command with its output in pipes; end it and all its descendants at the exit."""
+    """Start a command with its output in pipes; end it and all its descendants at the exit.
+
+    A killed mpirun leaves its session folder, by process number; a later one of the same number
+    fails at it. So each has a place of its own for them.
+    """
+    sessions = tempfile.TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)
     process = subprocess.Popen(
         list(argv),
-        env=dict(env),
+        env={**env, "PRTE_MCA_prte_tmpdir_base": sessions.name},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -82,6 +88,7 @@ def started(
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+        sessions.cleanup()
 
 
 def run_ranks(
