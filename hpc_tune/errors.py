@@ -36,6 +36,18 @@ class MemoryBudgetError(HpcTuneError):
     """The work does not fit into the memory of the host or the device."""
 
 
+class LeavingError(HpcTuneError):
+    """The run was asked to leave before its first step, and does; the same command goes on."""
+
+    exit_code = EXIT_RESUMABLE
+
+    def __init__(self, reason: str, step: int | None) -> None:
+        super().__init__(
+            f"{reason}: left before the first step. The same command goes on from here"
+        )
+        self.reason, self.step = reason, step
+
+
 class RemoteError(HpcTuneError):
     """Another rank failed and has already printed why; this rank only leaves."""
 

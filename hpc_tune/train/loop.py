@@ -45,10 +45,10 @@ class Boundary:
 class Work:
     """What the loop works with.
 
-    ``state(step, loader_state, evals)`` is what a checkpoint of that step says; ``flops_per_token``
-    and ``peak_flops`` (of all ranks) give MFU, where the peak is known. ``counts_rows``: of the
-    ranks that work on the same rows, this one counts them. ``evals`` goes on where the resumed run
-    left it.
+    ``before_update`` returns when the weights may change. ``state(step, loader_state, evals)`` is
+    what a checkpoint of that step says; ``flops_per_token`` and ``peak_flops`` (of all ranks) give
+    MFU, where the peak is known. ``counts_rows``: of the ranks that work on the same rows, this one
+    counts them. ``evals`` goes on where the resumed run left it.
     """
 
     session: Session
@@ -58,6 +58,7 @@ class Work:
     eval_batches: Callable[[], Iterable[Batch]] | None
     counts_rows: bool
     saver: Saver
+    before_update: Callable[[], None]
     state: Callable[[int, dict[str, Any], Evals], RunState]
     evals: Evals
     metrics: Metrics
@@ -98,7 +99,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
             return stopped(boundary.stop_reason, saver.committed_step)
         lr = learning_rate(work.config.optim, step, work.total_steps)
         num_tokens = max(1, boundary.loss_tokens)
-        result = work.engine.train_step(batches, num_tokens, lr, saver.before_update)
+        result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
         step += 1
         _check_finite(result, step, saver.committed_step)
         step_s = time.monotonic() - began_s

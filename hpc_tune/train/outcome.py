@@ -26,7 +26,7 @@ def done(step: int) -> Outcome:
     return Outcome("done", "all steps done", step, EXIT_DONE)
 
 
-def stopped(reason: str, step: int) -> Outcome:
+def stopped(reason: str, step: int | None) -> Outcome:
     """Return the outcome of a run that left on purpose and can be resumed."""
     return Outcome("stopped", reason, step, EXIT_RESUMABLE)
 
@@ -36,3 +36,14 @@ def write(outcome: Outcome, run_dir: Path) -> None:
     temporary = run_dir / f".{FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(asdict(outcome), indent=1) + "\n", encoding="utf-8")
     temporary.replace(run_dir / FILE)
+
+
+def told_since(run_dir: Path, since_s: float) -> int | None:
+    """Return the exit code of the outcome that another rank has written since, if one has."""
+    file = run_dir / FILE
+    try:
+        if file.stat().st_mtime < since_s:
+            return None
+        return int(json.loads(file.read_text(encoding="utf-8"))["exit_code"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -6,8 +6,8 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from hpc_tune.log import configure, log
 from hpc_tune.model.build import load_tokenizer
+from hpc_tune.train.ending import fail
 from hpc_tune.train.inputs import make_folder, prepare_file, ready_model
-from hpc_tune.train.run import fail
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 

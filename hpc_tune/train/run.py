@@ -5,12 +5,11 @@ bootstrap -> run directory -> model shapes -> data -> layout -> engine -> resume
 
 import math
 import os
-import sys
 import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hpc_tune.checkpoint.export import export_adapter, pack_adapter
 from hpc_tune.checkpoint.state import Evals, RunState
@@ -24,13 +23,14 @@ from hpc_tune.engine.mesh import Layout, Place
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.wrap import prepare_compiler
 from hpc_tune.engine.zero import ZeroEngine
-from hpc_tune.errors import EXIT_FAILED, ConfigError, HpcTuneError
+from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
+from hpc_tune.train.ending import EarlyLeave, fail
 from hpc_tune.train.inputs import Inputs, prepare_inputs, prepare_model
 from hpc_tune.train.layout import settle_layout
 from hpc_tune.train.loop import Work, run_loop
@@ -40,10 +40,7 @@ from hpc_tune.train.outcome import Outcome
 from hpc_tune.train.saving import Saver, find_checkpoint, on_rank_0, restore, together
 from hpc_tune.units import format_bytes, format_count
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
-from hpc_tune.world.failure import die, report_failure
 from hpc_tune.world.stop import STOP_FILE, StopFlag
-
-SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
 
 
 def run(config: RunConfig, stop: StopFlag | None = None) -> int:
@@ -51,40 +48,26 @@ def run(config: RunConfig, stop: StopFlag | None = None) -> int:
 
     ``stop`` replaces the one that listens to signals, the time limit and the STOP file.
     """
-    session = None
+    session = early = None
     run_dir = Path(config.run.dir)
     try:
         session = bootstrap(config.run)
         configure(session.world.rank)
-        result = _run(config, session, run_dir, stop)
+        if stop is None:
+            stop = StopFlag(run_dir, config.train.time_limit, is_first=session.world.rank == 0)
+        stop.install()
+        early = EarlyLeave(session, stop, run_dir)
+        result = _run(config, session, run_dir, stop, early)
         shutdown(session)
         return result.exit_code
     except (Exception, KeyboardInterrupt) as error:
-        fail(session, error, run_dir)
+        fail(session, early.cause_of(error) if early else error, run_dir)
 
 
-def fail(session: Session | None, error: BaseException, run_dir: Path | None) -> NoReturn:
-    """Say once for the world what went wrong, leave outcome.json, and end every rank."""
-    code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
-    text = report_failure(session, error)
-    if text is None:
-        time.sleep(SILENT_RANK_WAITS_S)
-        die(session, code)
-    print(text, file=sys.stderr, flush=True)
-    if run_dir is not None and run_dir.is_dir():
-        try:
-            reason = str(error) if isinstance(error, HpcTuneError) else text.splitlines()[-1]
-            outcome.write(Outcome("failed", reason, None, code), run_dir)
-        except OSError as unwritten:
-            print(f"outcome.json cannot be written: {unwritten}", file=sys.stderr, flush=True)
-    die(session, code)
-
-
-def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | None) -> Outcome:
+def _run(
+    config: RunConfig, session: Session, run_dir: Path, stop: StopFlag, early: EarlyLeave
+) -> Outcome:
     world, mine = session.world, session.world.rank == 0
-    if stop is None:
-        stop = StopFlag(run_dir, config.train.time_limit, is_first=mine)
-    stop.install()
     on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
     events = JsonLines(run_dir / "events.jsonl" if mine else None)
     kept = config.checkpoint
@@ -131,6 +114,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
         step = saved.step
         log.info("resumed from %s at step %d of %d", checkpoint, step, total_steps)
         events.write(time=time.time(), step=step, rank=0, kind="resume", path=str(checkpoint))
+    early.step = step
     rows = -(-config.batch.global_size // layout.data_size)
     micro_size = _micro_size(config, session, engine, governor, layout, rows, saved)
     loader.set_micro_size(micro_size)
@@ -164,6 +148,11 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
     if config.tune.method != "full":
         pack = partial(pack_adapter, tune=config.tune, base=built.directory)
     saver = Saver(session, store, engine, events, config.checkpoint, limit_s, step, pack)
+
+    def before_update() -> None:
+        early.close()
+        saver.before_update()
+
     name = None if session.device.type == "cpu" else _device_name(session)
     peak = peak_flops(name) if name else None
     metrics = Metrics(run_dir if mine else None, config.run.tensorboard, total_steps, step)
@@ -176,6 +165,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
             eval_batches=_evaluation(config, inputs.eval_store, layout, place, micro_size),
             counts_rows=place.counts_rows,
             saver=saver,
+            before_update=before_update,
             state=state,
             evals=Evals.from_json(saved.evals if saved is not None else {}),
             metrics=metrics,
@@ -188,6 +178,7 @@ def _run(config: RunConfig, session: Session, run_dir: Path, stop: StopFlag | No
         ),
         step,
     )
+    early.close()
     metrics.close()
     governor.close()
     loader.close()

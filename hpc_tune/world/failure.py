@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, RemoteError
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, RemoteError
 from hpc_tune.world.discover import rank_hint
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
 
 
 def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
+    if isinstance(error, LeavingError):
+        return f"{who}: {error}"
     if isinstance(error, HpcTuneError):
         return f"error on {who}: {error}"
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))

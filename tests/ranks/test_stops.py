@@ -47,6 +47,7 @@ def leave(run_dir, phase, number, background=True):
 @pytest.mark.parametrize(
     ("phase", "number"),
     [
+        ("compiling", signal.SIGUSR1),
         ("evaluating", signal.SIGTERM),
         ("saving", signal.SIGINT),
     ],

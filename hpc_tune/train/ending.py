@@ -1,0 +1,80 @@
+"""How a run ends before its time: with an error, or asked to leave before the first step."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError
+from hpc_tune.train import outcome
+from hpc_tune.train.outcome import Outcome, stopped
+from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.failure import die, is_broken_connection, report_failure
+from hpc_tune.world.stop import STOP_FILE, StopFlag, process_start
+
+SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
+_POLL_S = 0.2
+_GRACE_S = 5.0  # for phases that look at the flag themselves
+_LEAVING_S = 2.0
+
+
+def fail(session: Session | None, error: BaseException, run_dir: Path | None) -> NoReturn:
+    """Say once for the world what went wrong, leave outcome.json, and end every rank."""
+    code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
+    if run_dir is not None and is_broken_connection(error):
+        told = outcome.told_since(run_dir, process_start())
+        if told is not None:  # by the rank that is gone
+            die(session, told)
+    text = report_failure(session, error)
+    if text is None:
+        time.sleep(SILENT_RANK_WAITS_S)
+        die(session, code)
+    print(text, file=sys.stderr, flush=True)
+    if isinstance(error, LeavingError):
+        result = stopped(error.reason, error.step)
+    else:
+        reason = str(error) if isinstance(error, HpcTuneError) else text.splitlines()[-1]
+        result = Outcome("failed", reason, None, code)
+    if run_dir is not None and run_dir.is_dir():
+        try:
+            if isinstance(error, LeavingError):
+                (run_dir / STOP_FILE).unlink(missing_ok=True)  # it has been heard
+            outcome.write(result, run_dir)
+        except OSError as unwritten:
+            print(f"outcome.json cannot be written: {unwritten}", file=sys.stderr, flush=True)
+    die(session, code)
+
+
+class EarlyLeave:
+    """Ends the world when this rank is asked to leave, until ``close``.
+
+    For what comes before the first update of the weights: nothing is lost there, and reading data,
+    loading and compiling cannot look at the flag for minutes. A phase that can leaves by itself,
+    and in the better way, within a few seconds.
+    """
+
+    def __init__(self, session: Session, stop: StopFlag, run_dir: Path) -> None:
+        """Watch ``stop``. ``step`` may be set when it is known."""
+        self.step: int | None = None
+        self._session, self._stop, self._run_dir = session, stop, run_dir
+        self._over, self._deciding = threading.Event(), threading.Lock()
+        threading.Thread(target=self._watch, name="early-leave", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no more; does not return if the rank is leaving already."""
+        with self._deciding:
+            self._over.set()
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
+        reason = None if self._over.is_set() else self._stop.reason()
+        return error if reason is None else LeavingError(reason, self.step)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_POLL_S):
+            reason = self._stop.reason(_GRACE_S + _LEAVING_S)
+            if reason is not None and not self._over.wait(_GRACE_S):
+                with self._deciding:
+                    if not self._over.is_set():
+                        fail(self._session, LeavingError(reason, self.step), self._run_dir)

@@ -1,0 +1,69 @@
+"""Leaving before the first step, and who tells how a run ended."""
+
+import threading
+import time
+
+import pytest
+
+from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError
+from hpc_tune.train import ending, outcome
+from hpc_tune.train.ending import EarlyLeave
+from hpc_tune.world.stop import StopFlag
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """What the world was ended with, as soon as it was."""
+    errors = []
+    monkeypatch.setattr(ending, "_GRACE_S", 0.4)
+    monkeypatch.setattr(ending, "fail", lambda session, error, run_dir: errors.append(error))
+    return errors
+
+
+def asked(tmp_path):
+    (tmp_path / "STOP").touch()
+    return StopFlag(tmp_path, environ={})
+
+
+def wait_until_unwatched(limit_s=10.0):
+    until_s = time.monotonic() + limit_s
+    while "early-leave" in {thread.name for thread in threading.enumerate()}:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
+    early = EarlyLeave(None, asked(tmp_path), tmp_path)
+    early.step = 7
+    while not left:
+        time.sleep(0.02)
+    early.close()
+    assert [(e.reason, e.step, e.exit_code) for e in left[:1]] == [("STOP file", 7, EXIT_RESUMABLE)]
+    wait_until_unwatched()
+
+
+def test_one_that_has_begun_to_train_does_not(tmp_path, left):
+    early = EarlyLeave(None, asked(tmp_path), tmp_path)
+    early.close()
+    wait_until_unwatched()
+    assert left == []
+
+
+def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
+    error = ConfigError("the compiler was killed")
+    quiet = EarlyLeave(None, StopFlag(None, environ={}), tmp_path)
+    assert quiet.cause_of(error) is error
+    quiet.close()
+    early = EarlyLeave(None, asked(tmp_path), tmp_path)
+    assert isinstance(early.cause_of(error), LeavingError)
+    early.close()
+    assert early.cause_of(error) is error
+
+
+def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
+    assert outcome.told_since(tmp_path, 0.0) is None
+    outcome.write(outcome.stopped("SIGUSR1", None), tmp_path)
+    assert outcome.told_since(tmp_path, time.time() - 5) == EXIT_RESUMABLE
+    assert outcome.told_since(tmp_path, time.time() + 5) is None
+    (tmp_path / "outcome.json").write_text("{")
+    assert outcome.told_since(tmp_path, 0.0) is None
