@@ -16,7 +16,7 @@ from hpc_tune.world.stop import STOP_FILE, StopFlag, process_start
 SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
 _POLL_S = 0.2
 _GRACE_S = 5.0  # for phases that look at the flag themselves
-_LEAVING_S = 2.0
+_MARGIN_S = _GRACE_S + 2.0  # of the time limit
 
 
 def fail(session: Session | None, error: BaseException, run_dir: Path | None) -> NoReturn:
@@ -68,13 +68,16 @@ class EarlyLeave:
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
-        reason = None if self._over.is_set() else self._stop.reason()
+        reason = None if self._over.is_set() else self._reason()
         return error if reason is None else LeavingError(reason, self.step)
 
     def _watch(self) -> None:
         while not self._over.wait(_POLL_S):
-            reason = self._stop.reason(_GRACE_S + _LEAVING_S)
+            reason = self._reason(_MARGIN_S)
             if reason is not None and not self._over.wait(_GRACE_S):
                 with self._deciding:
                     if not self._over.is_set():
                         fail(self._session, LeavingError(reason, self.step), self._run_dir)
+
+    def _reason(self, margin_s: float = 0.0) -> str | None:
+        return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None
