@@ -29,7 +29,7 @@ class Writer:
         self._budget_bytes = budget_bytes
         self._copies: dict[int, torch.Tensor] = {}
         self._next = 0  # the region that is being written
-        self._num_pieces = 0  # written so far
+        self._num_written_pieces = 0
         self._over = self._released = False
         self._error: CheckpointError | None = None
         self._written: list[WrittenFile] = []
@@ -49,7 +49,7 @@ class Writer:
     @property
     def progress(self) -> int:
         """A number that grows as the file system takes bytes; it is not asked."""
-        return self._num_pieces
+        return self._num_written_pieces
 
     def give_up(self, why: str) -> None:
         """Count as failed from now on, whatever the thread does."""
@@ -120,7 +120,7 @@ class Writer:
                 self._changed.notify_all()
 
     def _count(self) -> None:
-        self._num_pieces += 1
+        self._num_written_pieces += 1
 
     def _reach(self, index: int) -> None:
         with self._changed:

@@ -309,7 +309,7 @@ def write_regions(
         CheckpointError: if the file cannot be written; it may be left behind half-written.
     """
     digest, position = hashlib.sha256(), 0
-    done = begun = 0  # bytes that are on the disk, and on their way there
+    num_synced = num_syncing = 0
     try:
         with file.open("wb") as out:
             for block in _file_blocks(regions):
@@ -317,9 +317,9 @@ def write_regions(
                 out.write(block)
                 position += len(block)
                 del block  # else it would keep its tensor alive while the next one is made
-                if position - begun >= SYNC_BYTES:
-                    _write_back(out.fileno(), done, begun, position)
-                    done, begun = begun, position
+                if position - num_syncing >= SYNC_BYTES:
+                    _write_back(out.fileno(), num_synced, num_syncing, position)
+                    num_synced, num_syncing = num_syncing, position
                 when_written()
             when_read()
             out.flush()
@@ -329,12 +329,12 @@ def write_regions(
     return WrittenFile(file.name, position, digest.hexdigest())
 
 
-def _write_back(descriptor: int, done: int, begun: int, position: int) -> None:
-    """Have the kernel begin to write ``begun:position``, and wait until ``done:begun`` is written.
+def _write_back(descriptor: int, synced: int, syncing: int, position: int) -> None:
+    """Have the kernel begin to sync ``syncing:position``, and wait for ``synced:syncing``.
 
     So never more than two stretches of a large file wait in the page cache for its final sync.
     """
-    for start, end, flags in ((begun, position, _BEGIN), (done, begun, _BEGIN_AND_WAIT)):
+    for start, end, flags in ((syncing, position, _BEGIN), (synced, syncing, _BEGIN_AND_WAIT)):
         if start == end:  # the kernel would take it for "to the end of the file"
             continue
         if _LIBC.sync_file_range(descriptor, _OFFSET(start), _OFFSET(end - start), flags):

@@ -1,6 +1,6 @@
 """A run from its configuration to its outcome: the floors below, composed.
 
-bootstrap -> run directory -> model shapes -> data -> layout -> engine -> resume -> loop -> export
+bootstrap -> run directory -> model shapes -> layout -> data -> engine -> resume -> loop -> export
 """
 
 import math
