@@ -58,21 +58,18 @@ def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: boo
     return built
 
 
-def prepare_inputs(
-    config: RunConfig, session: Session, run_dir: Path, built: BuiltModel, size: ModelSize
-) -> Inputs:
-    """Open the data, prepared first if raw. Collective."""
-    data = config.data
+def prepare_data(
+    data: DataConfig, session: Session, run_dir: Path, model_dir: Path
+) -> tuple[TokenStore, TokenStore | None]:
+    """Open the data and the held-out data, prepared first if raw. Collective."""
     tokenizer = together(
-        session,
-        "loading the tokenizer",
-        lambda: load_tokenizer(built.directory, data.chat_template),
+        session, "loading the tokenizer", lambda: load_tokenizer(model_dir, data.chat_template)
     )
     store = ready_data(data.path, data, tokenizer, session, run_dir)
     eval_store = None
     if data.eval_path:
         eval_store = ready_data(data.eval_path, data, tokenizer, session, run_dir)
-    return Inputs(built, size, store, eval_store)
+    return store, eval_store
 
 
 def ready_model(path: str, session: Session, run_dir: Path) -> Path:

@@ -31,7 +31,7 @@ from hpc_tune.plan.account import measure
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
 from hpc_tune.train.ending import EarlyLeave, fail
-from hpc_tune.train.inputs import Inputs, prepare_inputs, prepare_model
+from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model
 from hpc_tune.train.layout import settle_layout
 from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
@@ -87,7 +87,7 @@ def _run(
             format_bytes(governor.limit.num_bytes),
         )
     layout, why, parallel = settle_layout(config, session, governor, built, size)
-    inputs = prepare_inputs(config, session, run_dir, built, size)
+    inputs = Inputs(built, size, *prepare_data(config.data, session, run_dir, built.directory))
     place = layout.place(world.rank)
     loader = _make_loader(config, inputs, layout, place)
     total_steps = math.ceil(loader.total_rows / config.batch.global_size)
