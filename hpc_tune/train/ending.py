@@ -11,7 +11,7 @@ from hpc_tune.train import outcome
 from hpc_tune.train.outcome import Outcome, stopped
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.failure import die, is_broken_connection, report_failure
-from hpc_tune.world.stop import STOP_FILE, StopFlag, process_start
+from hpc_tune.world.stop import StopFlag, process_start
 
 SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
 _POLL_S = 0.2
@@ -38,8 +38,6 @@ def fail(session: Session | None, error: BaseException, run_dir: Path | None) ->
         result = Outcome("failed", reason, None, code)
     if run_dir is not None and run_dir.is_dir():
         try:
-            if isinstance(error, LeavingError):
-                (run_dir / STOP_FILE).unlink(missing_ok=True)  # it has been heard
             outcome.write(result, run_dir)
         except OSError as unwritten:
             print(f"outcome.json cannot be written: {unwritten}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
+from hpc_tune.world.stop import STOP_FILE
 
 FILE = "outcome.json"
 
@@ -32,7 +33,9 @@ def stopped(reason: str, step: int | None) -> Outcome:
 
 
 def write(outcome: Outcome, run_dir: Path) -> None:
-    """Write outcome.json atomically."""
+    """Write outcome.json atomically; a STOP file that ended the run is removed: it was heard."""
+    if outcome.status != "failed":
+        (run_dir / STOP_FILE).unlink(missing_ok=True)
     temporary = run_dir / f".{FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(asdict(outcome), indent=1) + "\n", encoding="utf-8")
     temporary.replace(run_dir / FILE)

@@ -40,7 +40,7 @@ from hpc_tune.train.outcome import Outcome
 from hpc_tune.train.saving import Saver, find_checkpoint, on_rank_0, restore, together
 from hpc_tune.units import format_bytes, format_count
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
-from hpc_tune.world.stop import STOP_FILE, StopFlag
+from hpc_tune.world.stop import StopFlag
 
 
 def run(config: RunConfig, stop: StopFlag | None = None) -> int:
@@ -346,8 +346,6 @@ def _finish(
             raise HpcTuneError(f"{out} cannot be written: {error}") from None
         log.info("adapter exported to %s", out)
     try:
-        # It has been heard: the same command goes on.
-        (run_dir / STOP_FILE).unlink(missing_ok=True)
         outcome.write(result, run_dir)
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / outcome.FILE, error.strerror)

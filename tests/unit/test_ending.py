@@ -60,6 +60,15 @@ def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
     assert early.cause_of(error) is error
 
 
+@pytest.mark.parametrize(
+    ("status", "stays"), [("done", False), ("stopped", False), ("failed", True)]
+)
+def test_a_stop_file_is_removed_by_the_outcome_that_heard_it(tmp_path, status, stays):
+    (tmp_path / "STOP").touch()
+    outcome.write(outcome.Outcome(status, "", None, 1), tmp_path)
+    assert (tmp_path / "STOP").exists() == stays
+
+
 def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
     assert outcome.told_since(tmp_path, 0.0) is None
     outcome.write(outcome.stopped("SIGUSR1", None), tmp_path)
