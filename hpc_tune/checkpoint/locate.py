@@ -81,7 +81,7 @@ def _line(checkpoint: Path, check_bytes: bool) -> str:
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     if check_bytes:
         verify(checkpoint)
-    num_bytes = sum(f.stat().st_size for f in checkpoint.iterdir())
+    num_bytes = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
     layout = " x ".join(f"{axis} {n}" for axis, n in state.layout.items())
     verified = "every byte verified" if check_bytes else "not verified (--verify)"

@@ -37,7 +37,8 @@ from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.outcome import Outcome
-from hpc_tune.train.saving import Saver, find_checkpoint, on_rank_0, restore, together
+from hpc_tune.train.resuming import find_checkpoint, restore
+from hpc_tune.train.saving import Saver, on_rank_0, together
 from hpc_tune.units import format_bytes, format_count
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
 from hpc_tune.world.stop import StopFlag

@@ -1,5 +1,5 @@
-"""Saving and resuming as all ranks together: the store's protocol, the engine's tensors, the
-manifest's state. Errors are agreed between the steps, never raised on one rank alone."""
+"""Saving as all ranks together: the store's protocol, the engine's tensors, the manifest's state.
+Errors are agreed between the steps, never raised on one rank alone."""
 
 import threading
 import time
@@ -9,13 +9,13 @@ from itertools import compress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from hpc_tune.checkpoint.state import RunState, compare
-from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
+from hpc_tune.checkpoint.state import RunState
+from hpc_tune.checkpoint.store import Store
 from hpc_tune.checkpoint.writer import Writer
-from hpc_tune.config.schema import CheckpointConfig, RunConfig
+from hpc_tune.config.schema import CheckpointConfig
 from hpc_tune.engine.base import Engine
 from hpc_tune.engine.native import STATE_NAMES
-from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
+from hpc_tune.errors import CheckpointError, HpcTuneError
 from hpc_tune.log import JsonLines, log
 from hpc_tune.model.weights import Region, WrittenFile
 from hpc_tune.world.bootstrap import Session
@@ -258,65 +258,3 @@ class _Task(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
-
-
-def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path | None:
-    """Return the checkpoint to go on from, or None for a fresh start. Collective.
-
-    Raises:
-        CheckpointError: if the one that is asked for does not verify. ConfigError: if it is none,
-        or a fresh start is asked for where checkpoints are.
-    """
-
-    def find() -> Path | None:
-        match config.checkpoint.resume:
-            case "auto":
-                found = store.latest()
-                if found is None and store.steps():
-                    raise CheckpointError(
-                        f"{store.folder}: none of its {len(store.steps())} checkpoints verifies; "
-                        "move them away to start afresh"
-                    )
-                return found
-            case "none":
-                if store.steps():
-                    raise ConfigError(
-                        f"checkpoint.resume=none, but {store.folder} holds checkpoints; choose "
-                        "another run.dir, or remove them"
-                    )
-                return None
-            case path:
-                if not (Path(path) / MANIFEST).is_file():
-                    raise ConfigError(
-                        f"checkpoint.resume={path}: no checkpoint (no {MANIFEST} in it); give "
-                        "auto, none, or a folder such as RUN/checkpoints/step-00000100"
-                    )
-                verify(Path(path))
-                return Path(path)
-
-    return on_rank_0(session, "looking for a checkpoint", find)
-
-
-def restore(
-    session: Session,
-    path: Path,
-    engine: Engine,
-    config: RunConfig,
-    identity: str,
-    total_steps: int,
-) -> RunState:
-    """Load ``path`` into the engine and return the rest of its state. Collective.
-
-    Raises:
-        CheckpointError: if it is of another run, or its tensors do not fit.
-    """
-
-    def load() -> RunState:
-        state = RunState.from_json(read_state(path), str(path))
-        for warning in compare(state, config, identity, total_steps):
-            if session.world.rank == 0:
-                log.warning("resume: %s", warning)
-        engine.load(path, state.step)
-        return state
-
-    return together(session, "loading a checkpoint", load)

@@ -56,6 +56,23 @@ def test_what_is_committed_is_found_verifies_and_gives_its_state_back(store):
     assert (path / "rank-00001.safetensors").read_bytes() == b"100-1" * 9
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_of_all_shares_exactly_one_finds_a_damaged_file(store, parts):
+    path = save(store, 100)
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[::-1])
+        found = []
+        for part in range(parts):
+            try:
+                verify(path, part, parts)
+            except CheckpointError as error:
+                found.append(str(error))
+        assert len(found) == 1
+        assert f"{name} is damaged" in found[0]
+        (path / name).write_bytes(content)
+
+
 def test_the_manifest_lists_size_and_hash_of_each_file(store):
     manifest = json.loads((save(store, 7) / MANIFEST).read_text())
     content = b"7-0" * 9

@@ -1,0 +1,101 @@
+"""Which checkpoint a run goes on from, and how it is taken up again. All ranks do it together."""
+
+from pathlib import Path
+
+from hpc_tune.checkpoint.state import RunState, compare
+from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.base import Engine
+from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.log import log
+from hpc_tune.train.saving import on_rank_0, together
+from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.collective import gather_objects
+
+
+def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path | None:
+    """Return the checkpoint to go on from, or None for a fresh start. Collective.
+
+    Raises:
+        CheckpointError: if the one that is asked for does not verify. ConfigError: if it is none,
+        or a fresh start is asked for where checkpoints are.
+    """
+    match config.checkpoint.resume:
+        case "auto":
+            return _newest_valid(session, store)
+        case "none":
+            on_rank_0(session, "looking for checkpoints", lambda: _require_none(store))
+            return None
+        case path:
+            on_rank_0(session, "looking for a checkpoint", lambda: _require_manifest(Path(path)))
+            refused = _refusal(session, Path(path))
+            if refused is not None:
+                raise CheckpointError(refused)
+            return Path(path)
+
+
+def restore(
+    session: Session,
+    path: Path,
+    engine: Engine,
+    config: RunConfig,
+    identity: str,
+    total_steps: int,
+) -> RunState:
+    """Load ``path`` into the engine and return the rest of its state. Collective.
+
+    Raises:
+        CheckpointError: if it is of another run, or its tensors do not fit.
+    """
+
+    def load() -> RunState:
+        state = RunState.from_json(read_state(path), str(path))
+        for warning in compare(state, config, identity, total_steps):
+            if session.world.rank == 0:
+                log.warning("resume: %s", warning)
+        engine.load(path, state.step)
+        return state
+
+    return together(session, "loading a checkpoint", load)
+
+
+def _newest_valid(session: Session, store: Store) -> Path | None:
+    steps = on_rank_0(session, "looking for checkpoints", store.steps)
+    for path in reversed(steps):
+        refused = _refusal(session, path)
+        if refused is None:
+            return path
+        if session.world.rank == 0:
+            log.warning("refused a checkpoint: %s; trying the one before", refused)
+    if steps:
+        raise CheckpointError(
+            f"{store.folder}: none of its {len(steps)} checkpoints verifies; move them away to "
+            "start afresh"
+        )
+    return None
+
+
+def _refusal(session: Session, path: Path) -> str | None:
+    """Return what is wrong with a checkpoint; each rank reads its share of the bytes."""
+    found = None
+    try:
+        verify(path, session.world.rank, session.world.size)
+    except CheckpointError as error:
+        found = str(error)
+    return next((refused for refused in gather_objects(session, found) if refused), None)
+
+
+def _require_none(store: Store) -> None:
+    if store.steps():
+        raise ConfigError(
+            f"checkpoint.resume=none, but {store.folder} holds checkpoints; choose another "
+            "run.dir, or remove them"
+        )
+
+
+def _require_manifest(path: Path) -> None:
+    if not (path / MANIFEST).is_file():
+        raise ConfigError(
+            f"checkpoint.resume={path}: no checkpoint (no {MANIFEST} in it); give auto, none, or a "
+            "folder such as RUN/checkpoints/step-00000100"
+        )
