@@ -1,5 +1,8 @@
 """Errors, split by who must act, and the exit codes of the command line."""
 
+from collections.abc import Mapping
+from typing import Any
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
@@ -37,15 +40,19 @@ class MemoryBudgetError(HpcTuneError):
 
 
 class LeavingError(HpcTuneError):
-    """The run was asked to leave before its first step, and does; the same command goes on."""
+    """The run leaves at once and on purpose; the same command goes on from its last checkpoint.
+
+    ``facts`` go into outcome.json.
+    """
 
     exit_code = EXIT_RESUMABLE
 
-    def __init__(self, reason: str, step: int | None) -> None:
-        super().__init__(
-            f"{reason}: left before the first step. The same command goes on from here"
-        )
-        self.reason, self.step = reason, step
+    def __init__(
+        self, reason: str, step: int | None, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        place = f"step {step}" if step else "the start"
+        super().__init__(f"{reason}: left at once. The same command goes on from {place}")
+        self.reason, self.step, self.facts = reason, step, dict(facts or {})
 
 
 class RemoteError(HpcTuneError):

@@ -9,8 +9,11 @@ from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.memory import aftermath
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.units import format_bytes
+
+ALIVE_S = 30.0  # a run says every few seconds that it is there
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,12 @@ def _outcome_lines(path: Path) -> list[str]:
         outcome = json.loads((path / "outcome.json").read_text(encoding="utf-8"))
         return [f"outcome: {outcome['status']} ({outcome['reason']})"]
     except (OSError, ValueError, KeyError, TypeError):
+        words = aftermath.read(path)
+    if not words:
         return []
+    if time.time() - max(word.time for word in words) < ALIVE_S:
+        return [f"outcome: none yet, it is {words[0].phase}"]
+    return [f"outcome: {aftermath.describe(words)}"]
 
 
 def _store_of(path: Path) -> Store:

@@ -67,6 +67,7 @@ class RunState:
 
     Randomness needs no state: order, adapters and dropout are functions of (seed, sample).
     ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
+    ``governor`` is what had been done about memory and held, in order.
     ``eval_loss`` is the held-out loss of this very step, where it was measured.
     """
 
@@ -79,6 +80,7 @@ class RunState:
     config: dict[str, Any]
     eval_loss: float | None = None
     evals: dict[str, Any] = field(default_factory=dict)
+    governor: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON types."""

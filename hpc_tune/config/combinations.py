@@ -8,7 +8,6 @@ def check(config: RunConfig) -> list[str]:
     problems = [
         f"{name}={value} is not available in hpc_tune yet; {instead}"
         for name, value, refused, instead in (
-            ("memory.governor", config.memory.governor, "on", "use observe or off"),
             ("run.wandb", config.run.wandb, True, "use run.tensorboard"),
         )
         if value == refused

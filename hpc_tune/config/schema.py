@@ -254,8 +254,10 @@ class MemoryConfig(_Part):
         Literal["on", "observe", "off"],
         BeforeValidator(lambda v: _YAML_SWITCH[v] if isinstance(v, bool) else v),
     ] = Field(
-        "observe",
-        description="observe: sample host and device memory and report; off: do not even look.",
+        "on",
+        description="on: act before memory ends the run, from giving back what is free to smaller "
+        "micro-batches, recomputing, and leaving with a checkpoint; observe: sample host and "
+        "device memory and report; off: do not even look.",
     )
     host_limit: Bytes | None = Field(
         None,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpc_tune.batch import Batch
+from hpc_tune.memory.policy import Action
 from hpc_tune.model.weights import Region
 
 
@@ -57,6 +58,12 @@ class Engine(Protocol):
 
     def load(self, directory: Path, step: int) -> None:
         """Read what any layout saved after ``step`` optimizer steps into this one."""
+
+    def levers(self) -> set[Action]:
+        """Return what the governor may ask of this engine between two steps."""
+
+    def apply(self, action: Action, on: bool) -> str:
+        """Do one of ``levers``, or undo it; return in words what holds now."""
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it: for measuring memory before the run."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import OptimConfig, ParallelConfig, TrainConfig
@@ -29,7 +30,7 @@ from hpc_tune.engine.pipeline import Pipeline, cut_stages
 from hpc_tune.engine.shard import before_backward, shard
 from hpc_tune.engine.tensor import Axis, slice_model
 from hpc_tune.engine.traffic import Traffic
-from hpc_tune.engine.wrap import wrap_blocks
+from hpc_tune.engine.wrap import Recompute, wrap_blocks
 from hpc_tune.errors import CheckpointError
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
@@ -85,6 +86,7 @@ class NativeEngine:
             cuts = cut_stages(built, layout, mesh.place.pipeline, per_rank, loss_share)
         self._stages: list[BuiltModel] = []
         self._trained: list[Trained] = []
+        all_blocks: list[nn.Module] = []
         for stage in cuts:
             blocks = list(block_list(stage.module))
             partial: frozenset[str] = frozenset()
@@ -94,12 +96,15 @@ class NativeEngine:
                 check_float8(device)
                 use_float8(blocks)
             wrap_blocks(blocks, parallel.recompute, train.compile)
+            all_blocks += blocks
             if fsdp:
                 shard(stage, blocks, mesh, parallel, device, self._traffic)
             allocate(stage.module, device, torch.device("cpu") if offload else None)
             load_weights(stage)
             self._stages.append(stage)
             self._trained += trained_of(stage, mesh, partial)
+        recompute = Recompute(all_blocks, parallel.recompute, train.compile)
+        self.levers, self.apply = recompute.levers, recompute.apply
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, mesh, device)

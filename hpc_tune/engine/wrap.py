@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
+from hpc_tune.memory.policy import Action
 from hpc_tune.model.dropout import remembering_rows
 
 Forward = Callable[..., Any]
@@ -76,6 +77,33 @@ def wrap_blocks(
             forward = _recomputed(plain, recompute)
             made[plain] = _compiled(forward) if compile_blocks else forward
         block.forward = types.MethodType(made[plain], block)
+
+
+class Recompute:
+    """Switches recompute on between two steps, for the governor; not of compiled blocks."""
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        recompute: Literal["none", "selective", "full"],
+        compiled: bool,
+    ) -> None:
+        """Know the blocks and how ``wrap_blocks`` was called for them."""
+        self._blocks, self._configured, self._compiled = blocks, recompute, compiled
+
+    def levers(self) -> set[Action]:
+        """Return RECOMPUTE where it gives something."""
+        can = self._configured != "full" and not self._compiled
+        return {Action.RECOMPUTE} if can else set()
+
+    def apply(self, action: Action, on: bool) -> str:
+        """Recompute all of each block, or as configured."""
+        assert action in self.levers()
+        recompute = "full" if on else self._configured
+        for block in self._blocks:
+            block.__dict__.pop("forward", None)
+        wrap_blocks(self._blocks, recompute, compile_blocks=False)
+        return f"activations are recomputed: {recompute}"
 
 
 def prepare_compiler(

@@ -33,7 +33,7 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NOTHING_WRAPPED, STATE_NAMES
 from hpc_tune.engine.optim import adamw_of, weight_decay_groups
 from hpc_tune.engine.traffic import Traffic
-from hpc_tune.engine.wrap import wrap_blocks
+from hpc_tune.engine.wrap import Recompute, wrap_blocks
 from hpc_tune.engine.zero_comm import CountedBackend
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
 from hpc_tune.log import log
@@ -74,7 +74,10 @@ class ZeroEngine:
             return_freed_blocks()
         if not train.compile:
             use_row_dropout(built.module, built.seed)
-        wrap_blocks(list(block_list(built.module)), parallel.recompute, train.compile)
+        blocks = list(block_list(built.module))
+        wrap_blocks(blocks, parallel.recompute, train.compile)
+        recompute = Recompute(blocks, parallel.recompute, train.compile)
+        self.levers, self.apply = recompute.levers, recompute.apply
         settings = zero_settings.settings(built, optim, parallel, device)
         node_bytes = zero_settings.node_swap_bytes(built, parallel)
         folder, optimizer, error = None, None, None

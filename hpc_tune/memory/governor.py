@@ -1,63 +1,201 @@
 """Watches host and device memory from a thread: no collectives, no waiting for the device.
 
-It samples ten times per second and keeps the worst of the interval, so that a peak between two
-steps is seen.
+    every 0.1 s   host bytes -> worst of the interval; would the limit be reached first? -> leave
+    every step    ``level`` of host and device, which the ranks agree on and act upon (policy.py)
+
+A thread samples faster where memory is higher than a whole step ever was and near the limit, and
+moves the fence that makes an allocation fail which the kernel would answer with a kill.
 """
 
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
-from hpc_tune.memory.host import HostLimit, find_limit, used_bytes
+from hpc_tune.memory import aftermath
+from hpc_tune.memory.device import DeviceSample, sample_device
+from hpc_tune.memory.fence import Fence
+from hpc_tune.memory.host import (
+    HostLimit,
+    find_limit,
+    oom_kills,
+    shm_bytes,
+    stalled_share,
+    swapped_bytes,
+    used_bytes,
+)
+from hpc_tune.memory.policy import (
+    Level,
+    growth_per_step,
+    level_of,
+    must_leave,
+    reserve_of,
+    room_of,
+)
+from hpc_tune.units import format_bytes
 
 PERIOD_S = 0.1
+_NEAR_PERIOD_S = 0.02
+_NEAR_SHARE = 0.7
+_WINDOW_S = 0.5
+_LAST_WORD_EVERY_S = 5.0
+_MOST_PEAKS = 32
+Mode = Literal["on", "observe", "off"]
 
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Bytes in use and their limits: of the node's host memory, and of this rank's GPU if any."""
+    """The worst of an interval.
+
+    Bytes in use and their limits: of the node's host memory, and of this rank's GPU if any.
+    ``swap_bytes`` and ``shm_bytes`` are the node's, ``stalled`` the share of the last ten seconds
+    in which a task waited for memory, where the kernel tells it.
+    """
 
     host_bytes: int
     host_limit_bytes: int
-    device_bytes: int | None
-    device_limit_bytes: int | None
+    swap_bytes: int
+    shm_bytes: int
+    stalled: float | None
+    device: DeviceSample | None
+
+
+@dataclass(frozen=True)
+class Need:
+    """Why a run cannot go on: what it needs on which host, in which phase, and what there is."""
+
+    need: int
+    had: int
+    phase: str
+    host: str
+    words: str
 
 
 class Governor:
-    """Samples memory in the background between ``start`` and ``close``."""
+    """Samples memory in the background between ``start`` and ``close``.
 
-    def __init__(self, host_limit: int | None, device: torch.device, enabled: bool = True) -> None:
-        """Look up the limits. ``host_limit`` (bytes) can lower the machine's own."""
-        self._device, self._enabled = device, enabled
+    ``phase`` is what the run does now, for messages and for who looks after a death.
+    """
+
+    def __init__(
+        self,
+        host_limit: int | None,
+        device: torch.device,
+        mode: Mode = "on",
+        host: str = "this host",
+        ranks_here: int = 1,
+        last_word: Path | None = None,
+    ) -> None:
+        """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
+
+        ``ranks_here`` share this node's memory. ``last_word`` is a file that is kept up to date for
+        whoever looks after a death.
+        """
         self.limit: HostLimit = find_limit(host_limit)
-        self._worst_host = 0
+        self.phase = "starting"
+        self.mode: Mode = mode
+        self._device, self._host, self._ranks_here = device, host, ranks_here
+        self._last_word, self._last_word_s = last_word, float("-inf")
+        self._kills = oom_kills(self.limit)
+        self._leave: Callable[[Need], None] | None = None
+        self._worst_host = self._familiar = 0
+        self._recent: deque[tuple[float, int]] = deque()
+        self._peaks: deque[int] = deque(maxlen=_MOST_PEAKS)
+        self._host_level = self._device_level = Level.CALM
+        self._retries = 0
+        self._fence: Fence | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory governor", daemon=True)
 
-    def start(self) -> None:
-        """Begin sampling."""
-        if self._enabled:
+    def start(self, leave: Callable[[Need], None] | None = None) -> None:
+        """Begin to sample; ``leave`` ends the world, and is called from the thread."""
+        self._leave = leave
+        if self.mode != "off":
             self._thread.start()
+
+    def fence(self) -> None:
+        """From now on let allocations fail that would go beyond the limit.
+
+        Not while loading: pages of files are mapped over memory that was never touched.
+        """
+        if self.mode == "on":
+            self._fence = Fence()
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, and say so on disk at once."""
+        self.phase = phase
+        self._last_word_s = float("-inf")
 
     def worst(self) -> MemorySample | None:
         """Return the worst sample since the last call; None when switched off."""
-        if not self._enabled:
+        if self.mode == "off":
             return None
         host, self._worst_host = max(self._worst_host, used_bytes(self.limit)), 0
-        device = device_limit = None
-        if self._device.type == "cuda":
-            device = torch.cuda.max_memory_reserved(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            device_limit = torch.cuda.get_device_properties(self._device).total_memory
-        return MemorySample(host, self.limit.num_bytes, device, device_limit)
+        return MemorySample(
+            host,
+            self.limit.num_bytes,
+            swapped_bytes(self.limit),
+            shm_bytes(),
+            stalled_share(self.limit),
+            sample_device(self._device) if self._device.type == "cuda" else None,
+        )
+
+    def levels(self, sample: MemorySample, steps_to_safety: float) -> tuple[Level, Level]:
+        """Return the levels of host and device for the step whose worst was ``sample``.
+
+        ``steps_to_safety`` is how many steps a checkpoint takes.
+        """
+        self._familiar = max(self._familiar, sample.host_bytes)
+        self._peaks.append(sample.host_bytes)
+        self._host_level = level_of(
+            self._host_level,
+            sample.host_bytes,
+            sample.host_limit_bytes,
+            growth_per_step(self._peaks),
+            steps_to_safety,
+        )
+        if (device := sample.device) is not None:
+            level = level_of(self._device_level, device.used_bytes, device.limit_bytes)
+            if device.retries > self._retries:
+                level = max(level, Level.HIGH)
+            self._device_level, self._retries = level, device.retries
+        return self._host_level, self._device_level
+
+    def forget(self) -> None:
+        """Count growth anew: what was done about memory has changed it."""
+        self._peaks.clear()
+
+    def admit(self, num_bytes: int, why: str) -> bool:
+        """Tell whether an allocation of host memory may be made now; ``why`` is for the message.
+
+        Where not, the caller goes another, piecewise way.
+        """
+        if self.mode != "on":
+            return True
+        return (
+            num_bytes <= room_of(used_bytes(self.limit), self.limit.num_bytes) // self._ranks_here
+        )
+
+    def need(self, used: int, why: str) -> Need:
+        """Return, in words and figures, why this run cannot go on with host memory."""
+        had = self.limit.num_bytes
+        words = (
+            f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
+            f"({self.limit.source}) in use while {self.phase}; {why}"
+        )
+        return Need(used, had, self.phase, self._host, words)
 
     def device_utilization(self) -> float | None:
         """Return the share of the last sampling period in which the GPU worked, 0 to 1.
 
         None without a GPU, or where the driver's management library is not installed.
         """
-        if not self._enabled or self._device.type != "cuda":
+        if self.mode == "off" or self._device.type != "cuda":
             return None
         try:
             return torch.cuda.utilization(self._device) / 100
@@ -69,7 +207,43 @@ class Governor:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
+        if self._fence is not None:
+            self._fence.lift()
+        if self._last_word is not None:
+            self._last_word.unlink(missing_ok=True)
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD_S):
-            self._worst_host = max(self._worst_host, used_bytes(self.limit))
+        period_s = PERIOD_S
+        while not self._stop.wait(period_s):
+            used, now_s = used_bytes(self.limit), time.monotonic()
+            self._worst_host = max(self._worst_host, used)
+            is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
+            period_s = _NEAR_PERIOD_S if is_near else PERIOD_S
+            if self._last_word is not None and now_s - self._last_word_s > _LAST_WORD_EVERY_S:
+                self._write_last_word(used)
+                self._last_word_s = now_s
+            if self.mode == "on":
+                self._guard(used, now_s)
+
+    def _guard(self, used: int, now_s: float) -> None:
+        self._recent.append((now_s, used))
+        while now_s - self._recent[0][0] > _WINDOW_S:
+            self._recent.popleft()
+        limit = self.limit.num_bytes
+        if self._fence is not None:
+            self._fence.set((limit - reserve_of(limit) - used) // self._ranks_here)
+        if self._leave is not None and must_leave(self._recent, limit, self._familiar):
+            self._leave(self.need(used, "the limit would have been reached within a second"))
+            self._leave = None
+
+    def _write_last_word(self, used: int) -> None:
+        assert self._last_word is not None
+        cgroup = None if self.limit.cgroup is None else str(self.limit.cgroup)
+        had, source = self.limit.num_bytes, self.limit.source
+        word = aftermath.LastWord(
+            time.time(), self.phase, self._host, used, had, source, cgroup, self._kills
+        )
+        try:
+            aftermath.write(word, self._last_word)
+        except OSError:
+            self._last_word = None  # a disk that is full is told of by who must write

@@ -2,12 +2,14 @@
 
 The limit is the tightest one on the way from the process's own cgroup up to the root (in Slurm the
 leaf says max and the limit sits on an ancestor), else Slurm's own word, else the machine's RAM.
-What counts against it is anonymous, shared and unevictable memory; page cache is given back by the
-kernel before anything is killed and does not count.
+What counts against it is anonymous, shared (tmpfs too) and unevictable memory, and the kernel's
+own for the job where it is told apart; page cache is given back before anything is killed and does
+not count.
 """
 
 import contextlib
 import ctypes
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,10 @@ from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
+# The kernel's lists of pages that only swap could give back; shmem and mlocked files are in them.
+_KEPT_PAGES = ("inactive_anon", "active_anon", "unevictable")
+# Of cgroup v2; v1 tells only a sum in which caches are too.
+_KERNEL_BYTES = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock")
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,62 @@ def used_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
         info = _meminfo(proc)
         return info["MemTotal"] - info["MemAvailable"]
     stat = _fields(limit.cgroup / "memory.stat")
-    if "total_rss" in stat:  # v1: rss excludes shared memory, which is listed apart
-        return stat["total_rss"] + stat.get("total_shmem", 0) + stat.get("total_unevictable", 0)
-    return stat["anon"] + stat["shmem"] + stat.get("unevictable", 0)
+    if "total_rss" in stat:  # v1, with its whole tree
+        return sum(stat.get(f"total_{name}", 0) for name in _KEPT_PAGES)
+    names = (*_KEPT_PAGES, *_KERNEL_BYTES, "slab_unreclaimable")
+    return sum(stat.get(name, 0) for name in names)
+
+
+def swapped_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
+    """Return the bytes that are in swap, of all processes under ``limit``."""
+    if limit.cgroup is None:
+        info = _meminfo(proc)
+        return info.get("SwapTotal", 0) - info.get("SwapFree", 0)
+    stat = _fields(limit.cgroup / "memory.stat")
+    if "total_rss" in stat:
+        return stat.get("total_swap", 0)
+    text = "".join(_lines(limit.cgroup / "memory.swap.current")).strip()
+    return int(text) if text.isdigit() else 0
+
+
+def stalled_share(limit: HostLimit, proc: Path = Path("/proc")) -> float | None:
+    """Return the share of the last ten seconds in which some task waited for memory (PSI), 0 to 1.
+
+    It is the group's own where the kernel tells it, else the machine's; None without PSI.
+    """
+    group = [] if limit.cgroup is None else _lines(limit.cgroup / "memory.pressure")
+    for line in group or _lines(proc / "pressure" / "memory"):
+        kind, *fields = line.split()
+        values = dict(field.split("=", 1) for field in fields)
+        if kind == "some" and "avg10" in values:
+            return float(values["avg10"]) / 100
+    return None
+
+
+def shm_bytes(folder: Path = Path("/dev/shm")) -> int:
+    """Return the bytes that files in shared memory take; they are given back by nobody."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
+def oom_kills(limit: HostLimit, proc: Path = Path("/proc")) -> int:
+    """Return how many processes the kernel has killed for memory, under ``limit`` or at all."""
+    if limit.cgroup is None:
+        return _fields(proc / "vmstat").get("oom_kill", 0)
+    for file in ("memory.events", "memory.oom_control"):
+        if (found := _fields(limit.cgroup / file).get("oom_kill")) is not None:
+            return found
+    return 0
+
+
+def give_back() -> None:
+    """Collect garbage and return the heap's free pages to the kernel."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def return_freed_blocks() -> None:

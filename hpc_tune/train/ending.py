@@ -26,22 +26,33 @@ def fail(session: Session | None, error: BaseException, run_dir: Path | None) ->
         told = outcome.told_since(run_dir, process_start())
         if told is not None:  # by the rank that is gone
             die(session, told)
+    is_urgent = isinstance(error, LeavingError) and bool(error.facts)
+    if is_urgent:  # each rank that is short of memory tells so before anything takes time
+        _write(_outcome_of(error, "", code), run_dir)
     text = report_failure(session, error)
     if text is None:
-        time.sleep(SILENT_RANK_WAITS_S)
+        time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
         die(session, code)
     print(text, file=sys.stderr, flush=True)
-    if isinstance(error, LeavingError):
-        result = stopped(error.reason, error.step)
-    else:
-        reason = str(error) if isinstance(error, HpcTuneError) else text.splitlines()[-1]
-        result = Outcome("failed", reason, None, code)
-    if run_dir is not None and run_dir.is_dir():
-        try:
-            outcome.write(result, run_dir)
-        except OSError as unwritten:
-            print(f"outcome.json cannot be written: {unwritten}", file=sys.stderr, flush=True)
+    if not is_urgent:
+        _write(_outcome_of(error, text, code), run_dir)
     die(session, code)
+
+
+def _outcome_of(error: BaseException, text: str, code: int) -> Outcome:
+    if isinstance(error, LeavingError):
+        return stopped(error.reason, error.step, error.facts)
+    reason = str(error) if isinstance(error, HpcTuneError) else text.splitlines()[-1]
+    return Outcome("failed", reason, None, code)
+
+
+def _write(result: Outcome, run_dir: Path | None) -> None:
+    if run_dir is None or not run_dir.is_dir():
+        return
+    try:
+        outcome.write(result, run_dir)
+    except OSError as unwritten:
+        print(f"outcome.json cannot be written: {unwritten}", file=sys.stderr, flush=True)
 
 
 class EarlyLeave:

@@ -10,7 +10,7 @@ Control flow depends on agreed values only, so that every rank takes the same br
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hpc_tune.batch import Batch
@@ -24,6 +24,7 @@ from hpc_tune.log import log
 from hpc_tune.memory.governor import Governor, MemorySample
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.outcome import Outcome, done, stopped
+from hpc_tune.train.pressure import Pressure
 from hpc_tune.train.saving import Saver
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects, max_of, sum_of
@@ -39,6 +40,7 @@ class Boundary:
     save_due: bool
     stop_reason: str | None
     saves_done: float
+    memory: list[float]
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class Work:
 
     ``before_update`` returns when the weights may change. ``state(step, loader_state, evals)`` is
     what a checkpoint of that step says; ``flops_per_token`` and ``peak_flops`` (of all ranks) give
-    MFU, where the peak is known. ``counts_rows``: of the ranks that work on the same rows, this one
-    counts them. ``evals`` goes on where the resumed run left it.
+    MFU, where the peak is known; ``expected_bytes`` takes the rows of a micro-batch.
+    ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` goes
+    on where the resumed run left it.
     """
 
     session: Session
@@ -63,11 +66,12 @@ class Work:
     evals: Evals
     metrics: Metrics
     governor: Governor
+    pressure: Pressure
     stop: StopFlag
     total_steps: int
     flops_per_token: float
     peak_flops: float | None
-    expected_bytes: dict[str, int]
+    expected_bytes: Callable[[int], dict[str, int]]
 
 
 def run_loop(work: Work, start_step: int) -> Outcome:
@@ -88,22 +92,32 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         margin_s = step_s + 2 * saver.last_save_s
         boundary = _agree(work, batches, saved_at_s, margin_s)
         saver.advance(boundary.saves_done)
-        if boundary.stop_reason:
+        micro_size = work.pressure.micro_size
+        need = work.pressure.act(boundary.memory, step)
+        stop_reason = boundary.stop_reason or (need.words if need else None)
+        if stop_reason:
             saver.finish()
         # A save that is due by the clock waits its turn.
-        if saved_step != step and not saver.busy and (boundary.stop_reason or boundary.save_due):
+        if saved_step != step and not saver.busy and (stop_reason or boundary.save_due):
             saved_step, saved_at_s = step, time.monotonic()
             saver.start(work.state(step, place, evals))
-        if boundary.stop_reason:
+        if stop_reason:
             saver.finish()
-            return stopped(boundary.stop_reason, saver.committed_step)
+            facts = work.pressure.facts(need) if need else {}
+            return stopped(stop_reason, saver.committed_step, facts)
+        if work.pressure.micro_size != micro_size:
+            work.loader.restore(place)
+            batches = work.loader.next_step()
+        work.governor.phase = f"training step {step + 1}"
         lr = learning_rate(work.config.optim, step, work.total_steps)
         num_tokens = max(1, boundary.loss_tokens)
         result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
         step += 1
         _check_finite(result, step, saver.committed_step)
         step_s = time.monotonic() - began_s
-        _record(work, step, lr, result, boundary, step_s, data_s)
+        sample = work.governor.worst()
+        work.pressure.see(sample, 2 + saver.last_save_s / step_s)
+        _record(work, step, lr, result, boundary, step_s, data_s, sample)
         is_last = step == work.total_steps
         if work.eval_batches is not None and (
             is_last or _is_every(work.config.train.eval_every_steps, step)
@@ -129,7 +143,7 @@ def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float)
     minutes = work.config.checkpoint.every_minutes
     due = minutes is not None and time.monotonic() - saved_at_s >= 60 * minutes
     counted = batches if work.counts_rows else []
-    loss_tokens, tokens, save_votes, stop_votes, saves_done = sum_of(
+    loss_tokens, tokens, save_votes, stop_votes, saves_done, *memory = sum_of(
         work.session,
         [
             sum(b.num_loss_tokens for b in counted),
@@ -137,12 +151,13 @@ def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float)
             due and work.session.world.rank == 0,
             reason is not None,
             *work.saver.votes(),
+            *work.pressure.votes(),
         ],
     )
     if stop_votes:
         reasons = [r for r in gather_objects(work.session, reason) if r is not None]
         reason = reasons[0]
-    return Boundary(int(loss_tokens), int(tokens), save_votes > 0, reason, saves_done)
+    return Boundary(int(loss_tokens), int(tokens), save_votes > 0, reason, saves_done, memory)
 
 
 def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
@@ -162,8 +177,9 @@ def _record(
     boundary: Boundary,
     step_s: float,
     data_s: float,
+    sample: MemorySample | None,
 ) -> None:
-    sample = _worst_memory(work)
+    host_bytes, device_bytes = _worst_of_all(work, sample)
     tokens_per_s = boundary.tokens / step_s
     mfu = tokens_per_s * work.flops_per_token / work.peak_flops if work.peak_flops else None
     work.metrics.step(
@@ -181,25 +197,24 @@ def _record(
             data_s=data_s,
             comm_s=result.comm_s,
             sent_bytes=result.sent_bytes,
-            expected_bytes=work.expected_bytes,
+            expected_bytes=work.expected_bytes(work.pressure.micro_size),
             device_util=work.governor.device_utilization(),
-            host_bytes=sample.host_bytes if sample else None,
+            host_bytes=host_bytes,
             host_limit_bytes=sample.host_limit_bytes if sample else None,
-            device_bytes=sample.device_bytes if sample else None,
-            device_limit_bytes=sample.device_limit_bytes if sample else None,
+            device_bytes=device_bytes,
+            device_limit_bytes=sample.device.limit_bytes if sample and sample.device else None,
             samples_seen=work.loader.rows,
         )
     )
 
 
-def _worst_memory(work: Work) -> MemorySample | None:
+def _worst_of_all(work: Work, sample: MemorySample | None) -> tuple[int | None, int | None]:
     """Return the fullest node's and the fullest device's bytes; every rank takes part."""
-    sample = work.governor.worst()
     if sample is None:
-        return None
-    host, device = max_of(work.session, [sample.host_bytes, sample.device_bytes or 0])
-    has_device = sample.device_bytes is not None
-    return replace(sample, host_bytes=int(host), device_bytes=int(device) if has_device else None)
+        return None, None
+    device = sample.device.used_bytes if sample.device else 0
+    host, device = map(int, max_of(work.session, [sample.host_bytes, device]))
+    return host, device if sample.device else None
 
 
 def _evaluate(work: Work, step: int, before: Evals) -> Evals:
@@ -216,6 +231,7 @@ def _evaluate(work: Work, step: int, before: Evals) -> Evals:
                 return
             yield batch
 
+    work.governor.phase = f"evaluating after step {step}"
     log.info("step %d: evaluating on held-out data", step)
     began_s = time.monotonic()
     loss_sum, tokens = work.engine.evaluate(batches())

@@ -2,9 +2,10 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.world.stop import STOP_FILE
@@ -14,12 +15,17 @@ FILE = "outcome.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: done, stopped (it can go on; exit code 75), or failed."""
+    """How a run ended: done, stopped (it can go on; exit code 75), or failed.
+
+    ``facts`` are written beside the rest: of memory need, had, phase, rank, host, and what the
+    governor had done (``governor``).
+    """
 
     status: Literal["done", "stopped", "failed"]
     reason: str
     step: int | None
     exit_code: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def done(step: int) -> Outcome:
@@ -27,9 +33,9 @@ def done(step: int) -> Outcome:
     return Outcome("done", "all steps done", step, EXIT_DONE)
 
 
-def stopped(reason: str, step: int | None) -> Outcome:
+def stopped(reason: str, step: int | None, facts: Mapping[str, Any] | None = None) -> Outcome:
     """Return the outcome of a run that left on purpose and can be resumed."""
-    return Outcome("stopped", reason, step, EXIT_RESUMABLE)
+    return Outcome("stopped", reason, step, EXIT_RESUMABLE, facts or {})
 
 
 def write(outcome: Outcome, run_dir: Path) -> None:
@@ -37,16 +43,27 @@ def write(outcome: Outcome, run_dir: Path) -> None:
     if outcome.status != "failed":
         (run_dir / STOP_FILE).unlink(missing_ok=True)
     temporary = run_dir / f".{FILE}.{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(outcome), indent=1) + "\n", encoding="utf-8")
+    said = asdict(outcome)
+    said |= said.pop("facts")
+    temporary.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     temporary.replace(run_dir / FILE)
+
+
+def read(run_dir: Path) -> dict[str, Any] | None:
+    """Return outcome.json, or None where there is none that can be read."""
+    try:
+        found = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def told_since(run_dir: Path, since_s: float) -> int | None:
     """Return the exit code of the outcome that another rank has written since, if one has."""
-    file = run_dir / FILE
     try:
-        if file.stat().st_mtime < since_s:
+        if (run_dir / FILE).stat().st_mtime < since_s:
             return None
-        return int(json.loads(file.read_text(encoding="utf-8"))["exit_code"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return None
+    code = (read(run_dir) or {}).get("exit_code")
+    return code if isinstance(code, int) else None

@@ -6,7 +6,8 @@ bootstrap -> run directory -> model shapes -> layout -> data -> engine -> resume
 import math
 import os
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from hpc_tune.engine.wrap import prepare_compiler
 from hpc_tune.engine.zero import ZeroEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import JsonLines, configure, log
+from hpc_tune.memory import aftermath
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
+from hpc_tune.train.describe import describe
 from hpc_tune.train.ending import EarlyLeave, fail
 from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model
 from hpc_tune.train.layout import settle_layout
@@ -37,9 +40,10 @@ from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.outcome import Outcome
+from hpc_tune.train.pressure import Before, Pressure, look_back, make_governor
 from hpc_tune.train.resuming import find_checkpoint, restore
 from hpc_tune.train.saving import Saver, on_rank_0, together
-from hpc_tune.units import format_bytes, format_count
+from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
 from hpc_tune.world.stop import StopFlag
 
@@ -49,7 +53,8 @@ def run(config: RunConfig, stop: StopFlag | None = None) -> int:
 
     ``stop`` replaces the one that listens to signals, the time limit and the STOP file.
     """
-    session = early = None
+    session = None
+    causes: list[Callable[[BaseException], BaseException]] = []
     run_dir = Path(config.run.dir)
     try:
         session = bootstrap(config.run)
@@ -58,19 +63,39 @@ def run(config: RunConfig, stop: StopFlag | None = None) -> int:
             stop = StopFlag(run_dir, config.train.time_limit, is_first=session.world.rank == 0)
         stop.install()
         early = EarlyLeave(session, stop, run_dir)
-        result = _run(config, session, run_dir, stop, early)
+        causes.append(early.cause_of)
+        result = _run(config, session, run_dir, stop, early, causes)
         shutdown(session)
         return result.exit_code
     except (Exception, KeyboardInterrupt) as error:
-        fail(session, early.cause_of(error) if early else error, run_dir)
+        cause: BaseException = error
+        for cause_of in causes:
+            cause = cause_of(cause)
+        fail(session, cause, run_dir)
 
 
 def _run(
-    config: RunConfig, session: Session, run_dir: Path, stop: StopFlag, early: EarlyLeave
+    config: RunConfig,
+    session: Session,
+    run_dir: Path,
+    stop: StopFlag,
+    early: EarlyLeave,
+    causes: list[Callable[[BaseException], BaseException]],
 ) -> Outcome:
+    """``causes`` takes what tells of an error what it means."""
     world, mine = session.world, session.world.rank == 0
-    on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
+    before = on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
     events = JsonLines(run_dir / "events.jsonl" if mine else None)
+    step, saver = 0, None
+    governor = make_governor(config.memory, session, run_dir)
+    pressure = Pressure(
+        session, governor, run_dir, events, lambda: saver.committed_step if saver else step
+    )
+    causes.append(pressure.cause_of)
+    if mine and before.death:
+        log.warning(before.death)
+        events.write(time=time.time(), step=None, rank=0, kind="warning", message=before.death)
+    governor.start(pressure.leave_at_once)
     kept = config.checkpoint
     store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
     checkpoint = find_checkpoint(session, config, store)
@@ -78,22 +103,14 @@ def _run(
         _make_deterministic()
     built = prepare_model(config, session, run_dir, fresh=checkpoint is None)
     size = measure(built.module)
-    governor = Governor(config.memory.host_limit, session.device, config.memory.governor != "off")
-    asked = config.memory.host_limit
-    if mine and asked is not None and governor.limit.num_bytes < asked:
-        log.warning(
-            "memory.host_limit=%s has no effect: %s grants %s",
-            format_bytes(asked),
-            governor.limit.source,
-            format_bytes(governor.limit.num_bytes),
-        )
     layout, why, parallel = settle_layout(config, session, governor, built, size)
+    governor.enter("preparing the data")
     inputs = Inputs(built, size, *prepare_data(config.data, session, run_dir, built.directory))
     place = layout.place(world.rank)
     loader = _make_loader(config, inputs, layout, place)
     total_steps = math.ceil(loader.total_rows / config.batch.global_size)
     if mine:
-        _describe(config, session, inputs, layout, why, loader, total_steps)
+        describe(config, session, inputs, layout, why, loader, total_steps)
     if config.train.compile:
         cache = Path(config.run.compile_cache or run_dir / "compile-cache")
         share = governor.limit.num_bytes // world.local_size
@@ -102,14 +119,15 @@ def _run(
             "preparing to compile",
             lambda: prepare_compiler(cache, world.node, session.device, session.threads, share),
         )
-    governor.start()
+    governor.enter("loading the model")
     engine = together(
         session,
         "loading the model",
         lambda: _make_engine(inputs, layout, session, config, parallel),
     )
-    step, saved = 0, None
+    saved = None
     if checkpoint is not None:
+        governor.enter("loading a checkpoint")
         saved = restore(session, checkpoint, engine, config, built.identity, total_steps)
         together(session, "finding the place in the data", lambda: loader.restore(saved.loader))
         step = saved.step
@@ -119,17 +137,13 @@ def _run(
     rows = -(-config.batch.global_size // layout.data_size)
     micro_size = _micro_size(config, session, engine, governor, layout, rows, saved)
     loader.set_micro_size(micro_size)
-    expected = expected_bytes(
-        size,
-        built.config,
-        layout,
-        parallel,
-        rows * config.data.seq_len,
-        -(-rows // micro_size),
-        built.dtype.itemsize,
-    )
-    sends = f"; a step sends {format_bytes(sum(expected.values()))} per rank" if expected else ""
-    log.info("micro-batches of %d x %d tokens%s", min(micro_size, rows), config.data.seq_len, sends)
+
+    def expected(micro_size: int) -> dict[str, int]:
+        length, num_micro = config.data.seq_len, -(-rows // micro_size)
+        itemsize = built.dtype.itemsize
+        return expected_bytes(
+            size, built.config, layout, parallel, rows * length, num_micro, itemsize
+        )
 
     def state(step: int, place: dict[str, Any], evals: Evals) -> RunState:
         return RunState(
@@ -142,18 +156,33 @@ def _run(
             config.model_dump(),
             evals.loss_at(step),
             asdict(evals),
+            pressure.taken,
         )
 
     limit_s = config.run.timeout
     pack = None
     if config.tune.method != "full":
         pack = partial(pack_adapter, tune=config.tune, base=built.directory)
-    saver = Saver(session, store, engine, events, config.checkpoint, limit_s, step, pack)
+    saver = Saver(
+        session, store, engine, events, config.checkpoint, limit_s, step, pack, governor.admit
+    )
+    if saved is not None and not before.taken:  # a run that was killed left it there alone
+        before = replace(before, taken=tuple(saved.governor))
+    pressure.attach(engine, loader, saver, micro_size, inputs.store.path, before)
+    sent = sum(expected(pressure.micro_size).values())
+    log.info(
+        "micro-batches of %d x %d tokens%s",
+        min(pressure.micro_size, rows),
+        config.data.seq_len,
+        f"; a step sends {format_bytes(sent)} per rank" if sent else "",
+    )
 
     def before_update() -> None:
         early.close()
         saver.before_update()
 
+    governor.enter("the first step")
+    governor.fence()
     name = None if session.device.type == "cpu" else _device_name(session)
     peak = peak_flops(name) if name else None
     metrics = Metrics(run_dir if mine else None, config.run.tensorboard, total_steps, step)
@@ -163,7 +192,7 @@ def _run(
             config=config,
             engine=engine,
             loader=loader,
-            eval_batches=_evaluation(config, inputs.eval_store, layout, place, micro_size),
+            eval_batches=_evaluation(config, inputs.eval_store, layout, place, pressure),
             counts_rows=place.counts_rows,
             saver=saver,
             before_update=before_update,
@@ -176,6 +205,7 @@ def _run(
             flops_per_token=flops_per_token(size, built.config, config.data.seq_len),
             peak_flops=peak * world.size if peak else None,
             expected_bytes=expected,
+            pressure=pressure,
         ),
         step,
     )
@@ -192,10 +222,15 @@ def _run(
     return result
 
 
-def _make_run_dir(config: RunConfig, run_dir: Path) -> None:
-    """Make the run directory, and find out now and not at the first save if it can be written."""
+def _make_run_dir(config: RunConfig, run_dir: Path) -> Before:
+    """Make the run directory, and find out now and not at the first save if it can be written.
+
+    Returns what the run before this one left there.
+    """
+    before = look_back(run_dir)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / aftermath.FOLDER).mkdir(parents=True, exist_ok=True)
+        aftermath.clear(run_dir)
         (run_dir / outcome.FILE).unlink(missing_ok=True)
         write_resolved(config, run_dir / "config.resolved.yaml")
     except OSError as error:
@@ -203,6 +238,7 @@ def _make_run_dir(config: RunConfig, run_dir: Path) -> None:
             f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "
             "a file system that this job may write to and that has room"
         ) from None
+    return before
 
 
 def _make_deterministic() -> None:
@@ -271,7 +307,7 @@ def _micro_size(
 
 
 def _evaluation(
-    config: RunConfig, store: TokenStore | None, layout: Layout, place: Place, micro_size: int
+    config: RunConfig, store: TokenStore | None, layout: Layout, place: Place, pressure: Pressure
 ) -> Any:
     if store is None:
         return None
@@ -282,57 +318,8 @@ def _evaluation(
         num_rows=config.train.eval_rows,
         rank=place.data,
         size=layout.data_size,
-        micro_size=micro_size,
+        micro_size=pressure.micro_size,
     )
-
-
-def _describe(
-    config: RunConfig,
-    session: Session,
-    inputs: Inputs,
-    layout: Layout,
-    why: str,
-    loader: Loader,
-    total_steps: int,
-) -> None:
-    """Print what is about to happen, in a few lines, before the expensive part begins."""
-    size, tune = inputs.size, config.tune
-    adapter = f" r={tune.rank} alpha={tune.alpha:g}" if tune.method != "full" else ""
-    log.info("world   %s, %s", session.world, session.device)
-    log.info(
-        "model   %s: %s parameters, %s trained (%s%s), %s",
-        config.model.path,
-        format_count(size.num_parameters),
-        format_count(size.num_trained),
-        tune.method,
-        adapter,
-        str(inputs.built.dtype).removeprefix("torch."),
-    )
-    log.info(
-        "data    %s: %s documents in %s rows of %d tokens, %.1f%% padding",
-        config.data.path,
-        format_count(inputs.store.num_documents),
-        format_count(loader.num_rows_per_epoch),
-        config.data.seq_len,
-        100 * loader.padding,
-    )
-    log.info("layout  %s: %s", layout, why)
-    ranks = layout.data_size
-    fewest, more = divmod(config.batch.global_size, ranks)
-    uneven = f", {more} ranks one more: the others wait for them" if more else ""
-    alone = ranks == session.world.size
-    who, singular = ("ranks", "rank") if alone else ("groups of ranks", "group of ranks")
-    log.info(
-        "batch   %d rows per step over %d %s: %d each%s; %d steps = %.2f epochs",
-        config.batch.global_size,
-        ranks,
-        who if ranks > 1 else singular,
-        fewest,
-        uneven,
-        total_steps,
-        loader.total_rows / loader.num_rows_per_epoch,
-    )
-    log.info("files   %s", config.run.dir)
 
 
 def _finish(

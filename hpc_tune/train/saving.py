@@ -68,17 +68,20 @@ class Saver:
         limit_s: float,
         step: int,
         pack: Callable[[Path, Sequence[str]], list[WrittenFile]] | None,
+        admit: Callable[[int, str], bool] = lambda num_bytes, why: True,
     ) -> None:
         """Save by ``settings``; ``limit_s``: how long a file system may take no byte.
 
         ``step`` is that of the last checkpoint. ``pack`` makes the adapter folder of a checkpoint
-        from the files that hold its weights.
+        from the files that hold its weights. ``admit`` is asked for the memory of copies.
         """
+        self._admit = admit
         self._pack = pack
         self.committed_step = step
         self._session, self._store, self._engine, self._events = session, store, engine, events
         self._settings, self._limit_s = settings, limit_s
         self._background = settings.background and engine.saves_in_background
+        self._in_pieces = False
         self._writer: Writer | None = None
         self._commit: _Task | None = None
         self._state: RunState | None = None
@@ -112,9 +115,9 @@ class Saver:
                 self._give_up(state.step, error)
                 return
             self._state = state
-            self._writer = Writer(self._parts(), self._settings.staging_bytes)
+            self._writer = Writer(self._parts(), self._staging_bytes())
             self._seen, self._seen_at_s = -1, self._began_s
-        if not self._background:
+        if self._in_pieces or not self._background:
             self.finish()
 
     def before_update(self) -> None:
@@ -153,6 +156,14 @@ class Saver:
                 self._advance(num_done)
                 if self.busy:
                     time.sleep(_POLL_S)
+
+    def set_in_pieces(self, on: bool) -> None:
+        """Let training wait for coming saves, which then copy nothing."""
+        self._in_pieces = on
+
+    def _staging_bytes(self) -> int:
+        wanted = self._settings.staging_bytes
+        return wanted if self._admit(wanted, "copies of what is to be saved") else 0
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:

@@ -3,7 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_tune.memory.host import HostLimit, find_limit, own_bytes, used_bytes
+from hpc_tune.memory.host import (
+    HostLimit,
+    find_limit,
+    oom_kills,
+    own_bytes,
+    stalled_share,
+    swapped_bytes,
+    used_bytes,
+)
 
 GIB = 1 << 30
 RAM = 512 * GIB
@@ -144,14 +152,65 @@ def test_a_configured_limit_cannot_raise(machine):
 
 
 def test_in_a_v2_group_page_cache_does_not_count(machine):
-    group = machine.group("job", "1", stat="anon 1000\nfile 500000\nshmem 200\nunevictable 30\n")
+    stat = "anon 1100\nfile 500000\nshmem 130\ninactive_anon 1000\nactive_anon 200\n"
+    group = machine.group("job", "1", stat=stat + "unevictable 30\nactive_file 400000\n")
     assert used_bytes(HostLimit(1, "", group), machine.proc) == 1230
+
+
+def test_in_a_v2_group_what_the_kernel_needs_for_it_counts_but_its_caches_do_not(machine):
+    stat = "inactive_anon 1000\nkernel_stack 16\npagetables 8\nsec_pagetables 0\npercpu 4\nsock 2\n"
+    group = machine.group("job", "1", stat=stat + "slab_reclaimable 900\nslab_unreclaimable 70\n")
+    assert used_bytes(HostLimit(1, "", group), machine.proc) == 1100
 
 
 def test_in_a_v1_group_its_whole_tree_counts_without_page_cache(machine):
-    stat = "cache 9\nrss 5\ntotal_cache 500000\ntotal_rss 1000\ntotal_shmem 200\n"
+    stat = "cache 9\nrss 5\nactive_anon 5\ntotal_cache 500000\ntotal_rss 1100\ntotal_shmem 130\n"
+    stat += "total_inactive_anon 1000\ntotal_active_anon 200\ntotal_active_file 400000\n"
     group = machine.group("job", "1", stat=stat + "total_unevictable 30\n")
     assert used_bytes(HostLimit(1, "", group), machine.proc) == 1230
+
+
+def test_swap_is_the_groups_or_the_machines(machine):
+    v1 = machine.group("v1", "1", stat="total_rss 1\ntotal_swap 700\n")
+    v2 = machine.group("v2", "1", stat="anon 1\n")
+    machine.file(v2 / "memory.swap.current", "300\n")
+    machine.file(machine.proc / "meminfo", "SwapTotal:  10 kB\nSwapFree:  4 kB\n")
+    assert swapped_bytes(HostLimit(1, "", v1), machine.proc) == 700
+    assert swapped_bytes(HostLimit(1, "", v2), machine.proc) == 300
+    assert swapped_bytes(HostLimit(1, ""), machine.proc) == 6144
+
+
+def test_stalls_are_the_groups_or_the_machines(machine):
+    group = machine.group("job", "1")
+    limit = HostLimit(1, "", group)
+    assert stalled_share(limit, machine.proc) is None
+    text = (
+        "some avg10={} avg60=1.00 avg300=0.00 total=5\nfull avg10=90.00 avg60=0 avg300=0 total=1\n"
+    )
+    machine.file(machine.proc / "pressure" / "memory", text.format("2.50"))
+    assert stalled_share(limit, machine.proc) == 0.025
+    machine.file(group / "memory.pressure", text.format("40.00"))
+    assert stalled_share(limit, machine.proc) == 0.4
+    assert stalled_share(HostLimit(1, ""), machine.proc) == 0.025
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("memory.events", "low 0\nmax 12\noom 3\noom_kill 2\n"),
+        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+        (None, "nr_free_pages 7\noom_kill 2\n"),
+    ],
+)
+def test_the_kernels_kills_are_counted_where_it_counts_them(machine, file, text):
+    group = None if file is None else machine.group("job", "1")
+    machine.file(machine.proc / "vmstat" if group is None else group / file, text)
+    assert oom_kills(HostLimit(1, "", group), machine.proc) == 2
+
+
+def test_without_a_counter_nobody_was_killed(machine):
+    assert oom_kills(HostLimit(1, "", machine.group("job", "1")), machine.proc) == 0
+    assert oom_kills(HostLimit(1, ""), machine.proc) == 0
 
 
 def test_without_a_group_what_is_not_available_counts(machine):

@@ -1,0 +1,185 @@
+"""What to do about memory: pure functions of what is used and of what was done before.
+
+    peaks of the last steps, limit -> level (hysteresis, forecast) -> decide -> one action, or none
+
+The ladder's actions are tried in order, from what costs nothing to leaving with a checkpoint. Cheap
+ones begin at TIGHT, those that cost speed at HIGH; after each one step is waited for, whose peak
+shows what it gave. When memory has been calm for long the last one is undone, and the next undoing
+takes twice as long, so that a run does not swing between two states.
+
+Between the step boundaries only ``must_leave`` is asked: whether the limit would be reached before
+this process could act.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum
+from itertools import combinations
+from statistics import median
+from typing import Literal
+
+
+class Level(IntEnum):
+    """How near the limit is. DOOMED: it would be reached before a step and a save are done."""
+
+    CALM = 0
+    TIGHT = 1
+    HIGH = 2
+    CRITICAL = 3
+    DOOMED = 4
+
+
+class Action(Enum):
+    """The rungs of the ladder, in order."""
+
+    TRIM = "trim"
+    SHRINK_BUFFERS = "shrink_buffers"
+    SAVE_IN_PIECES = "save_in_pieces"
+    SPLIT_MICRO_BATCHES = "split_micro_batches"
+    RECOMPUTE = "recompute"
+    MOVE_OPTIMIZER = "move_optimizer"
+    LEAVE = "leave"
+
+
+_BEGINS_AT = {  # of the limit
+    Level.CALM: 0.0,
+    Level.TIGHT: 0.85,
+    Level.HIGH: 0.92,
+    Level.CRITICAL: 0.97,
+}
+_STAYS_FOR = 0.04  # of the limit below where a level begins
+_FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
+_FORECAST_STEPS = 20  # that far ahead a limit makes the level HIGH
+_GROWTH_WINDOW = 8  # peaks
+_FROM_LEVEL = {
+    Action.SHRINK_BUFFERS: Level.TIGHT,
+    Action.SAVE_IN_PIECES: Level.TIGHT,
+    Action.SPLIT_MICRO_BATCHES: Level.HIGH,
+    Action.RECOMPUTE: Level.HIGH,
+    Action.MOVE_OPTIMIZER: Level.HIGH,
+}
+_CALM_STEPS = 50
+_MOST_CALM_STEPS = 3200
+_REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
+_RESERVE_SHARE, _LEAST_RESERVE = 0.01, 8 << 20
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What was done so far, the same on all ranks. ``taken``: in order, what can be undone."""
+
+    taken: tuple[Action, ...] = ()
+    trimmed: bool = False
+    settling: bool = False
+    calm_steps: int = 0
+    patience: int = _CALM_STEPS
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An action to do, or to undo."""
+
+    action: Action
+    way: Literal["do", "undo"] = "do"
+
+
+def growth_per_step(peaks: Iterable[int]) -> float:
+    """Return by how many bytes the peak grows per step, 0 before there are enough to tell.
+
+    It is the smaller of two medians: of the differences between neighbours, to which one jump (a
+    longer batch) is no growth, and of the slopes between all pairs (Theil and Sen), to which
+    swinging is none.
+    """
+    last = list(enumerate(list(peaks)[-_GROWTH_WINDOW:]))
+    if len(last) < _GROWTH_WINDOW:
+        return 0.0
+    slopes = [(j - i, (b - a) / (j - i)) for (i, a), (j, b) in combinations(last, 2)]
+    neighbours = median(slope for apart, slope in slopes if apart == 1)
+    return max(0.0, min(neighbours, median(slope for _, slope in slopes)))
+
+
+def level_of(
+    before: Level, used: int, limit: int, growth: float = 0.0, steps_to_safety: float = 2.0
+) -> Level:
+    """Return the level for the peak of a step, given the level before it.
+
+    ``growth`` is in bytes per step; ``steps_to_safety`` is how many steps a checkpoint takes.
+    """
+    share = used / limit
+    level = max(lev for lev, begins in _BEGINS_AT.items() if share >= begins)
+    kept = min(before, Level.CRITICAL)
+    if kept > level and share >= _BEGINS_AT[kept] - _STAYS_FOR:
+        level = kept
+    if growth > 0 and share >= _FORECAST_FROM:
+        steps_left = (limit - reserve_of(limit) - used) / growth
+        if steps_left < steps_to_safety:
+            return Level.DOOMED
+        if steps_left < max(_FORECAST_STEPS, 2 * steps_to_safety):
+            level = max(level, Level.HIGH)
+    return level
+
+
+def decide(
+    ladder: Ladder, level: Level, available: Collection[Action]
+) -> tuple[Ladder, Decision | None]:
+    """Return the ladder after this step boundary, and what to do now.
+
+    ``available`` holds the actions that can still give something: one that was taken is in it only
+    if it can be taken again.
+    """
+    if level == Level.DOOMED:
+        return ladder, Decision(Action.LEAVE)
+    if level == Level.CALM:
+        return _relax(ladder)
+    ladder = replace(ladder, calm_steps=0)
+    if ladder.settling:
+        return replace(ladder, settling=False), None
+    if not ladder.trimmed:
+        return replace(ladder, trimmed=True, settling=True), Decision(Action.TRIM)
+    action = next((a for a in _FROM_LEVEL if a in available and level >= _FROM_LEVEL[a]), None)
+    if action is not None:
+        return replace(ladder, taken=(*ladder.taken, action), settling=True), Decision(action)
+    if level == Level.CRITICAL:
+        return ladder, Decision(Action.LEAVE)
+    return ladder, None
+
+
+def one_lower(taken: tuple[Action, ...], available: Collection[Action]) -> tuple[Action, ...]:
+    """Return what the start after a forced end takes: all that was taken, and the next rung."""
+    return (*taken, *[action for action in _FROM_LEVEL if action in available][:1])
+
+
+def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) -> bool:
+    """Tell whether the limit would be reached before this process could act.
+
+    ``samples`` are (seconds, bytes used) of the last half second or so. What is below ``familiar``,
+    the peak of a step that went well, is no reason.
+    """
+    (first_s, first), (last_s, used) = samples[0], samples[-1]
+    if used <= familiar:
+        return False
+    rate = max(0.0, (used - first) / (last_s - first_s)) if last_s > first_s else 0.0
+    return used + rate * _REACTION_S >= limit - reserve_of(limit)
+
+
+def reserve_of(limit: int) -> int:
+    """Return the bytes below the limit that are not to be used: what samples do not show."""
+    return max(int(limit * _RESERVE_SHARE), _LEAST_RESERVE)
+
+
+def room_of(used: int, limit: int) -> int:
+    """Return how many bytes one allocation may take and leave the level below HIGH."""
+    return max(0, int(limit * _BEGINS_AT[Level.HIGH]) - used)
+
+
+def _relax(ladder: Ladder) -> tuple[Ladder, Decision | None]:
+    calm = replace(ladder, trimmed=False, settling=False, calm_steps=ladder.calm_steps + 1)
+    if not ladder.taken or calm.calm_steps < ladder.patience:
+        return calm, None
+    undone = replace(
+        calm,
+        taken=ladder.taken[:-1],
+        calm_steps=0,
+        patience=min(2 * ladder.patience, _MOST_CALM_STEPS),
+    )
+    return undone, Decision(ladder.taken[-1], "undo")

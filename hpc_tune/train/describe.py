@@ -1,0 +1,58 @@
+"""What a run says of itself before the expensive part begins."""
+
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.data.loader import Loader
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.log import log
+from hpc_tune.train.inputs import Inputs
+from hpc_tune.units import format_count
+from hpc_tune.world.bootstrap import Session
+
+
+def describe(
+    config: RunConfig,
+    session: Session,
+    inputs: Inputs,
+    layout: Layout,
+    why: str,
+    loader: Loader,
+    total_steps: int,
+) -> None:
+    """Print the world, the model, the data, the layout and the batch, a line each."""
+    size, tune = inputs.size, config.tune
+    adapter = f" r={tune.rank} alpha={tune.alpha:g}" if tune.method != "full" else ""
+    log.info("world   %s, %s", session.world, session.device)
+    log.info(
+        "model   %s: %s parameters, %s trained (%s%s), %s",
+        config.model.path,
+        format_count(size.num_parameters),
+        format_count(size.num_trained),
+        tune.method,
+        adapter,
+        str(inputs.built.dtype).removeprefix("torch."),
+    )
+    log.info(
+        "data    %s: %s documents in %s rows of %d tokens, %.1f%% padding",
+        config.data.path,
+        format_count(inputs.store.num_documents),
+        format_count(loader.num_rows_per_epoch),
+        config.data.seq_len,
+        100 * loader.padding,
+    )
+    log.info("layout  %s: %s", layout, why)
+    ranks = layout.data_size
+    fewest, more = divmod(config.batch.global_size, ranks)
+    uneven = f", {more} ranks one more: the others wait for them" if more else ""
+    alone = ranks == session.world.size
+    who, singular = ("ranks", "rank") if alone else ("groups of ranks", "group of ranks")
+    log.info(
+        "batch   %d rows per step over %d %s: %d each%s; %d steps = %.2f epochs",
+        config.batch.global_size,
+        ranks,
+        who if ranks > 1 else singular,
+        fewest,
+        uneven,
+        total_steps,
+        loader.total_rows / loader.num_rows_per_epoch,
+    )
+    log.info("files   %s", config.run.dir)

@@ -1,0 +1,284 @@
+"""What a run does about memory: the governor's levels, agreed by all ranks and acted upon.
+
+    step's worst -> levels of this rank -> counted over the ranks at the boundary -> decide -> lever
+
+Each rank decides by the same counts and the same ladder, so all do the same thing.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.config.schema import MemoryConfig
+from hpc_tune.data.loader import PREFETCH_BYTES, Loader
+from hpc_tune.engine.base import Engine
+from hpc_tune.errors import LeavingError
+from hpc_tune.log import JsonLines, log
+from hpc_tune.memory import aftermath
+from hpc_tune.memory.device import give_back_cache, is_out_of_memory
+from hpc_tune.memory.governor import Governor, MemorySample, Need
+from hpc_tune.memory.host import give_back, own_bytes
+from hpc_tune.memory.policy import Action, Decision, Ladder, Level, decide, one_lower
+from hpc_tune.train import outcome
+from hpc_tune.train.ending import fail
+from hpc_tune.train.saving import Saver
+from hpc_tune.units import format_bytes
+from hpc_tune.world.bootstrap import Session
+
+_LEVELS = tuple(Level)[1:]
+_HOST_SIDE = frozenset({Action.SHRINK_BUFFERS, Action.SAVE_IN_PIECES})
+_DEVICE_SIDE = frozenset({Action.SPLIT_MICRO_BATCHES, Action.RECOMPUTE, Action.MOVE_OPTIMIZER})
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the run before this one in the same directory says: what its governor had done, whether
+    memory ended it, and, if it left no outcome, how it died.
+    """
+
+    taken: tuple[str, ...] = ()
+    forced: bool = False
+    death: str | None = None
+
+
+def look_back(run_dir: Path) -> Before:
+    """Return what the last run here left behind."""
+    told, words = outcome.read(run_dir), aftermath.read(run_dir)
+    if told is not None:
+        taken = tuple(map(str, told.get("governor", ())))
+        return Before(taken, forced=told.get("status") == "stopped" and "need" in told)
+    if words:
+        death = f"the last run in {run_dir} did not end by itself; {aftermath.describe(words)}"
+        return Before(forced=aftermath.was_memory(words), death=death)
+    return Before()
+
+
+def make_governor(memory: MemoryConfig, session: Session, run_dir: Path) -> Governor:
+    """Return this rank's governor; the first rank of each node keeps the node's last words."""
+    world = session.world
+    governor = Governor(
+        memory.host_limit,
+        session.device,
+        memory.governor,
+        world.hostname,
+        world.local_size,
+        aftermath.path_of(run_dir, world.node) if world.local_rank == 0 else None,
+    )
+    asked, limit = memory.host_limit, governor.limit
+    if world.rank == 0 and asked is not None and limit.num_bytes < asked:
+        log.warning(
+            "memory.host_limit=%s has no effect: %s grants %s",
+            format_bytes(asked),
+            limit.source,
+            format_bytes(limit.num_bytes),
+        )
+    return governor
+
+
+class Pressure:
+    """Acts on memory pressure, or only tells of it (memory.governor=observe)."""
+
+    def __init__(
+        self,
+        session: Session,
+        governor: Governor,
+        run_dir: Path,
+        events: JsonLines,
+        committed_step: Callable[[], int | None],
+    ) -> None:
+        """Work with ``governor``; ``committed_step`` is what a start now would go on from."""
+        self._session, self._governor, self._run_dir = session, governor, run_dir
+        self._events, self._committed_step = events, committed_step
+        self._ladder = Ladder()
+        self._levels = (Level.CALM, Level.CALM)
+        self._told = Level.CALM
+        self._sample: MemorySample | None = None
+        self._engine: Engine | None = None
+
+    def attach(
+        self,
+        engine: Engine,
+        loader: Loader,
+        saver: Saver,
+        micro_size: int,
+        data_file: Path,
+        before: Before,
+    ) -> None:
+        """Know what can be acted upon, and begin where the run before this one had come to.
+
+        Where memory ended that one, this begins one rung lower.
+        """
+        self._engine, self._loader, self._saver = engine, loader, saver
+        self._whole_micro_size, self._data_file = micro_size, data_file
+        if self._governor.mode != "on":
+            return
+        taken = tuple(action for name in before.taken for action in Action if action.value == name)
+        self._ladder = Ladder(taken)
+        if before.forced:
+            self._ladder = Ladder(one_lower(taken, self._available(_HOST_SIDE | _DEVICE_SIDE)))
+        for number, action in enumerate(self._ladder.taken):
+            self._pull(action, on=True, times=self._ladder.taken[: number + 1].count(action))
+        if self._ladder.taken:
+            log.info("memory  as the run before left it: %s", ", ".join(self.taken))
+
+    @property
+    def micro_size(self) -> int:
+        """Rows per micro-batch now."""
+        halvings = self._ladder.taken.count(Action.SPLIT_MICRO_BATCHES)
+        return max(1, self._whole_micro_size >> halvings)
+
+    @property
+    def taken(self) -> list[str]:
+        """What was done and holds, in order."""
+        return [action.value for action in self._ladder.taken]
+
+    def see(self, sample: MemorySample | None, steps_to_safety: float) -> None:
+        """Take in the worst of the last step."""
+        if sample is not None:
+            self._sample = sample
+            self._levels = self._governor.levels(sample, steps_to_safety)
+
+    def votes(self) -> list[float]:
+        """Return what this rank adds to the boundary's sum: one for each level it has reached."""
+        return [float(mine >= level) for mine in self._levels for level in _LEVELS]
+
+    def act(self, counts: Sequence[float], step: int) -> Need | None:
+        """Do what the ranks' votes ask for; return why to leave, if that is it."""
+        host, device = (
+            Level(sum(count > 0 for count in counts[start : start + len(_LEVELS)]))
+            for start in (0, len(_LEVELS))
+        )
+        level = max(host, device)
+        if level != self._told and self._sample is not None:
+            self._tell(step, f"memory is {level.name.lower()}: {self._figures()}", level=level.name)
+            self._told = level
+        if self._governor.mode != "on":
+            return None
+        sides = (_HOST_SIDE if host == level else frozenset()) | (
+            _DEVICE_SIDE if device == level or self._computes_on_host else frozenset()
+        )
+        self._ladder, decision = decide(self._ladder, level, self._available(sides))
+        if decision is None:
+            return None
+        if decision.action == Action.LEAVE:
+            why = "it grows" if level == Level.DOOMED else "nothing is left to be given up"
+            return self._governor.need(self._sample.host_bytes if self._sample else 0, why)
+        self._do(decision, step)
+        return None
+
+    def facts(self, need: Need) -> dict[str, Any]:
+        """Return what outcome.json says of a run that left for want of memory."""
+        return {
+            "need": need.need,
+            "had": need.had,
+            "phase": need.phase,
+            "rank": self._session.world.rank,
+            "host": need.host,
+            "governor": self.taken,
+        }
+
+    def leave_at_once(self, need: Need) -> None:
+        """End the world before the kernel does; for the governor's thread."""
+        fail(self._session, self._leaving(need), self._run_dir)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what an error means: an allocation that fails is a reason to leave."""
+        if self._governor.mode != "on" or not is_out_of_memory(error):
+            return error
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        used = own_bytes()
+        return self._leaving(self._governor.need(used, f"an allocation failed: {first_line}"))
+
+    def _leaving(self, need: Need) -> LeavingError:
+        return LeavingError(need.words, self._committed_step(), self.facts(need))
+
+    @property
+    def _computes_on_host(self) -> bool:
+        return self._session.device.type == "cpu"
+
+    def _available(self, sides: frozenset[Action]) -> frozenset[Action]:
+        assert self._engine is not None
+        can = {Action.SHRINK_BUFFERS, Action.SAVE_IN_PIECES, *self._engine.levers()}
+        can -= set(self._ladder.taken)
+        if self.micro_size > 1:
+            can.add(Action.SPLIT_MICRO_BATCHES)
+        return frozenset(can) & sides
+
+    def _do(self, decision: Decision, step: int) -> None:
+        on = decision.way == "do"
+        before = own_bytes()
+        times = self._ladder.taken.count(decision.action)
+        said = self._pull(decision.action, on, times)
+        self._governor.forget()
+        if decision.action == Action.TRIM:
+            said = f"gave back {format_bytes(max(0, before - own_bytes()))}"
+        self._tell(
+            step, f"{self._figures()}: {said}", action=decision.action.value, way=decision.way
+        )
+
+    def _pull(self, action: Action, on: bool, times: int) -> str:
+        """Do an action, or undo it; return what it was, in words."""
+        assert self._engine is not None
+        match action:
+            case Action.TRIM:
+                give_back()
+                give_back_cache()
+                _forget_pages(self._data_file)
+                return "gave back what was free"
+            case Action.SHRINK_BUFFERS:
+                self._loader.set_prefetch(0 if on else PREFETCH_BYTES)
+                return "steps are built when they are needed" if on else "steps are built ahead"
+            case Action.SAVE_IN_PIECES:
+                self._saver.set_in_pieces(on)
+                return "training waits for saves" if on else "saves go on in the background"
+            case Action.SPLIT_MICRO_BATCHES:
+                rows = max(1, self._whole_micro_size >> times)
+                self._loader.set_micro_size(rows)
+                return f"micro-batches of {rows} rows"
+            case _:
+                return self._engine.apply(action, on)
+
+    def _figures(self) -> str:
+        sample = self._sample
+        if sample is None:
+            return "no sample yet"
+        text = f"host {format_bytes(sample.host_bytes)} of {format_bytes(sample.host_limit_bytes)}"
+        if sample.device is not None:
+            used, limit = sample.device.used_bytes, sample.device.limit_bytes
+            text += f", device {format_bytes(used)} of {format_bytes(limit)}"
+        return text
+
+    def _tell(self, step: int, message: str, **fields: str) -> None:
+        sample = self._sample
+        said: Mapping[str, Any] = {
+            "host_bytes": sample.host_bytes if sample else None,
+            "host_limit_bytes": sample.host_limit_bytes if sample else None,
+            "swap_bytes": sample.swap_bytes if sample else None,
+            "shm_bytes": sample.shm_bytes if sample else None,
+            "stalled": sample.stalled if sample else None,
+        }
+        self._events.write(
+            time=time.time(),
+            step=step,
+            rank=self._session.world.rank,
+            kind="governor",
+            **fields,
+            message=message,
+            **said,
+        )
+        log.info("step %d: memory: %s", step, message)
+
+
+def _forget_pages(file: Path) -> None:
+    """Drop the page cache of a file that is read again only in the next epoch."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

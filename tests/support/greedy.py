@@ -1,0 +1,59 @@
+"""A training run that is hungry for memory in a way that a test chooses.
+
+    python -m tests.support.greedy WAY BYTES [key=value ...]
+
+WAY is what happens from step 3 on: ``leak`` takes BYTES more at each step for good, ``burst`` takes
+BYTES per second within one step until the process ends, ``batch`` makes each micro-batch take BYTES
+per row while it is computed, ``none`` nothing. Steps that the test needs long last STEP_S.
+"""
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from hpc_tune.config.load import load_config
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.train.run import run
+
+FIRST_STEP = 3
+_PIECE = 1 << 20
+_held: list[torch.Tensor] = []
+_steps = 0
+
+
+def take(num_bytes: int) -> torch.Tensor:
+    """Return memory that was written to: only that counts."""
+    return torch.ones(num_bytes, dtype=torch.uint8)
+
+
+def plant(way: str, num_bytes: int) -> None:
+    """Make the engine do as asked."""
+    real_step, real_forward = NativeEngine.train_step, NativeEngine._forward
+
+    def train_step(self: NativeEngine, *args: Any) -> Any:
+        global _steps
+        _steps += 1
+        if _steps >= FIRST_STEP and way == "leak":
+            _held.append(take(num_bytes))
+        if _steps == FIRST_STEP and way == "burst":
+            while True:
+                _held.append(take(_PIECE))
+                time.sleep(_PIECE / num_bytes)
+        return real_step(self, *args)
+
+    def forward(self: NativeEngine, chunk: int, batch: Any, hidden_BTD: Any) -> Any:
+        if way == "batch" and _steps >= FIRST_STEP and torch.is_grad_enabled():
+            taken = take(num_bytes * batch.tokens_BT.shape[0])
+            time.sleep(0.05)
+            del taken
+        return real_forward(self, chunk, batch, hidden_BTD)
+
+    NativeEngine.train_step = train_step  # type: ignore[method-assign,assignment]
+    NativeEngine._forward = forward  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    plant(sys.argv[1], int(sys.argv[2]))
+    sys.exit(run(load_config(None, sys.argv[3:])))

@@ -1,0 +1,266 @@
+"""The governor's thread, its fence and its last words."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_tune.errors import LeavingError
+from hpc_tune.memory import aftermath, governor
+from hpc_tune.memory.device import is_out_of_memory
+from hpc_tune.memory.fence import Fence
+from hpc_tune.memory.governor import Governor
+from hpc_tune.memory.host import HostLimit
+from hpc_tune.memory.policy import Level
+from hpc_tune.train import outcome
+from hpc_tune.train.pressure import look_back
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+class Host:
+    """What the governor is told of a host's memory."""
+
+    def __init__(self, patch, limit=1000 * MIB, used=100 * MIB):
+        self.limit, self.used = limit, used
+        patch.setattr(governor, "find_limit", lambda configured: HostLimit(limit, "the test"))
+        patch.setattr(governor, "used_bytes", lambda limit: self.used)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    return Host(monkeypatch)
+
+
+def wait_for(what, limit_s=10.0):
+    until_s = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_it_keeps_the_worst_of_the_interval_between_two_questions(host):
+    watching = Governor(None, CPU, "observe")
+    watching.start()
+    host.used = 700 * MIB
+    time.sleep(0.5)
+    host.used = 200 * MIB
+    assert watching.worst().host_bytes == 700 * MIB
+    time.sleep(0.5)
+    assert watching.worst().host_bytes == 200 * MIB
+    watching.close()
+
+
+@pytest.mark.parametrize(("mode", "leaves"), [("on", True), ("observe", False), ("off", False)])
+def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, leaves):
+    needs = []
+    watching = Governor(None, CPU, mode, host="n1")
+    watching.start(needs.append)
+    watching.enter("loading the model")
+    host.used = 995 * MIB
+    time.sleep(0.6)
+    watching.close()
+    assert len(needs) == leaves
+    if leaves:
+        assert (needs[0].need, needs[0].had) == (995 * MIB, 1000 * MIB)
+        assert needs[0].words.startswith(
+            "host memory of n1: 995 MiB of 1000 MiB (the test) in use while loading the model; "
+        )
+
+
+def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
+    needs = []
+    watching = Governor(None, CPU, "on")
+    host.used = 993 * MIB
+    watching.levels(watching.worst(), 2)
+    watching.start(needs.append)
+    time.sleep(0.5)
+    assert needs == []
+    host.used = 994 * MIB
+    wait_for(lambda: needs)
+    watching.close()
+
+
+def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
+    watching, levels = Governor(None, CPU, "on"), []
+    for step in range(60):
+        host.used = (100 + 20 * step) * MIB
+        level, device = watching.levels(watching.worst(), steps_to_safety=3)
+        levels.append(level)
+        assert device == Level.CALM
+        if level == Level.DOOMED:
+            break
+    left = (1000 - 10) * MIB - host.used
+    assert 2 * 20 * MIB <= left < 3 * 20 * MIB
+    assert Level.HIGH in levels
+
+
+def test_after_something_was_done_growth_is_counted_anew(host):
+    watching = Governor(None, CPU, "on")
+    for step in range(10):
+        host.used = (700 + 20 * step) * MIB
+        level, _ = watching.levels(watching.worst(), 2)
+    assert level == Level.HIGH
+    watching.forget()
+    host.used = 750 * MIB
+    assert watching.levels(watching.worst(), 2)[0] == Level.CALM
+
+
+@pytest.mark.parametrize(
+    ("mode", "used_mib", "asked_mib", "admitted"),
+    [
+        ("on", 100, 200, True),
+        ("on", 100, 206, False),  # 820 MiB of room over four ranks
+        ("on", 950, 1, False),
+        ("observe", 950, 500, True),
+        ("off", 950, 500, True),
+    ],
+)
+def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
+    host, mode, used_mib, asked_mib, admitted
+):
+    host.used = used_mib * MIB
+    watching = Governor(None, CPU, mode, ranks_here=4)
+    assert watching.admit(asked_mib * MIB, "a copy") is admitted
+
+
+def test_switched_off_it_does_nothing(host):
+    watching = Governor(None, CPU, "off")
+    watching.start()
+    assert watching.worst() is None
+    assert "memory governor" not in {thread.name for thread in threading.enumerate()}
+    watching.close()
+
+
+def test_its_last_words_are_there_while_it_runs_and_gone_after(host, tmp_path):
+    file = aftermath.path_of(tmp_path, 3)
+    file.parent.mkdir()
+    watching = Governor(None, CPU, "observe", host="n1", last_word=file)
+    watching.start()
+    watching.enter("loading the model")
+    wait_for(lambda: [w.phase for w in aftermath.read(tmp_path)] == ["loading the model"])
+    [word] = aftermath.read(tmp_path)
+    assert (word.host, word.used, word.limit) == ("n1", 100 * MIB, 1000 * MIB)
+    watching.close()
+    assert aftermath.read(tmp_path) == []
+
+
+def leave_words(run_dir, **changed):
+    file = aftermath.path_of(run_dir, 0)
+    file.parent.mkdir(exist_ok=True)
+    said = {
+        "time": 1.0,
+        "phase": "training step 7",
+        "host": "n1",
+        "used": 500,
+        "limit": 1000,
+        "limit_source": "/cg/memory.max",
+        "cgroup": None,
+        "oom_kills": 4,
+    }
+    file.write_text(json.dumps(said | changed))
+
+
+def test_a_run_without_an_outcome_was_killed(tmp_path):
+    assert look_back(tmp_path).death is None
+    leave_words(tmp_path)
+    before = look_back(tmp_path)
+    assert not before.forced
+    assert "Last seen on n1 at 1970-01-01" in before.death
+    assert "while training step 7: 500 B of 1000 B host memory in use (50% of" in before.death
+    assert "probably" not in before.death
+
+
+def test_near_the_limit_it_was_probably_memory(tmp_path):
+    leave_words(tmp_path, used=900)
+    before = look_back(tmp_path)
+    assert before.forced
+    assert before.death.endswith("; probably by the kernel, for memory")
+
+
+def test_the_kernels_counter_is_proof(tmp_path):
+    group = tmp_path / "group"
+    group.mkdir()
+    (group / "memory.events").write_text("oom_kill 6\n")
+    leave_words(tmp_path, cgroup=str(group))
+    before = look_back(tmp_path)
+    assert before.forced
+    assert "the kernel killed 2 of that group's processes for memory" in before.death
+
+
+def test_words_that_cannot_be_read_are_none(tmp_path):
+    leave_words(tmp_path)
+    aftermath.path_of(tmp_path, 1).write_text("{")
+    aftermath.path_of(tmp_path, 2).write_text('{"time": 1}')
+    assert len(aftermath.read(tmp_path)) == 1
+    aftermath.clear(tmp_path)
+    assert look_back(tmp_path).death is None
+
+
+def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
+    error = LeavingError("why", 4, {"need": 2, "had": 1, "governor": ["shrink_buffers"]})
+    outcome.write(outcome.stopped(error.reason, error.step, error.facts), tmp_path)
+    told = json.loads((tmp_path / "outcome.json").read_text())
+    assert told == {
+        "status": "stopped",
+        "reason": "why",
+        "step": 4,
+        "exit_code": 75,
+        "need": 2,
+        "had": 1,
+        "governor": ["shrink_buffers"],
+    }
+    before = look_back(tmp_path)
+    assert (before.taken, before.forced, before.death) == (("shrink_buffers",), True, None)
+    outcome.write(outcome.stopped("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path)
+    assert not look_back(tmp_path).forced
+
+
+def test_behind_the_fence_an_allocation_fails_instead_of_killing():
+    fence = Fence()
+    fence.set(64 * MIB)
+    try:
+        held = torch.ones(16 * MIB, dtype=torch.uint8)
+        with pytest.raises(RuntimeError) as from_torch:
+            torch.ones(256 * MIB, dtype=torch.uint8)
+        with pytest.raises(MemoryError) as from_numpy:
+            np.ones(256 * MIB, dtype=np.uint8)
+    finally:
+        fence.lift()
+    assert held.sum() == held.numel() % 2**63
+    assert is_out_of_memory(from_torch.value)
+    assert is_out_of_memory(from_numpy.value)
+    assert torch.ones(256 * MIB, dtype=torch.uint8).numel()
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_an_allocation_that_fails_looks_like(error, memory):
+    assert is_out_of_memory(error) is memory
+
+
+@pytest.mark.parametrize("mode", ["observe", "on"])
+def test_watching_costs_less_than_half_a_percent_of_a_core(mode):
+    watching = Governor(None, CPU, mode)
+    watching.fence()
+    watching.start(lambda need: None)
+    clock = time.pthread_getcpuclockid(watching._thread.ident)
+    shares = []
+    for _ in range(3):
+        before_s = time.clock_gettime(clock)
+        time.sleep(3.0)
+        shares.append((time.clock_gettime(clock) - before_s) / 3.0)
+    watching.close()
+    assert min(shares) < 0.005, shares

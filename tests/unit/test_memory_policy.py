@@ -1,0 +1,233 @@
+"""The governor's decisions, as tables."""
+
+import pytest
+
+from hpc_tune.memory.policy import (
+    Action,
+    Ladder,
+    Level,
+    decide,
+    growth_per_step,
+    level_of,
+    must_leave,
+    one_lower,
+    reserve_of,
+    room_of,
+)
+
+GIB = 1 << 30
+CALM, TIGHT, HIGH, CRITICAL, DOOMED = Level
+TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE, LEAVE = Action
+ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
+
+
+@pytest.mark.parametrize(
+    ("before", "percent", "level"),
+    [
+        (CALM, 0, CALM),
+        (CALM, 84.9, CALM),
+        (CALM, 85, TIGHT),
+        (CALM, 91.9, TIGHT),
+        (CALM, 92, HIGH),
+        (CALM, 96.9, HIGH),
+        (CALM, 97, CRITICAL),
+        (CALM, 130, CRITICAL),
+        # On the way down a level holds for 4% of the limit.
+        (TIGHT, 84.9, TIGHT),
+        (TIGHT, 81, TIGHT),
+        (TIGHT, 80.9, CALM),
+        (HIGH, 91, HIGH),
+        (HIGH, 88, HIGH),
+        (HIGH, 87.9, TIGHT),
+        (HIGH, 80, CALM),
+        (CRITICAL, 93, CRITICAL),
+        (CRITICAL, 92.9, HIGH),
+        (CRITICAL, 86, TIGHT),
+        (DOOMED, 93, CRITICAL),
+        (DOOMED, 50, CALM),
+    ],
+)
+def test_a_level_begins_at_a_share_of_the_limit_and_ends_below_it(before, percent, level):
+    assert level_of(before, round(percent * 10_000), 1_000_000) == level
+
+
+@pytest.mark.parametrize(
+    ("percent", "growth_percent", "steps_to_safety", "level"),
+    [
+        (50, 10, 2, CALM),  # below 60% growth is the run's beginning
+        (70, 0, 2, CALM),
+        (70, 1, 2, CALM),  # 29 steps to go
+        (70, 2, 2, HIGH),  # 14.5
+        (70, 2, 14, HIGH),
+        (70, 2, 15, DOOMED),  # not enough for a checkpoint that takes 15 steps
+        (70, 15, 2, DOOMED),
+        (70, 14, 2, HIGH),
+        (90, 0.1, 2, TIGHT),
+        (90, 0.5, 2, HIGH),
+        (97, 0.5, 2, CRITICAL),
+        (97, 1.1, 2, DOOMED),
+        (99.5, 0.001, 2, DOOMED),  # within the reserve
+    ],
+)
+def test_growth_is_forecast(percent, growth_percent, steps_to_safety, level):
+    limit = 100 * GIB
+    used, growth = limit * percent / 100, limit * growth_percent / 100
+    assert level_of(CALM, int(used), limit, growth, steps_to_safety) == level
+
+
+@pytest.mark.parametrize(
+    ("peaks", "growth"),
+    [
+        ([], 0),
+        ([100 * n for n in range(7)], 0),  # too few
+        ([100 * n for n in range(8)], 100),
+        ([100] * 4 + [900] * 4, 0),  # one jump
+        ([100] * 7 + [900], 0),
+        ([100, 200, 900, 910, 920, 930, 940, 950, 960, 970], 10),  # what was before is forgotten
+        ([100 * n for n in range(8, 0, -1)], 0),
+        ([100, 900] * 4, 0),  # long batches and short ones by turns
+        ([100, 130, 120, 150, 140, 170, 160, 190], 10),  # one step forth and back, on a slope
+    ],
+)
+def test_growth_is_neither_a_jump_nor_a_swing(peaks, growth):
+    assert growth_per_step(peaks) == growth
+
+
+@pytest.mark.parametrize(
+    ("taken", "trimmed", "level", "available", "action"),
+    [
+        ((), False, CALM, ALL, None),
+        ((), False, TIGHT, ALL, TRIM),
+        ((), False, CRITICAL, ALL, TRIM),
+        ((), True, TIGHT, ALL, SHRINK),
+        ((SHRINK,), True, TIGHT, ALL - {SHRINK}, PIECES),
+        ((SHRINK, PIECES), True, TIGHT, {SPLIT, RECOMPUTE, MOVE}, None),
+        ((SHRINK, PIECES), True, HIGH, {SPLIT, RECOMPUTE, MOVE}, SPLIT),
+        ((SHRINK, PIECES, SPLIT), True, HIGH, {SPLIT, RECOMPUTE, MOVE}, SPLIT),
+        ((SHRINK, PIECES, SPLIT), True, HIGH, {RECOMPUTE, MOVE}, RECOMPUTE),
+        ((SHRINK, PIECES, SPLIT, RECOMPUTE), True, HIGH, {MOVE}, MOVE),
+        (tuple(ALL), True, TIGHT, (), None),
+        (tuple(ALL), True, HIGH, (), None),
+        (tuple(ALL), True, CRITICAL, (), LEAVE),
+        ((), True, CRITICAL, (), LEAVE),
+        ((), True, HIGH, {RECOMPUTE}, RECOMPUTE),
+        ((), False, DOOMED, ALL, LEAVE),
+        ((SHRINK,), True, DOOMED, ALL, LEAVE),
+    ],
+)
+def test_the_ladder_is_climbed_in_order(taken, trimmed, level, available, action):
+    after, decision = decide(Ladder(taken, trimmed), level, available)
+    assert (decision.action if decision else None) == action
+    if action in ALL:
+        assert after.taken == (*taken, action)
+    else:
+        assert after.taken == taken
+
+
+def climb(levels, ladder=None):
+    """Return the ladder and the decisions for a series of levels; SPLIT can be taken twice."""
+    ladder, done = ladder or Ladder(), []
+    for level in levels:
+        available = {a for a in ALL if ladder.taken.count(a) < (2 if a == SPLIT else 1)}
+        ladder, decision = decide(ladder, level, available)
+        done.append(None if decision is None else (decision.way, decision.action))
+    return ladder, done
+
+
+def test_each_action_has_a_step_to_show_what_it_gives():
+    _, done = climb([HIGH] * 14 + [CRITICAL] * 2)
+    actions = [TRIM, SHRINK, PIECES, SPLIT, SPLIT, RECOMPUTE, MOVE]
+    assert done[:14:2] == [("do", action) for action in actions]
+    assert done[1:14:2] == [None] * 7
+    assert done[14:] == [("do", LEAVE)] * 2
+
+
+def test_a_settling_action_is_not_waited_for_when_the_limit_is_near():
+    ladder, _ = climb([HIGH])
+    assert ladder.settling
+    assert decide(ladder, DOOMED, ALL)[1].action == LEAVE
+
+
+def test_what_was_taken_is_undone_after_a_long_calm_the_last_first():
+    ladder, _ = climb([HIGH] * 8)
+    assert ladder.taken == (SHRINK, PIECES, SPLIT)
+    ladder, done = climb([CALM] * 50, ladder)
+    assert done == [None] * 49 + [("undo", SPLIT)]
+    ladder, done = climb([CALM] * 100, ladder)
+    assert done == [None] * 99 + [("undo", PIECES)]
+    ladder, done = climb([CALM] * 1000, ladder)
+    assert [d for d in done if d] == [("undo", SHRINK)]
+    assert ladder.taken == ()
+
+
+def test_a_moment_of_pressure_begins_the_calm_anew():
+    ladder, _ = climb([HIGH] * 4)
+    ladder, done = climb([*[CALM] * 49, TIGHT, *[CALM] * 49], ladder)
+    assert ("undo", SHRINK) not in done
+    assert climb([CALM], ladder)[1] == [("undo", SHRINK)]
+
+
+def test_a_run_that_swings_changes_ever_more_rarely():
+    ladder, changes = Ladder(), []
+    for _ in range(40):  # without the action it is tight, with it calm
+        level = CALM if SHRINK in ladder.taken else TIGHT
+        for _ in range(200):
+            ladder, decision = decide(ladder, level, {SHRINK} - set(ladder.taken))
+            changes.append(decision is not None and decision.action == SHRINK)
+            level = CALM if SHRINK in ladder.taken else TIGHT
+    assert sum(changes) <= 2 * 7 + 1
+    assert not any(changes[:2])
+    assert changes.index(True) == 2
+
+
+@pytest.mark.parametrize(
+    ("taken", "available", "after"),
+    [
+        ((), ALL, (SHRINK,)),
+        ((SHRINK,), ALL - {SHRINK}, (SHRINK, PIECES)),
+        ((SHRINK, PIECES, SPLIT), {SPLIT, MOVE}, (SHRINK, PIECES, SPLIT, SPLIT)),
+        ((SHRINK, PIECES, SPLIT), {MOVE}, (SHRINK, PIECES, SPLIT, MOVE)),
+        ((SHRINK, PIECES), (), (SHRINK, PIECES)),
+    ],
+)
+def test_the_start_after_a_forced_end_begins_one_rung_lower(taken, available, after):
+    assert one_lower(taken, available) == after
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("used_mib", "limit_mib", "familiar_mib", "leaves"),
+    [
+        ([100] * 5, 600, 0, False),
+        ([100, 120, 140, 160, 180], 600, 0, False),  # 200 MiB/s
+        ([400, 420, 440, 460, 480], 600, 0, False),
+        ([410, 430, 450, 470, 492], 600, 0, True),
+        ([590] * 5, 600, 0, False),
+        ([592] * 5, 600, 0, True),
+        ([592] * 5, 600, 592, False),  # it was there before, and nothing happened
+        ([500, 520, 540, 560, 580], 600, 570, True),
+        ([500, 520, 540, 560, 570], 600, 570, False),
+        ([580, 560, 540, 520, 500], 600, 0, False),
+        ([592], 600, 0, True),
+        ([100], 600, 0, False),
+    ],
+)
+def test_within_a_step_it_leaves_when_the_limit_is_half_a_second_away(
+    used_mib, limit_mib, familiar_mib, leaves
+):
+    samples = [(n / 10, used * MIB) for n, used in enumerate(used_mib)]
+    assert must_leave(samples, limit_mib * MIB, familiar_mib * MIB) is leaves
+
+
+def test_a_reserve_is_a_hundredth_and_at_least_8_mib():
+    assert reserve_of(100 * GIB) == GIB
+    assert reserve_of(100 * MIB) == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("used", "limit", "room"), [(0, 100, 92), (90, 100, 2), (92, 100, 0), (99, 100, 0)]
+)
+def test_one_allocation_may_not_make_memory_high(used, limit, room):
+    assert room_of(used, limit) == room
