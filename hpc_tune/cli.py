@@ -13,11 +13,13 @@ from hpc_tune.config.load import describe_fields, load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.log import configure
+from hpc_tune.units import parse_bytes
 from hpc_tune.world.discover import rank_hint
 
 COMMANDS = {
     "train": "fine-tune a model (the default command)",
     "prepare": "turn raw data into one prepared .h5 file",
+    "plan": "tell what a run takes on machines that need not be there, and whether it fits",
     "export": "write a checkpoint as a peft adapter or a merged model",
     "generate": "answer a prompt with a tuned model",
     "inspect": "list and verify the checkpoints of a run",
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _train(rest)
             case "prepare":
                 return _prepare(rest)
+            case "plan":
+                return _plan(rest)
             case "export":
                 return _export(rest)
             case "generate":
@@ -71,6 +75,38 @@ def _prepare(arguments: list[str]) -> int:
     from hpc_tune.train.preparing import run_prepare
 
     return run_prepare(config, Path(options.out))
+
+
+def _plan(arguments: list[str]) -> int:
+    parser = _parser("plan", config=True)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks per node; default 8")
+    parser.add_argument(
+        "--device-memory", default="80GiB", help="of each GPU; 0 for ranks on CPUs; default 80GiB"
+    )
+    parser.add_argument("--host-memory", default="512GiB", help="of each node; default 512GiB")
+    parser.add_argument(
+        "--save",
+        choices=("streamed", "gathered"),
+        default="streamed",
+        help="gathered: as tools save that bring everything together on one rank",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options, config = _options_and_config(parser, arguments)
+    sizes = {}
+    for name in ("device_memory", "host_memory"):
+        try:
+            sizes[name] = parse_bytes(getattr(options, name))
+        except ValueError as error:
+            raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
+    from hpc_tune.plan.answer import answer, as_json, as_lines, machine_of
+
+    machine = machine_of(
+        options.nodes, options.gpus_per_node, sizes["device_memory"] or None, sizes["host_memory"]
+    )
+    found = answer(config, machine, options.save)
+    print(as_json(found) if options.json else "\n".join(as_lines(found)))
+    return EXIT_DONE if found.fits else 1
 
 
 def _export(arguments: list[str]) -> int:

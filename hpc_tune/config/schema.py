@@ -208,7 +208,8 @@ class ParallelConfig(_Part):
         "auto",
         description="How long gathered weights stay where shard > 1. block: freed after each "
         "block, gathered again in the backward pass; micro: kept until the micro-batch's backward "
-        "pass is over; step: gathered once per optimizer step. auto: step where a whole copy fits.",
+        "pass is over; step: gathered once per optimizer step, and gradients reduced once. auto: "
+        "step where a whole copy fits.",
     )
     blocks_per_unit: PositiveInt = Field(
         1, description="Decoder blocks that are gathered and freed together where shard > 1."

@@ -5,7 +5,7 @@
 Trained weights are of two kinds. *Replicated* ones (adapters in every layout, all weights where
 nothing is sharded) keep their gradients in flat buffers, each of which is all-reduced once per
 optimizer step: a frozen base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1)
-are FSDP2's, whose reduce-scatter runs in the backward pass of the last micro-batch.
+are FSDP2's, whose reduce-scatter runs in each backward pass, or with reshard=step in the last.
 """
 
 import functools

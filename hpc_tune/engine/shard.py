@@ -82,8 +82,12 @@ def shard(
 
 
 def before_backward(module: nn.Module, is_last: bool, keep: bool) -> None:
-    """Reduce gradients in the step's last backward pass only; ``keep`` the weights until then."""
+    """``keep`` gathered weights and whole gradients until the step's last backward pass is over.
+
+    Otherwise each pass leaves a rank with its shard of both; replicas add theirs up in the last.
+    """
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(is_last)
+        module.set_requires_gradient_sync(is_last or not keep)
+        module.set_requires_all_reduce(is_last)
         module.set_is_last_backward(is_last)
         module.set_reshard_after_backward(is_last or not keep)

@@ -7,11 +7,12 @@ A thread samples faster where memory is higher than a whole step ever was and ne
 moves the fence that makes an allocation fail which the kernel would answer with a kill.
 """
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,7 @@ from hpc_tune.memory.host import (
     HostLimit,
     find_limit,
     oom_kills,
+    own_bytes,
     shm_bytes,
     stalled_share,
     swapped_bytes,
@@ -53,12 +55,16 @@ class MemorySample:
     """The worst of an interval.
 
     Bytes in use and their limits: of the node's host memory, and of this rank's GPU if any.
-    ``swap_bytes`` and ``shm_bytes`` are the node's, ``stalled`` the share of the last ten seconds
-    in which a task waited for memory, where the kernel tells it.
+    ``ranks_bytes`` is what this job's ranks on the node take of it now, ``own_bytes`` this rank;
+    the rest is the launcher's, tmpfs and other tenants'. ``swap_bytes`` and ``shm_bytes`` are the
+    node's, ``stalled`` the share of the last ten seconds in which a task waited for memory, where
+    the kernel tells it.
     """
 
     host_bytes: int
     host_limit_bytes: int
+    ranks_bytes: int
+    own_bytes: int
     swap_bytes: int
     shm_bytes: int
     stalled: float | None
@@ -67,11 +73,14 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class Need:
-    """Why a run cannot go on: what it needs on which host, in which phase, and what there is."""
+    """Why a run cannot go on: the bytes it needs and has, in which phase, on which rank and host;
+    and the same in words.
+    """
 
     need: int
     had: int
     phase: str
+    rank: int
     host: str
     words: str
 
@@ -87,19 +96,21 @@ class Governor:
         host_limit: int | None,
         device: torch.device,
         mode: Mode = "on",
+        rank: int = 0,
         host: str = "this host",
-        ranks_here: int = 1,
+        pids: Sequence[int] = (),
         last_word: Path | None = None,
     ) -> None:
         """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
 
-        ``ranks_here`` share this node's memory. ``last_word`` is a file that is kept up to date for
-        whoever looks after a death.
+        ``pids`` are the ranks that share this node's memory. ``last_word`` is a file that is kept
+        up to date for whoever looks after a death.
         """
         self.limit: HostLimit = find_limit(host_limit)
         self.phase = "starting"
         self.mode: Mode = mode
-        self._device, self._host, self._ranks_here = device, host, ranks_here
+        self._device, self._rank, self._host = device, rank, host
+        self._pids = tuple(pids) or (os.getpid(),)
         self._last_word, self._last_word_s = last_word, float("-inf")
         self._kills = oom_kills(self.limit)
         self._leave: Callable[[Need], None] | None = None
@@ -139,6 +150,8 @@ class Governor:
         return MemorySample(
             host,
             self.limit.num_bytes,
+            self._ranks_bytes(),
+            own_bytes(),
             swapped_bytes(self.limit),
             shm_bytes(),
             stalled_share(self.limit),
@@ -177,18 +190,28 @@ class Governor:
         """
         if self.mode != "on":
             return True
-        return (
-            num_bytes <= room_of(used_bytes(self.limit), self.limit.num_bytes) // self._ranks_here
-        )
+        return num_bytes <= room_of(used_bytes(self.limit), self.limit.num_bytes) // len(self._pids)
 
-    def need(self, used: int, why: str) -> Need:
-        """Return, in words and figures, why this run cannot go on with host memory."""
-        had = self.limit.num_bytes
+    def need(self, used: int) -> Need:
+        """Return, in figures and words, how much of the host's memory this run needs and has."""
+        had, ranks = self.limit.num_bytes, self._ranks_bytes()
         words = (
             f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
-            f"({self.limit.source}) in use while {self.phase}; {why}"
+            f"({self.limit.source}) in use while {self.phase}, {format_bytes(ranks)} of it by this "
+            f"job's {len(self._pids)} ranks there"
         )
-        return Need(used, had, self.phase, self._host, words)
+        return Need(used, had, self.phase, self._rank, self._host, words)
+
+    def device_need(self) -> Need:
+        """Return the same of this rank's GPU."""
+        seen = sample_device(self._device)
+        words = (
+            f"device memory of rank {self._rank} on {self._host}: {format_bytes(seen.used_bytes)} "
+            f"of {format_bytes(seen.limit_bytes)} in use while {self.phase}; the allocator holds "
+            f"{format_bytes(seen.reserved_bytes)}, what is not its own takes "
+            f"{format_bytes(seen.others_bytes)}"
+        )
+        return Need(seen.used_bytes, seen.limit_bytes, self.phase, self._rank, self._host, words)
 
     def device_utilization(self) -> float | None:
         """Return the share of the last sampling period in which the GPU worked, 0 to 1.
@@ -212,6 +235,9 @@ class Governor:
         if self._last_word is not None:
             self._last_word.unlink(missing_ok=True)
 
+    def _ranks_bytes(self) -> int:
+        return sum(own_bytes(pid=pid) for pid in self._pids)
+
     def _run(self) -> None:
         period_s = PERIOD_S
         while not self._stop.wait(period_s):
@@ -231,9 +257,11 @@ class Governor:
             self._recent.popleft()
         limit = self.limit.num_bytes
         if self._fence is not None:
-            self._fence.set((limit - reserve_of(limit) - used) // self._ranks_here)
+            self._fence.set((limit - reserve_of(limit) - used) // len(self._pids))
         if self._leave is not None and must_leave(self._recent, limit, self._familiar):
-            self._leave(self.need(used, "the limit would have been reached within a second"))
+            need = self.need(used)
+            words = f"{need.words}; the limit would have been reached within a second"
+            self._leave(replace(need, words=words))
             self._leave = None
 
     def _write_last_word(self, used: int) -> None:

@@ -122,10 +122,13 @@ def return_freed_blocks() -> None:
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
-def own_bytes(proc: Path = Path("/proc")) -> int:
-    """Return this process's anonymous and shared bytes (RssAnon + RssShmem)."""
-    status = _fields(proc / "self" / "status", separator=":")
-    return (status["RssAnon"] + status["RssShmem"]) * 1024
+def own_bytes(proc: Path = Path("/proc"), pid: int | None = None) -> int:
+    """Return the anonymous and shared bytes (RssAnon + RssShmem) of this process, or of another.
+
+    0 for one that is gone.
+    """
+    status = _fields(proc / ("self" if pid is None else str(pid)) / "status", separator=":")
+    return (status.get("RssAnon", 0) + status.get("RssShmem", 0)) * 1024
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:

@@ -144,9 +144,14 @@ def decide(
     return ladder, None
 
 
-def one_lower(taken: tuple[Action, ...], available: Collection[Action]) -> tuple[Action, ...]:
-    """Return what the start after a forced end takes: all that was taken, and the next rung."""
-    return (*taken, *[action for action in _FROM_LEVEL if action in available][:1])
+def lower(taken: tuple[Action, ...], available: Collection[Action]) -> tuple[Action, ...]:
+    """Return what the start after a forced end takes: all that is cheap, and the next costly rung.
+
+    ``available`` are the actions that can give more than ``taken`` does.
+    """
+    free = [a for a, level in _FROM_LEVEL.items() if level == Level.TIGHT and a in available]
+    costly = [a for a, level in _FROM_LEVEL.items() if level == Level.HIGH and a in available]
+    return (*taken, *free, *costly[:1])
 
 
 def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) -> bool:

@@ -63,7 +63,8 @@ def expected_bytes(
     if parallel.zero_stage is not None:
         kinds.update(zero_bytes(size, layout.size, parallel, num_micro))
     else:
-        kinds.update(reduced_bytes(size, layout, full, reduced))
+        passes = 1 if parallel.reshard == "step" else num_micro
+        kinds.update(reduced_bytes(size, layout, full, reduced, passes))
         if layout.shard > 1:
             weights = size.num_trained * itemsize if full else size.frozen_bytes
             kinds["all_gather"] += gathered_bytes(weights, layout, parallel.reshard, num_micro)
@@ -101,12 +102,14 @@ def gathered_bytes(weights: int, layout: Layout, reshard: str, num_micro: int) -
     return once * {"step": 1, "micro": num_micro, "block": 2 * num_micro}[reshard]
 
 
-def reduced_bytes(size: ModelSize, layout: Layout, full: bool, itemsize: int) -> dict[str, int]:
+def reduced_bytes(
+    size: ModelSize, layout: Layout, full: bool, itemsize: int, passes: int = 1
+) -> dict[str, int]:
     """Return the bytes a rank sends per step to add up gradients, by kind of collective.
 
     Replicated gradients, of their weights' dtype: an all-reduce, 2 (g-1)/g of them. Sharded ones,
-    in values of ``itemsize`` bytes (parallel.reduce_dtype): a reduce-scatter over the shards, and
-    an all-reduce of the own shard over the replicas.
+    in values of ``itemsize`` bytes (parallel.reduce_dtype): a reduce-scatter over the shards in
+    each of ``passes`` backward passes, and an all-reduce of the own shard over the replicas.
     Adapters that are whole on the tensor axis travel over it too, which is left out here.
     """
     grads = size.trained_bytes // (layout.tensor * layout.pipeline)
@@ -114,7 +117,7 @@ def reduced_bytes(size: ModelSize, layout: Layout, full: bool, itemsize: int) ->
     if full and shard > 1:
         grads = itemsize * size.num_trained // (layout.tensor * layout.pipeline)
         return {
-            "reduce_scatter": grads * (shard - 1) // shard,
+            "reduce_scatter": passes * (grads * (shard - 1) // shard),
             "all_reduce": 2 * (replicate - 1) * grads // (replicate * shard),
         }
     ranks = layout.data_size

@@ -8,9 +8,11 @@ Each rank decides by the same counts and the same ladder, so all do the same thi
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hpc_tune.config.schema import MemoryConfig
 from hpc_tune.data.loader import PREFETCH_BYTES, Loader
@@ -21,12 +23,13 @@ from hpc_tune.memory import aftermath
 from hpc_tune.memory.device import give_back_cache, is_out_of_memory
 from hpc_tune.memory.governor import Governor, MemorySample, Need
 from hpc_tune.memory.host import give_back, own_bytes
-from hpc_tune.memory.policy import Action, Decision, Ladder, Level, decide, one_lower
+from hpc_tune.memory.policy import Action, Decision, Ladder, Level, decide, lower
 from hpc_tune.train import outcome
 from hpc_tune.train.ending import fail
 from hpc_tune.train.saving import Saver
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.collective import gather_objects
 
 _LEVELS = tuple(Level)[1:]
 _HOST_SIDE = frozenset({Action.SHRINK_BUFFERS, Action.SAVE_IN_PIECES})
@@ -63,8 +66,9 @@ def make_governor(memory: MemoryConfig, session: Session, run_dir: Path) -> Gove
         memory.host_limit,
         session.device,
         memory.governor,
+        world.rank,
         world.hostname,
-        world.local_size,
+        [peer.pid for peer in session.roster if peer.node == world.node],
         aftermath.path_of(run_dir, world.node) if world.local_rank == 0 else None,
     )
     asked, limit = memory.host_limit, governor.limit
@@ -118,7 +122,7 @@ class Pressure:
         taken = tuple(action for name in before.taken for action in Action if action.value == name)
         self._ladder = Ladder(taken)
         if before.forced:
-            self._ladder = Ladder(one_lower(taken, self._available(_HOST_SIDE | _DEVICE_SIDE)))
+            self._ladder = Ladder(lower(taken, self._available(_HOST_SIDE | _DEVICE_SIDE)))
         for number, action in enumerate(self._ladder.taken):
             self._pull(action, on=True, times=self._ladder.taken[: number + 1].count(action))
         if self._ladder.taken:
@@ -146,39 +150,36 @@ class Pressure:
         return [float(mine >= level) for mine in self._levels for level in _LEVELS]
 
     def act(self, counts: Sequence[float], step: int) -> Need | None:
-        """Do what the ranks' votes ask for; return why to leave, if that is it."""
+        """Do what the ranks' votes ask for; return why to leave, if that is it. Collective."""
         host, device = (
             Level(sum(count > 0 for count in counts[start : start + len(_LEVELS)]))
             for start in (0, len(_LEVELS))
         )
         level = max(host, device)
-        if level != self._told and self._sample is not None:
-            self._tell(step, f"memory is {level.name.lower()}: {self._figures()}", level=level.name)
-            self._told = level
-        if self._governor.mode != "on":
+        decision = None
+        if self._governor.mode == "on":
+            sides = (_HOST_SIDE if host == level else frozenset()) | (
+                _DEVICE_SIDE if device == level or self._computes_on_host else frozenset()
+            )
+            self._ladder, decision = decide(self._ladder, level, self._available(sides))
+        if decision is None and level == self._told:
             return None
-        sides = (_HOST_SIDE if host == level else frozenset()) | (
-            _DEVICE_SIDE if device == level or self._computes_on_host else frozenset()
-        )
-        self._ladder, decision = decide(self._ladder, level, self._available(sides))
+        worst = max(gather_objects(self._session, self._own_share()), key=lambda share: share.full)
+        if level != self._told:
+            self._told = level
+            self._tell(step, worst, f"memory is {level.name.lower()}", level=level.name.lower())
         if decision is None:
             return None
         if decision.action == Action.LEAVE:
             why = "it grows" if level == Level.DOOMED else "nothing is left to be given up"
-            return self._governor.need(self._sample.host_bytes if self._sample else 0, why)
-        self._do(decision, step)
+            return replace(worst.need, words=f"{worst.need.words}; {why}")
+        self._do(decision, step, worst)
         return None
 
     def facts(self, need: Need) -> dict[str, Any]:
         """Return what outcome.json says of a run that left for want of memory."""
-        return {
-            "need": need.need,
-            "had": need.had,
-            "phase": need.phase,
-            "rank": self._session.world.rank,
-            "host": need.host,
-            "governor": self.taken,
-        }
+        told = {key: value for key, value in asdict(need).items() if key != "words"}
+        return {**told, "governor": self.taken}
 
     def leave_at_once(self, need: Need) -> None:
         """End the world before the kernel does; for the governor's thread."""
@@ -189,8 +190,14 @@ class Pressure:
         if self._governor.mode != "on" or not is_out_of_memory(error):
             return error
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        used = own_bytes()
-        return self._leaving(self._governor.need(used, f"an allocation failed: {first_line}"))
+        if isinstance(error, torch.OutOfMemoryError):
+            need = self._governor.device_need()
+        else:
+            sample = self._governor.worst()
+            need = self._governor.need(sample.host_bytes if sample else 0)
+        return self._leaving(
+            replace(need, words=f"{need.words}; an allocation failed: {first_line}")
+        )
 
     def _leaving(self, need: Need) -> LeavingError:
         return LeavingError(need.words, self._committed_step(), self.facts(need))
@@ -207,17 +214,30 @@ class Pressure:
             can.add(Action.SPLIT_MICRO_BATCHES)
         return frozenset(can) & sides
 
-    def _do(self, decision: Decision, step: int) -> None:
-        on = decision.way == "do"
+    def _own_share(self) -> "_Share":
+        sample = self._sample
+        if sample is None:
+            return _Share(0.0, self._governor.need(0), {}, "")
+        full, need = (
+            sample.host_bytes / sample.host_limit_bytes,
+            self._governor.need(sample.host_bytes),
+        )
+        text = f"{need.host}: host {_of(sample.host_bytes, sample.host_limit_bytes)}"
+        facts = {key: value for key, value in asdict(sample).items() if key != "device"}
+        if (device := sample.device) is not None:
+            full = max(full, device.used_bytes / device.limit_bytes)
+            text += f", device {_of(device.used_bytes, device.limit_bytes)}"
+            facts |= {f"device_{key}": value for key, value in asdict(device).items()}
+        return _Share(full, need, facts, text)
+
+    def _do(self, decision: Decision, step: int, worst: "_Share") -> None:
         before = own_bytes()
         times = self._ladder.taken.count(decision.action)
-        said = self._pull(decision.action, on, times)
+        said = self._pull(decision.action, decision.way == "do", times)
         self._governor.forget()
         if decision.action == Action.TRIM:
-            said = f"gave back {format_bytes(max(0, before - own_bytes()))}"
-        self._tell(
-            step, f"{self._figures()}: {said}", action=decision.action.value, way=decision.way
-        )
+            said = f"{format_bytes(max(0, before - own_bytes()))} given back by rank 0"
+        self._tell(step, worst, said, action=decision.action.value, way=decision.way)
 
     def _pull(self, action: Action, on: bool, times: int) -> str:
         """Do an action, or undo it; return what it was, in words."""
@@ -241,35 +261,33 @@ class Pressure:
             case _:
                 return self._engine.apply(action, on)
 
-    def _figures(self) -> str:
-        sample = self._sample
-        if sample is None:
-            return "no sample yet"
-        text = f"host {format_bytes(sample.host_bytes)} of {format_bytes(sample.host_limit_bytes)}"
-        if sample.device is not None:
-            used, limit = sample.device.used_bytes, sample.device.limit_bytes
-            text += f", device {format_bytes(used)} of {format_bytes(limit)}"
-        return text
-
-    def _tell(self, step: int, message: str, **fields: str) -> None:
-        sample = self._sample
-        said: Mapping[str, Any] = {
-            "host_bytes": sample.host_bytes if sample else None,
-            "host_limit_bytes": sample.host_limit_bytes if sample else None,
-            "swap_bytes": sample.swap_bytes if sample else None,
-            "shm_bytes": sample.shm_bytes if sample else None,
-            "stalled": sample.stalled if sample else None,
-        }
+    def _tell(self, step: int, worst: "_Share", said: str, **fields: str) -> None:
+        message = f"{worst.text}: {said}"
+        rank = worst.need.rank
         self._events.write(
             time=time.time(),
             step=step,
-            rank=self._session.world.rank,
+            rank=rank,
             kind="governor",
             **fields,
             message=message,
-            **said,
+            **worst.facts,
         )
         log.info("step %d: memory: %s", step, message)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """How full one rank's memory is: the share in use, and the figures."""
+
+    full: float
+    need: Need
+    facts: Mapping[str, Any]
+    text: str
+
+
+def _of(used: int, limit: int) -> str:
+    return f"{format_bytes(used)} of {format_bytes(limit)}"
 
 
 def _forget_pages(file: Path) -> None:

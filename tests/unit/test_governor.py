@@ -68,7 +68,7 @@ def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, 
     if leaves:
         assert (needs[0].need, needs[0].had) == (995 * MIB, 1000 * MIB)
         assert needs[0].words.startswith(
-            "host memory of n1: 995 MiB of 1000 MiB (the test) in use while loading the model; "
+            "host memory of n1: 995 MiB of 1000 MiB (the test) in use while loading the model, "
         )
 
 
@@ -124,7 +124,7 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
     host, mode, used_mib, asked_mib, admitted
 ):
     host.used = used_mib * MIB
-    watching = Governor(None, CPU, mode, ranks_here=4)
+    watching = Governor(None, CPU, mode, pids=[1, 2, 3, 4])
     assert watching.admit(asked_mib * MIB, "a copy") is admitted
 
 

@@ -9,8 +9,8 @@ from hpc_tune.memory.policy import (
     decide,
     growth_per_step,
     level_of,
+    lower,
     must_leave,
-    one_lower,
     reserve_of,
     room_of,
 )
@@ -183,15 +183,16 @@ def test_a_run_that_swings_changes_ever_more_rarely():
 @pytest.mark.parametrize(
     ("taken", "available", "after"),
     [
-        ((), ALL, (SHRINK,)),
-        ((SHRINK,), ALL - {SHRINK}, (SHRINK, PIECES)),
+        ((), ALL, (SHRINK, PIECES, SPLIT)),
+        ((SHRINK,), ALL - {SHRINK}, (SHRINK, PIECES, SPLIT)),
         ((SHRINK, PIECES, SPLIT), {SPLIT, MOVE}, (SHRINK, PIECES, SPLIT, SPLIT)),
         ((SHRINK, PIECES, SPLIT), {MOVE}, (SHRINK, PIECES, SPLIT, MOVE)),
         ((SHRINK, PIECES), (), (SHRINK, PIECES)),
+        ((), {RECOMPUTE, PIECES}, (PIECES, RECOMPUTE)),
     ],
 )
-def test_the_start_after_a_forced_end_begins_one_rung_lower(taken, available, after):
-    assert one_lower(taken, available) == after
+def test_the_start_after_a_forced_end_begins_one_costly_rung_lower(taken, available, after):
+    assert lower(taken, available) == after
 
 
 MIB = 1 << 20

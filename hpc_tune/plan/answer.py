@@ -1,0 +1,284 @@
+"""The answer of the ``plan`` command: what each phase takes, whether it fits, and what would.
+
+config, machine -> layout -> traced step (fake tensors) -> ledger -> table or JSON
+"""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import DTYPES, BuiltModel, build
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.shapes import shape_directory
+from hpc_tune.plan.account import ModelSize, measure
+from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
+from hpc_tune.plan.ledger import Machine, Phase, Save, ledger
+from hpc_tune.plan.trace import TraceReport, trace_quickly, trace_step, trace_worst
+from hpc_tune.units import format_bytes, format_count
+
+USABLE = 0.97  # of a limit: where the governor calls memory critical
+# A trace of the whole depth is no slower there.
+_WHOLE_UP_TO = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What ``plan`` found; ``advice`` is empty where everything fits.
+
+    ``tokens_that_fit`` is the largest micro-batch in tokens; None where only a trace of the whole
+    depth could tell.
+    """
+
+    model: str
+    layout: str
+    why: str
+    micro_rows: int
+    seq_len: int
+    machine: Machine
+    trace: TraceReport
+    phases: list[Phase]
+    tokens_that_fit: int
+    advice: list[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase does."""
+        return all(fits(phase, self.machine) for phase in self.phases)
+
+
+def answer(config: RunConfig, machine: Machine, save: Save = "streamed") -> Answer:
+    """Plan a run on a machine that need not be there; no weights are read.
+
+    Raises:
+        ConfigError: if the layout does not fit the world or the model. DataError: if config.json
+        is none of a causal LM.
+    """
+    if config.model.path != BUILTIN_TINY:
+        return _answer(config, shape_directory(config.model.path), machine, save)
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(Path(folder) / "tiny")
+        return _answer(config, Path(folder) / "tiny", machine, save)
+
+
+def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) -> Answer:
+    dtype = DTYPES["bf16" if config.model.dtype == "auto" else config.model.dtype]
+    built = build(shape_dir, dtype, config.tune, config.train.seed, weights=False)
+    size = measure(built.module)
+    config, layout, why = _settled(config, built, size, machine)
+    micro_rows = 1 if config.batch.micro_size == "auto" else config.batch.micro_size
+    seq_len = config.data.seq_len
+    traced = _as_traced(config)
+    trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
+    what = (traced, machine.world_size, shape_dir)
+    report = _of_zero(trace_worst(trace, *what, micro_rows, seq_len), config, machine)
+    half = _of_zero(trace_worst(trace, *what, micro_rows, seq_len // 2), config, machine)
+    phases = ledger(
+        config, report, machine, size.trained_bytes, _largest_tensor(built, dtype.itemsize), save
+    )
+    tokens = _tokens_that_fit(report, half, phases, machine, micro_rows * seq_len)
+    found = Answer(
+        f"{config.model.path}: {format_count(size.num_parameters)} parameters, "
+        f"{format_count(size.num_trained)} trained ({config.tune.method})",
+        _layout_text(config, layout),
+        why,
+        micro_rows,
+        seq_len,
+        machine,
+        report,
+        phases,
+        tokens,
+        [],
+    )
+    return dataclasses.replace(found, advice=_advice(found, config, save))
+
+
+def fits(phase: Phase, machine: Machine) -> bool:
+    """Tell whether a phase stays below what the governor calls critical."""
+    device = machine.device_bytes
+    on_device = device is None or phase.device_bytes <= USABLE * device
+    return on_device and phase.node_bytes(machine) <= USABLE * machine.host_bytes
+
+
+def as_lines(found: Answer) -> list[str]:
+    """Return the answer as a table for a person."""
+    machine, device = found.machine, found.machine.device_bytes
+    where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
+    lines = [
+        f"model   {found.model}",
+        f"world   {machine.nodes} nodes x {machine.ranks_per_node} {where}, "
+        f"{format_bytes(machine.host_bytes)} of host memory each",
+        f"layout  {found.layout}: {found.why}",
+        f"batch   micro-batches of {found.micro_rows} x {found.seq_len} tokens",
+        "",
+        f"{'phase':<26}{'device/rank':>13}{'host/rank':>13}{'host/node':>13}{'left':>13}",
+    ]
+    for phase in found.phases:
+        on_device = "-" if device is None else format_bytes(phase.device_bytes)
+        left = machine.host_bytes - phase.node_bytes(machine)
+        if device is not None and phase.device_bytes:
+            left = min(left, device - phase.device_bytes)
+        mark = "" if fits(phase, machine) else "  DOES NOT FIT"
+        lines.append(
+            f"{phase.name:<26}{on_device:>13}{format_bytes(phase.rank_bytes):>13}"
+            f"{format_bytes(phase.node_bytes(machine)):>13}{format_bytes(left):>13}{mark}"
+        )
+    lines.append("")
+    rows = found.tokens_that_fit // found.seq_len
+    if found.tokens_that_fit > 0:
+        lines.append(
+            f"room    about {found.tokens_that_fit} tokens per micro-batch: batch.micro_size={rows}"
+            if rows
+            else f"room    data.seq_len up to about {found.tokens_that_fit} in micro-batches of one"
+        )
+    lines.append(f"verdict {'fits' if found.fits else 'does not fit'}")
+    return lines + [f"  - {advice}" for advice in found.advice]
+
+
+def as_json(found: Answer) -> str:
+    """Return the same for a program."""
+    said: dict[str, Any] = dataclasses.asdict(found)
+    for told, phase in zip(said["phases"], found.phases, strict=True):
+        told |= {"node_bytes": phase.node_bytes(found.machine), "fits": fits(phase, found.machine)}
+    return json.dumps({**said, "fits": found.fits}, indent=1)
+
+
+def _settled(
+    config: RunConfig, built: BuiltModel, size: ModelSize, machine: Machine
+) -> tuple[RunConfig, Layout, str]:
+    """Return the configuration with the layout that a run there would take."""
+    room = machine.device_bytes or machine.host_bytes // machine.ranks_per_node
+    layout, why = choose_layout(
+        config.parallel, machine.world_size, size, room, machine.ranks_per_node
+    )
+    check_layout(layout, config.parallel, built.config)
+    chosen = {"reshard": keeps_gathered(config.parallel, size, layout, room)}
+    if config.parallel.zero_stage is None:
+        chosen |= dataclasses.asdict(layout)
+    parallel = config.parallel.model_copy(update=chosen)
+    return config.model_copy(update={"parallel": parallel}), layout, why
+
+
+def _as_traced(config: RunConfig) -> RunConfig:
+    """Return the native layout whose step stands for that of ZeRO, which cannot be traced."""
+    stage = config.parallel.zero_stage
+    if stage is None:
+        return config
+    chosen: dict[str, Any] = {"zero_stage": None, "engine": "native", "offload_optimizer": "none"}
+    chosen |= {"shard": None, "replicate": 1} if stage == 3 else {"shard": 1, "replicate": None}
+    chosen |= {"offload_params": "none", "reshard": "block"}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=chosen)})
+
+
+def _of_zero(report: TraceReport, config: RunConfig, machine: Machine) -> TraceReport:
+    """Return the traced bytes with what ZeRO splits over the ranks beyond them.
+
+    Stages 1 and 2 update a share of the optimizer state each and keep fp32 copies of it.
+    """
+    stage = config.parallel.zero_stage
+    if stage is None or stage == 3:
+        return report
+    share = report.optimizer_bytes // machine.world_size
+    master = share // 2
+    shrunk = report.optimizer_bytes - share - master
+    return dataclasses.replace(
+        report, optimizer_bytes=share + master, peak_bytes=report.peak_bytes - shrunk
+    )
+
+
+def _largest_tensor(built: BuiltModel, itemsize: int) -> int:
+    return max(p.numel() for p in built.module.parameters()) * max(4, itemsize)
+
+
+def _tokens_that_fit(
+    report: TraceReport, half: TraceReport, phases: Sequence[Phase], machine: Machine, tokens: int
+) -> int:
+    """Return how many tokens a micro-batch may have, by a straight line through two traces."""
+    per_token = (report.activation_bytes - half.activation_bytes) / (tokens - tokens // 2)
+    if per_token <= 0:
+        return tokens
+    steady = next(phase for phase in phases if phase.name == "steady")
+    if machine.device_bytes is not None:
+        left = USABLE * machine.device_bytes - steady.device_bytes
+    else:
+        left = (USABLE * machine.host_bytes - steady.node_bytes(machine)) / machine.ranks_per_node
+    return max(0, int(tokens + left / per_token))
+
+
+def _layout_text(config: RunConfig, layout: Layout) -> str:
+    stage = config.parallel.zero_stage
+    return str(layout) if stage is None else f"ZeRO {stage} over {layout.size} ranks"
+
+
+def _advice(found: Answer, config: RunConfig, save: Save) -> list[str]:
+    """Return what would make the phases fit that do not."""
+    machine, trace = found.machine, found.trace
+    bad = {phase.name: phase for phase in found.phases if not fits(phase, machine)}
+    advice = []
+    if save == "gathered" and "save" in bad:
+        needed, had = bad["save"].node_bytes(machine), machine.host_bytes
+        advice.append(
+            f"save: gathering {format_bytes(bad['save'].first_bytes)} on one rank takes "
+            f"{format_bytes(needed)} of {format_bytes(had)}; hpc_tune streams each rank's own part "
+            "(leave --save gathered out)"
+        )
+    if "load" in bad:
+        advice += _smaller_state(config, machine)
+    elif "steady" in bad:
+        if found.tokens_that_fit >= found.seq_len:
+            rows = found.tokens_that_fit // found.seq_len
+            advice.append(f"steady: batch.micro_size={rows} instead of {found.micro_rows}")
+        if config.parallel.recompute != "full":
+            advice.append("steady: parallel.recompute=full keeps only each block's input")
+        if 0 < found.tokens_that_fit < found.seq_len:
+            advice.append(f"steady: data.seq_len={found.tokens_that_fit} or less")
+        if not advice:
+            advice += _smaller_state(config, machine)
+    if "compile" in bad and "steady" not in bad:
+        advice.append("compile: run.threads=1 compiles in the rank's own process")
+    if "save, in the background" in bad and "steady" not in bad:
+        advice.append("save: checkpoint.background=false copies nothing")
+    if "merge, in one process" in bad:
+        advice.append("merge: on a node with more memory; it holds one tensor at a time")
+    if trace.num_micro > 1 and config.parallel.pipeline and "steady" in bad:
+        advice.append("steady: fewer pipeline stages have fewer micro-batches in flight")
+    return advice
+
+
+def _smaller_state(config: RunConfig, machine: Machine) -> list[str]:
+    advice = []
+    parallel = config.parallel
+    if parallel.zero_stage is None and (parallel.shard or 1) < machine.world_size:
+        advice.append(
+            f"weights: parallel.shard={machine.world_size} (now {parallel.shard or 1}), with "
+            "tensor and pipeline left out"
+        )
+    if parallel.offload_params == "none" and machine.device_bytes is not None:
+        advice.append("weights: parallel.offload_params=cpu, if the host has room")
+    if config.tune.method == "full":
+        advice.append(
+            "state: tune.method=lora trains under 1% of the values; tune.param_dtype=bf16"
+        )
+    elif config.tune.method == "lora":
+        advice.append("weights: tune.method=qlora keeps the base in 4 bits")
+    advice.append("more nodes")
+    return advice
+
+
+def machine_of(
+    nodes: int, ranks_per_node: int, device_bytes: int | None, host_bytes: int
+) -> Machine:
+    """Return the machine of the command line.
+
+    Raises:
+        ConfigError: if a number is not positive.
+    """
+    for name, value in (("--nodes", nodes), ("--gpus-per-node", ranks_per_node)):
+        if value < 1:
+            raise ConfigError(f"{name} {value}: expected at least 1")
+    return Machine(nodes, ranks_per_node, device_bytes, host_bytes)

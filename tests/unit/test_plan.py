@@ -1,0 +1,195 @@
+"""The plan command: phases, verdicts, and what it says would fit."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_tune.config.load import load_config
+from hpc_tune.plan.ledger import Machine, Phase, ledger, pinned_bytes
+from hpc_tune.plan.trace import TraceReport
+
+ROOT = Path(__file__).parents[2]
+MIB, GIB = 1 << 20, 1 << 30
+KB = 1024
+TWO_NODES = ["--nodes", "2", "--host-memory", "768GB"]
+LLAMA_70B = ["--config", "configs/llama3_70b_lora.yaml", "model.path=shape:llama3-70b"]
+# All of the state, 12 bytes for each value, over 16 ranks and on the host.
+FULL_70B = [
+    "tune.method=full",
+    "parallel.replicate=1",
+    "parallel.shard=16",
+    "parallel.offload_params=cpu",
+]
+
+
+def plan(*words, code=None):
+    """Return (what ``plan --json`` says, seconds, peak RSS in bytes of any child so far)."""
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_tune", "plan", "--json", *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "SCRATCH": "/scratch"},
+        timeout=280,
+    )
+    took_s = time.monotonic() - began_s
+    said = json.loads(done.stdout) if done.stdout.startswith("{") else done.stderr
+    assert done.returncode == code if code is not None else done.returncode in (0, 1), done.stderr
+    return said, took_s, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * KB
+
+
+def phase(said, name):
+    return next(p for p in said["phases"] if p["name"] == name)
+
+
+def test_70b_with_lora_on_two_nodes_fits_and_is_answered_in_20_seconds():
+    said, took_s, rss = plan(*TWO_NODES, *LLAMA_70B)
+    print(f"{took_s:.1f} s, {rss / MIB:.0f} MiB")
+    assert said["fits"]
+    assert said["advice"] == []
+    names = [p["name"] for p in said["phases"]]
+    assert names == [
+        "load",
+        "first step",
+        "steady",
+        "evaluate",
+        "save, training waits",
+        "save, in the background",
+        "merge, in one process",
+    ]
+    # An eighth of 141 GB of weights, and the adapters with gradients and two moments.
+    load = phase(said, "load")["device_bytes"]
+    assert 1.0 < (load - 1.5 * GIB) / (141.1e9 / 8 + 4 * 828.4e6) < 1.035
+    assert 4096 * 4 <= said["tokens_that_fit"] < 4096 * 8
+    assert took_s < 20
+    assert rss < 1.5e9
+
+
+def test_70b_in_full_cannot_be_saved_from_one_rank_but_streamed():
+    gathered, _, _ = plan(*TWO_NODES, *LLAMA_70B, *FULL_70B, "--save", "gathered")
+    assert [p["name"] for p in gathered["phases"] if not p["fits"]] == ["save"]
+    found = phase(gathered, "save")
+    # What is padded to equal shards is not saved.
+    held = 3 * gathered["trace"]["weight_bytes"] * 16
+    assert found["first_bytes"] == pytest.approx(held, rel=1e-3)
+    assert found["node_bytes"] > 768e9
+    assert "gathering 788 GiB on one rank" in gathered["advice"][0]
+    streamed, _, _ = plan(*TWO_NODES, *LLAMA_70B, *FULL_70B)
+    assert streamed["fits"]
+    assert phase(streamed, "save, in the background")["node_bytes"] < 768e9
+
+
+def test_what_does_not_fit_is_told_with_what_would():
+    small = ["--gpus-per-node", "1", "--device-memory", "24GiB", "--host-memory", "64GiB"]
+    words = [
+        "model.path=shape:llama3-8b",
+        "parallel.replicate=1",
+        "batch.micro_size=8",
+        "parallel.recompute=none",
+    ]
+    said, _, _ = plan("--config", "configs/llama3_8b_lora.yaml", *small, *words, code=1)
+    assert not phase(said, "steady")["fits"]
+    assert any("parallel.recompute=full" in advice for advice in said["advice"])
+    again = [word for word in words if "recompute" not in word and "micro" not in word]
+    again += ["parallel.recompute=full", "batch.micro_size=1", "data.seq_len=1024"]
+    said, _, _ = plan("--config", "configs/llama3_8b_lora.yaml", *small, *again)
+    assert said["fits"]
+
+
+@pytest.mark.soak
+def test_405b_on_512_ranks_is_answered_in_a_minute():
+    words = ["--config", "configs/llama3_405b_lora.yaml", "model.path=shape:llama3-405b"]
+    said, took_s, rss = plan("--nodes", "64", "--host-memory", "2TB", *words)
+    print(f"{took_s:.1f} s, {rss / MIB:.0f} MiB, fits: {said['fits']}")
+    assert took_s < 60
+    assert rss < 1.5e9
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device-memory", "much"], "--device-memory: 'much' is not a size"),
+        (["--nodes", "0"], "--nodes 0: expected at least 1"),
+        (["--gpus-per-node", "3", "parallel.shard=2"], "expected replicate x shard"),
+        (["model.path=/nowhere"], "/nowhere"),
+        (["--hosts", "3"], "unknown argument --hosts"),
+    ],
+)
+def test_a_mistake_is_one_message(words, said):
+    found, _, _ = plan(*words, code=2)
+    assert said in found
+    assert "Traceback" not in found
+
+
+TRACE = TraceReport(
+    "replicate 4", 4, 0, 10, 1, "block", 1000 * MIB, 10 * MIB, 10 * MIB, 20 * MIB, 300 * MIB, 1, 0.0
+)
+PROCESS = (210 + 20) * MIB + 10 * 900 * 1024
+LARGEST = 64 * MIB
+
+
+def by_name(machine, trace=TRACE, save="streamed", overrides=()):
+    config = load_config(
+        None, ["tune.method=lora", "batch.global_size=4", "data.seq_len=1024", *overrides]
+    )
+    phases = ledger(config, trace, machine, 10 * MIB, LARGEST, save)
+    return {phase.name: phase for phase in phases}
+
+
+def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
+    phases = by_name(Machine(1, 4, None, 64 * GIB))
+    assert phases["load"] == Phase("load", 0, PROCESS + 40 * MIB + 32 * MIB)
+    buffers = 2 * 1024 * 24  # two steps of one row
+    assert phases["steady"].rank_bytes == PROCESS + 40 * MIB + 300 * MIB + buffers
+    staged = phases["save, in the background"].rank_bytes - phases["steady"].rank_bytes
+    assert staged == 16 * MIB + 3 * 10 * MIB // 4
+
+
+def test_on_cpus_shards_are_private():
+    sharded = TraceReport(**{**TRACE.__dict__, "layout": "shard 4"})
+    phases = by_name(Machine(1, 4, None, 64 * GIB), sharded)
+    assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
+
+
+def test_on_gpus_the_host_holds_the_process_and_what_streams():
+    phases = by_name(Machine(1, 4, 80 * GIB, 64 * GIB))
+    assert phases["steady"].device_bytes == int(1340 * MIB * 1.03) + 1536 * MIB
+    assert phases["steady"].rank_bytes == PROCESS + 1536 * MIB + 2 * 1024 * 24
+    assert phases["steady"].node_bytes(Machine(1, 4, 1, 1)) == 4 * phases["steady"].rank_bytes
+
+
+def test_a_gathered_save_is_all_state_on_one_rank():
+    phases = by_name(Machine(1, 4, 80 * GIB, 64 * GIB), save="gathered")
+    assert phases["save"].first_bytes == 3 * 10 * MIB
+    assert "save, in the background" not in phases
+
+
+def test_a_save_for_which_training_waits_copies_nothing():
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["checkpoint.background=false"])
+    assert "save, in the background" not in phases
+
+
+def test_compile_workers_count():
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["train.compile=true"])
+    # An eighth of a rank's 16 GiB is two workers.
+    assert phases["compile"].rank_bytes - phases["steady"].rank_bytes == 2 * GIB
+
+
+def test_a_merge_holds_one_tensor_at_a_time():
+    phases = by_name(Machine(2, 4, 80 * GIB, 64 * GIB))
+    assert phases["merge, in one process"].node_bytes(Machine(2, 4, 1, 1)) == 402 * MIB
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "blocks", "pinned"),
+    [(0, 4, 0), (4096, 1, 4096), (4097, 1, 8192), (3 * MIB, 3, 3 * MIB), (5 * MIB, 4, 8 * MIB)],
+)
+def test_pinned_blocks_are_rounded_up_to_powers_of_two(num_bytes, blocks, pinned):
+    assert pinned_bytes(num_bytes, blocks) == pinned
