@@ -62,10 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(arguments: list[str]) -> int:
     parser = _parser("train", config=True)
     parser.add_argument("--version", action="version", version=f"hpc_tune {__version__}")
-    config = _config_of(parser, arguments)
+    parser.add_argument(
+        "--force", action="store_true", help="start what does not fit into memory by the plan"
+    )
+    options, config = _options_and_config(parser, arguments)
     from hpc_tune.train.run import run
 
-    return run(config)
+    return run(config, force=options.force)
 
 
 def _prepare(arguments: list[str]) -> int:
@@ -186,10 +189,6 @@ def _parser(command: str, config: bool = False) -> argparse.ArgumentParser:
         parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of FILE")
         parser.epilog = _fields_text()
     return parser
-
-
-def _config_of(parser: argparse.ArgumentParser, arguments: list[str]) -> RunConfig:
-    return _options_and_config(parser, arguments)[1]
 
 
 def _options_and_config(

@@ -36,7 +36,9 @@ class CheckpointError(HpcTuneError):
 
 
 class MemoryBudgetError(HpcTuneError):
-    """The work does not fit into the memory of the host or the device."""
+    """The work does not fit into the memory of the host or the device; the user changes either."""
+
+    exit_code = EXIT_USER
 
 
 class LeavingError(HpcTuneError):

@@ -25,6 +25,7 @@ from hpc_tune.engine.base import StepResult
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.gradients import Trained, make_buckets, squares_of, trained_of
 from hpc_tune.engine.mesh import Layout, Mesh
+from hpc_tune.engine.moved import MovedState
 from hpc_tune.engine.optim import make_adamw
 from hpc_tune.engine.pipeline import Pipeline, cut_stages
 from hpc_tune.engine.shard import before_backward, shard
@@ -33,6 +34,7 @@ from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import Recompute, wrap_blocks
 from hpc_tune.errors import CheckpointError
 from hpc_tune.memory.host import return_freed_blocks
+from hpc_tune.memory.policy import Action
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
@@ -103,12 +105,14 @@ class NativeEngine:
             load_weights(stage)
             self._stages.append(stage)
             self._trained += trained_of(stage, mesh, partial)
-        recompute = Recompute(all_blocks, parallel.recompute, train.compile)
-        self.levers, self.apply = recompute.levers, recompute.apply
+        self._recompute = Recompute(all_blocks, parallel.recompute, train.compile)
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, mesh, device)
         self._adamw = make_adamw([t.parameter for t in self._trained], optim)
+        self._moved: MovedState | None = None
+        movable = device.type == "cuda" and not offload
+        self._movable = {Action.MOVE_OPTIMIZER} if movable else set()
         self._pipeline = None
         if layout.pipeline > 1:
             wire = torch.float32 if self._autocast else built.dtype
@@ -134,7 +138,7 @@ class NativeEngine:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         before_update()
-        self._adamw.step()
+        (self._moved or self._adamw).step()
         mean_loss, norm = loss.item() / global_tokens, grad_norm.item()
         sent, comm_s = self._traffic.take()
         return StepResult(mean_loss, norm, comm_s, sent)
@@ -186,6 +190,19 @@ class NativeEngine:
                     index.fill(region.local, name, region.offset)
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
+
+    def levers(self) -> set[Action]:
+        """Return what the governor may ask for; see ``base.Engine``."""
+        return self._recompute.levers() | self._movable
+
+    def apply(self, action: Action, on: bool) -> str:
+        """Do one of ``levers``, or undo it; see ``base.Engine``."""
+        if action == Action.RECOMPUTE:
+            return self._recompute.apply(action, on)
+        if self._moved is not None:
+            self._moved.close()
+        self._moved = MovedState(self._adamw) if on else None
+        return f"optimizer state waits on {'the host' if on else 'the device'}"
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it; see ``base.Engine``."""

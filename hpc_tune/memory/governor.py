@@ -88,7 +88,7 @@ class Need:
 class Governor:
     """Samples memory in the background between ``start`` and ``close``.
 
-    ``phase`` is what the run does now, for messages and for who looks after a death.
+    ``words`` say what the run does now, for messages and for who looks after a death.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class Governor:
         up to date for whoever looks after a death.
         """
         self.limit: HostLimit = find_limit(host_limit)
-        self.phase = "starting"
+        self._phase, self.words = "start", "starting"
+        self._peaks_by_phase: dict[str, int] = {}
         self.mode: Mode = mode
         self._device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
@@ -137,16 +138,26 @@ class Governor:
         if self.mode == "on":
             self._fence = Fence()
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase, and say so on disk at once."""
-        self.phase = phase
-        self._last_word_s = float("-inf")
+    def enter(self, phase: str, words: str, tell: bool = False) -> None:
+        """Begin a phase of the plan, or a next piece of it, ``words`` for a person.
+
+        ``tell`` puts it into the last words at once, and not within a few seconds.
+        """
+        self._phase, self.words = phase, words
+        if tell:
+            self._last_word_s = float("-inf")
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most that this rank had of anonymous and shared memory in each phase so far."""
+        return dict(self._peaks_by_phase)
 
     def worst(self) -> MemorySample | None:
         """Return the worst sample since the last call; None when switched off."""
         if self.mode == "off":
             return None
         host, self._worst_host = max(self._worst_host, used_bytes(self.limit)), 0
+        self._note_own()
         return MemorySample(
             host,
             self.limit.num_bytes,
@@ -197,21 +208,21 @@ class Governor:
         had, ranks = self.limit.num_bytes, self._ranks_bytes()
         words = (
             f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
-            f"({self.limit.source}) in use while {self.phase}, {format_bytes(ranks)} of it by this "
+            f"({self.limit.source}) in use while {self.words}, {format_bytes(ranks)} of it by this "
             f"job's {len(self._pids)} ranks there"
         )
-        return Need(used, had, self.phase, self._rank, self._host, words)
+        return Need(used, had, self.words, self._rank, self._host, words)
 
     def device_need(self) -> Need:
         """Return the same of this rank's GPU."""
         seen = sample_device(self._device)
         words = (
             f"device memory of rank {self._rank} on {self._host}: {format_bytes(seen.used_bytes)} "
-            f"of {format_bytes(seen.limit_bytes)} in use while {self.phase}; the allocator holds "
+            f"of {format_bytes(seen.limit_bytes)} in use while {self.words}; the allocator holds "
             f"{format_bytes(seen.reserved_bytes)}, what is not its own takes "
             f"{format_bytes(seen.others_bytes)}"
         )
-        return Need(seen.used_bytes, seen.limit_bytes, self.phase, self._rank, self._host, words)
+        return Need(seen.used_bytes, seen.limit_bytes, self.words, self._rank, self._host, words)
 
     def device_utilization(self) -> float | None:
         """Return the share of the last sampling period in which the GPU worked, 0 to 1.
@@ -235,6 +246,10 @@ class Governor:
         if self._last_word is not None:
             self._last_word.unlink(missing_ok=True)
 
+    def _note_own(self) -> None:
+        peaks, phase = self._peaks_by_phase, self._phase
+        peaks[phase] = max(peaks.get(phase, 0), own_bytes())
+
     def _ranks_bytes(self) -> int:
         return sum(own_bytes(pid=pid) for pid in self._pids)
 
@@ -243,6 +258,7 @@ class Governor:
         while not self._stop.wait(period_s):
             used, now_s = used_bytes(self.limit), time.monotonic()
             self._worst_host = max(self._worst_host, used)
+            self._note_own()
             is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
             period_s = _NEAR_PERIOD_S if is_near else PERIOD_S
             if self._last_word is not None and now_s - self._last_word_s > _LAST_WORD_EVERY_S:
@@ -269,7 +285,7 @@ class Governor:
         cgroup = None if self.limit.cgroup is None else str(self.limit.cgroup)
         had, source = self.limit.num_bytes, self.limit.source
         word = aftermath.LastWord(
-            time.time(), self.phase, self._host, used, had, source, cgroup, self._kills
+            time.time(), self.words, self._host, used, had, source, cgroup, self._kills
         )
         try:
             aftermath.write(word, self._last_word)

@@ -100,6 +100,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         # A save that is due by the clock waits its turn.
         if saved_step != step and not saver.busy and (stop_reason or boundary.save_due):
             saved_step, saved_at_s = step, time.monotonic()
+            _enter_save(work, step)
             saver.start(work.state(step, place, evals))
         if stop_reason:
             saver.finish()
@@ -108,7 +109,10 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         if work.pressure.micro_size != micro_size:
             work.loader.restore(place)
             batches = work.loader.next_step()
-        work.governor.phase = f"training step {step + 1}"
+        phase = "save, in the background" if saver.busy else "steady"
+        work.governor.enter(
+            "first step" if step == start_step else phase, f"training step {step + 1}"
+        )
         lr = learning_rate(work.config.optim, step, work.total_steps)
         num_tokens = max(1, boundary.loss_tokens)
         result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
@@ -126,6 +130,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         if is_last or _is_every(work.config.checkpoint.every_steps, step):
             saver.finish()
             saved_step, saved_at_s = step, time.monotonic()
+            _enter_save(work, step)
             saver.start(work.state(step, work.loader.state(), evals))
     saver.finish()
     if evals.first is not None and evals.last is not None and evals.last != evals.first:
@@ -135,6 +140,11 @@ def run_loop(work: Work, start_step: int) -> Outcome:
     if saver.committed_step < step:
         return stopped("the last checkpoint could not be saved", saver.committed_step)
     return done(step)
+
+
+def _enter_save(work: Work, step: int) -> None:
+    phase = "save, training waits" if work.saver.waits else "save, in the background"
+    work.governor.enter(phase, f"saving step {step}")
 
 
 def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float) -> Boundary:
@@ -231,7 +241,7 @@ def _evaluate(work: Work, step: int, before: Evals) -> Evals:
                 return
             yield batch
 
-    work.governor.phase = f"evaluating after step {step}"
+    work.governor.enter("evaluate", f"evaluating after step {step}")
     log.info("step %d: evaluating on held-out data", step)
     began_s = time.monotonic()
     loss_sum, tokens = work.engine.evaluate(batches())

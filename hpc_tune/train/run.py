@@ -34,6 +34,7 @@ from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
 from hpc_tune.train.describe import describe
 from hpc_tune.train.ending import EarlyLeave, fail
+from hpc_tune.train.foresight import compare, foresee
 from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model
 from hpc_tune.train.layout import settle_layout
 from hpc_tune.train.loop import Work, run_loop
@@ -48,10 +49,11 @@ from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
 from hpc_tune.world.stop import StopFlag
 
 
-def run(config: RunConfig, stop: StopFlag | None = None) -> int:
+def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) -> int:
     """Train as configured, with all ranks that the launcher started; return the exit code.
 
-    ``stop`` replaces the one that listens to signals, the time limit and the STOP file.
+    ``stop`` replaces the one that listens to signals, the time limit and the STOP file. ``force``
+    starts what the plan says does not fit into memory.
     """
     session = None
     causes: list[Callable[[BaseException], BaseException]] = []
@@ -64,7 +66,7 @@ def run(config: RunConfig, stop: StopFlag | None = None) -> int:
         stop.install()
         early = EarlyLeave(session, stop, run_dir)
         causes.append(early.cause_of)
-        result = _run(config, session, run_dir, stop, early, causes)
+        result = _run(config, session, run_dir, stop, early, causes, force)
         shutdown(session)
         return result.exit_code
     except (Exception, KeyboardInterrupt) as error:
@@ -81,6 +83,7 @@ def _run(
     stop: StopFlag,
     early: EarlyLeave,
     causes: list[Callable[[BaseException], BaseException]],
+    force: bool,
 ) -> Outcome:
     """``causes`` takes what tells of an error what it means."""
     world, mine = session.world, session.world.rank == 0
@@ -104,7 +107,8 @@ def _run(
     built = prepare_model(config, session, run_dir, fresh=checkpoint is None)
     size = measure(built.module)
     layout, why, parallel = settle_layout(config, session, governor, built, size)
-    governor.enter("preparing the data")
+    planned = foresee(config, session, governor, size, layout, built.config, run_dir, force)
+    governor.enter("data", "preparing the data", tell=True)
     inputs = Inputs(built, size, *prepare_data(config.data, session, run_dir, built.directory))
     place = layout.place(world.rank)
     loader = _make_loader(config, inputs, layout, place)
@@ -119,7 +123,7 @@ def _run(
             "preparing to compile",
             lambda: prepare_compiler(cache, world.node, session.device, session.threads, share),
         )
-    governor.enter("loading the model")
+    governor.enter("load", "loading the model", tell=True)
     engine = together(
         session,
         "loading the model",
@@ -127,7 +131,7 @@ def _run(
     )
     saved = None
     if checkpoint is not None:
-        governor.enter("loading a checkpoint")
+        governor.enter("load", "loading a checkpoint", tell=True)
         saved = restore(session, checkpoint, engine, config, built.identity, total_steps)
         together(session, "finding the place in the data", lambda: loader.restore(saved.loader))
         step = saved.step
@@ -181,7 +185,7 @@ def _run(
         early.close()
         saver.before_update()
 
-    governor.enter("the first step")
+    governor.enter("first step", "beginning the first step", tell=True)
     governor.fence()
     name = None if session.device.type == "cpu" else _device_name(session)
     peak = peak_flops(name) if name else None
@@ -210,6 +214,7 @@ def _run(
         step,
     )
     early.close()
+    compare(planned, session, governor, events)
     metrics.close()
     governor.close()
     loader.close()

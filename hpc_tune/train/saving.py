@@ -96,6 +96,11 @@ class Saver:
         """Whether a checkpoint is on its way."""
         return self._state is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether training waits until a save is done."""
+        return self._in_pieces or not self._background
+
     def start(self, state: RunState) -> None:
         """Begin to save the engine's tensors with ``state``; without background also finish.
 
@@ -117,7 +122,7 @@ class Saver:
             self._state = state
             self._writer = Writer(self._parts(), self._staging_bytes())
             self._seen, self._seen_at_s = -1, self._began_s
-        if self._in_pieces or not self._background:
+        if self.waits:
             self.finish()
 
     def before_update(self) -> None:

@@ -1,14 +1,18 @@
 """Under memory pressure a run gives up speed, then leaves: never killed, it learns the same."""
 
 import json
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
+from hpc_tune.model.builtin import write_tiny
 from tests.support.cgroup import memory_group
-from tests.support.ranks import find_mpirun, rank_environment, run_ranks
-from tests.support.training import SMALL, events, losses, many_runs, outcome, train, worst_gap
+from tests.support.random_model import write_random_llama
+from tests.support.ranks import find_mpirun, rank_environment, run_ranks, started
+from tests.support.training import SMALL, events, losses, many_runs, outcome, worst_gap
 
 MIB = 1 << 20
 LAYOUTS = {
@@ -16,7 +20,7 @@ LAYOUTS = {
     2: ("replicate=2", "shard=2", "pipeline=2", "tensor=2", "zero_stage=2", "zero_stage=3"),
 }
 # Two rows per step and rank at the least; each rung has a step to show what it gives.
-PRESSED = ["CALM", *["HIGH"] * 11, "CALM"]
+PRESSED = ["CALM", *["HIGH"] * 14, "CALM"]
 SETTINGS = [*SMALL, "train.max_steps=20", "batch.micro_size=4", "tune.method=lora"]
 SETTINGS.append("tune.dropout=0.1")
 
@@ -37,20 +41,35 @@ def test_a_run_that_is_pushed_down_the_ladder_has_the_same_losses(tmp_path, n):
         gap = worst_gap(losses(pressed), losses(tmp_path / layout / "calm"))
         done = [event["action"] for event in events(pressed, "governor") if "action" in event]
         print(f"{layout}: {gap:.1e} after {done}")
-        assert done == [
-            "trim",
-            "shrink_buffers",
-            "save_in_pieces",
-            "split_micro_batches",
-            "split_micro_batches",
-            "recompute",
-        ]
+        actions = ["trim", "shrink_buffers", "save_in_pieces", *["split_micro_batches"] * 2]
+        # ZeRO has an option of its own for that.
+        actions += ["recompute"] if "zero" in layout else ["recompute", "move_optimizer"]
+        assert done == actions
         assert gap < 1e-5
 
 
 # What a single rank of builtin:tiny takes is less than half of it.
 LIMIT = 700 * MIB
-HUNGRY = [*SMALL, "train.max_steps=40", "checkpoint.every_steps=4", "batch.micro_size=4"]
+HUNGRY = [
+    *SMALL,
+    "train.max_steps=40",
+    "checkpoint.every_steps=4",
+    "batch.micro_size=4",
+    "data.path=builtin:pydocs:heldout",
+]
+# Way, bytes; what follows needs a few steps of time.
+WAYS = {
+    "a leak of 20 MB per step": ("leak", 20 * MIB, []),
+    "a leak of 200 MB/s within a step": ("burst", 200 * MIB, []),
+    "a micro-batch that grows too large": ("batch", 120 * MIB, []),
+    "an evaluation of long rows": (
+        "eval",
+        120 * MIB,
+        ["data.eval_path=builtin:pydocs:heldout", "train.eval_rows=4", "train.eval_every_steps=6"],
+    ),
+}
+SHORT = ("a leak of 200 MB/s within a step", "a micro-batch that grows too large")
+MOST_RELAUNCHES = 4
 
 
 def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=180.0):
@@ -61,36 +80,134 @@ def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=180.0):
     return run_ranks(group.inside(argv), rank_environment(n), timeout)
 
 
-WAYS = {
-    "a leak of 20 MB per step": ("leak", 20 * MIB),
-    "a leak of 200 MB/s within a step": ("burst", 200 * MIB),
-    "a micro-batch that grows too large": ("batch", 120 * MIB),
-}
+def is_killed(found, group):
+    assert found.returncode not in (0, 75), "or the test shows nothing"
+    assert group.kills > 0, found.stderr
 
 
-def check_way(tmp_path, way, n):
+def is_not_killed(found, group, run_dir):
+    """Check an end under the governor; return whether it left for want of memory."""
+    assert group.kills == 0, found.stderr
+    assert found.returncode in (0, 75), found.stderr
+    assert "Traceback" not in found.stderr
+    told = outcome(run_dir)
+    if found.returncode == 75:
+        assert told["reason"].startswith("host memory of "), told
+        assert {"need", "had", "phase", "rank", "host", "governor"} <= set(told)
+    return found.returncode == 75
+
+
+def check_way(tmp_path, name, n=1):
+    way, num_bytes, overrides = WAYS[name]
     with memory_group(n * LIMIT) as group:
-        found = train_in(group, tmp_path / "off", *WAYS[way], "memory.governor=off", n=n)
-        assert found.returncode not in (0, 75), "or the test shows nothing"
-        assert group.kills > 0
+        off = train_in(
+            group, tmp_path / "off", way, num_bytes, *overrides, "memory.governor=off", n=n
+        )
+        is_killed(off, group)
     with memory_group(n * LIMIT) as group:
-        found = train_in(group, tmp_path / "on", *WAYS[way], n=n)
-        assert group.kills == 0, found.stderr
-        assert found.returncode in (0, 75), found.stderr
-        if found.returncode == 75:
-            told = outcome(tmp_path / "on")
-            assert told["reason"].startswith("host memory of "), told
-            assert {"need", "had", "phase", "rank", "host", "governor"} <= set(told)
-        again = train_in(group, tmp_path / "on", "none", 0, n=n)
-        assert again.returncode == 0, again.stderr
-        assert group.kills == 0
-    return found
+        check_relaunches(group, tmp_path / "on", way, num_bytes, *overrides, n=n)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_where_the_kernel_would_have_killed_the_run_leaves_and_then_finishes(tmp_path, way):
-    found = check_way(tmp_path, way, 1)
-    print(found.returncode, found.stderr[-2000:])
+def check_relaunches(group, run_dir, way, num_bytes, *overrides, n=1):
+    """Start until it is done; what can be lived with is, and a leak is gone the second time."""
+    for number in range(MOST_RELAUNCHES):
+        planted = way if number == 0 or way in ("batch", "eval") else "none"
+        found = train_in(group, run_dir, planted, num_bytes, *overrides, n=n)
+        if not is_not_killed(found, group, run_dir):
+            print(f"{way}: done at start {number + 1}")
+            return
+        told = outcome(run_dir)
+        print(f"{way}: {told['reason']}; {told['governor']}")
+    pytest.fail(f"not done after {MOST_RELAUNCHES} starts: {found.stderr}")
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_where_the_kernel_would_have_killed_the_run_leaves_and_then_finishes(tmp_path, name):
+    check_way(tmp_path, name)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", list(WAYS))
+def test_it_does_again_and_again(tmp_path, name, n):
+    for number in range(10 if n == 1 else 2):
+        check_way(tmp_path / str(number), name, n)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["memory", "tmpfs"])
+def test_a_neighbour_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, kind):
+    for number in range(10):
+        for governor in ("off", "on"):
+            run_dir, file = tmp_path / f"{governor}-{number}", Path(f"/dev/shm/eaten-{number}")
+            with memory_group(LIMIT) as group:
+                words = [str(run_dir / "metrics.jsonl"), str(480 * MIB)]
+                words += [str(file)] if kind == "tmpfs" else []
+                argv = [sys.executable, "-m", "tests.support.neighbour", *words]
+                try:
+                    with started(group.inside(argv), rank_environment(1)):
+                        settings = (f"memory.governor={governor}", "train.max_steps=600")
+                        found = train_in(group, run_dir, "none", 0, *settings)
+                finally:
+                    file.unlink(missing_ok=True)
+                if governor == "off":
+                    is_killed(found, group)
+                    continue
+                assert is_not_killed(found, group, run_dir), "or the test shows nothing"
+                steps = f"train.max_steps={outcome(run_dir)['step'] + 10}"
+                again = train_in(group, run_dir, "none", 0, steps)
+                assert again.returncode == 0, again.stderr
+                assert group.kills == 0
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """A model of 33M values: full fine-tuning in fp32 takes about 800 MB, its state 400 MB."""
+    folder = tmp_path_factory.mktemp("larger")
+    write_tiny(folder / "tiny")
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16000}
+    write_random_llama(folder / "model", **shape, **heads)
+    for file in (folder / "tiny").glob("token*"):
+        shutil.copy(file, folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_save_in_the_background_asks_before_it_copies(tmp_path, larger):
+    settings = [f"model.path={larger}", "tune.method=full", "checkpoint.staging_bytes=600MiB"]
+    settings += ["train.max_steps=6", "model.dtype=fp32"]
+    for number in range(10):
+        with memory_group(1100 * MIB) as group:
+            off = train_in(
+                group, tmp_path / f"off-{number}", "slow-disk", 0, *settings, "memory.governor=off"
+            )
+            is_killed(off, group)
+        with memory_group(1100 * MIB) as group:
+            on = train_in(group, tmp_path / f"on-{number}", "slow-disk", 0, *settings)
+            assert on.returncode == 0, on.stderr
+            assert group.kills == 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_model_that_does_not_fit_is_left_while_it_is_loaded(tmp_path, larger):
+    settings = [f"model.path={larger}", "tune.method=full", "train.max_steps=6", "model.dtype=fp32"]
+    for number in range(10):
+        with memory_group(500 * MIB) as group:
+            run_dir = tmp_path / f"off-{number}"
+            is_killed(train_in(group, run_dir, "none", 0, *settings, "memory.governor=off"), group)
+        run_dir = tmp_path / f"on-{number}"
+        with memory_group(500 * MIB) as group:
+            found = train_in(group, run_dir, "none", 0, *settings)
+            assert is_not_killed(found, group, run_dir)
+            assert outcome(run_dir)["phase"] == "loading the model"
+        with memory_group(1300 * MIB) as group:
+            found = train_in(group, run_dir, "none", 0, *settings)
+            assert found.returncode == 0, found.stderr
 
 
 def test_a_run_that_was_killed_is_told_of_by_the_next_start_and_by_inspect(tmp_path):
@@ -108,4 +225,3 @@ def test_a_run_that_was_killed_is_told_of_by_the_next_start_and_by_inspect(tmp_p
         assert done.returncode == 0, done.stderr
         assert "it was killed: no outcome.json. Last seen on" in done.stderr
         assert not list((run_dir / "memory").iterdir())
-    assert train([*HUNGRY, f"run.dir={run_dir}"]).returncode == 0

@@ -3,8 +3,9 @@
     python -m tests.support.greedy WAY BYTES [key=value ...]
 
 WAY is what happens from step 3 on: ``leak`` takes BYTES more at each step for good, ``burst`` takes
-BYTES per second within one step until the process ends, ``batch`` makes each micro-batch take BYTES
-per row while it is computed, ``none`` nothing. Steps that the test needs long last STEP_S.
+BYTES per second within one step until it ends, ``batch`` makes each micro-batch take BYTES per
+row while it is computed, and ``eval`` each one that is evaluated; ``slow-disk`` makes a save take
+two seconds before it reads its first value, ``none`` does nothing.
 """
 
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hpc_tune.checkpoint import writer
 from hpc_tune.config.load import load_config
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.train.run import run
@@ -44,12 +46,20 @@ def plant(way: str, num_bytes: int) -> None:
         return real_step(self, *args)
 
     def forward(self: NativeEngine, chunk: int, batch: Any, hidden_BTD: Any) -> Any:
-        if way == "batch" and _steps >= FIRST_STEP and torch.is_grad_enabled():
+        hungry = "batch" if torch.is_grad_enabled() else "eval"
+        if way == hungry and _steps >= FIRST_STEP:
             taken = take(num_bytes * batch.tokens_BT.shape[0])
             time.sleep(0.05)
             del taken
         return real_forward(self, chunk, batch, hidden_BTD)
 
+    def slowly(*args: Any) -> Any:
+        time.sleep(2.0)
+        return real_write(*args)
+
+    real_write = writer.write_regions
+    if way == "slow-disk":
+        writer.write_regions = slowly  # type: ignore[assignment]
     NativeEngine.train_step = train_step  # type: ignore[method-assign,assignment]
     NativeEngine._forward = forward  # type: ignore[method-assign]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.config.load import load_config
+from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.governor import Governor
-from hpc_tune.memory.policy import Level
+from hpc_tune.memory.policy import Action, Level
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
 
@@ -28,7 +29,14 @@ def tell(levels: list[str]) -> None:
     Governor.levels = seen  # type: ignore[method-assign]
 
 
+def move_optimizer_too() -> None:
+    """Offer the lever that only a GPU needs: here state moves from the host to the host."""
+    real = NativeEngine.levers
+    NativeEngine.levers = lambda self: real(self) | {Action.MOVE_OPTIMIZER}  # type: ignore[method-assign]
+
+
 def main() -> None:
+    move_optimizer_too()
     codes = []
     for job in json.loads(Path(sys.argv[1]).read_text()):
         tell(job["levels"])

@@ -60,7 +60,7 @@ def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, 
     needs = []
     watching = Governor(None, CPU, mode, host="n1")
     watching.start(needs.append)
-    watching.enter("loading the model")
+    watching.enter("load", "loading the model", tell=True)
     host.used = 995 * MIB
     time.sleep(0.6)
     watching.close()
@@ -128,6 +128,21 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
     assert watching.admit(asked_mib * MIB, "a copy") is admitted
 
 
+def test_it_knows_this_ranks_peak_in_each_phase(host):
+    watching = Governor(None, CPU, "observe")
+    watching.start()
+    watching.enter("load", "loading")
+    held = torch.ones(200 * MIB, dtype=torch.uint8)
+    time.sleep(0.3)
+    del held
+    watching.enter("steady", "training step 1")
+    time.sleep(0.3)
+    watching.worst()
+    peaks = watching.peaks
+    assert 150 * MIB < peaks["load"] - peaks["steady"] < 250 * MIB
+    watching.close()
+
+
 def test_switched_off_it_does_nothing(host):
     watching = Governor(None, CPU, "off")
     watching.start()
@@ -141,7 +156,7 @@ def test_its_last_words_are_there_while_it_runs_and_gone_after(host, tmp_path):
     file.parent.mkdir()
     watching = Governor(None, CPU, "observe", host="n1", last_word=file)
     watching.start()
-    watching.enter("loading the model")
+    watching.enter("load", "loading the model", tell=True)
     wait_for(lambda: [w.phase for w in aftermath.read(tmp_path)] == ["loading the model"])
     [word] = aftermath.read(tmp_path)
     assert (word.host, word.used, word.limit) == ("n1", 100 * MIB, 1000 * MIB)

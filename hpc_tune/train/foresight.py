@@ -1,0 +1,126 @@
+"""The plan that a run makes of its own memory before it loads anything, and what came of it.
+
+    a bound by arithmetic says that it surely fits -> no more is asked
+    else the plan command, in a process of its own -> refused, unless --force
+
+The trace needs an interpreter to itself, some seconds, and under 1 GB on the first node.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.errors import MemoryBudgetError
+from hpc_tune.log import JsonLines, log
+from hpc_tune.memory.governor import Governor
+from hpc_tune.plan.account import ModelSize, static_bytes
+from hpc_tune.plan.ledger import PROCESS_BYTES
+from hpc_tune.train.saving import on_rank_0
+from hpc_tune.units import format_bytes
+from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.collective import gather_objects
+
+SURE_SHARE = 0.5  # of what a rank has
+_PLAN_LIMIT_S = 300.0
+_LAUNCHED_BY = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_")
+
+
+def foresee(
+    config: RunConfig,
+    session: Session,
+    governor: Governor,
+    size: ModelSize,
+    layout: Layout,
+    model: Any,
+    run_dir: Path,
+    force: bool,
+) -> dict[str, Any] | None:
+    """Return what ``plan --json`` says of this run, or None where it surely fits. Collective.
+
+    ``model`` is the transformers config.
+
+    Raises:
+        MemoryBudgetError: if a phase does not fit, and not ``force``.
+    """
+    device = None
+    if session.device.type == "cuda":
+        import torch
+
+        device = torch.cuda.get_device_properties(session.device).total_memory
+    host = governor.limit.num_bytes
+    room = device or host // session.world.local_size
+    rows = config.batch.micro_size if config.batch.micro_size != "auto" else 1
+    needed = static_bytes(size, layout) + activation_bound(model, rows * config.data.seq_len)
+    if not device:
+        needed += PROCESS_BYTES
+    if needed < SURE_SHARE * room:
+        return None
+    words = ["--nodes", session.world.num_nodes, "--gpus-per-node", session.world.local_size]
+    words += ["--device-memory", device or 0, "--host-memory", host]
+    said = on_rank_0(session, "planning", lambda: _ask(run_dir, [str(word) for word in words]))
+    if said is None or said["fits"]:
+        return said
+    bad = [phase for phase in said["phases"] if not phase["fits"]]
+    text = "this run does not fit into memory:\n" + "\n".join(
+        f"  - {phase['name']}: {format_bytes(phase['device_bytes'])} on a device, "
+        f"{format_bytes(phase['node_bytes'])} on a node's host, which have "
+        f"{format_bytes(device or 0)} and {format_bytes(host)}"
+        for phase in bad
+    )
+    advice = "\n".join(f"  - {line}" for line in said["advice"])
+    text += f"\nWhat would help:\n{advice}\n--force starts it all the same."
+    if not force:
+        raise MemoryBudgetError(text)
+    if session.world.rank == 0:
+        log.warning("%s", text)
+    return said
+
+
+def activation_bound(model: Any, tokens: int) -> int:
+    """Return more than a micro-batch of ``tokens`` makes a rank keep without recompute, in bytes.
+
+    34 bytes x tokens x hidden x layers in 16 bits (arXiv:2205.05198, without the scores, which are
+    not kept), twice that in 32, and the logits in fp32 with their gradient.
+    """
+    kept: int = 68 * tokens * model.hidden_size * model.num_hidden_layers
+    logits: int = 8 * tokens * model.vocab_size
+    return kept + logits
+
+
+def compare(
+    planned: dict[str, Any] | None, session: Session, governor: Governor, events: JsonLines
+) -> None:
+    """Write the most that a rank had in each phase beside what was planned. Collective."""
+    measured: dict[str, int] = {}
+    for peaks in gather_objects(session, governor.peaks):
+        for phase, num_bytes in peaks.items():
+            measured[phase] = max(measured.get(phase, 0), num_bytes)
+    foreseen = {p["name"]: p["rank_bytes"] for p in planned["phases"]} if planned else {}
+    phases = {
+        phase: {"rank_bytes": num_bytes, "planned": foreseen.get(phase)}
+        for phase, num_bytes in measured.items()
+    }
+    events.write(time=time.time(), step=None, rank=0, kind="memory", phases=phases)
+
+
+def _ask(run_dir: Path, words: list[str]) -> dict[str, Any] | None:
+    """Run the plan command on the run's own configuration; None where it cannot tell."""
+    log.info("memory  planning what each phase takes")
+    command = [sys.executable, "-m", "hpc_tune", "plan", "--json", *words]
+    command += ["--config", str(run_dir / "config.resolved.yaml")]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED_BY)}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PLAN_LIMIT_S, env=environment
+        )
+        found: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        log.warning("the plan of this run could not be made; it goes on without")
+        return None
+    return found
