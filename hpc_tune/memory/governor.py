@@ -169,11 +169,8 @@ class Governor:
             sample_device(self._device) if self._device.type == "cuda" else None,
         )
 
-    def levels(self, sample: MemorySample, steps_to_safety: float) -> tuple[Level, Level]:
-        """Return the levels of host and device for the step whose worst was ``sample``.
-
-        ``steps_to_safety`` is how many steps a checkpoint takes.
-        """
+    def levels(self, sample: MemorySample) -> tuple[Level, Level]:
+        """Return the levels of host and device for the step whose worst was ``sample``."""
         self._familiar = max(self._familiar, sample.host_bytes)
         self._peaks.append(sample.host_bytes)
         self._host_level = level_of(
@@ -181,7 +178,6 @@ class Governor:
             sample.host_bytes,
             sample.host_limit_bytes,
             growth_per_step(self._peaks),
-            steps_to_safety,
         )
         if (device := sample.device) is not None:
             level = level_of(self._device_level, device.used_bytes, device.limit_bytes)

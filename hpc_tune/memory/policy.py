@@ -50,6 +50,7 @@ _BEGINS_AT = {  # of the limit
 _STAYS_FOR = 0.04  # of the limit below where a level begins
 _FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
 _FORECAST_STEPS = 20  # that far ahead a limit makes the level HIGH
+_STEPS_TO_SAFETY = 3  # this one, another to be agreed on, and a save for which training waits
 _GROWTH_WINDOW = 8  # peaks
 _FROM_LEVEL = {
     Action.SHRINK_BUFFERS: Level.TIGHT,
@@ -98,13 +99,8 @@ def growth_per_step(peaks: Iterable[int]) -> float:
     return max(0.0, min(neighbours, median(slope for _, slope in slopes)))
 
 
-def level_of(
-    before: Level, used: int, limit: int, growth: float = 0.0, steps_to_safety: float = 2.0
-) -> Level:
-    """Return the level for the peak of a step, given the level before it.
-
-    ``growth`` is in bytes per step; ``steps_to_safety`` is how many steps a checkpoint takes.
-    """
+def level_of(before: Level, used: int, limit: int, growth: float = 0.0) -> Level:
+    """Return the level for the peak of a step, given the level before it and bytes per step."""
     share = used / limit
     level = max(lev for lev, begins in _BEGINS_AT.items() if share >= begins)
     kept = min(before, Level.CRITICAL)
@@ -112,9 +108,9 @@ def level_of(
         level = kept
     if growth > 0 and share >= _FORECAST_FROM:
         steps_left = (limit - reserve_of(limit) - used) / growth
-        if steps_left < steps_to_safety:
+        if steps_left < _STEPS_TO_SAFETY:
             return Level.DOOMED
-        if steps_left < max(_FORECAST_STEPS, 2 * steps_to_safety):
+        if steps_left < _FORECAST_STEPS:
             level = max(level, Level.HIGH)
     return level
 

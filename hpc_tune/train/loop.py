@@ -120,7 +120,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         _check_finite(result, step, saver.committed_step)
         step_s = time.monotonic() - began_s
         sample = work.governor.worst()
-        work.pressure.see(sample, 2 + saver.last_save_s / step_s)
+        work.pressure.see(sample)
         _record(work, step, lr, result, boundary, step_s, data_s, sample)
         is_last = step == work.total_steps
         if work.eval_batches is not None and (

@@ -139,11 +139,11 @@ class Pressure:
         """What was done and holds, in order."""
         return [action.value for action in self._ladder.taken]
 
-    def see(self, sample: MemorySample | None, steps_to_safety: float) -> None:
+    def see(self, sample: MemorySample | None) -> None:
         """Take in the worst of the last step."""
         if sample is not None:
             self._sample = sample
-            self._levels = self._governor.levels(sample, steps_to_safety)
+            self._levels = self._governor.levels(sample)
 
     def votes(self) -> list[float]:
         """Return what this rank adds to the boundary's sum: one for each level it has reached."""

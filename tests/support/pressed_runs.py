@@ -23,7 +23,7 @@ def tell(levels: list[str]) -> None:
     """Let every governor see these levels of host memory, step by step."""
     left = list(levels)
 
-    def seen(self: Governor, sample: Any, steps_to_safety: float) -> tuple[Level, Level]:
+    def seen(self: Governor, sample: Any) -> tuple[Level, Level]:
         return Level[left.pop(0) if len(left) > 1 else left[0]], Level.CALM
 
     Governor.levels = seen  # type: ignore[method-assign]

@@ -76,7 +76,7 @@ def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
     needs = []
     watching = Governor(None, CPU, "on")
     host.used = 993 * MIB
-    watching.levels(watching.worst(), 2)
+    watching.levels(watching.worst())
     watching.start(needs.append)
     time.sleep(0.5)
     assert needs == []
@@ -89,7 +89,7 @@ def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
     watching, levels = Governor(None, CPU, "on"), []
     for step in range(60):
         host.used = (100 + 20 * step) * MIB
-        level, device = watching.levels(watching.worst(), steps_to_safety=3)
+        level, device = watching.levels(watching.worst())
         levels.append(level)
         assert device == Level.CALM
         if level == Level.DOOMED:
@@ -103,11 +103,11 @@ def test_after_something_was_done_growth_is_counted_anew(host):
     watching = Governor(None, CPU, "on")
     for step in range(10):
         host.used = (700 + 20 * step) * MIB
-        level, _ = watching.levels(watching.worst(), 2)
+        level, _ = watching.levels(watching.worst())
     assert level == Level.HIGH
     watching.forget()
     host.used = 750 * MIB
-    assert watching.levels(watching.worst(), 2)[0] == Level.CALM
+    assert watching.levels(watching.worst())[0] == Level.CALM
 
 
 @pytest.mark.parametrize(

@@ -52,27 +52,29 @@ def test_a_level_begins_at_a_share_of_the_limit_and_ends_below_it(before, percen
 
 
 @pytest.mark.parametrize(
-    ("percent", "growth_percent", "steps_to_safety", "level"),
+    ("percent", "growth_percent", "level"),
     [
-        (50, 10, 2, CALM),  # below 60% growth is the run's beginning
-        (70, 0, 2, CALM),
-        (70, 1, 2, CALM),  # 29 steps to go
-        (70, 2, 2, HIGH),  # 14.5
-        (70, 2, 14, HIGH),
-        (70, 2, 15, DOOMED),  # not enough for a checkpoint that takes 15 steps
-        (70, 15, 2, DOOMED),
-        (70, 14, 2, HIGH),
-        (90, 0.1, 2, TIGHT),
-        (90, 0.5, 2, HIGH),
-        (97, 0.5, 2, CRITICAL),
-        (97, 1.1, 2, DOOMED),
-        (99.5, 0.001, 2, DOOMED),  # within the reserve
+        (50, 10, CALM),  # below 60% growth is the run's beginning
+        (59.9, 30, CALM),
+        (60, 30, DOOMED),
+        (70, 0, CALM),
+        (70, 1, CALM),  # 29 steps to go
+        (70, 1.5, HIGH),  # 19.3
+        (70, 2, HIGH),
+        (70, 9, HIGH),  # 3.2: after this one, one to agree, one to save
+        (70, 10, DOOMED),  # 2.9
+        (70, 15, DOOMED),
+        (90, 0.1, TIGHT),
+        (90, 0.5, HIGH),
+        (97, 0.5, CRITICAL),
+        (97, 1.1, DOOMED),
+        (99.5, 0.001, DOOMED),  # within the reserve
     ],
 )
-def test_growth_is_forecast(percent, growth_percent, steps_to_safety, level):
+def test_growth_is_forecast(percent, growth_percent, level):
     limit = 100 * GIB
     used, growth = limit * percent / 100, limit * growth_percent / 100
-    assert level_of(CALM, int(used), limit, growth, steps_to_safety) == level
+    assert level_of(CALM, int(used), limit, growth) == level
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""The plan of host memory against what ranks on CPUs really take, phase by phase."""
+
+import json
+import shutil
+import statistics
+import sys
+
+import pytest
+
+from hpc_tune.model.builtin import write_tiny
+from tests.support.random_model import write_random_llama
+from tests.support.ranks import mpirun, rank_environment, run_ranks
+from tests.support.training import events
+
+MIB = 1 << 20
+RANKS = 2
+# 0.1B values.
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 16000,
+}
+LAYOUTS = {
+    "ddp": ["replicate=2"],
+    "fsdp": ["shard=2", "reshard=block"],
+    "zero2": ["zero_stage=2"],
+    "zero3": ["zero_stage=3"],
+    "zero3 + cpu": ["zero_stage=3", "offload_params=cpu", "offload_optimizer=cpu"],
+    "tensor": ["tensor=2"],
+    "pipeline": ["pipeline=2"],
+}
+BATCHES = {"2 x 256": (2, 256), "1 x 1024": (1, 1024)}
+COMMON = [
+    "model.dtype=fp32",
+    "data.path=builtin:pydocs:heldout",
+    "data.eval_path=builtin:pydocs:heldout",
+    "train.eval_rows=4",
+    "train.max_steps=4",
+    "checkpoint.every_steps=2",
+    "run.tensorboard=false",
+    "run.threads=1",
+    "batch.global_size=8",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny(folder / "tiny")
+    write_random_llama(folder / "llama", **SHAPE)
+    for file in (folder / "tiny").glob("token*"):
+        shutil.copy(file, folder / "llama")
+    return folder / "llama"
+
+
+def compare(folder, model, layout, method, batch):
+    """Return {phase: (planned, measured)} in bytes of the rank that has most."""
+    rows, seq_len = BATCHES[batch]
+    settings = [*COMMON, f"model.path={model}", f"tune.method={method}", f"data.seq_len={seq_len}"]
+    settings += [f"batch.micro_size={rows}", f"data.cache={folder.parent / 'data'}"]
+    settings += [f"parallel.{axis}" for axis in LAYOUTS[layout]]
+    plan = [sys.executable, "-m", "hpc_tune", "plan", "--json", "--gpus-per-node", str(RANKS)]
+    plan += ["--device-memory", "0", "--host-memory", "24GiB", *settings]
+    planned = run_ranks(plan, rank_environment(1), 240.0)
+    assert planned.returncode == 0, planned.stderr
+    foreseen = {p["name"]: p["rank_bytes"] for p in json.loads(planned.stdout)["phases"]}
+    run_dir = folder / "run"
+    argv = ["-m", "tests.support.planned_run", *settings, f"run.dir={run_dir}"]
+    done = mpirun(RANKS, argv, timeout=280.0)
+    assert done.returncode == 0, done.stderr
+    [measured] = events(run_dir, "memory")
+    found = {phase: seen["rank_bytes"] for phase, seen in measured["phases"].items()}
+    shutil.rmtree(run_dir)
+    return {phase: (foreseen[phase], found[phase]) for phase in foreseen if phase in found}
+
+
+def table_of(folder, model, layouts, methods, batches):
+    errors = {}
+    for layout in layouts:
+        for method in methods:
+            for batch in batches:
+                name = f"{layout}, {method}, {batch}"
+                found = compare(folder / name.replace(" ", ""), model, layout, method, batch)
+                for phase, (planned, measured) in found.items():
+                    errors[name, phase] = planned / measured - 1
+                    print(
+                        f"| {name} | {phase} | {planned / MIB:.0f} | {measured / MIB:.0f} | "
+                        f"{errors[name, phase]:+.1%} |",
+                        flush=True,
+                    )
+    return errors
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * 3600)
+def test_the_plan_is_within_5_percent_of_what_is_measured(tmp_path, model):
+    errors = table_of(tmp_path, model, LAYOUTS, ("lora", "full"), BATCHES)
+    middle = statistics.median(map(abs, errors.values()))
+    lowest = min(errors.values())
+    print(f"median error {middle:.1%}, worst under-prediction {lowest:.1%}")
+    assert middle <= 0.05
+    assert lowest >= -0.05
+
+
+def test_the_plan_of_a_sharded_run_is_near_what_is_measured(tmp_path, model):
+    errors = table_of(tmp_path, model, ("fsdp",), ("full",), ("1 x 1024",))
+    assert min(errors.values()) >= -0.05
+    assert max(errors.values()) <= 0.15
