@@ -168,9 +168,9 @@ def reserve_of(limit: int) -> int:
     return max(int(limit * _RESERVE_SHARE), _LEAST_RESERVE)
 
 
-def room_of(used: int, limit: int) -> int:
-    """Return how many bytes one allocation may take and leave the level below HIGH."""
-    return max(0, int(limit * _BEGINS_AT[Level.HIGH]) - used)
+def room_of(used: int, limit: int, below: Level = Level.HIGH) -> int:
+    """Return how many bytes may be allocated and leave the level below the one given."""
+    return max(0, int(limit * _BEGINS_AT[below]) - used)
 
 
 def _relax(ladder: Ladder) -> tuple[Ladder, Decision | None]:

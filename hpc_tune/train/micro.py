@@ -8,10 +8,10 @@ import torch
 from hpc_tune.batch import Batch
 from hpc_tune.engine.base import Engine
 from hpc_tune.memory.host import HostLimit, own_bytes, used_bytes
+from hpc_tune.memory.policy import Level, room_of
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import max_of
 
-USABLE = 0.8  # of the free memory; the rest is for what one trial does not show
 POLL_S = 0.002
 
 
@@ -22,17 +22,19 @@ def largest_micro_size(
 
     One row of ``seq_len`` tokens, all with loss, is run forward and backward; its peak memory is
     taken as the cost of each row. That is too high by what is allocated once, so it errs to the
-    safe side. Collective.
+    safe side. What they fill is memory that the governor calls calm. Collective.
     """
     if most_rows <= 1:
         return 1
     row_bytes = _peak_of(lambda: engine.run_once(full_row(seq_len)), session.device)
     if session.device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(session.device)[0]
+        free_bytes, total_bytes = torch.cuda.mem_get_info(session.device)
         free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        room_bytes = room_of(total_bytes - free_bytes, total_bytes, Level.TIGHT)
     else:
-        free_bytes = (limit.num_bytes - used_bytes(limit)) // session.world.local_size
-    fits = max(1, int(free_bytes * USABLE / max(row_bytes, 1)))
+        room_bytes = room_of(used_bytes(limit), limit.num_bytes, Level.TIGHT)
+        room_bytes //= session.world.local_size
+    fits = max(1, room_bytes // max(row_bytes, 1))
     # The rank with the least room decides.
     fits = -int(max_of(session, [-fits])[0])
     return most_rows if fits >= most_rows else 1 << (fits.bit_length() - 1)

@@ -1,6 +1,7 @@
 """The governor's thread, its fence and its last words."""
 
 import json
+import statistics
 import threading
 import time
 
@@ -279,3 +280,25 @@ def test_watching_costs_less_than_half_a_percent_of_a_core(mode):
         shares.append((time.clock_gettime(clock) - before_s) / 3.0)
     watching.close()
     assert min(shares) < 0.005, shares
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_watching_does_not_slow_a_step():
+    """Steps of some 50 ms on all cores, with a governor and without by turns."""
+    weight = torch.randn(1500, 1500)
+    took_s = {True: [], False: []}
+    for turn in range(40):
+        watched = turn % 2 == 0
+        watching = Governor(None, CPU, "on" if watched else "off")
+        watching.fence()
+        watching.start(lambda need: None)
+        for _ in range(20):
+            began_s = time.perf_counter()
+            for _ in range(6):
+                weight @ weight
+            took_s[watched].append(time.perf_counter() - began_s)
+        watching.close()
+    ratio = statistics.median(took_s[True]) / statistics.median(took_s[False])
+    print(f"a step takes {ratio:.4f} x as long with the governor")
+    assert ratio < 1.01
