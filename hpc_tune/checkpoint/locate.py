@@ -51,8 +51,10 @@ def describe(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
 
     ``check_bytes`` reads every file; else only manifests and sizes are looked at.
     """
-    paths = [path] if (path / MANIFEST).is_file() else _store_of(path).steps()
     lines, all_valid = _outcome_lines(path), True
+    if lines and not (path / "checkpoints").is_dir():
+        return [*lines, "no checkpoint yet"], True
+    paths = [path] if (path / MANIFEST).is_file() else _store_of(path).steps()
     for checkpoint in paths:
         try:
             lines.append(_line(checkpoint, check_bytes))

@@ -8,21 +8,18 @@ told and acted on.
 
 import contextlib
 import resource
-from pathlib import Path
 
 
 class Fence:
     """Sets the soft limit of RLIMIT_DATA; ``lift`` gives back the one that was."""
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
+    def __init__(self) -> None:
         """Remember the limit as it is."""
-        self._statm, self._page = proc / "self" / "statm", resource.getpagesize()
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
 
-    def set(self, room: int) -> None:
-        """Let this process map ``room`` more bytes than now, and no more."""
-        data = int(self._statm.read_text().split()[5]) * self._page
-        soft, hard = data + max(0, room), self._before[1]
+    def set(self, mapped: int, room: int) -> None:
+        """Let this process, which has ``mapped`` bytes, map ``room`` more, and no more."""
+        soft, hard = mapped + max(0, room), self._before[1]
         if hard != resource.RLIM_INFINITY:
             soft = min(soft, hard)
         with contextlib.suppress(OSError, ValueError):

@@ -23,6 +23,7 @@ from hpc_tune.memory.device import DeviceSample, sample_device
 from hpc_tune.memory.fence import Fence
 from hpc_tune.memory.host import (
     HostLimit,
+    Usage,
     find_limit,
     oom_kills,
     own_bytes,
@@ -149,7 +150,7 @@ class Governor:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most that this rank had of anonymous and shared memory in each phase so far."""
+        """The most that this rank had of anonymous memory in each phase so far, in bytes."""
         return dict(self._peaks_by_phase)
 
     def worst(self) -> MemorySample | None:
@@ -157,7 +158,7 @@ class Governor:
         if self.mode == "off":
             return None
         host, self._worst_host = max(self._worst_host, used_bytes(self.limit)), 0
-        self._note_own()
+        self._note(own_bytes())
         return MemorySample(
             host,
             self.limit.num_bytes,
@@ -201,11 +202,13 @@ class Governor:
 
     def need(self, used: int) -> Need:
         """Return, in figures and words, how much of the host's memory this run needs and has."""
-        had, ranks = self.limit.num_bytes, self._ranks_bytes()
+        had, num = self.limit.num_bytes, len(self._pids)
+        ranks = (
+            f"{format_bytes(self._ranks_bytes())} of it by this job's {num} rank{'s' * (num > 1)}"
+        )
         words = (
             f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
-            f"({self.limit.source}) in use while {self.words}, {format_bytes(ranks)} of it by this "
-            f"job's {len(self._pids)} ranks there"
+            f"({self.limit.source}) in use while {self.words}, {ranks} there"
         )
         return Need(used, had, self.words, self._rank, self._host, words)
 
@@ -242,34 +245,36 @@ class Governor:
         if self._last_word is not None:
             self._last_word.unlink(missing_ok=True)
 
-    def _note_own(self) -> None:
+    def _note(self, num_bytes: int) -> None:
         peaks, phase = self._peaks_by_phase, self._phase
-        peaks[phase] = max(peaks.get(phase, 0), own_bytes())
+        peaks[phase] = max(peaks.get(phase, 0), num_bytes)
 
     def _ranks_bytes(self) -> int:
         return sum(own_bytes(pid=pid) for pid in self._pids)
 
     def _run(self) -> None:
-        period_s = PERIOD_S
+        usage, period_s = Usage(self.limit), PERIOD_S
         while not self._stop.wait(period_s):
-            used, now_s = used_bytes(self.limit), time.monotonic()
+            used, now_s = usage.used_bytes(), time.monotonic()
+            anonymous, mapped = usage.own_pages()
             self._worst_host = max(self._worst_host, used)
-            self._note_own()
+            self._note(anonymous)
             is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
             period_s = _NEAR_PERIOD_S if is_near else PERIOD_S
             if self._last_word is not None and now_s - self._last_word_s > _LAST_WORD_EVERY_S:
                 self._write_last_word(used)
                 self._last_word_s = now_s
             if self.mode == "on":
-                self._guard(used, now_s)
+                self._guard(used, mapped, now_s)
+        usage.close()
 
-    def _guard(self, used: int, now_s: float) -> None:
+    def _guard(self, used: int, mapped: int, now_s: float) -> None:
         self._recent.append((now_s, used))
         while now_s - self._recent[0][0] > _WINDOW_S:
             self._recent.popleft()
         limit = self.limit.num_bytes
         if self._fence is not None:
-            self._fence.set((limit - reserve_of(limit) - used) // len(self._pids))
+            self._fence.set(mapped, (limit - reserve_of(limit) - used) // len(self._pids))
         if self._leave is not None and must_leave(self._recent, limit, self._familiar):
             need = self.need(used)
             words = f"{need.words}; the limit would have been reached within a second"

@@ -14,7 +14,7 @@ this process could act.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 from typing import Literal
 
@@ -62,6 +62,7 @@ _FROM_LEVEL = {
 _CALM_STEPS = 50
 _MOST_CALM_STEPS = 3200
 _REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
+_LEAST_SLOPES = 3
 _RESERVE_SHARE, _LEAST_RESERVE = 0.01, 8 << 20
 
 
@@ -156,11 +157,28 @@ def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) 
     ``samples`` are (seconds, bytes used) of the last half second or so. What is below ``familiar``,
     the peak of a step that went well, is no reason.
     """
-    (first_s, first), (last_s, used) = samples[0], samples[-1]
+    used = samples[-1][1]
     if used <= familiar:
         return False
-    rate = max(0.0, (used - first) / (last_s - first_s)) if last_s > first_s else 0.0
-    return used + rate * _REACTION_S >= limit - reserve_of(limit)
+    return used + lasting_rate(samples) * _REACTION_S >= limit - reserve_of(limit)
+
+
+def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
+    """Return the bytes per second by which memory grows, 0 where too few samples tell.
+
+    The smaller of two: that of the whole time, and that which half of the time at least had. One
+    allocation, however large, is over when it is seen, and what comes and goes does not grow.
+    """
+    pairs = [(t - s, (b - a) / (t - s)) for (s, a), (t, b) in pairwise(samples) if t > s]
+    if len(pairs) < _LEAST_SLOPES:
+        return 0.0
+    (first_s, first), (last_s, last) = samples[0], samples[-1]
+    whole_s, seen_s, lasting = last_s - first_s, 0.0, 0.0
+    for span_s, rate in sorted(pairs, key=lambda pair: -pair[1]):
+        if seen_s < whole_s / 2:
+            lasting = rate
+        seen_s += span_s
+    return max(0.0, min(lasting, (last - first) / whole_s))
 
 
 def reserve_of(limit: int) -> int:

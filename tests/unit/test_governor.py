@@ -14,7 +14,7 @@ from hpc_tune.memory import aftermath, governor
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.fence import Fence
 from hpc_tune.memory.governor import Governor
-from hpc_tune.memory.host import HostLimit
+from hpc_tune.memory.host import HostLimit, Usage
 from hpc_tune.memory.policy import Level
 from hpc_tune.train import outcome
 from hpc_tune.train.pressure import look_back
@@ -30,6 +30,7 @@ class Host:
         self.limit, self.used = limit, used
         patch.setattr(governor, "find_limit", lambda configured: HostLimit(limit, "the test"))
         patch.setattr(governor, "used_bytes", lambda limit: self.used)
+        patch.setattr(governor.Usage, "used_bytes", lambda usage: self.used)
 
 
 @pytest.fixture
@@ -237,8 +238,8 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
 
 
 def test_behind_the_fence_an_allocation_fails_instead_of_killing():
-    fence = Fence()
-    fence.set(64 * MIB)
+    fence, usage = Fence(), Usage(HostLimit(1, "the machine"))
+    fence.set(usage.own_pages()[1], 64 * MIB)
     try:
         held = torch.ones(16 * MIB, dtype=torch.uint8)
         with pytest.raises(RuntimeError) as from_torch:

@@ -5,6 +5,7 @@ import pytest
 
 from hpc_tune.memory.host import (
     HostLimit,
+    Usage,
     find_limit,
     oom_kills,
     own_bytes,
@@ -27,6 +28,8 @@ class Machine:
             f"MemTotal:       {RAM >> 10} kB\nMemFree:        1 kB\n"
             f"MemAvailable:   {400 * GIB >> 10} kB\nHugePages_Total:       0\n",
         )
+
+        self.file(self.proc / "self" / "statm", "1000 300 100 1 0 200 0\n")
 
     @staticmethod
     def file(path: Path, text: str) -> None:
@@ -223,6 +226,14 @@ def test_own_memory_is_anonymous_and_shared_but_no_file_pages(machine):
         "Name:\tpython\nVmRSS:\t 900 kB\nRssAnon:\t 100 kB\nRssFile:\t 700 kB\nRssShmem:\t 8 kB\n",
     )
     assert own_bytes(machine.proc) == 108 * 1024
+
+
+def test_what_is_read_often_is_the_same(machine):
+    usage = Usage(HostLimit(RAM, ""), machine.proc)
+    page = os.sysconf("SC_PAGESIZE")
+    assert usage.used_bytes() == 112 * GIB
+    assert usage.own_pages() == (200 * page, 200 * page)
+    usage.close()
 
 
 def test_on_this_machine_own_memory_grows_by_what_is_touched():

@@ -8,6 +8,7 @@ from hpc_tune.memory.policy import (
     Level,
     decide,
     growth_per_step,
+    lasting_rate,
     level_of,
     lower,
     must_leave,
@@ -213,6 +214,8 @@ MIB = 1 << 20
         ([500, 520, 540, 560, 580], 600, 570, True),
         ([500, 520, 540, 560, 570], 600, 570, False),
         ([580, 560, 540, 520, 500], 600, 0, False),
+        ([300, 300, 300, 500, 500], 600, 0, False),  # one allocation, which is over
+        ([300, 300, 400, 500, 580], 600, 0, True),
         ([592], 600, 0, True),
         ([100], 600, 0, False),
     ],
@@ -222,6 +225,21 @@ def test_within_a_step_it_leaves_when_the_limit_is_half_a_second_away(
 ):
     samples = [(n / 10, used * MIB) for n, used in enumerate(used_mib)]
     assert must_leave(samples, limit_mib * MIB, familiar_mib * MIB) is leaves
+
+
+def test_samples_that_come_faster_near_the_limit_do_not_make_one_allocation_a_leak():
+    times_s = [0, 0.1, 0.2, 0.3, 0.32, 0.34, 0.36, 0.38, 0.4]
+    used_mib = [300, 300, 300, 300, 340, 380, 420, 460, 500]
+    samples = [(t, used * MIB) for t, used in zip(times_s, used_mib, strict=True)]
+    assert lasting_rate(samples) == 0
+    assert lasting_rate(samples[3:]) == pytest.approx(2000 * MIB)
+
+
+def test_what_comes_and_goes_does_not_grow():
+    samples = [(n / 10, (300 + 120 * (n % 2)) * MIB) for n in range(6)]
+    assert lasting_rate(samples) == pytest.approx(240 * MIB)
+    assert lasting_rate(samples[:5]) == 0
+    assert lasting_rate(samples[:3]) == 0
 
 
 def test_a_reserve_is_a_hundredth_and_at_least_8_mib():
