@@ -171,8 +171,8 @@ class Pressure:
         if decision is None:
             return None
         if decision.action == Action.LEAVE:
-            why = "it grows" if level == Level.DOOMED else "nothing is left to be given up"
-            return replace(worst.need, words=f"{worst.need.words}; {why}")
+            why = "it grows" if level == Level.DOOMED else "it stays there"
+            return replace(worst.need, words=f"{worst.need.words}; {why}. {self._next()}")
         self._do(decision, step, worst)
         return None
 
@@ -200,7 +200,19 @@ class Pressure:
         )
 
     def _leaving(self, need: Need) -> LeavingError:
-        return LeavingError(need.words, self._committed_step(), self.facts(need))
+        words = f"{need.words}. {self._next()}"
+        return LeavingError(words, self._committed_step(), self.facts(need))
+
+    def _next(self) -> str:
+        """Return what the next start does, or what the user can do."""
+        more = "ask for more memory or nodes; python -m hpc_tune plan tells what each phase takes"
+        if self._engine is None:
+            return f"Before training nothing can be given up: {more}"
+        taken = self._ladder.taken
+        coming = lower(taken, self._available(_HOST_SIDE | _DEVICE_SIDE))[len(taken) :]
+        if not coming:
+            return f"Nothing is left to be given up: {more}"
+        return f"The next start begins with {', '.join(action.value for action in coming)}"
 
     @property
     def _computes_on_host(self) -> bool:

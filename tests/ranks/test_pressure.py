@@ -205,6 +205,7 @@ def test_a_model_that_does_not_fit_is_left_while_it_is_loaded(tmp_path, larger):
             found = train_in(group, run_dir, "none", 0, *settings)
             assert is_not_killed(found, group, run_dir)
             assert outcome(run_dir)["phase"] == "loading the model"
+            assert "ask for more memory" in outcome(run_dir)["reason"]
         with memory_group(1300 * MIB) as group:
             found = train_in(group, run_dir, "none", 0, *settings)
             assert found.returncode == 0, found.stderr
