@@ -187,7 +187,11 @@ def _of_zero(report: TraceReport, config: RunConfig, machine: Machine) -> TraceR
     master = share // 2
     shrunk = report.optimizer_bytes - share - master
     return dataclasses.replace(
-        report, optimizer_bytes=share + master, peak_bytes=report.peak_bytes - shrunk
+        report,
+        optimizer_bytes=share + master,
+        peak_bytes=report.peak_bytes - shrunk,
+        evaluation_bytes=report.evaluation_bytes - shrunk,
+        idle_bytes=report.idle_bytes - shrunk,
     )
 
 

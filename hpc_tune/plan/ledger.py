@@ -73,25 +73,32 @@ def ledger(
 ) -> list[Phase]:
     """Return the phases in the order in which a run goes through them.
 
-    ``trace`` is of the rank that needs most. ``num_trained_bytes`` are those of all trained values
-    in all ranks' shards together; ``save="gathered"`` tells what a tool would need that brings
-    them and their optimizer state together on one rank.
+    ``config`` has its layout decided; ``trace`` is of the rank that needs most.
+    ``num_trained_bytes`` are those of all trained values in all ranks' shards together;
+    ``save="gathered"`` tells what a tool would need that brings them and their optimizer state
+    together on one rank.
     """
     on_cpu = machine.device_bytes is None
     process = PROCESS_BYTES + MODEL_BYTES + LAYER_BYTES * trace.num_layers
     process += 0 if on_cpu else GPU_PROCESS_BYTES
     frozen = 0 if config.tune.method == "full" else trace.weight_bytes
-    weights = trace.weight_bytes
-    if on_cpu and frozen and "shard" not in trace.layout:
-        weights = 0  # whole frozen weights are pages of the file
-    static = weights + trace.adapter_bytes + trace.gradient_bytes + trace.optimizer_bytes
-    peak = static + trace.activation_bytes
+    parallel = config.parallel
+    sharded = (parallel.shard or 1) > 1 or parallel.zero_stage == 3
+    sharded = sharded or parallel.offload_params != "none"
+    # Whole frozen weights on CPUs are pages of the file.
+    mapped = frozen if on_cpu and not sharded else 0
+    static = trace.idle_bytes - mapped
+    # Gradients of sharded weights come with the first backward pass, others have buffers before.
+    late = trace.gradient_bytes if sharded and not frozen else 0
+    peak = trace.peak_bytes - mapped
+    evaluation = trace.evaluation_bytes - mapped
     offloaded = 0
-    if not on_cpu and config.parallel.offload_params == "cpu":
+    if not on_cpu and parallel.offload_params == "cpu":
         # Sharded values wait on the host, in pinned blocks; gathered ones are activations.
         kept = trace.adapter_bytes * 4 if frozen else 0
-        offloaded = pinned_bytes(static - kept, 2 * trace.num_layers)
-        static, peak = kept, peak - (static - kept)
+        waiting = static - kept
+        offloaded = pinned_bytes(waiting, 2 * trace.num_layers)
+        static, peak, evaluation = kept, peak - waiting, evaluation - waiting
     rows = -(-config.batch.global_size // machine.world_size)
     buffers = min(PREFETCH_BYTES, 2 * rows * config.data.seq_len * BYTES_PER_TOKEN)
     state = STATES_SAVED * num_trained_bytes
@@ -104,7 +111,7 @@ def ledger(
         device = int(on_device * (1 + GPU_SLACK)) + GPU_CONTEXT_BYTES
         return Phase(name, device, process + offloaded + on_host, first)
 
-    phases = [phase("load", static, 2 * PIECE_BYTES)]
+    phases = [phase("load", max(0, static - late), 2 * PIECE_BYTES)]
     if config.train.compile:
         per_rank = machine.host_bytes // machine.ranks_per_node
         workers = num_workers(machine.cores_per_rank, per_rank)
@@ -112,7 +119,7 @@ def ledger(
     phases += [
         phase("first step", peak, buffers),
         phase("steady", peak, buffers),
-        phase("evaluate", peak, buffers),
+        phase("evaluate", evaluation, buffers),
     ]
     if save == "gathered":
         phases.append(phase("save", static, buffers, state))

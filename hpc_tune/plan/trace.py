@@ -70,7 +70,8 @@ class TraceReport:
 
     ``activation_bytes`` is what the worst moment has above the other four: saved and recomputed
     activations, gathered weights, logits, temporary values. ``peak_bytes`` is the sum of the five.
-    ``num_micro`` micro-batches were traced, in ``trace_s`` seconds.
+    ``evaluation_bytes`` is the worst moment of an evaluation, ``idle_bytes`` what is there between
+    two steps; both are whole sums. ``num_micro`` micro-batches were traced, in ``trace_s`` seconds.
     """
 
     layout: str
@@ -85,6 +86,8 @@ class TraceReport:
     optimizer_bytes: int
     activation_bytes: int
     peak_bytes: int
+    evaluation_bytes: int
+    idle_bytes: int
     trace_s: float
 
 
@@ -116,6 +119,9 @@ def trace_step(
         batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]
         tokens = num_micro * micro_rows * seq_len * layout.data_size
         engine.train_step(batches, tokens, config.optim.lr)
+        peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
+        memory.peak_bytes = memory.live_bytes
+        engine.evaluate(batches)
     kinds = _bytes_by_kind(engine, config.tune.method == "full")
     return TraceReport(
         str(layout),
@@ -125,8 +131,10 @@ def trace_step(
         num_micro,
         config.parallel.reshard,
         *kinds,
-        activation_bytes=memory.peak_bytes - sum(kinds),
-        peak_bytes=memory.peak_bytes,
+        activation_bytes=peak_bytes - sum(kinds),
+        peak_bytes=peak_bytes,
+        evaluation_bytes=memory.peak_bytes,
+        idle_bytes=idle_bytes,
         trace_s=time.perf_counter() - began_s,
     )
 

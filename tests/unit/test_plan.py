@@ -129,7 +129,21 @@ def test_a_mistake_is_one_message(words, said):
 
 
 TRACE = TraceReport(
-    "replicate 4", 4, 0, 10, 1, "block", 1000 * MIB, 10 * MIB, 10 * MIB, 20 * MIB, 300 * MIB, 1, 0.0
+    layout="replicate 4",
+    world_size=4,
+    rank=0,
+    num_layers=10,
+    num_micro=1,
+    reshard="block",
+    weight_bytes=1000 * MIB,
+    adapter_bytes=10 * MIB,
+    gradient_bytes=10 * MIB,
+    optimizer_bytes=20 * MIB,
+    activation_bytes=300 * MIB,
+    peak_bytes=1340 * MIB,
+    evaluation_bytes=1100 * MIB,
+    idle_bytes=1040 * MIB,
+    trace_s=0.0,
 )
 PROCESS = (210 + 20) * MIB + 10 * 900 * 1024
 LARGEST = 64 * MIB
@@ -148,14 +162,20 @@ def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
     assert phases["load"] == Phase("load", 0, PROCESS + 40 * MIB + 32 * MIB)
     buffers = 2 * 1024 * 24  # two steps of one row
     assert phases["steady"].rank_bytes == PROCESS + 40 * MIB + 300 * MIB + buffers
+    assert phases["evaluate"].rank_bytes == PROCESS + 100 * MIB + buffers
     staged = phases["save, in the background"].rank_bytes - phases["steady"].rank_bytes
     assert staged == 16 * MIB + 3 * 10 * MIB // 4
 
 
 def test_on_cpus_shards_are_private():
-    sharded = TraceReport(**{**TRACE.__dict__, "layout": "shard 4"})
-    phases = by_name(Machine(1, 4, None, 64 * GIB), sharded)
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["parallel.shard=4"])
     assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
+
+
+def test_gradients_of_shards_come_with_the_first_step():
+    full = ["tune.method=full", "parallel.shard=4"]
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=full)
+    assert phases["load"].rank_bytes == PROCESS + 1030 * MIB + 32 * MIB
 
 
 def test_on_gpus_the_host_holds_the_process_and_what_streams():
