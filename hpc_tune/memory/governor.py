@@ -236,8 +236,9 @@ class Governor:
             return None
 
     def close(self) -> None:
-        """Stop sampling."""
+        """Stop sampling, and let go of who was to be called."""
         self._stop.set()
+        self._leave = None
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
         if self._fence is not None:

@@ -119,10 +119,10 @@ def trace_step(
         batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]
         tokens = num_micro * micro_rows * seq_len * layout.data_size
         engine.train_step(batches, tokens, config.optim.lr)
+        kinds = _bytes_by_kind(engine, config.tune.method == "full")
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         memory.peak_bytes = memory.live_bytes
         engine.evaluate(batches)
-    kinds = _bytes_by_kind(engine, config.tune.method == "full")
     return TraceReport(
         str(layout),
         world_size,

@@ -67,6 +67,7 @@ def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) ->
         early = EarlyLeave(session, stop, run_dir)
         causes.append(early.cause_of)
         result = _run(config, session, run_dir, stop, early, causes, force)
+        causes.clear()  # they hold the engine, whose process groups must be gone at the end
         shutdown(session)
         return result.exit_code
     except (Exception, KeyboardInterrupt) as error:

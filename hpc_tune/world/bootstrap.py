@@ -7,12 +7,15 @@ torch is imported here and not before: MPI comes first, and the threads that tor
 the rank's cores.
 """
 
+import gc
 import os
 import socket
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_tune.config.schema import RunSettings
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 START_LIMIT_S = 300.0
 CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours while the others wait
 END_LIMIT_S = 300.0
+_SETTLE_LIMIT_S = 5.0
+_GLOO_THREAD = "pt_gloo_runloop"
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,32 @@ def shutdown(session: Session) -> None:
     with time_limit("all ranks to finish", END_LIMIT_S, "look at what the others still do", who):
         dist.barrier(group=session.cpu_group)
         dist.destroy_process_group()
+        gc.collect()  # an engine is in cycles and holds groups
+        _settle()
     sys.excepthook = sys.__excepthook__
+
+
+def _settle() -> None:
+    """Wait until gloo's threads are idle, those of groups that torch keeps somewhere too.
+
+    A thread drops the tensors of a collective a moment after all ranks have their result. If Python
+    is ending by then, that aborts the process (pytorch PR 179291).
+    """
+    until_s, num_calm = time.monotonic() + _SETTLE_LIMIT_S, 0
+    while num_calm < 3 and time.monotonic() < until_s:
+        time.sleep(0.002)  # who waits for the interpreter gets it, and runs
+        states = [_state_if(_GLOO_THREAD, task) for task in Path("/proc/self/task").iterdir()]
+        num_calm = num_calm + 1 if set(states) <= {None, "S"} else 0
+
+
+def _state_if(name: str, task: Path) -> str | None:
+    """Return the state of a thread if it has this name, such as S: it waits."""
+    try:
+        stat = (task / "stat").read_text()
+    except OSError:
+        return None
+    found, _, rest = stat.partition("(")[2].rpartition(")")
+    return rest.split()[0] if found == name else None
 
 
 def _open_channel(world: World, comm: Any) -> Channel | None:

@@ -2,9 +2,9 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,20 +29,25 @@ FULL_70B = [
 
 
 def plan(*words, code=None):
-    """Return (what ``plan --json`` says, seconds, peak RSS in bytes of any child so far)."""
+    """Return (what ``plan --json`` says, seconds, peak RSS in bytes)."""
     began_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_tune", "plan", "--json", *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "SCRATCH": "/scratch"},
-        timeout=280,
-    )
-    took_s = time.monotonic() - began_s
-    said = json.loads(done.stdout) if done.stdout.startswith("{") else done.stderr
-    assert done.returncode == code if code is not None else done.returncode in (0, 1), done.stderr
-    return said, took_s, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * KB
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hpc_tune", "plan", "--json", *words],
+            stdout=out,
+            stderr=err,
+            cwd=ROOT,
+            env={**os.environ, "SCRATCH": "/scratch"},
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        took_s = time.monotonic() - began_s
+        out.seek(0)
+        err.seek(0)
+        stdout, stderr = out.read(), err.read()
+    said = json.loads(stdout) if stdout.startswith("{") else stderr
+    assert process.returncode in ((0, 1) if code is None else (code,)), stderr
+    return said, took_s, usage.ru_maxrss * KB
 
 
 def phase(said, name):
