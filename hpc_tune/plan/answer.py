@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.shapes import shape_directory
+from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.account import ModelSize, measure
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
 from hpc_tune.plan.ledger import Machine, Phase, Save, ledger
@@ -79,7 +82,13 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
     report = _of_zero(trace_worst(trace, *what, micro_rows, seq_len), config, machine)
     half = _of_zero(trace_worst(trace, *what, micro_rows, seq_len // 2), config, machine)
     phases = ledger(
-        config, report, machine, size.trained_bytes, _largest_tensor(built, dtype.itemsize), save
+        config,
+        report,
+        machine,
+        size.trained_bytes,
+        _largest_tensor(built, dtype.itemsize),
+        save,
+        is_stored_so=_stored_dtypes(shape_dir, built) <= {dtype},
     )
     tokens = _tokens_that_fit(report, half, phases, machine, micro_rows * seq_len)
     found = Answer(
@@ -197,6 +206,14 @@ def _of_zero(report: TraceReport, config: RunConfig, machine: Machine) -> TraceR
 
 def _largest_tensor(built: BuiltModel, itemsize: int) -> int:
     return max(p.numel() for p in built.module.parameters()) * max(4, itemsize)
+
+
+def _stored_dtypes(shape_dir: Path, built: BuiltModel) -> set[torch.dtype]:
+    """Return the dtypes of the model's files, where they are there, else what its config says."""
+    if any(shape_dir.glob("*.safetensors")):
+        return set(index_model_directory(shape_dir).dtypes.values())
+    said = getattr(built.config, "dtype", None)
+    return {said} if isinstance(said, torch.dtype) else set()
 
 
 def _tokens_that_fit(

@@ -70,13 +70,14 @@ def ledger(
     num_trained_bytes: int,
     largest_tensor_bytes: int,
     save: Save = "streamed",
+    is_stored_so: bool = True,
 ) -> list[Phase]:
     """Return the phases in the order in which a run goes through them.
 
     ``config`` has its layout decided; ``trace`` is of the rank that needs most.
     ``num_trained_bytes`` are those of all trained values in all ranks' shards together;
     ``save="gathered"`` tells what a tool would need that brings them and their optimizer state
-    together on one rank.
+    together on one rank. ``is_stored_so``: the files have the dtype that is computed with.
     """
     on_cpu = machine.device_bytes is None
     process = PROCESS_BYTES + MODEL_BYTES + LAYER_BYTES * trace.num_layers
@@ -85,8 +86,8 @@ def ledger(
     parallel = config.parallel
     sharded = (parallel.shard or 1) > 1 or parallel.zero_stage == 3
     sharded = sharded or parallel.offload_params != "none"
-    # Whole frozen weights on CPUs are pages of the file.
-    mapped = frozen if on_cpu and not sharded else 0
+    # Whole frozen weights on CPUs are pages of the files, if those have their dtype.
+    mapped = frozen if on_cpu and is_stored_so and not sharded else 0
     static = trace.idle_bytes - mapped
     # Gradients of sharded weights come with the first backward pass, others have buffers before.
     late = trace.gradient_bytes if sharded and not frozen else 0

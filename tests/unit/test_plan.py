@@ -154,11 +154,11 @@ PROCESS = (210 + 20) * MIB + 10 * 900 * 1024
 LARGEST = 64 * MIB
 
 
-def by_name(machine, trace=TRACE, save="streamed", overrides=()):
+def by_name(machine, trace=TRACE, save="streamed", overrides=(), is_stored_so=True):
     config = load_config(
         None, ["tune.method=lora", "batch.global_size=4", "data.seq_len=1024", *overrides]
     )
-    phases = ledger(config, trace, machine, 10 * MIB, LARGEST, save)
+    phases = ledger(config, trace, machine, 10 * MIB, LARGEST, save, is_stored_so)
     return {phase.name: phase for phase in phases}
 
 
@@ -170,6 +170,11 @@ def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
     assert phases["evaluate"].rank_bytes == PROCESS + 100 * MIB + buffers
     staged = phases["save, in the background"].rank_bytes - phases["steady"].rank_bytes
     assert staged == 16 * MIB + 3 * 10 * MIB // 4
+
+
+def test_on_cpus_a_base_of_another_dtype_than_the_files_is_private():
+    phases = by_name(Machine(1, 4, None, 64 * GIB), is_stored_so=False)
+    assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
 
 
 def test_on_cpus_shards_are_private():
