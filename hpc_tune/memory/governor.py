@@ -153,16 +153,20 @@ class Governor:
         """The most that this rank had of anonymous memory in each phase so far, in bytes."""
         return dict(self._peaks_by_phase)
 
+    def used_bytes(self) -> int:
+        """Return the bytes of host memory that count against the limit now."""
+        return used_bytes(self.limit, pids=self._pids)
+
     def worst(self) -> MemorySample | None:
         """Return the worst sample since the last call; None when switched off."""
         if self.mode == "off":
             return None
-        host, self._worst_host = max(self._worst_host, used_bytes(self.limit)), 0
+        host, self._worst_host = max(self._worst_host, self.used_bytes()), 0
         self._note(own_bytes())
         return MemorySample(
             host,
             self.limit.num_bytes,
-            self._ranks_bytes(),
+            self.ranks_bytes(),
             own_bytes(),
             swapped_bytes(self.limit),
             shm_bytes(),
@@ -198,13 +202,13 @@ class Governor:
         """
         if self.mode != "on":
             return True
-        return num_bytes <= room_of(used_bytes(self.limit), self.limit.num_bytes) // len(self._pids)
+        return num_bytes <= room_of(self.used_bytes(), self.limit.num_bytes) // len(self._pids)
 
     def need(self, used: int) -> Need:
         """Return, in figures and words, how much of the host's memory this run needs and has."""
         had, num = self.limit.num_bytes, len(self._pids)
         ranks = (
-            f"{format_bytes(self._ranks_bytes())} of it by this job's {num} rank{'s' * (num > 1)}"
+            f"{format_bytes(self.ranks_bytes())} of it by this job's {num} rank{'s' * (num > 1)}"
         )
         words = (
             f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
@@ -250,11 +254,12 @@ class Governor:
         peaks, phase = self._peaks_by_phase, self._phase
         peaks[phase] = max(peaks.get(phase, 0), num_bytes)
 
-    def _ranks_bytes(self) -> int:
+    def ranks_bytes(self) -> int:
+        """Return the anonymous and shared bytes of this job's ranks on this node now."""
         return sum(own_bytes(pid=pid) for pid in self._pids)
 
     def _run(self) -> None:
-        usage, period_s = Usage(self.limit), PERIOD_S
+        usage, period_s = Usage(self.limit, pids=self._pids), PERIOD_S
         while not self._stop.wait(period_s):
             used, now_s = usage.used_bytes(), time.monotonic()
             anonymous, mapped = usage.own_pages()

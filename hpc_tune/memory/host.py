@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,15 @@ _KEPT_PAGES = ("inactive_anon", "active_anon", "unevictable")
 _KERNEL_BYTES = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock")
 
 
+CONFIGURED = "memory.host_limit"
+
+
 @dataclass(frozen=True)
 class HostLimit:
-    """The bytes this node grants the job, who says so, and where usage under it is counted."""
+    """The bytes this node grants the job, who says so, and where usage under it is counted.
+
+    Without a cgroup a configured limit is for the job's ranks, any other for the whole machine.
+    """
 
     num_bytes: int
     source: str
@@ -46,7 +52,7 @@ def find_limit(
     limits.append(HostLimit(_meminfo(proc)["MemTotal"], "the machine's RAM"))
     found = min(limits, key=lambda limit: limit.num_bytes)
     if configured is not None and configured < found.num_bytes:
-        return HostLimit(configured, "memory.host_limit", found.cgroup)
+        return HostLimit(configured, CONFIGURED, found.cgroup)
     return found
 
 
@@ -57,8 +63,15 @@ class Usage:
     wakes up on a cold processor pays for everything it touches.
     """
 
-    def __init__(self, limit: HostLimit, proc: Path = Path("/proc")) -> None:
-        """Open the files of ``limit``, or of the machine where it has no cgroup."""
+    def __init__(
+        self, limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int] = ()
+    ) -> None:
+        """Open the files of ``limit``, or of the machine where it has no cgroup.
+
+        ``pids`` are the job's ranks on this node, this process where there are none.
+        """
+        self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
+        self._counts_ranks = limit.cgroup is None and limit.source == CONFIGURED
         self._names: tuple[str, ...]
         if limit.cgroup is None:
             file, self._names = proc / "meminfo", ("MemAvailable:",)
@@ -75,7 +88,9 @@ class Usage:
         self._page = os.sysconf("SC_PAGESIZE")
 
     def used_bytes(self) -> int:
-        """Return the bytes in use that count against the limit, of all processes under it."""
+        """Return the bytes in use that count against the limit."""
+        if self._counts_ranks:
+            return sum(own_bytes(self._proc, pid) for pid in self._pids)
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
         found = 0
         for key in self._keys:
@@ -94,9 +109,9 @@ class Usage:
         self._statm.close()
 
 
-def used_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
-    """Return the bytes in use that count against ``limit``, of all processes under it."""
-    with closing(Usage(limit, proc)) as usage:
+def used_bytes(limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int] = ()) -> int:
+    """Return the bytes in use that count against ``limit``; see ``Usage``."""
+    with closing(Usage(limit, proc, pids)) as usage:
         return usage.used_bytes()
 
 

@@ -7,7 +7,8 @@ import torch
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.base import Engine
-from hpc_tune.memory.host import HostLimit, own_bytes, used_bytes
+from hpc_tune.memory.governor import Governor
+from hpc_tune.memory.host import own_bytes
 from hpc_tune.memory.policy import Level, room_of
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import max_of
@@ -16,7 +17,7 @@ POLL_S = 0.002
 
 
 def largest_micro_size(
-    session: Session, engine: Engine, limit: HostLimit, seq_len: int, most_rows: int
+    session: Session, engine: Engine, governor: Governor, seq_len: int, most_rows: int
 ) -> int:
     """Return the largest power of two, or ``most_rows``, of rows that fit on every rank.
 
@@ -32,7 +33,7 @@ def largest_micro_size(
         free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         room_bytes = room_of(total_bytes - free_bytes, total_bytes, Level.TIGHT)
     else:
-        room_bytes = room_of(used_bytes(limit), limit.num_bytes, Level.TIGHT)
+        room_bytes = room_of(governor.used_bytes(), governor.limit.num_bytes, Level.TIGHT)
         room_bytes //= session.world.local_size
     fits = max(1, room_bytes // max(row_bytes, 1))
     # The rank with the least room decides.

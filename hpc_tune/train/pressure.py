@@ -17,7 +17,7 @@ import torch
 from hpc_tune.config.schema import MemoryConfig
 from hpc_tune.data.loader import PREFETCH_BYTES, Loader
 from hpc_tune.engine.base import Engine
-from hpc_tune.errors import LeavingError
+from hpc_tune.errors import LeavingError, MemoryBudgetError
 from hpc_tune.log import JsonLines, log
 from hpc_tune.memory import aftermath
 from hpc_tune.memory.device import give_back_cache, is_out_of_memory
@@ -60,7 +60,11 @@ def look_back(run_dir: Path) -> Before:
 
 
 def make_governor(memory: MemoryConfig, session: Session, run_dir: Path) -> Governor:
-    """Return this rank's governor; the first rank of each node keeps the node's last words."""
+    """Return this rank's governor; the first rank of each node keeps the node's last words.
+
+    Raises:
+        MemoryBudgetError: if the processes alone take what the node grants.
+    """
     world = session.world
     governor = Governor(
         memory.host_limit,
@@ -72,6 +76,13 @@ def make_governor(memory: MemoryConfig, session: Session, run_dir: Path) -> Gove
         aftermath.path_of(run_dir, world.node) if world.local_rank == 0 else None,
     )
     asked, limit = memory.host_limit, governor.limit
+    if governor.ranks_bytes() >= limit.num_bytes:
+        raise MemoryBudgetError(
+            f"{limit.source} grants {format_bytes(limit.num_bytes)} of host memory on "
+            f"{world.hostname}, and its {world.local_size} ranks take "
+            f"{format_bytes(governor.ranks_bytes())} before a model is there; grant more, or start "
+            "fewer ranks per node"
+        )
     if world.rank == 0 and asked is not None and limit.num_bytes < asked:
         log.warning(
             "memory.host_limit=%s has no effect: %s grants %s",

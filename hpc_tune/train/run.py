@@ -91,7 +91,11 @@ def _run(
     before = on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
     events = JsonLines(run_dir / "events.jsonl" if mine else None)
     step, saver = 0, None
-    governor = make_governor(config.memory, session, run_dir)
+    governor = together(
+        session,
+        "looking at the memory",
+        lambda: make_governor(config.memory, session, run_dir),
+    )
     pressure = Pressure(
         session, governor, run_dir, events, lambda: saver.committed_step if saver else step
     )
@@ -309,7 +313,7 @@ def _micro_size(
     if layout.pipeline > 1:
         # Stages work at the same time on different micro-batches; four each keep most of them busy.
         most_rows = max(1, most_rows // (4 * layout.pipeline))
-    return largest_micro_size(session, engine, governor.limit, config.data.seq_len, most_rows)
+    return largest_micro_size(session, engine, governor, config.data.seq_len, most_rows)
 
 
 def _evaluation(

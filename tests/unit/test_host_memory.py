@@ -228,6 +228,16 @@ def test_own_memory_is_anonymous_and_shared_but_no_file_pages(machine):
     assert own_bytes(machine.proc) == 108 * 1024
 
 
+def test_a_configured_limit_without_a_group_counts_the_jobs_ranks(machine):
+    for pid in (7, 8):
+        status = f"RssAnon:\t {pid}00 kB\nRssFile:\t 900 kB\nRssShmem:\t 4 kB\n"
+        machine.file(machine.proc / str(pid) / "status", status)
+    limit = machine.find(GIB)
+    assert limit == HostLimit(GIB, "memory.host_limit")
+    assert used_bytes(limit, machine.proc, [7, 8]) == (700 + 800 + 2 * 4) * 1024
+    assert used_bytes(machine.find(), machine.proc, [7, 8]) == 112 * GIB
+
+
 def test_what_is_read_often_is_the_same(machine):
     usage = Usage(HostLimit(RAM, ""), machine.proc)
     page = os.sysconf("SC_PAGESIZE")
