@@ -4,19 +4,10 @@ import json
 
 import pytest
 
-from tests.support.random_model import SHAPE_1B, write_random_llama
+from tests.support.random_model import SHAPE_1B, SHAPE_SMALL, write_random_llama
 from tests.support.ranks import mpirun
 
 MIB = 1 << 20
-# A quarter of the 1.1B shape's depth and half its width: 0.1B values, 200 MB.
-SHAPE_SMALL = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 16000,
-}
 
 
 def measure(directory, n, axes, timeout=120):

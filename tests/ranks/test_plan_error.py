@@ -8,21 +8,12 @@ import sys
 import pytest
 
 from hpc_tune.model.builtin import write_tiny
-from tests.support.random_model import write_random_llama
+from tests.support.random_model import SHAPE_SMALL, write_random_llama
 from tests.support.ranks import mpirun, rank_environment, run_ranks
 from tests.support.training import events
 
 MIB = 1 << 20
 RANKS = 2
-# 0.1B values.
-SHAPE = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 16000,
-}
 LAYOUTS = {
     "ddp": ["replicate=2"],
     "fsdp": ["shard=2", "reshard=block"],
@@ -50,7 +41,7 @@ COMMON = [
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_tiny(folder / "tiny")
-    write_random_llama(folder / "llama", **SHAPE)
+    write_random_llama(folder / "llama", **SHAPE_SMALL)
     for file in (folder / "tiny").glob("token*"):
         shutil.copy(file, folder / "llama")
     return folder / "llama"

@@ -17,6 +17,15 @@ SHAPE_1B = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
+# A quarter of the 1.1B shape's depth and half its width: 0.1B values, 200 MB.
+SHAPE_SMALL = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 16000,
+}
 
 
 def write_random_llama(
