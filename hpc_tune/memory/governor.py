@@ -33,6 +33,7 @@ from hpc_tune.memory.host import (
     used_bytes,
 )
 from hpc_tune.memory.policy import (
+    GROWTH_WINDOW,
     Level,
     growth_per_step,
     level_of,
@@ -47,7 +48,6 @@ _NEAR_PERIOD_S = 0.02
 _NEAR_SHARE = 0.7
 _WINDOW_S = 0.5
 _LAST_WORD_EVERY_S = 5.0
-_MOST_PEAKS = 32
 Mode = Literal["on", "observe", "off"]
 
 
@@ -118,7 +118,7 @@ class Governor:
         self._leave: Callable[[Need], None] | None = None
         self._worst_host = self._familiar = 0
         self._recent: deque[tuple[float, int]] = deque()
-        self._peaks: deque[int] = deque(maxlen=_MOST_PEAKS)
+        self._peaks: deque[int] = deque(maxlen=GROWTH_WINDOW)
         self._host_level = self._device_level = Level.CALM
         self._retries = 0
         self._fence: Fence | None = None

@@ -51,7 +51,7 @@ _STAYS_FOR = 0.04  # of the limit below where a level begins
 _FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
 _FORECAST_STEPS = 20  # that far ahead a limit makes the level HIGH
 _STEPS_TO_SAFETY = 3  # this one, another to be agreed on, and a save for which training waits
-_GROWTH_WINDOW = 8  # peaks
+GROWTH_WINDOW = 8  # peaks
 _FROM_LEVEL = {
     Action.SHRINK_BUFFERS: Level.TIGHT,
     Action.SAVE_IN_PIECES: Level.TIGHT,
@@ -92,8 +92,8 @@ def growth_per_step(peaks: Iterable[int]) -> float:
     longer batch) is no growth, and of the slopes between all pairs (Theil and Sen), to which
     swinging is none.
     """
-    last = list(enumerate(list(peaks)[-_GROWTH_WINDOW:]))
-    if len(last) < _GROWTH_WINDOW:
+    last = list(enumerate(list(peaks)[-GROWTH_WINDOW:]))
+    if len(last) < GROWTH_WINDOW:
         return 0.0
     slopes = [(j - i, (b - a) / (j - i)) for (i, a), (j, b) in combinations(last, 2)]
     neighbours = median(slope for apart, slope in slopes if apart == 1)

@@ -34,8 +34,7 @@ _WHOLE_UP_TO = 12
 class Answer:
     """What ``plan`` found; ``advice`` is empty where everything fits.
 
-    ``tokens_that_fit`` is the largest micro-batch in tokens; None where only a trace of the whole
-    depth could tell.
+    ``tokens_that_fit`` is the largest micro-batch in tokens, about.
     """
 
     model: str
@@ -80,7 +79,8 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
     trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
     what = (traced, machine.world_size, shape_dir)
     report = _of_zero(trace_worst(trace, *what, micro_rows, seq_len), config, machine)
-    half = _of_zero(trace_worst(trace, *what, micro_rows, seq_len // 2), config, machine)
+    half_len = max(1, seq_len // 2)
+    half = _of_zero(trace_worst(trace, *what, micro_rows, half_len), config, machine)
     phases = ledger(
         config,
         report,
@@ -90,7 +90,8 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
         save,
         is_stored_so=_stored_dtypes(shape_dir, built) <= {dtype},
     )
-    tokens = _tokens_that_fit(report, half, phases, machine, micro_rows * seq_len)
+    fewer = micro_rows * (seq_len - half_len)
+    tokens = _tokens_that_fit(report, half, phases, machine, micro_rows * seq_len, fewer)
     found = Answer(
         f"{config.model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({config.tune.method})",
@@ -217,10 +218,18 @@ def _stored_dtypes(shape_dir: Path, built: BuiltModel) -> set[torch.dtype]:
 
 
 def _tokens_that_fit(
-    report: TraceReport, half: TraceReport, phases: Sequence[Phase], machine: Machine, tokens: int
+    report: TraceReport,
+    half: TraceReport,
+    phases: Sequence[Phase],
+    machine: Machine,
+    tokens: int,
+    fewer: int,
 ) -> int:
-    """Return how many tokens a micro-batch may have, by a straight line through two traces."""
-    per_token = (report.activation_bytes - half.activation_bytes) / (tokens - tokens // 2)
+    """Return how many tokens a micro-batch may have, by a straight line through two traces.
+
+    ``report`` has ``tokens`` of them, ``half`` has ``fewer`` less.
+    """
+    per_token = (report.activation_bytes - half.activation_bytes) / max(1, fewer)
     if per_token <= 0:
         return tokens
     steady = next(phase for phase in phases if phase.name == "steady")

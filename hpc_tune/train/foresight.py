@@ -21,10 +21,11 @@ from hpc_tune.log import JsonLines, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.plan.account import ModelSize, static_bytes
 from hpc_tune.plan.ledger import PROCESS_BYTES
+from hpc_tune.train.layout import bytes_per_rank
 from hpc_tune.train.saving import on_rank_0
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import gather_objects
+from hpc_tune.world.collective import gather_objects, max_of
 
 SURE_SHARE = 0.5  # of what a rank has
 _PLAN_LIMIT_S = 300.0
@@ -48,20 +49,18 @@ def foresee(
     Raises:
         MemoryBudgetError: if a phase does not fit, and not ``force``.
     """
-    device = None
-    if session.device.type == "cuda":
-        import torch
-
-        device = torch.cuda.get_device_properties(session.device).total_memory
-    host = governor.limit.num_bytes
-    room = device or host // session.world.local_size
+    # Nodes may differ, and all ranks must decide alike: the least of any counts.
+    room = bytes_per_rank(governor, session)
+    host, ranks = governor.limit.num_bytes, session.world.local_size
+    least_host, ranks = map(int, max_of(session, [-host, ranks]))
+    host, device = -least_host, room if session.device.type == "cuda" else None
     rows = config.batch.micro_size if config.batch.micro_size != "auto" else 1
     needed = static_bytes(size, layout) + activation_bound(model, rows * config.data.seq_len)
     if not device:
         needed += PROCESS_BYTES
     if needed < SURE_SHARE * room:
         return None
-    words = ["--nodes", session.world.num_nodes, "--gpus-per-node", session.world.local_size]
+    words = ["--nodes", session.world.num_nodes, "--gpus-per-node", ranks]
     words += ["--device-memory", device or 0, "--host-memory", host]
     said = on_rank_0(session, "planning", lambda: _ask(run_dir, [str(word) for word in words]))
     if said is None or said["fits"]:

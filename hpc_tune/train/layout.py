@@ -15,7 +15,7 @@ def settle_layout(
     config: RunConfig, session: Session, governor: Governor, built: BuiltModel, size: ModelSize
 ) -> tuple[Layout, str, ParallelConfig]:
     """Return the layout, why it is the one, and the settings it runs with. Collective."""
-    room = _bytes_per_rank(governor, session)
+    room = bytes_per_rank(governor, session)
     per_node = _ranks_per_node(session)
     layout, why = choose_layout(config.parallel, session.world.size, size, room, per_node)
     check_layout(layout, config.parallel, built.config)
@@ -26,7 +26,8 @@ def settle_layout(
     return layout, why, config.parallel.model_copy(update={"reshard": reshard})
 
 
-def _bytes_per_rank(governor: Governor, session: Session) -> int:
+def bytes_per_rank(governor: Governor, session: Session) -> int:
+    """Return the least that any rank has for what it computes with, in bytes. Collective."""
     if session.device.type == "cuda":
         import torch
 

@@ -108,6 +108,11 @@ def test_what_does_not_fit_is_told_with_what_would():
     assert said["fits"]
 
 
+def test_rows_of_one_token_can_be_planned_too():
+    said, _, _ = plan("data.seq_len=1", "--gpus-per-node", "1", "--device-memory", "0", code=0)
+    assert said["tokens_that_fit"] == 1
+
+
 @pytest.mark.soak
 def test_405b_on_512_ranks_is_answered_in_a_minute():
     words = ["--config", "configs/llama3_405b_lora.yaml", "model.path=shape:llama3-405b"]
