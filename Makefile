@@ -1,6 +1,7 @@
 # make demo   installs what it needs and fine-tunes a real model on this machine's cores
 # make test   installs what it needs and passes the tests
 # make soak   the long proofs; their figures belong into benchmarks/
+# make slurm  installs Slurm (root, Debian): with it make test tries jobs with a memory limit
 # make nvme   compiles DeepSpeed's library for NVMe (minutes): with it make test tries offload to disk
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ export PATH := $(BIN):$(PATH)
 # DeepSpeed's C++ parts are compiled where they are used, not at its installation.
 export DS_BUILD_OPS = 0
 
-.PHONY: demo test lint nvme soak clean
+.PHONY: demo test lint nvme slurm soak clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@echo '== before: $(PROMPT)'
@@ -41,6 +42,9 @@ lint: $(VENV)/.test
 
 nvme: $(VENV)/.test
 	DS_ACCELERATOR=cpu python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder as B; B().load()'
+
+slurm:
+	sh tools/ensure_slurm.sh
 
 soak: $(VENV)/.test nvme
 	python -m pytest -q tests -m soak

@@ -15,8 +15,10 @@ import torch
 
 from hpc_tune.checkpoint.store import sync_folder, synced
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
 from hpc_tune.log import Progress
+from hpc_tune.memory.host import find_limit, used_bytes
+from hpc_tune.memory.policy import room_of
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
@@ -28,8 +30,10 @@ from hpc_tune.model.weights import (
     index_model_directory,
     write_regions,
 )
+from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
+_PIECES = 3  # of a merged tensor: base and change in fp32, and what is on its way to the file
 _ADAPTER_PREFIX = "base_model.model."
 
 
@@ -79,9 +83,11 @@ def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> 
 
     Raises:
         CheckpointError, DataError: if files are damaged or belong to another model. ConfigError:
-        if ``out`` holds something that is not an export.
+        if ``out`` holds something that is not an export. MemoryBudgetError: if there is no room
+        for one tensor.
     """
     trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
+    _check_room(stored)
     merged = _Merged(trained, stored, tune)
     shards = _shards(stored)
     progress = Progress("merging", len(stored.pieces))
@@ -175,6 +181,19 @@ class _Merged:
             out[start : start + rows] = block
 
 
+def _check_room(stored: TensorIndex) -> None:
+    """Refuse before the kernel would kill: the largest tensor and the pieces of one are held."""
+    needed = max(map(stored.bytes_of, stored.pieces)) + _PIECES * PIECE_BYTES
+    limit = find_limit(None)
+    room = room_of(used_bytes(limit), limit.num_bytes)
+    if needed > room:
+        raise MemoryBudgetError(
+            f"merging holds one tensor at a time and needs {format_bytes(needed)}; "
+            f"{limit.source} leaves {format_bytes(room)} of {format_bytes(limit.num_bytes)}: run "
+            "it where there is more"
+        )
+
+
 def _read(index: TensorIndex, name: str) -> torch.Tensor:
     tensor = torch.empty(index.shapes[name], dtype=index.dtypes[name])
     index.fill(tensor, name)
@@ -186,7 +205,7 @@ def _shards(stored: TensorIndex) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
     for name in sorted(stored.pieces):
-        num_bytes = torch.Size(stored.shapes[name]).numel() * stored.dtypes[name].itemsize
+        num_bytes = stored.bytes_of(name)
         if shards[-1] and filled + num_bytes > SHARD_BYTES:
             shards.append([])
             filled = 0

@@ -12,6 +12,8 @@ from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.weights import local_region
 
+_VALUES_AT_ONCE = 1 << 22
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -119,5 +121,12 @@ def squares_of(
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum in fp64: torch's fp32 norm of a million values is off by 1e-5 on a CPU."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    """Sum in fp64: torch's fp32 norm of a million values is off by 1e-5 on a CPU.
+
+    In pieces: torch makes an fp64 copy of what it is given.
+    """
+    norms = [
+        torch.linalg.vector_norm(piece, dtype=torch.float64)
+        for piece in tensor.reshape(-1).split(_VALUES_AT_ONCE)
+    ]
+    return torch.stack(norms).square().sum()

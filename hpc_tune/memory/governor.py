@@ -116,7 +116,7 @@ class Governor:
         self._last_word, self._last_word_s = last_word, float("-inf")
         self._kills = oom_kills(self.limit)
         self._leave: Callable[[Need], None] | None = None
-        self._worst_host = self._familiar = 0
+        self._worst_host = self._familiar = self._expected = 0
         self._recent: deque[tuple[float, int]] = deque()
         self._peaks: deque[int] = deque(maxlen=GROWTH_WINDOW)
         self._host_level = self._device_level = Level.CALM
@@ -191,6 +191,14 @@ class Governor:
             self._device_level, self._retries = level, device.retries
         return self._host_level, self._device_level
 
+    def expect(self, num_bytes: int) -> None:
+        """Take growth up to the ``num_bytes`` that a step will have in use for no reason to leave.
+
+        Less than pressure begins at: a plan is not a measurement.
+        """
+        limit = self.limit.num_bytes
+        self._expected = min(num_bytes, room_of(0, limit, Level.TIGHT))
+
     def forget(self) -> None:
         """Count growth anew: what was done about memory has changed it."""
         self._peaks.clear()
@@ -261,8 +269,9 @@ class Governor:
     def _run(self) -> None:
         usage, period_s = Usage(self.limit, pids=self._pids), PERIOD_S
         while not self._stop.wait(period_s):
-            used, now_s = usage.used_bytes(), time.monotonic()
+            # First what is mapped: the fence is too low and not too high if memory grows between.
             anonymous, mapped = usage.own_pages()
+            used, now_s = usage.used_bytes(), time.monotonic()
             self._worst_host = max(self._worst_host, used)
             self._note(anonymous)
             is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
@@ -281,7 +290,8 @@ class Governor:
         limit = self.limit.num_bytes
         if self._fence is not None:
             self._fence.set(mapped, (limit - reserve_of(limit) - used) // len(self._pids))
-        if self._leave is not None and must_leave(self._recent, limit, self._familiar):
+        familiar = max(self._familiar, self._expected)
+        if self._leave is not None and must_leave(self._recent, limit, familiar):
             need = self.need(used)
             words = f"{need.words}; the limit would have been reached within a second"
             self._leave(replace(need, words=words))

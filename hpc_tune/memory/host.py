@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _STAT_BYTES = 1 << 15
@@ -85,6 +86,11 @@ class Usage:
         self._keys = [f"\n{name} ".encode() for name in self._names]
         self._file = file.open("rb", buffering=0)
         self._statm = (proc / "self" / "statm").open("rb", buffering=0)
+        self._statms = []
+        for pid in self._pids:
+            with contextlib.suppress(OSError):
+                self._statms.append((proc / str(pid) / "statm").open("rb", buffering=0))
+        self._told, self._ranks_then = -1, 0
         self._page = os.sysconf("SC_PAGESIZE")
 
     def used_bytes(self) -> int:
@@ -96,7 +102,20 @@ class Usage:
         for key in self._keys:
             if (at := text.find(key)) >= 0:
                 found += int(text[at + len(key) :].split(None, 1)[0])
-        return found if self._total is None else self._total - 1024 * found
+        if self._total is not None:
+            return self._total - 1024 * found
+        # The kernel adds a group's pages up every two seconds or so; those of processes are exact.
+        ranks = sum(map(self._anonymous, self._statms))
+        if found != self._told:
+            self._told, self._ranks_then = found, ranks
+        return found + max(0, ranks - self._ranks_then)
+
+    def _anonymous(self, statm: IO[bytes]) -> int:
+        try:
+            _, resident, shared, *_ = os.pread(statm.fileno(), 128, 0).split()
+        except OSError:
+            return 0  # it is gone
+        return (int(resident) - int(shared)) * self._page
 
     def own_pages(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
@@ -105,8 +124,8 @@ class Usage:
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
-        self._statm.close()
+        for file in (self._file, self._statm, *self._statms):
+            file.close()
 
 
 def used_bytes(limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int] = ()) -> int:
@@ -154,10 +173,11 @@ def oom_kills(limit: HostLimit, proc: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for memory, under ``limit`` or at all."""
     if limit.cgroup is None:
         return _fields(proc / "vmstat").get("oom_kill", 0)
-    for file in ("memory.events", "memory.oom_control"):
-        if (found := _fields(limit.cgroup / file).get("oom_kill")) is not None:
-            return found
-    return 0
+    if (found := _fields(limit.cgroup / "memory.events").get("oom_kill")) is not None:
+        return found
+    # v1 counts a kill in the group of who was killed alone, which can be below the full one.
+    files = limit.cgroup.rglob("memory.oom_control")
+    return sum(_fields(file).get("oom_kill", 0) for file in files)
 
 
 def give_back() -> None:

@@ -106,6 +106,10 @@ class TensorIndex:
                 "copy it again"
             ) from None
 
+    def bytes_of(self, name: str) -> int:
+        """Return the size of a whole tensor."""
+        return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
+
     def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
         """Copy the region of ``name`` that starts at ``offset`` and has ``local``'s shape into it.
 

@@ -14,7 +14,9 @@ import torch
 
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.zero_settings import BUCKET_VALUES
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.shapes import shape_directory
@@ -51,7 +53,7 @@ class Answer:
     @property
     def fits(self) -> bool:
         """Whether every phase does."""
-        return all(fits(phase, self.machine) for phase in self.phases)
+        return all(phase.optional or fits(phase, self.machine) for phase in self.phases)
 
 
 def answer(config: RunConfig, machine: Machine, save: Save = "streamed") -> Answer:
@@ -87,6 +89,7 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
         machine,
         size.trained_bytes,
         _largest_tensor(built, dtype.itemsize),
+        _largest_unit(built, dtype.itemsize),
         save,
         is_stored_so=_stored_dtypes(shape_dir, built) <= {dtype},
     )
@@ -134,6 +137,7 @@ def as_lines(found: Answer) -> list[str]:
         if device is not None and phase.device_bytes:
             left = min(left, device - phase.device_bytes)
         mark = "" if fits(phase, machine) else "  DOES NOT FIT"
+        mark += ": training waits instead" if mark and phase.optional else ""
         lines.append(
             f"{phase.name:<26}{on_device:>13}{format_bytes(phase.rank_bytes):>13}"
             f"{format_bytes(phase.node_bytes(machine)):>13}{format_bytes(left):>13}{mark}"
@@ -186,27 +190,51 @@ def _as_traced(config: RunConfig) -> RunConfig:
 
 
 def _of_zero(report: TraceReport, config: RunConfig, machine: Machine) -> TraceReport:
-    """Return the traced bytes with what ZeRO splits over the ranks beyond them.
+    """Return the bytes of ZeRO from those of the native layout that was traced in its place.
 
-    Stages 1 and 2 update a share of the optimizer state each and keep fp32 copies of it.
+    Stages 1 and 2 keep this rank's share of fp32 copies and moments beside the whole weights; the
+    moments come with the first step. While loading, weights are copied into flat buffers. In a
+    step there are gradients, whole or this rank's share, and two buckets of them. Stage 3 has fp32
+    copies too, keeps its buckets, and fp32 gradients beside an offloaded optimizer.
     """
-    stage = config.parallel.zero_stage
-    if stage is None or stage == 3:
+    stage, num = config.parallel.zero_stage, machine.world_size
+    trained = report.gradient_bytes
+    if stage is None:
         return report
-    share = report.optimizer_bytes // machine.world_size
-    master = share // 2
-    shrunk = report.optimizer_bytes - share - master
+    if stage == 3:
+        more = 2 * min(BUCKET_VALUES * 4, trained * num)
+        more += trained if config.parallel.offload_optimizer == "cpu" else 0
+        return _with_more(report, more, trained + more, trained + more)
+    idle = report.idle_bytes - trained - report.optimizer_bytes + 3 * trained // num
+    in_step = trained if stage == 1 else trained // num
+    in_step += 2 * min(BUCKET_VALUES * 4, trained)
+    loaded = idle - 3 * trained // num + trained
+    moved = idle - report.idle_bytes
+    return _with_more(report, loaded - report.loaded_bytes, moved, moved + in_step)
+
+
+def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
+    """Return it with bytes added to what is loaded, idle (optimizer state), and in a step."""
     return dataclasses.replace(
         report,
-        optimizer_bytes=share + master,
-        peak_bytes=report.peak_bytes - shrunk,
-        evaluation_bytes=report.evaluation_bytes - shrunk,
-        idle_bytes=report.idle_bytes - shrunk,
+        optimizer_bytes=report.optimizer_bytes + idle,
+        loaded_bytes=report.loaded_bytes + loaded,
+        idle_bytes=report.idle_bytes + idle,
+        evaluation_bytes=report.evaluation_bytes + idle,
+        heap_evaluation_bytes=report.heap_evaluation_bytes + idle,
+        peak_bytes=report.peak_bytes + in_step,
+        heap_peak_bytes=report.heap_peak_bytes + in_step,
     )
 
 
 def _largest_tensor(built: BuiltModel, itemsize: int) -> int:
     return max(p.numel() for p in built.module.parameters()) * max(4, itemsize)
+
+
+def _largest_unit(built: BuiltModel, itemsize: int) -> int:
+    blocks = (sum(p.numel() for p in b.parameters()) for b in block_list(built.module))
+    tensors = (p.numel() for p in built.module.parameters())
+    return max(*blocks, *tensors) * itemsize
 
 
 def _stored_dtypes(shape_dir: Path, built: BuiltModel) -> set[torch.dtype]:
@@ -229,7 +257,9 @@ def _tokens_that_fit(
 
     ``report`` has ``tokens`` of them, ``half`` has ``fewer`` less.
     """
-    per_token = (report.activation_bytes - half.activation_bytes) / max(1, fewer)
+    per_token = (report.peak_bytes - half.peak_bytes) / max(1, fewer)
+    if machine.device_bytes is None:
+        per_token = (report.heap_peak_bytes - half.heap_peak_bytes) / max(1, fewer)
     if per_token <= 0:
         return tokens
     steady = next(phase for phase in phases if phase.name == "steady")
@@ -247,7 +277,7 @@ def _layout_text(config: RunConfig, layout: Layout) -> str:
 
 def _advice(found: Answer, config: RunConfig, save: Save) -> list[str]:
     """Return what would make the phases fit that do not."""
-    machine, trace = found.machine, found.trace
+    machine = found.machine
     bad = {phase.name: phase for phase in found.phases if not fits(phase, machine)}
     advice = []
     if save == "gathered" and "save" in bad:
@@ -272,10 +302,12 @@ def _advice(found: Answer, config: RunConfig, save: Save) -> list[str]:
     if "compile" in bad and "steady" not in bad:
         advice.append("compile: run.threads=1 compiles in the rank's own process")
     if "save, in the background" in bad and "steady" not in bad:
-        advice.append("save: checkpoint.background=false copies nothing")
+        advice.append(
+            "save: with checkpoint.background=false training waits, and nothing is copied"
+        )
     if "merge, in one process" in bad:
         advice.append("merge: on a node with more memory; it holds one tensor at a time")
-    if trace.num_micro > 1 and config.parallel.pipeline and "steady" in bad:
+    if (config.parallel.pipeline or 1) > 1 and "steady" in bad:
         advice.append("steady: fewer pipeline stages have fewer micro-batches in flight")
     return advice
 

@@ -7,7 +7,7 @@ memory is the process with its libraries and what streams through it. Page cache
 kernel gives it back before it kills.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpc_tune.config.schema import RunConfig
@@ -19,9 +19,10 @@ from hpc_tune.plan.trace import TraceReport
 MIB = 1 << 20
 # Anonymous + shared bytes of a rank when torch, transformers and peft are imported and gloo is
 # connected, without a model (torch 2.13, Python 3.11).
-PROCESS_BYTES = 210 * MIB
+PROCESS_BYTES = 226 * MIB
 # Python's objects for a model's modules and parameters, adapters included (Llama shapes).
 LAYER_BYTES, MODEL_BYTES = 900 * 1024, 20 * MIB
+DEEPSPEED_BYTES = 45 * MIB
 # What a rank with a GPU has besides; not measured, on the safe side.
 GPU_PROCESS_BYTES = 1536 * MIB
 GPU_CONTEXT_BYTES = 1536 * MIB  # on the device: context, NCCL's buffers, the libraries' workspaces
@@ -50,13 +51,15 @@ class Machine:
 class Phase:
     """The peak of one phase: bytes of the rank that needs most, on its device and on the host.
 
-    ``first_bytes`` is what the first rank of the first node has on the host besides.
+    ``first_bytes`` is what the first rank of the first node has on the host besides. A run does
+    without an ``optional`` phase where there is no room for it.
     """
 
     name: str
     device_bytes: int
     rank_bytes: int
     first_bytes: int = 0
+    optional: bool = False
 
     def node_bytes(self, machine: Machine) -> int:
         """Return the host bytes of the fullest node."""
@@ -69,6 +72,7 @@ def ledger(
     machine: Machine,
     num_trained_bytes: int,
     largest_tensor_bytes: int,
+    largest_unit_bytes: int,
     save: Save = "streamed",
     is_stored_so: bool = True,
 ) -> list[Phase]:
@@ -77,34 +81,42 @@ def ledger(
     ``config`` has its layout decided; ``trace`` is of the rank that needs most.
     ``num_trained_bytes`` are those of all trained values in all ranks' shards together;
     ``save="gathered"`` tells what a tool would need that brings them and their optimizer state
-    together on one rank. ``is_stored_so``: the files have the dtype that is computed with.
+    together on one rank. ``largest_unit_bytes`` is the most that shards are gathered to at once, a
+    block or the embedding. ``is_stored_so``: the files have the dtype that is computed with.
     """
     on_cpu = machine.device_bytes is None
     process = PROCESS_BYTES + MODEL_BYTES + LAYER_BYTES * trace.num_layers
     process += 0 if on_cpu else GPU_PROCESS_BYTES
+    process += 0 if config.parallel.zero_stage is None else DEEPSPEED_BYTES
     frozen = 0 if config.tune.method == "full" else trace.weight_bytes
     parallel = config.parallel
     sharded = (parallel.shard or 1) > 1 or parallel.zero_stage == 3
     sharded = sharded or parallel.offload_params != "none"
     # Whole frozen weights on CPUs are pages of the files, if those have their dtype.
     mapped = frozen if on_cpu and is_stored_so and not sharded else 0
-    static = trace.idle_bytes - mapped
-    # Gradients of sharded weights come with the first backward pass, others have buffers before.
-    late = trace.gradient_bytes if sharded and not frozen else 0
-    peak = trace.peak_bytes - mapped
-    evaluation = trace.evaluation_bytes - mapped
+    static, loaded = trace.idle_bytes - mapped, trace.loaded_bytes - mapped
+    peak = (trace.heap_peak_bytes if on_cpu else trace.peak_bytes) - mapped
+    evaluation = (trace.heap_evaluation_bytes if on_cpu else trace.evaluation_bytes) - mapped
+    if on_cpu and sharded:
+        # gloo makes a copy of what it gathers.
+        peak, evaluation = peak + largest_unit_bytes, evaluation + largest_unit_bytes
     offloaded = 0
     if not on_cpu and parallel.offload_params == "cpu":
         # Sharded values wait on the host, in pinned blocks; gathered ones are activations.
         kept = trace.adapter_bytes * 4 if frozen else 0
         waiting = static - kept
         offloaded = pinned_bytes(waiting, 2 * trace.num_layers)
-        static, peak, evaluation = kept, peak - waiting, evaluation - waiting
+        static, loaded = kept, kept
+        peak, evaluation = peak - waiting, evaluation - waiting
+    elif not on_cpu and parallel.offload_optimizer == "cpu":
+        offloaded = trace.optimizer_bytes
+        static, peak, evaluation = static - offloaded, peak - offloaded, evaluation - offloaded
     rows = -(-config.batch.global_size // machine.world_size)
     buffers = min(PREFETCH_BYTES, 2 * rows * config.data.seq_len * BYTES_PER_TOKEN)
     state = STATES_SAVED * num_trained_bytes
     share = state // machine.world_size
-    staging = min(config.checkpoint.staging_bytes, share) if config.checkpoint.background else 0
+    in_background = config.checkpoint.background and save == "streamed"
+    staging = min(config.checkpoint.staging_bytes, share) if in_background else 0
 
     def phase(name: str, on_device: int, on_host: int, first: int = 0) -> Phase:
         if on_cpu:
@@ -112,10 +124,12 @@ def ledger(
         device = int(on_device * (1 + GPU_SLACK)) + GPU_CONTEXT_BYTES
         return Phase(name, device, process + offloaded + on_host, first)
 
-    phases = [phase("load", max(0, static - late), 2 * PIECE_BYTES)]
+    phases = [phase("load", loaded, 2 * PIECE_BYTES)]
     if config.train.compile:
         per_rank = machine.host_bytes // machine.ranks_per_node
-        workers = num_workers(machine.cores_per_rank, per_rank)
+        threads = config.run.threads
+        threads = machine.cores_per_rank if threads == "auto" else threads
+        workers = num_workers(threads, per_rank)
         phases.append(phase("compile", peak, buffers + workers * WORKER_BYTES))
     phases += [
         phase("first step", peak, buffers),
@@ -126,9 +140,11 @@ def ledger(
         phases.append(phase("save", static, buffers, state))
     else:
         phases.append(phase("save, training waits", static, buffers + PIECE_BYTES))
-        if config.checkpoint.background:
-            phases.append(phase("save, in the background", peak, buffers + PIECE_BYTES + staging))
-    merge = PROCESS_BYTES + 3 * largest_tensor_bytes
+        if in_background:
+            # With a slow disk. The governor lets training wait instead.
+            copied = phase("save, in the background", peak, buffers + PIECE_BYTES + staging)
+            phases.append(replace(copied, optional=config.memory.governor == "on"))
+    merge = PROCESS_BYTES + largest_tensor_bytes + 3 * PIECE_BYTES
     return [*phases, Phase("merge, in one process", 0, 0, merge)]
 
 

@@ -6,7 +6,7 @@
 No weight is read and no number is computed: a 70B model on 16 ranks needs two cores and under 1 GB.
 Tensors pretend to be on a CPU, because FSDP2 wants streams of a device that exists; attention and
 loss thus take their CPU kernels, whose saved tensors have the sizes of the fused GPU ones. Bytes
-are those asked for: an allocator's rounding and fragmentation come on top.
+are those asked for; what glibc's heap takes for them on a rank without a GPU is estimated apart.
 
 The fake process group is the process's default group, so this needs an interpreter of its own:
 
@@ -20,19 +20,16 @@ import json
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
@@ -47,6 +44,13 @@ from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
+from hpc_tune.plan.traced_memory import (
+    HEAP_FACTOR_ADAPTERS,
+    HEAP_FACTOR_EVALUATION,
+    HEAP_FACTOR_FULL,
+    TracedMemory,
+    replaced,
+)
 
 DEVICE = torch.device("cpu")
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
@@ -70,8 +74,10 @@ class TraceReport:
 
     ``activation_bytes`` is what the worst moment has above the other four: saved and recomputed
     activations, gathered weights, logits, temporary values. ``peak_bytes`` is the sum of the five.
-    ``evaluation_bytes`` is the worst moment of an evaluation, ``idle_bytes`` what is there between
-    two steps; both are whole sums. ``num_micro`` micro-batches were traced, in ``trace_s`` seconds.
+    ``evaluation_bytes`` is the worst moment of an evaluation, ``loaded_bytes`` what is there before
+    the first step, ``idle_bytes`` between two steps; all are whole sums. The two ``heap_`` figures
+    are what glibc's heap takes for the worst moments. ``num_micro`` micro-batches were traced, in
+    ``trace_s`` seconds.
     """
 
     layout: str
@@ -87,7 +93,10 @@ class TraceReport:
     activation_bytes: int
     peak_bytes: int
     evaluation_bytes: int
+    loaded_bytes: int
     idle_bytes: int
+    heap_peak_bytes: int
+    heap_evaluation_bytes: int
     trace_s: float
 
 
@@ -113,15 +122,18 @@ def trace_step(
     built = _build(config, shape_dir)
     config, layout = _decided(config, built, world_size)
     num_micro = _num_micro(config, layout, micro_rows)
-    memory = _Memory()
+    memory = TracedMemory(heap_block_bytes=1 << 20 if layout.shard > 1 else 32 << 20)
     with _fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), memory.watch():
         engine = NativeEngine(built, layout, DEVICE, config.optim, config.parallel)
         batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]
         tokens = num_micro * micro_rows * seq_len * layout.data_size
+        full, loaded_bytes = config.tune.method == "full", memory.live_bytes
+        memory.begin(HEAP_FACTOR_FULL if full else HEAP_FACTOR_ADAPTERS)
         engine.train_step(batches, tokens, config.optim.lr)
-        kinds = _bytes_by_kind(engine, config.tune.method == "full")
+        kinds = _bytes_by_kind(engine, full)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
-        memory.peak_bytes = memory.live_bytes
+        heap_peak_bytes = memory.heap_peak_bytes
+        memory.begin(HEAP_FACTOR_EVALUATION)
         engine.evaluate(batches)
     return TraceReport(
         str(layout),
@@ -134,7 +146,10 @@ def trace_step(
         activation_bytes=peak_bytes - sum(kinds),
         peak_bytes=peak_bytes,
         evaluation_bytes=memory.peak_bytes,
+        loaded_bytes=loaded_bytes,
         idle_bytes=idle_bytes,
+        heap_peak_bytes=heap_peak_bytes,
+        heap_evaluation_bytes=memory.heap_peak_bytes,
         trace_s=time.perf_counter() - began_s,
     )
 
@@ -276,8 +291,8 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as changes:
             for owner, name in _REAL:
-                changes.enter_context(_replaced(owner, name, outside_modes(getattr(owner, name))))
-            changes.enter_context(_replaced(dist, "isend", lambda *args, **kwargs: _Sent()))
+                changes.enter_context(replaced(owner, name, outside_modes(getattr(owner, name))))
+            changes.enter_context(replaced(dist, "isend", lambda *args, **kwargs: _Sent()))
             yield
     finally:
         dist.destroy_process_group()
@@ -291,65 +306,6 @@ class _Sent:
 
     def wait(self) -> None:
         pass
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-class _Memory(TorchDispatchMode):
-    """Adds up the live storages of fake tensors, and answers questions about their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """See every fake tensor that is made, resized and freed in this context."""
-        resize = torch.UntypedStorage.resize_
-
-        # FSDP2 frees and refills gathered weights in this way, which no dispatch sees.
-        def tracked(storage: torch.UntypedStorage, num_bytes: int) -> None:
-            resize(storage, num_bytes)
-            if id(storage) in self._sizes:
-                self._change(id(storage), num_bytes)
-
-        with _replaced(torch.UntypedStorage, "resize_", tracked), self:
-            yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with the local tensors
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1  # a step asks for its loss and norm, to report them
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                self._see(leaf.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key not in self._sizes:
-            self._sizes[key] = 0
-            weakref.finalize(storage, self._forget, key)
-        self._change(key, storage.nbytes())
-
-    def _change(self, key: int, num_bytes: int) -> None:
-        self.live_bytes += num_bytes - self._sizes[key]
-        self._sizes[key] = num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _forget(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key)
 
 
 def main() -> int:

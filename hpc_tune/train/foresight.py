@@ -19,6 +19,8 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import MemoryBudgetError
 from hpc_tune.log import JsonLines, log
 from hpc_tune.memory.governor import Governor
+from hpc_tune.memory.host import find_limit, used_bytes
+from hpc_tune.memory.policy import room_of
 from hpc_tune.plan.account import ModelSize, static_bytes
 from hpc_tune.plan.ledger import PROCESS_BYTES
 from hpc_tune.train.layout import bytes_per_rank
@@ -29,6 +31,7 @@ from hpc_tune.world.collective import gather_objects, max_of
 
 SURE_SHARE = 0.5  # of what a rank has
 _PLAN_LIMIT_S = 300.0
+_PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare
 _LAUNCHED_BY = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_")
 
 
@@ -63,9 +66,11 @@ def foresee(
     words = ["--nodes", session.world.num_nodes, "--gpus-per-node", ranks]
     words += ["--device-memory", device or 0, "--host-memory", host]
     said = on_rank_0(session, "planning", lambda: _ask(run_dir, [str(word) for word in words]))
+    if said is not None:
+        governor.expect(next(p["node_bytes"] for p in said["phases"] if p["name"] == "steady"))
     if said is None or said["fits"]:
         return said
-    bad = [phase for phase in said["phases"] if not phase["fits"]]
+    bad = [p for p in said["phases"] if not p["fits"] and not p["optional"]]
     text = "this run does not fit into memory:\n" + "\n".join(
         f"  - {phase['name']}: {format_bytes(phase['device_bytes'])} on a device, "
         f"{format_bytes(phase['node_bytes'])} on a node's host, which have "
@@ -110,6 +115,14 @@ def compare(
 
 def _ask(run_dir: Path, words: list[str]) -> dict[str, Any] | None:
     """Run the plan command on the run's own configuration; None where it cannot tell."""
+    limit = find_limit()
+    left = room_of(used_bytes(limit), limit.num_bytes)
+    if left < _PLAN_BYTES:
+        log.warning(
+            "memory  not planned: that takes %s, and %s of %s are left",
+            *map(format_bytes, (_PLAN_BYTES, left, limit.num_bytes)),
+        )
+        return None
     log.info("memory  planning what each phase takes")
     command = [sys.executable, "-m", "hpc_tune", "plan", "--json", *words]
     command += ["--config", str(run_dir / "config.resolved.yaml")]

@@ -22,6 +22,7 @@ from hpc_tune.engine.optim import learning_rate
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.log import log
 from hpc_tune.memory.governor import Governor, MemorySample
+from hpc_tune.memory.host import give_back
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.outcome import Outcome, done, stopped
 from hpc_tune.train.pressure import Pressure
@@ -143,7 +144,10 @@ def run_loop(work: Work, start_step: int) -> Outcome:
 
 
 def _enter_save(work: Work, step: int) -> None:
-    phase = "save, training waits" if work.saver.waits else "save, in the background"
+    phase = "save, in the background"
+    if work.saver.waits:
+        phase = "save, training waits"
+        give_back()
     work.governor.enter(phase, f"saving step {step}")
 
 
@@ -241,7 +245,9 @@ def _evaluate(work: Work, step: int, before: Evals) -> Evals:
                 return
             yield batch
 
-    work.governor.enter("evaluate", f"evaluating after step {step}")
+    give_back()
+    phase = "save, in the background" if work.saver.busy else "evaluate"
+    work.governor.enter(phase, f"evaluating after step {step}")
     log.info("step %d: evaluating on held-out data", step)
     began_s = time.monotonic()
     loss_sum, tokens = work.engine.evaluate(batches())

@@ -28,12 +28,11 @@ COMMON = [
     "model.dtype=fp32",
     "data.path=builtin:pydocs:heldout",
     "data.eval_path=builtin:pydocs:heldout",
-    "train.eval_rows=4",
+    "train.eval_rows=2",
     "train.max_steps=4",
     "checkpoint.every_steps=2",
     "run.tensorboard=false",
     "run.threads=1",
-    "batch.global_size=8",
 ]
 
 
@@ -51,7 +50,8 @@ def compare(folder, model, layout, method, batch):
     """Return {phase: (planned, measured)} in bytes of the rank that has most."""
     rows, seq_len = BATCHES[batch]
     settings = [*COMMON, f"model.path={model}", f"tune.method={method}", f"data.seq_len={seq_len}"]
-    settings += [f"batch.micro_size={rows}", f"data.cache={folder.parent / 'data'}"]
+    settings += [f"batch.micro_size={rows}", f"batch.global_size={RANKS * rows}"]
+    settings += [f"data.cache={folder.parent / 'data'}"]
     settings += [f"parallel.{axis}" for axis in LAYOUTS[layout]]
     plan = [sys.executable, "-m", "hpc_tune", "plan", "--json", "--gpus-per-node", str(RANKS)]
     plan += ["--device-memory", "0", "--host-memory", "24GiB", *settings]

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_tune.model.builtin import write_tiny
 from tests.support.cgroup import memory_group
-from tests.support.random_model import write_random_llama
+from tests.support.random_model import SHAPE_SMALL, write_random_llama
 from tests.support.ranks import find_mpirun, rank_environment, run_ranks, started
 from tests.support.training import SMALL, events, losses, many_runs, outcome, worst_gap
 
@@ -65,11 +65,12 @@ WAYS = {
     "an evaluation of long rows": (
         "eval",
         120 * MIB,
-        ["data.eval_path=builtin:pydocs:heldout", "train.eval_rows=4", "train.eval_every_steps=6"],
+        ["data.eval_path=builtin:pydocs:heldout", "train.eval_rows=12", "train.eval_every_steps=6"],
     ),
 }
 SHORT = ("a leak of 200 MB/s within a step", "a micro-batch that grows too large")
 MOST_RELAUNCHES = 4
+REPEATS = 10
 
 
 def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=180.0):
@@ -99,6 +100,8 @@ def is_not_killed(found, group, run_dir):
 
 def check_way(tmp_path, name, n=1):
     way, num_bytes, overrides = WAYS[name]
+    if way in ("batch", "eval"):
+        num_bytes = num_bytes * 4 // min(4, -(-8 // n))  # of a micro-batch's rows
     with memory_group(n * LIMIT) as group:
         off = train_in(
             group, tmp_path / "off", way, num_bytes, *overrides, "memory.governor=off", n=n
@@ -131,7 +134,7 @@ def test_where_the_kernel_would_have_killed_the_run_leaves_and_then_finishes(tmp
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", list(WAYS))
 def test_it_does_again_and_again(tmp_path, name, n):
-    for number in range(10 if n == 1 else 2):
+    for number in range(REPEATS if n == 1 else 2):
         check_way(tmp_path / str(number), name, n)
 
 
@@ -139,7 +142,7 @@ def test_it_does_again_and_again(tmp_path, name, n):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["memory", "tmpfs"])
 def test_a_neighbour_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, kind):
-    for number in range(10):
+    for number in range(REPEATS):
         for governor in ("off", "on"):
             run_dir, file = tmp_path / f"{governor}-{number}", Path(f"/dev/shm/eaten-{number}")
             with memory_group(LIMIT) as group:
@@ -147,7 +150,7 @@ def test_a_neighbour_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, k
                 words += [str(file)] if kind == "tmpfs" else []
                 argv = [sys.executable, "-m", "tests.support.neighbour", *words]
                 try:
-                    with started(group.inside(argv), rank_environment(1)):
+                    with started(group.inside(argv, spared=True), rank_environment(1)):
                         settings = (f"memory.governor={governor}", "train.max_steps=600")
                         found = train_in(group, run_dir, "none", 0, *settings)
                 finally:
@@ -180,13 +183,13 @@ def larger(tmp_path_factory):
 def test_a_save_in_the_background_asks_before_it_copies(tmp_path, larger):
     settings = [f"model.path={larger}", "tune.method=full", "checkpoint.staging_bytes=600MiB"]
     settings += ["train.max_steps=6", "model.dtype=fp32"]
-    for number in range(10):
-        with memory_group(1100 * MIB) as group:
+    for number in range(REPEATS):
+        with memory_group(1300 * MIB) as group:
             off = train_in(
                 group, tmp_path / f"off-{number}", "slow-disk", 0, *settings, "memory.governor=off"
             )
             is_killed(off, group)
-        with memory_group(1100 * MIB) as group:
+        with memory_group(1300 * MIB) as group:
             on = train_in(group, tmp_path / f"on-{number}", "slow-disk", 0, *settings)
             assert on.returncode == 0, on.stderr
             assert group.kills == 0
@@ -196,7 +199,7 @@ def test_a_save_in_the_background_asks_before_it_copies(tmp_path, larger):
 @pytest.mark.timeout(3600)
 def test_a_model_that_does_not_fit_is_left_while_it_is_loaded(tmp_path, larger):
     settings = [f"model.path={larger}", "tune.method=full", "train.max_steps=6", "model.dtype=fp32"]
-    for number in range(10):
+    for number in range(REPEATS):
         with memory_group(500 * MIB) as group:
             run_dir = tmp_path / f"off-{number}"
             is_killed(train_in(group, run_dir, "none", 0, *settings, "memory.governor=off"), group)
@@ -209,6 +212,54 @@ def test_a_model_that_does_not_fit_is_left_while_it_is_loaded(tmp_path, larger):
         with memory_group(1300 * MIB) as group:
             found = train_in(group, run_dir, "none", 0, *settings)
             assert found.returncode == 0, found.stderr
+
+
+MERGE_STOCK = """
+import sys
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, out = sys.argv[1:]
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+model.merge_and_unload().save_pretrained(out)
+"""
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A run that has tuned adapters of a model of 0.1B values, 200 MB in bf16."""
+    folder = tmp_path_factory.mktemp("tuned")
+    write_tiny(folder / "tiny")
+    write_random_llama(folder / "model", **SHAPE_SMALL)
+    for file in (folder / "tiny").glob("token*"):
+        shutil.copy(file, folder / "model")
+    words = [*SMALL, f"model.path={folder / 'model'}", "train.max_steps=1", "tune.method=lora"]
+    argv = [sys.executable, "-m", "hpc_tune", *words, f"run.dir={folder / 'run'}"]
+    done = run_ranks([*argv, f"data.cache={folder / 'data'}"], rank_environment(1), 180.0)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_merging_holds_one_tensor_where_the_whole_model_does_not_fit(tmp_path, tuned):
+    adapter = next((tuned / "run" / "checkpoints").glob("step-*/adapter"))
+    stock = [sys.executable, "-c", MERGE_STOCK, str(tuned / "model"), str(adapter)]
+    export = [sys.executable, "-m", "hpc_tune", "export", str(tuned / "run"), "--to", "merged"]
+    for number in range(REPEATS):
+        with memory_group(420 * MIB) as group:
+            argv = group.inside([*stock, str(tmp_path / f"stock-{number}")])
+            is_killed(run_ranks(argv, rank_environment(1), 120.0), group)
+        with memory_group(420 * MIB) as group:
+            argv = group.inside([*export, "--out", str(tmp_path / f"merged-{number}")])
+            found = run_ranks(argv, rank_environment(1), 120.0)
+            assert found.returncode == 0, found.stderr
+            assert group.kills == 0
+        with memory_group(220 * MIB) as group:
+            argv = group.inside([*export, "--out", str(tmp_path / "none")])
+            refused = run_ranks(argv, rank_environment(1), 120.0)
+            assert refused.returncode == 2, refused.stderr
+            assert "merging holds one tensor at a time" in refused.stderr
+            assert group.kills == 0
 
 
 def test_a_run_that_was_killed_is_told_of_by_the_next_start_and_by_inspect(tmp_path):

@@ -14,13 +14,18 @@ V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
 class Group:
-    """A cgroup; ``inside`` gives the command line that runs a command in it."""
+    """A cgroup; ``inside`` gives the command line that runs a command in it.
+
+    Such a command is what the kernel kills first, unless it is ``spared``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def inside(self, argv: Sequence[str]) -> list[str]:
+    def inside(self, argv: Sequence[str], spared: bool = False) -> list[str]:
         enter = 'echo $$ > "$0"/cgroup.procs; exec "$@"'
+        if not spared:
+            enter = "echo 1000 > /proc/self/oom_score_adj; " + enter
         return ["/bin/sh", "-c", enter, str(self.folder), *argv]
 
     @property

@@ -66,4 +66,5 @@ def plant(way: str, num_bytes: int) -> None:
 
 if __name__ == "__main__":
     plant(sys.argv[1], int(sys.argv[2]))
-    sys.exit(run(load_config(None, sys.argv[3:])))
+    is_off = "memory.governor=off" in sys.argv
+    sys.exit(run(load_config(None, sys.argv[3:]), force=is_off))

@@ -1,4 +1,4 @@
-"""Another process under the same memory limit, which the kernel will not choose to kill.
+"""Another process under the same memory limit.
 
     python -m tests.support.neighbour METRICS BYTES [FILE]
 
@@ -15,7 +15,6 @@ PERIOD_S = 0.05
 
 
 def main() -> None:
-    Path("/proc/self/oom_score_adj").write_text("-1000")
     metrics, num_bytes = Path(sys.argv[1]), int(sys.argv[2])
     file = open(sys.argv[3], "wb") if len(sys.argv) > 3 else None  # noqa: SIM115
     while not metrics.exists() or metrics.read_text().count("\n") < 3:

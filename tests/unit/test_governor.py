@@ -87,6 +87,21 @@ def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
     watching.close()
 
 
+@pytest.mark.parametrize(
+    ("expected", "peak", "leaves"), [(0, 840, True), (990, 840, False), (990, 940, True)]
+)
+def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, leaves):
+    needs = []
+    watching = Governor(None, CPU, "on")
+    watching.expect(expected * MIB)
+    watching.start(needs.append)
+    for used in range(100, peak + 1, 10):  # 500 MiB/s
+        host.used = used * MIB
+        time.sleep(0.02)
+    watching.close()
+    assert len(needs) == leaves
+
+
 def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
     watching, levels = Governor(None, CPU, "on"), []
     for step in range(60):

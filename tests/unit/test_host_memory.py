@@ -1,4 +1,5 @@
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -251,3 +252,29 @@ def test_on_this_machine_own_memory_grows_by_what_is_touched():
     held = bytearray(os.urandom(32 << 20))
     assert own_bytes() - before == pytest.approx(len(held), rel=0.3)
     assert 0 < used_bytes(find_limit()) < find_limit().num_bytes
+
+
+def test_between_two_sums_of_the_kernel_the_ranks_growth_counts(tmp_path):
+    group, proc, page = tmp_path / "group", tmp_path / "proc", os.sysconf("SC_PAGESIZE")
+    for folder in (group, proc / "self", proc / "7"):
+        folder.mkdir(parents=True)
+
+    def kernel_says(num_bytes):
+        (group / "memory.stat").write_text(f"active_anon {num_bytes}\nanon {num_bytes}\n")
+
+    def rank_has(pages):
+        for name in ("self", "7"):
+            (proc / name / "statm").write_text(f"999 {pages + 5} 5 0 0 999 0\n")
+
+    kernel_says(1000 * page)
+    rank_has(600)
+    with closing(Usage(HostLimit(1 << 40, "the test", group), proc, pids=[7])) as usage:
+        assert usage.used_bytes() == 1000 * page
+        rank_has(650)
+        assert usage.used_bytes() == 1050 * page
+        kernel_says(1060 * page)
+        assert usage.used_bytes() == 1060 * page
+        rank_has(500)
+        assert usage.used_bytes() == 1060 * page
+        (proc / "7" / "statm").unlink()
+        assert usage.used_bytes() == 1060 * page

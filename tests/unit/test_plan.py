@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.config.load import load_config
-from hpc_tune.plan.ledger import Machine, Phase, ledger, pinned_bytes
+from hpc_tune.plan.ledger import DEEPSPEED_BYTES, Machine, Phase, ledger, pinned_bytes
 from hpc_tune.plan.trace import TraceReport
 
 ROOT = Path(__file__).parents[2]
@@ -152,18 +152,21 @@ TRACE = TraceReport(
     activation_bytes=300 * MIB,
     peak_bytes=1340 * MIB,
     evaluation_bytes=1100 * MIB,
+    loaded_bytes=1040 * MIB,
     idle_bytes=1040 * MIB,
+    heap_peak_bytes=1500 * MIB,
+    heap_evaluation_bytes=1150 * MIB,
     trace_s=0.0,
 )
-PROCESS = (210 + 20) * MIB + 10 * 900 * 1024
-LARGEST = 64 * MIB
+PROCESS = (226 + 20) * MIB + 10 * 900 * 1024
+LARGEST, UNIT = 64 * MIB, 48 * MIB
 
 
 def by_name(machine, trace=TRACE, save="streamed", overrides=(), is_stored_so=True):
     config = load_config(
         None, ["tune.method=lora", "batch.global_size=4", "data.seq_len=1024", *overrides]
     )
-    phases = ledger(config, trace, machine, 10 * MIB, LARGEST, save, is_stored_so)
+    phases = ledger(config, trace, machine, 10 * MIB, LARGEST, UNIT, save, is_stored_so)
     return {phase.name: phase for phase in phases}
 
 
@@ -171,8 +174,8 @@ def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
     phases = by_name(Machine(1, 4, None, 64 * GIB))
     assert phases["load"] == Phase("load", 0, PROCESS + 40 * MIB + 32 * MIB)
     buffers = 2 * 1024 * 24  # two steps of one row
-    assert phases["steady"].rank_bytes == PROCESS + 40 * MIB + 300 * MIB + buffers
-    assert phases["evaluate"].rank_bytes == PROCESS + 100 * MIB + buffers
+    assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + buffers
+    assert phases["evaluate"].rank_bytes == PROCESS + 150 * MIB + buffers
     staged = phases["save, in the background"].rank_bytes - phases["steady"].rank_bytes
     assert staged == 16 * MIB + 3 * 10 * MIB // 4
 
@@ -187,10 +190,11 @@ def test_on_cpus_shards_are_private():
     assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
 
 
-def test_gradients_of_shards_come_with_the_first_step():
-    full = ["tune.method=full", "parallel.shard=4"]
-    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=full)
-    assert phases["load"].rank_bytes == PROCESS + 1030 * MIB + 32 * MIB
+def test_gloo_makes_a_copy_of_what_it_gathers():
+    whole = by_name(Machine(1, 4, None, 64 * GIB), is_stored_so=False)
+    sharded = by_name(Machine(1, 4, None, 64 * GIB), overrides=["parallel.shard=4"])
+    for phase in ("steady", "evaluate"):
+        assert sharded[phase].rank_bytes == whole[phase].rank_bytes + UNIT
 
 
 def test_on_gpus_the_host_holds_the_process_and_what_streams():
@@ -198,6 +202,24 @@ def test_on_gpus_the_host_holds_the_process_and_what_streams():
     assert phases["steady"].device_bytes == int(1340 * MIB * 1.03) + 1536 * MIB
     assert phases["steady"].rank_bytes == PROCESS + 1536 * MIB + 2 * 1024 * 24
     assert phases["steady"].node_bytes(Machine(1, 4, 1, 1)) == 4 * phases["steady"].rank_bytes
+
+
+def test_an_offloaded_optimizer_is_on_the_host():
+    there = by_name(Machine(1, 4, 80 * GIB, 64 * GIB))
+    words = ["parallel.zero_stage=2", "parallel.offload_optimizer=cpu"]
+    away = by_name(Machine(1, 4, 80 * GIB, 64 * GIB), overrides=words)
+    for phase in ("steady", "evaluate"):
+        moved = there[phase].device_bytes - away[phase].device_bytes
+        assert moved == pytest.approx(20 * MIB * 1.03, abs=2)
+        grown = away[phase].rank_bytes - there[phase].rank_bytes
+        assert grown == 20 * MIB + DEEPSPEED_BYTES
+
+
+@pytest.mark.parametrize("governor", ["on", "off"])
+def test_a_run_does_without_copies_for_a_save_if_the_governor_may_decide(governor):
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=[f"memory.governor={governor}"])
+    optional = [phase.name for phase in phases.values() if phase.optional]
+    assert optional == (["save, in the background"] if governor == "on" else [])
 
 
 def test_a_gathered_save_is_all_state_on_one_rank():
@@ -215,11 +237,14 @@ def test_compile_workers_count():
     phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["train.compile=true"])
     # An eighth of a rank's 16 GiB is two workers.
     assert phases["compile"].rank_bytes - phases["steady"].rank_bytes == 2 * GIB
+    alone = ["train.compile=true", "run.threads=1"]
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=alone)
+    assert phases["compile"].rank_bytes - phases["steady"].rank_bytes == GIB
 
 
 def test_a_merge_holds_one_tensor_at_a_time():
     phases = by_name(Machine(2, 4, 80 * GIB, 64 * GIB))
-    assert phases["merge, in one process"].node_bytes(Machine(2, 4, 1, 1)) == 402 * MIB
+    assert phases["merge, in one process"].node_bytes(Machine(2, 4, 1, 1)) == 338 * MIB
 
 
 @pytest.mark.parametrize(

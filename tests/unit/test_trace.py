@@ -19,7 +19,7 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure, static_bytes
-from hpc_tune.plan.trace import _Memory
+from hpc_tune.plan.traced_memory import TracedMemory
 
 ROOT = Path(__file__).parents[2]
 R = 16  # tune.rank in all configurations
@@ -200,7 +200,7 @@ def test_zero_is_refused():
 
 
 def test_memory_is_followed_through_views_frees_and_resizes():
-    memory = _Memory()
+    memory = TracedMemory(heap_block_bytes=0)
     with FakeTensorMode(), memory.watch():
         kept = torch.zeros(100)  # 400 bytes
         view = kept.view(10, 10)
@@ -215,3 +215,20 @@ def test_memory_is_followed_through_views_frees_and_resizes():
         assert memory.live_bytes == 400
         del view
     assert (memory.live_bytes, memory.peak_bytes) == (0, 800)
+
+
+def test_the_heap_keeps_what_small_blocks_took():
+    memory = TracedMemory(heap_block_bytes=1000)
+    with FakeTensorMode(), memory.watch():
+        before = torch.zeros(100)  # 400 bytes, not fragmented: it was there before the phase
+        memory.begin(2.0)
+        small, large = torch.zeros(200), torch.zeros(250)  # 800, and 1000 that are mapped
+        assert memory.peak_bytes == 2200
+        assert memory.heap_peak_bytes == 400 + 2 * 800 + 1000
+        del small, large
+        more = torch.zeros(500)
+        assert memory.peak_bytes == 2400
+        assert memory.heap_peak_bytes == 400 + 2 * 800 + 2000
+        memory.begin(2.0)
+        assert memory.heap_peak_bytes == memory.live_bytes == 2400
+        del before, more
