@@ -30,7 +30,6 @@ from hpc_tune.memory.host import (
     shm_bytes,
     stalled_share,
     swapped_bytes,
-    used_bytes,
 )
 from hpc_tune.memory.policy import (
     GROWTH_WINDOW,
@@ -113,6 +112,7 @@ class Governor:
         self.mode: Mode = mode
         self._device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
+        self._usage, self._reading = Usage(self.limit, pids=self._pids), threading.Lock()
         self._last_word, self._last_word_s = last_word, float("-inf")
         self._kills = oom_kills(self.limit)
         self._leave: Callable[[Need], None] | None = None
@@ -155,19 +155,21 @@ class Governor:
 
     def used_bytes(self) -> int:
         """Return the bytes of host memory that count against the limit now."""
-        return used_bytes(self.limit, pids=self._pids)
+        with self._reading:
+            return self._usage.used_bytes()
 
     def worst(self) -> MemorySample | None:
         """Return the worst sample since the last call; None when switched off."""
         if self.mode == "off":
             return None
         host, self._worst_host = max(self._worst_host, self.used_bytes()), 0
-        self._note(own_bytes())
+        own = own_bytes()
+        self._note(own)
         return MemorySample(
             host,
             self.limit.num_bytes,
             self.ranks_bytes(),
-            own_bytes(),
+            own,
             swapped_bytes(self.limit),
             shm_bytes(),
             stalled_share(self.limit),
@@ -253,6 +255,8 @@ class Governor:
         self._leave = None
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():
+            self._usage.close()
         if self._fence is not None:
             self._fence.lift()
         if self._last_word is not None:
@@ -267,11 +271,11 @@ class Governor:
         return sum(own_bytes(pid=pid) for pid in self._pids)
 
     def _run(self) -> None:
-        usage, period_s = Usage(self.limit, pids=self._pids), PERIOD_S
+        period_s = PERIOD_S
         while not self._stop.wait(period_s):
             # First what is mapped: the fence is too low and not too high if memory grows between.
-            anonymous, mapped = usage.own_pages()
-            used, now_s = usage.used_bytes(), time.monotonic()
+            anonymous, mapped = self._usage.own_pages()
+            used, now_s = self.used_bytes(), time.monotonic()
             self._worst_host = max(self._worst_host, used)
             self._note(anonymous)
             is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
@@ -281,7 +285,6 @@ class Governor:
                 self._last_word_s = now_s
             if self.mode == "on":
                 self._guard(used, mapped, now_s)
-        usage.close()
 
     def _guard(self, used: int, mapped: int, now_s: float) -> None:
         self._recent.append((now_s, used))

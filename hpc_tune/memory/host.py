@@ -24,8 +24,6 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
 _KEPT_PAGES = ("inactive_anon", "active_anon", "unevictable")
 # Of cgroup v2; v1 tells only a sum in which caches are too.
 _KERNEL_BYTES = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock")
-
-
 CONFIGURED = "memory.host_limit"
 
 
@@ -105,21 +103,20 @@ class Usage:
         if self._total is not None:
             return self._total - 1024 * found
         # The kernel adds a group's pages up every two seconds or so; those of processes are exact.
-        ranks = sum(map(self._anonymous, self._statms))
+        ranks = sum(anonymous for anonymous, _ in map(self._pages, self._statms))
         if found != self._told:
             self._told, self._ranks_then = found, ranks
         return found + max(0, ranks - self._ranks_then)
 
-    def _anonymous(self, statm: IO[bytes]) -> int:
-        try:
-            _, resident, shared, *_ = os.pread(statm.fileno(), 128, 0).split()
-        except OSError:
-            return 0  # it is gone
-        return (int(resident) - int(shared)) * self._page
-
     def own_pages(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
-        _, resident, shared, _, _, data, *_ = os.pread(self._statm.fileno(), 128, 0).split()
+        return self._pages(self._statm)
+
+    def _pages(self, statm: IO[bytes]) -> tuple[int, int]:
+        try:
+            _, resident, shared, _, _, data, *_ = os.pread(statm.fileno(), 128, 0).split()
+        except OSError:
+            return 0, 0  # it is gone
         return (int(resident) - int(shared)) * self._page, int(data) * self._page
 
     def close(self) -> None:

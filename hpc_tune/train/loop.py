@@ -101,8 +101,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         # A save that is due by the clock waits its turn.
         if saved_step != step and not saver.busy and (stop_reason or boundary.save_due):
             saved_step, saved_at_s = step, time.monotonic()
-            _enter_save(work, step)
-            saver.start(work.state(step, place, evals))
+            _start_save(work, work.state(step, place, evals))
         if stop_reason:
             saver.finish()
             facts = work.pressure.facts(need) if need else {}
@@ -131,8 +130,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         if is_last or _is_every(work.config.checkpoint.every_steps, step):
             saver.finish()
             saved_step, saved_at_s = step, time.monotonic()
-            _enter_save(work, step)
-            saver.start(work.state(step, work.loader.state(), evals))
+            _start_save(work, work.state(step, work.loader.state(), evals))
     saver.finish()
     if evals.first is not None and evals.last is not None and evals.last != evals.first:
         (_, first), (_, last) = evals.first, evals.last
@@ -143,12 +141,14 @@ def run_loop(work: Work, start_step: int) -> Outcome:
     return done(step)
 
 
-def _enter_save(work: Work, step: int) -> None:
+def _start_save(work: Work, state: RunState) -> None:
+    """Begin a save; one that training waits for gets the room that the step has left free."""
     phase = "save, in the background"
     if work.saver.waits:
         phase = "save, training waits"
         give_back()
-    work.governor.enter(phase, f"saving step {step}")
+    work.governor.enter(phase, f"saving step {state.step}")
+    work.saver.start(state)
 
 
 def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float) -> Boundary:

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from hpc_tune.model.builtin import write_tiny
-from tests.support.random_model import SHAPE_SMALL, write_random_llama
+from tests.support.random_model import SHAPE_SMALL, write_random_model
 from tests.support.ranks import mpirun, rank_environment, run_ranks
 from tests.support.training import events
 
@@ -38,12 +37,9 @@ COMMON = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny(folder / "tiny")
-    write_random_llama(folder / "llama", **SHAPE_SMALL)
-    for file in (folder / "tiny").glob("token*"):
-        shutil.copy(file, folder / "llama")
-    return folder / "llama"
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    write_random_model(folder, **SHAPE_SMALL)
+    return folder
 
 
 def compare(folder, model, layout, method, batch):

@@ -1,16 +1,14 @@
 """Under memory pressure a run gives up speed, then leaves: never killed, it learns the same."""
 
 import json
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from hpc_tune.model.builtin import write_tiny
 from tests.support.cgroup import memory_group
-from tests.support.random_model import SHAPE_SMALL, write_random_llama
+from tests.support.random_model import SHAPE_SMALL, write_random_model
 from tests.support.ranks import find_mpirun, rank_environment, run_ranks, started
 from tests.support.training import SMALL, events, losses, many_runs, outcome, worst_gap
 
@@ -168,14 +166,11 @@ def test_a_neighbour_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, k
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory):
     """A model of 33M values: full fine-tuning in fp32 takes about 800 MB, its state 400 MB."""
-    folder = tmp_path_factory.mktemp("larger")
-    write_tiny(folder / "tiny")
+    folder = tmp_path_factory.mktemp("larger") / "model"
     shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16000}
-    write_random_llama(folder / "model", **shape, **heads)
-    for file in (folder / "tiny").glob("token*"):
-        shutil.copy(file, folder / "model")
-    return folder / "model"
+    write_random_model(folder, **shape, **heads)
+    return folder
 
 
 @pytest.mark.soak
@@ -228,10 +223,7 @@ model.merge_and_unload().save_pretrained(out)
 def tuned(tmp_path_factory):
     """A run that has tuned adapters of a model of 0.1B values, 200 MB in bf16."""
     folder = tmp_path_factory.mktemp("tuned")
-    write_tiny(folder / "tiny")
-    write_random_llama(folder / "model", **SHAPE_SMALL)
-    for file in (folder / "tiny").glob("token*"):
-        shutil.copy(file, folder / "model")
+    write_random_model(folder / "model", **SHAPE_SMALL)
     words = [*SMALL, f"model.path={folder / 'model'}", "train.max_steps=1", "tune.method=lora"]
     argv = [sys.executable, "-m", "hpc_tune", *words, f"run.dir={folder / 'run'}"]
     done = run_ranks([*argv, f"data.cache={folder / 'data'}"], rank_environment(1), 180.0)

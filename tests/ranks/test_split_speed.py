@@ -1,6 +1,5 @@
 """A base that is split over ranks of one node: speed and memory against a replicated one."""
 
-import shutil
 import statistics
 import sys
 import threading
@@ -9,8 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_tune.model.builtin import write_tiny
-from tests.support.random_model import SHAPE_1B, write_random_llama
+from tests.support.random_model import SHAPE_1B, write_random_model
 from tests.support.ranks import find_mpirun, rank_environment, started
 from tests.support.training import rows
 
@@ -64,10 +62,7 @@ def train(run_dir: Path, words: list[str]) -> tuple[float, int]:
 def test_a_split_1b_model_is_nearly_as_fast_as_a_replicated_one(tmp_path):
     """bf16, rows of 128 tokens, micro-batches of one row, 8 of them per rank and step."""
     model = tmp_path / "1b"
-    model_bytes = write_random_llama(model, **SHAPE_1B)
-    write_tiny(tmp_path / "tiny")
-    for file in (tmp_path / "tiny").glob("tokenizer*"):
-        shutil.copyfile(file, model / file.name)
+    model_bytes = write_random_model(model, **SHAPE_1B)
     found = {}
     for name, layout in LAYOUTS.items():
         run_dir = tmp_path / name.replace(", ", "-").replace(" ", "-")

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -75,14 +76,23 @@ class Job:
                     pids.append(pid)
         return sorted(pids)
 
+    def wait_for_end(self, limit_s):
+        """Return the exit code of mpirun; one that does not end tells how far it came."""
+        try:
+            code = self.process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            states = [Path(f"/proc/{pid}/stat").read_text()[:60] for pid in self.rank_pids()]
+            pytest.fail(f"not ended in {limit_s} s: {states}\n{self.stderr}")
+        self._reader.join(5)
+        return code
+
     def wait(self, limit_s):
         """Return (exit code, seconds until all is gone)."""
         pids, began_s = self.rank_pids(), time.monotonic()
-        code = self.process.wait(timeout=limit_s)
+        code = self.wait_for_end(limit_s)
         while any(map(is_alive, pids)) and time.monotonic() - began_s < limit_s:
             time.sleep(0.05)
         assert not any(map(is_alive, pids))
-        self._reader.join(5)
         return code, time.monotonic() - began_s
 
 
@@ -139,8 +149,7 @@ def test_a_rank_that_answers_no_more_ends_the_job_after_the_limit(tmp_path, layo
         job.wait_for_step(2)
         pid = next(p for p in job.rank_pids() if rank_of(p) == 1)
         os.kill(pid, signal.SIGSTOP)
-        code = job.process.wait(timeout=40)
-        job._reader.join(5)
+        code = job.wait_for_end(40)
     assert code not in (0, 75)
     assert "rank 0 on" in job.stderr
     assert "another rank did not answer within run.timeout" in job.stderr

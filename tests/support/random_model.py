@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.weights import Region, write_regions
 
 # The shape of TinyLlama-1.1B.
@@ -26,6 +27,16 @@ SHAPE_SMALL = {
     "num_key_value_heads": 4,
     "vocab_size": 16000,
 }
+
+
+def write_random_model(directory: Path, **shape: int) -> int:
+    """Write such a Llama that can be trained: with a tokenizer, that of builtin:tiny.
+
+    ``directory`` must be new; return the bytes of the weights.
+    """
+    write_tiny(directory)
+    (directory / "model.safetensors").unlink()
+    return write_random_llama(directory, **shape)
 
 
 def write_random_llama(

@@ -29,7 +29,6 @@ class Host:
     def __init__(self, patch, limit=1000 * MIB, used=100 * MIB):
         self.limit, self.used = limit, used
         patch.setattr(governor, "find_limit", lambda configured: HostLimit(limit, "the test"))
-        patch.setattr(governor, "used_bytes", lambda limit, pids: self.used)
         patch.setattr(governor.Usage, "used_bytes", lambda usage: self.used)
 
 

@@ -97,6 +97,15 @@ def test_a_quick_trace_gives_the_peak_of_the_full_one():
     assert quick["num_layers"] == full["num_layers"] == 80
 
 
+def test_gradients_of_shards_come_with_the_first_step():
+    words = ("tune.method=full", "parallel.replicate=1", "parallel.shard=8", "data.seq_len=64")
+    report = trace("llama3_8b", 8, *words, "parallel.reshard=block", "--quick")
+    state, gradients = report["weight_bytes"] + report["optimizer_bytes"], report["gradient_bytes"]
+    assert gradients == report["weight_bytes"]  # both bf16
+    assert report["loaded_bytes"] == pytest.approx(state, rel=1e-3)
+    assert report["idle_bytes"] == pytest.approx(state + gradients, rel=1e-3)
+
+
 def stage_bytes(blocks: float, extra: int) -> tuple[float, float]:
     """405B: (weight, adapter) bytes of a stage with ``blocks`` blocks and ``extra`` values."""
     frozen, adapter = llama_block(16384, 53248, tensor=8)
