@@ -82,7 +82,7 @@ def _prepare(arguments: list[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     parser = _parser("plan", config=True)
-    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=1, help="default 1")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks per node; default 8")
     parser.add_argument(
         "--device-memory", default="80GiB", help="of each GPU; 0 for ranks on CPUs; default 80GiB"
@@ -115,7 +115,9 @@ def _plan(arguments: list[str]) -> int:
 def _export(arguments: list[str]) -> int:
     parser = _parser("export")
     parser.add_argument("run", help="a run directory or one of its checkpoints")
-    parser.add_argument("--to", choices=("adapter", "merged"), required=True)
+    parser.add_argument(
+        "--to", choices=("adapter", "merged"), required=True, help="peft's form, or a whole model"
+    )
     parser.add_argument("--out", help="the directory to write; default: RUN/export/adapter|merged")
     options = parser.parse_args(arguments)
     from hpc_tune.checkpoint.export import export_adapter, export_merged
@@ -134,9 +136,11 @@ def _generate(arguments: list[str]) -> int:
     parser.add_argument("--model", help="a model directory, instead of --run")
     parser.add_argument("--base", action="store_true", help="with --run: without the adapter")
     parser.add_argument("--prompt", required=True, help="what the user says; - reads stdin")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=int, default=128, help="default 128")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default: the likeliest token"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default 0")
     options = parser.parse_args(arguments)
     if (options.run is None) == (options.model is None):
         raise ConfigError("generate needs --run RUN_DIR or --model MODEL_DIR, one of them")

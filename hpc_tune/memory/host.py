@@ -45,8 +45,11 @@ def find_limit(
     proc: Path = Path("/proc"),
     cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> HostLimit:
-    """Return the tightest limit on host memory that this process is under, in bytes."""
-    limits = list(_cgroup_limits(proc, cgroups))
+    """Return the tightest limit on host memory that this process is under, in bytes.
+
+    Of equal ones the outermost: a Slurm job has that of its steps, and more processes.
+    """
+    limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += _slurm_limits(environ)
     limits.append(HostLimit(_meminfo(proc)["MemTotal"], "the machine's RAM"))
     found = min(limits, key=lambda limit: limit.num_bytes)

@@ -6,10 +6,11 @@ config, machine -> layout -> traced step (fake tensors) -> ledger -> table or JS
 import dataclasses
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpc_tune.config.schema import RunConfig
@@ -23,7 +24,7 @@ from hpc_tune.model.shapes import shape_directory
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.account import ModelSize, measure
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
-from hpc_tune.plan.ledger import Machine, Phase, Save, ledger
+from hpc_tune.plan.ledger import GPU_SLACK, Machine, Phase, Save, ledger
 from hpc_tune.plan.trace import TraceReport, trace_quickly, trace_step, trace_worst
 from hpc_tune.units import format_bytes, format_count
 
@@ -79,10 +80,12 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
     seq_len = config.data.seq_len
     traced = _as_traced(config)
     trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
-    what = (traced, machine.world_size, shape_dir)
-    report = _of_zero(trace_worst(trace, *what, micro_rows, seq_len), config, machine)
-    half_len = max(1, seq_len // 2)
-    half = _of_zero(trace_worst(trace, *what, micro_rows, half_len), config, machine)
+
+    def traced_at(seq_len: int) -> TraceReport:
+        found = trace_worst(trace, traced, machine.world_size, shape_dir, micro_rows, seq_len)
+        return _of_zero(found, config, machine)
+
+    report = traced_at(seq_len)
     phases = ledger(
         config,
         report,
@@ -93,8 +96,14 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
         save,
         is_stored_so=_stored_dtypes(shape_dir, built) <= {dtype},
     )
-    fewer = micro_rows * (seq_len - half_len)
-    tokens = _tokens_that_fit(report, half, phases, machine, micro_rows * seq_len, fewer)
+    peak = "peak_bytes" if machine.device_bytes is not None else "heap_peak_bytes"
+    tokens = _tokens_that_fit(
+        lambda seq_len: getattr(traced_at(seq_len), peak),
+        getattr(report, peak),
+        _left_in_steady(phases, machine),
+        micro_rows,
+        seq_len,
+    )
     found = Answer(
         f"{config.model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({config.tune.method})",
@@ -245,29 +254,40 @@ def _stored_dtypes(shape_dir: Path, built: BuiltModel) -> set[torch.dtype]:
     return {said} if isinstance(said, torch.dtype) else set()
 
 
-def _tokens_that_fit(
-    report: TraceReport,
-    half: TraceReport,
-    phases: Sequence[Phase],
-    machine: Machine,
-    tokens: int,
-    fewer: int,
-) -> int:
-    """Return how many tokens a micro-batch may have, by a straight line through two traces.
-
-    ``report`` has ``tokens`` of them, ``half`` has ``fewer`` less.
-    """
-    per_token = (report.peak_bytes - half.peak_bytes) / max(1, fewer)
-    if machine.device_bytes is None:
-        per_token = (report.heap_peak_bytes - half.heap_peak_bytes) / max(1, fewer)
-    if per_token <= 0:
-        return tokens
+def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:
+    """Return the bytes that a rank's peak may grow by; less than 0 where it must shrink."""
     steady = next(phase for phase in phases if phase.name == "steady")
     if machine.device_bytes is not None:
-        left = USABLE * machine.device_bytes - steady.device_bytes
-    else:
-        left = (USABLE * machine.host_bytes - steady.node_bytes(machine)) / machine.ranks_per_node
-    return max(0, int(tokens + left / per_token))
+        return int((USABLE * machine.device_bytes - steady.device_bytes) / (1 + GPU_SLACK))
+    left = int(USABLE * machine.host_bytes) - steady.node_bytes(machine)
+    return left // machine.ranks_per_node
+
+
+def _tokens_that_fit(
+    peak_at: Callable[[int], int], peak_bytes: int, left_bytes: int, rows: int, seq_len: int
+) -> int:
+    """Return how many tokens a micro-batch may have, about.
+
+    ``peak_bytes`` are those of ``rows`` of ``seq_len``, ``peak_at`` traces rows of another length.
+    Masks grow with the square of the length: what another row takes is at most what the second half
+    of the rows takes twice, but fewer rows or tokens are found on a parabola.
+    """
+    half_len, quarter_len = max(1, seq_len // 2), max(1, seq_len // 4)
+    half_bytes = peak_at(half_len)
+    if left_bytes >= 0 or quarter_len == half_len:
+        per_token = (peak_bytes - half_bytes) / max(1, rows * (seq_len - half_len))
+        return rows * seq_len + int(left_bytes / per_token if per_token > 0 else 0)
+    lengths, peaks = (
+        [quarter_len, half_len, seq_len],
+        [peak_at(quarter_len), half_bytes, peak_bytes],
+    )
+    square, line, fixed = np.polyfit(lengths, peaks, 2)
+    room = peak_bytes + left_bytes - fixed
+    if rows_that_fit := max(0, int(rows * room / (peak_bytes - fixed))):
+        return rows_that_fit * seq_len
+    # For one row: square x length^2 + line x length = room x rows.
+    found = np.roots([square, line, -room * rows])
+    return int(min((x.real for x in found if x.imag == 0 and x.real > 0), default=0))
 
 
 def _layout_text(config: RunConfig, layout: Layout) -> str:

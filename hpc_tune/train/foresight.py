@@ -127,12 +127,15 @@ def _ask(run_dir: Path, words: list[str]) -> dict[str, Any] | None:
     command = [sys.executable, "-m", "hpc_tune", "plan", "--json", *words]
     command += ["--config", str(run_dir / "config.resolved.yaml")]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED_BY)}
+    said = ""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_PLAN_LIMIT_S, env=environment
         )
+        said = done.stderr.strip()
         found: dict[str, Any] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        log.warning("the plan of this run could not be made; it goes on without")
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        why = said.splitlines()[-1] if said else str(error)
+        log.warning("memory  not planned, the run goes on without: %s", why)
         return None
     return found

@@ -113,6 +113,15 @@ def test_rows_of_one_token_can_be_planned_too():
     assert said["tokens_that_fit"] == 1
 
 
+def test_the_sequence_length_that_is_said_to_fit_does():
+    machine = ["--gpus-per-node", "2", "--device-memory", "0", "--host-memory", "4GiB"]
+    said, _, _ = plan("data.seq_len=65536", *machine, code=1)
+    longest = said["tokens_that_fit"]
+    assert f"steady: data.seq_len={longest} or less" in said["advice"]
+    assert plan(f"data.seq_len={longest}", *machine)[0]["fits"]
+    assert not plan(f"data.seq_len={longest * 11 // 10}", *machine, code=1)[0]["fits"]
+
+
 @pytest.mark.soak
 def test_405b_on_512_ranks_is_answered_in_a_minute():
     words = ["--config", "configs/llama3_405b_lora.yaml", "model.path=shape:llama3-405b"]
