@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ def foresee(
         return None
     words = ["--nodes", session.world.num_nodes, "--gpus-per-node", ranks]
     words += ["--device-memory", device or 0, "--host-memory", host]
-    said = on_rank_0(session, "planning", lambda: _ask(run_dir, [str(word) for word in words]))
+    # The other ranks wait for it.
+    limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
+    said = on_rank_0(session, "planning", lambda: _ask(run_dir, map(str, words), limit_s))
     if said is not None:
         governor.expect(next(p["node_bytes"] for p in said["phases"] if p["name"] == "steady"))
     if said is None or said["fits"]:
@@ -113,7 +116,7 @@ def compare(
     events.write(time=time.time(), step=None, rank=0, kind="memory", phases=phases)
 
 
-def _ask(run_dir: Path, words: list[str]) -> dict[str, Any] | None:
+def _ask(run_dir: Path, words: Iterable[str], limit_s: float) -> dict[str, Any] | None:
     """Run the plan command on the run's own configuration; None where it cannot tell."""
     limit = find_limit()
     left = room_of(used_bytes(limit), limit.num_bytes)
@@ -130,7 +133,7 @@ def _ask(run_dir: Path, words: list[str]) -> dict[str, Any] | None:
     said = ""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PLAN_LIMIT_S, env=environment
+            command, capture_output=True, text=True, timeout=limit_s, env=environment
         )
         said = done.stderr.strip()
         found: dict[str, Any] = json.loads(done.stdout)
