@@ -4,8 +4,8 @@
 
 WAY is what happens from step 3 on: ``leak`` takes BYTES more at each step for good, ``burst`` takes
 BYTES per second within one step until it ends, ``batch`` makes each micro-batch take BYTES per
-row while it is computed, and ``eval`` each one that is evaluated; ``slow-disk`` makes a save take
-two seconds before it reads its first value, ``none`` does nothing.
+row while it is computed, and ``eval`` each one that is evaluated; ``slow-disk`` makes a save in the
+background keep its copies through a whole step, ``none`` does nothing.
 """
 
 import sys
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from hpc_tune.checkpoint import writer
+from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.config.load import load_config
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.train.run import run
 
 FIRST_STEP = 3
 _PIECE = 1 << 20
+_SLOW_S = 6.0
 _held: list[torch.Tensor] = []
 _steps = 0
 
@@ -53,13 +54,19 @@ def plant(way: str, num_bytes: int) -> None:
             del taken
         return real_forward(self, chunk, batch, hidden_BTD)
 
-    def slowly(*args: Any) -> Any:
-        time.sleep(2.0)
-        return real_write(*args)
+    def slowly(writer: Writer, index: int) -> Any:
+        # Training makes its copies while the first value is read, and goes on at the second.
+        slow_s = _SLOW_S if writer._budget_bytes else 0.0
+        until_s, step = time.monotonic() + slow_s, _steps
+        while index == 0 and not writer._copies and time.monotonic() < until_s:
+            time.sleep(0.01)
+        while index == 2 and _steps < step + 2 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return real_take(writer, index)
 
-    real_write = writer.write_regions
+    real_take = Writer._take
     if way == "slow-disk":
-        writer.write_regions = slowly  # type: ignore[assignment]
+        Writer._take = slowly  # type: ignore[method-assign]
     NativeEngine.train_step = train_step  # type: ignore[method-assign,assignment]
     NativeEngine._forward = forward  # type: ignore[method-assign]
 
