@@ -46,6 +46,7 @@ PERIOD_S = 0.1
 _NEAR_PERIOD_S = 0.02
 _NEAR_SHARE = 0.7
 _WINDOW_S = 0.5
+_PLAN_ERROR = 0.1
 _LAST_WORD_EVERY_S = 5.0
 Mode = Literal["on", "observe", "off"]
 
@@ -196,10 +197,10 @@ class Governor:
     def expect(self, num_bytes: int) -> None:
         """Take growth up to the ``num_bytes`` that a step will have in use for no reason to leave.
 
-        Less than pressure begins at: a plan is not a measurement.
+        A little above is none either, but what pressure begins at is: a plan is no measurement.
         """
-        limit = self.limit.num_bytes
-        self._expected = min(num_bytes, room_of(0, limit, Level.TIGHT))
+        pressed = room_of(0, self.limit.num_bytes, Level.TIGHT)
+        self._expected = min(int((1 + _PLAN_ERROR) * num_bytes), pressed)
 
     def forget(self) -> None:
         """Count growth anew: what was done about memory has changed it."""

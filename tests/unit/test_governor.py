@@ -87,7 +87,8 @@ def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
 
 
 @pytest.mark.parametrize(
-    ("expected", "peak", "leaves"), [(0, 840, True), (990, 840, False), (990, 940, True)]
+    ("expected", "peak", "leaves"),
+    [(0, 840, True), (770, 840, False), (990, 840, False), (990, 940, True)],
 )
 def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, leaves):
     needs = []
