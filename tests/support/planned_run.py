@@ -28,6 +28,7 @@ if __name__ == "__main__":
     def late(writer: Writer, index: int) -> Any:
         while not writer._copies and not is_learned.is_set():
             time.sleep(0.01)
+        writer._reach(index)  # training waits for the values of which there are no copies
         if index in writer._copies:
             is_learned.wait(LONGEST_S)
         return take(writer, index)
