@@ -97,6 +97,8 @@ def ledger(
     static, loaded = trace.idle_bytes - mapped, trace.loaded_bytes - mapped
     peak = (trace.heap_peak_bytes if on_cpu else trace.peak_bytes) - mapped
     evaluation = (trace.heap_evaluation_bytes if on_cpu else trace.evaluation_bytes) - mapped
+    if parallel.zero_stage == 3:
+        peak += largest_unit_bytes  # the next block is gathered ahead
     if on_cpu and sharded:
         # gloo makes a copy of what it gathers.
         peak, evaluation = peak + largest_unit_bytes, evaluation + largest_unit_bytes

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.memory.host import HostLimit, oom_kills
+from hpc_tune.units import format_bytes
 from tests.ranks.test_pressure import HUNGRY, LIMIT, MIB, WAYS
 from tests.support.ranks import find_mpirun, rank_environment
 from tests.support.slurm import slurm
@@ -74,7 +75,7 @@ def check_way(cluster, tmp_path, name, n=1):
             return
         reason = outcome(run_dir)["reason"]
         assert reason.startswith("host memory of "), reason
-        assert f"{n * LIMIT / MIB:.0f} MiB" in reason, reason
+        assert f"of {format_bytes(n * LIMIT)}" in reason, reason
         print(f"{name}, {n} ranks: {reason}")
     pytest.fail(f"not done after {MOST_STARTS} starts: {text}")
 
