@@ -80,12 +80,8 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
     seq_len = config.data.seq_len
     traced = _as_traced(config)
     trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
-
-    def traced_at(seq_len: int) -> TraceReport:
-        found = trace_worst(trace, traced, machine.world_size, shape_dir, micro_rows, seq_len)
-        return _of_zero(found, config, machine)
-
-    report = traced_at(seq_len)
+    what = (traced, machine.world_size, shape_dir, micro_rows)
+    report = _of_zero(trace_worst(trace, *what, seq_len), config, machine)
     phases = ledger(
         config,
         report,
@@ -98,7 +94,7 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
     )
     peak = "peak_bytes" if machine.device_bytes is not None else "heap_peak_bytes"
     tokens = _tokens_that_fit(
-        lambda seq_len: getattr(traced_at(seq_len), peak),
+        lambda length: getattr(_of_zero(trace(*what, length, report.rank), config, machine), peak),
         getattr(report, peak),
         _left_in_steady(phases, machine),
         micro_rows,
