@@ -80,8 +80,8 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
     seq_len = config.data.seq_len
     traced = _as_traced(config)
     trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
-    what = (traced, machine.world_size, shape_dir, micro_rows)
-    report = _of_zero(trace_worst(trace, *what, seq_len), config, machine)
+    what = (traced, machine.world_size, shape_dir)
+    report = _of_zero(trace_worst(trace, *what, micro_rows, seq_len), config, machine)
     phases = ledger(
         config,
         report,
@@ -93,13 +93,14 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
         is_stored_so=_stored_dtypes(shape_dir, built) <= {dtype},
     )
     peak = "peak_bytes" if machine.device_bytes is not None else "heap_peak_bytes"
-    tokens = _tokens_that_fit(
-        lambda length: getattr(_of_zero(trace(*what, length, report.rank), config, machine), peak),
-        getattr(report, peak),
-        _left_in_steady(phases, machine),
-        micro_rows,
-        seq_len,
-    )
+
+    def peak_at(rows: int, length: int) -> int:
+        found = _of_zero(trace(*what, rows, length, report.rank), config, machine)
+        peak_bytes: int = getattr(found, peak)
+        return peak_bytes
+
+    left = _left_in_steady(phases, machine)
+    tokens = _tokens_that_fit(peak_at, getattr(report, peak), left, micro_rows, seq_len)
     found = Answer(
         f"{config.model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({config.tune.method})",
@@ -260,29 +261,28 @@ def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:
 
 
 def _tokens_that_fit(
-    peak_at: Callable[[int], int], peak_bytes: int, left_bytes: int, rows: int, seq_len: int
+    peak_at: Callable[[int, int], int], peak_bytes: int, left_bytes: int, rows: int, seq_len: int
 ) -> int:
     """Return how many tokens a micro-batch may have, about.
 
-    ``peak_bytes`` are those of ``rows`` of ``seq_len``, ``peak_at`` traces rows of another length.
+    ``peak_bytes`` are those of ``rows`` of ``seq_len``; ``peak_at(rows, seq_len)`` traces others.
     Masks grow with the square of the length: what another row takes is at most what the second half
-    of the rows takes twice, but fewer rows or tokens are found on a parabola.
+    of the rows takes twice, and a shorter row is found on a parabola.
     """
-    half_len, quarter_len = max(1, seq_len // 2), max(1, seq_len // 4)
-    half_bytes = peak_at(half_len)
-    if left_bytes >= 0 or quarter_len == half_len:
-        per_token = (peak_bytes - half_bytes) / max(1, rows * (seq_len - half_len))
+    allowed = peak_bytes + left_bytes
+    if left_bytes >= 0:
+        half_len = max(1, seq_len // 2)
+        per_token = (peak_bytes - peak_at(rows, half_len)) / max(1, rows * (seq_len - half_len))
         return rows * seq_len + int(left_bytes / per_token if per_token > 0 else 0)
-    lengths, peaks = (
-        [quarter_len, half_len, seq_len],
-        [peak_at(quarter_len), half_bytes, peak_bytes],
-    )
+    one_row = peak_at(1, seq_len) if rows > 1 else peak_bytes
+    if one_row <= allowed:
+        return seq_len * (1 + (allowed - one_row) * (rows - 1) // (peak_bytes - one_row))
+    if seq_len < 4:
+        return 0
+    lengths = [seq_len // 4, seq_len // 2, seq_len]
+    peaks = [peak_at(1, lengths[0]), peak_at(1, lengths[1]), one_row]
     square, line, fixed = np.polyfit(lengths, peaks, 2)
-    room = peak_bytes + left_bytes - fixed
-    if rows_that_fit := max(0, int(rows * room / (peak_bytes - fixed))):
-        return rows_that_fit * seq_len
-    # For one row: square x length^2 + line x length = room x rows.
-    found = np.roots([square, line, -room * rows])
+    found = np.roots([square, line, fixed - allowed])
     return int(min((x.real for x in found if x.imag == 0 and x.real > 0), default=0))
 
 
