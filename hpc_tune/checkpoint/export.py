@@ -132,6 +132,11 @@ def pack_adapter(
     return [replace(file, name=f"{ADAPTER_FOLDER}/{file.name}") for file in (weights, config)]
 
 
+def merge_bytes(largest_tensor_bytes: int) -> int:
+    """Return what merging holds at once, beside the process."""
+    return largest_tensor_bytes + _PIECES * PIECE_BYTES
+
+
 class _Merged:
     """The tensors of the merged model, each made when it is asked for."""
 
@@ -182,9 +187,9 @@ class _Merged:
 
 
 def _check_room(stored: TensorIndex) -> None:
-    """Refuse before the kernel would kill: the largest tensor and the pieces of one are held."""
-    needed = max(map(stored.bytes_of, stored.pieces)) + _PIECES * PIECE_BYTES
-    limit = find_limit(None)
+    """Refuse before the kernel would kill."""
+    needed = merge_bytes(max(map(stored.bytes_of, stored.pieces)))
+    limit = find_limit()
     room = room_of(used_bytes(limit), limit.num_bytes)
     if needed > room:
         raise MemoryBudgetError(

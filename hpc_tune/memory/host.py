@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+RETURNED_BYTES, MOST_KEPT_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _STAT_BYTES = 1 << 15
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
@@ -188,13 +189,13 @@ def give_back() -> None:
 
 
 def return_freed_blocks() -> None:
-    """Make glibc give freed memory of 1 MiB and more back at once; another libc is left alone.
+    """Make glibc give freed blocks of RETURNED_BYTES and more back at once, if it is glibc.
 
-    By itself it learns to keep what is below 32 MiB, and weights that are gathered and freed block
-    by block leave it with a heap as large as the model.
+    By itself it learns to keep what is below MOST_KEPT_BYTES, and weights that are gathered and
+    freed block by block leave it with a heap as large as the model.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def own_bytes(proc: Path = Path("/proc"), pid: int | None = None) -> int:

@@ -82,15 +82,16 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
     trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
     what = (traced, machine.world_size, shape_dir)
     report = _of_zero(trace_worst(trace, *what, micro_rows, seq_len), config, machine)
+    stored = _stored_dtypes(shape_dir, built) or {dtype}
     phases = ledger(
         config,
         report,
         machine,
         size.trained_bytes,
-        _largest_tensor(built, dtype.itemsize),
+        max(p.numel() for p in built.module.parameters()) * max(d.itemsize for d in stored),
         _largest_unit(built, dtype.itemsize),
         save,
-        is_stored_so=_stored_dtypes(shape_dir, built) <= {dtype},
+        is_stored_so=stored == {dtype},
     )
     peak = "peak_bytes" if machine.device_bytes is not None else "heap_peak_bytes"
 
@@ -231,10 +232,6 @@ def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
         peak_bytes=report.peak_bytes + in_step,
         heap_peak_bytes=report.heap_peak_bytes + in_step,
     )
-
-
-def _largest_tensor(built: BuiltModel, itemsize: int) -> int:
-    return max(p.numel() for p in built.module.parameters()) * max(4, itemsize)
 
 
 def _largest_unit(built: BuiltModel, itemsize: int) -> int:

@@ -10,6 +10,7 @@ kernel gives it back before it kills.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hpc_tune.checkpoint.export import merge_bytes
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN, PREFETCH_BYTES
 from hpc_tune.engine.wrap import WORKER_BYTES, num_workers
@@ -146,7 +147,7 @@ def ledger(
             # With a slow disk. The governor lets training wait instead.
             copied = phase("save, in the background", peak, buffers + PIECE_BYTES + staging)
             phases.append(replace(copied, optional=config.memory.governor == "on"))
-    merge = PROCESS_BYTES + largest_tensor_bytes + 3 * PIECE_BYTES
+    merge = PROCESS_BYTES + merge_bytes(largest_tensor_bytes)
     return [*phases, Phase("merge, in one process", 0, 0, merge)]
 
 

@@ -40,6 +40,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.wrap import outside_modes
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
+from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure
@@ -122,7 +123,7 @@ def trace_step(
     built = _build(config, shape_dir)
     config, layout = _decided(config, built, world_size)
     num_micro = _num_micro(config, layout, micro_rows)
-    memory = TracedMemory(heap_block_bytes=1 << 20 if layout.shard > 1 else 32 << 20)
+    memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MOST_KEPT_BYTES)
     with _fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), memory.watch():
         engine = NativeEngine(built, layout, DEVICE, config.optim, config.parallel)
         batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# glibc keeps freed blocks below a size (it learns 32 MiB; ``return_freed_blocks`` sets 1 MiB) and
-# fragments: torch asks for aligned blocks, and the slivers cut off them keep neighbours apart. What
-# that heap takes is the most that such blocks held times this (measured, glibc 2.36; without its
-# per-thread cache of small blocks 1.2).
+# glibc keeps freed blocks below a size (see ``return_freed_blocks``) and fragments: torch asks for
+# aligned blocks, and the slivers cut off them keep neighbours apart. What that heap takes is the
+# most that such blocks held times this (measured, glibc 2.36; without its per-thread cache of small
+# blocks 1.2).
 HEAP_FACTOR_ADAPTERS, HEAP_FACTOR_FULL, HEAP_FACTOR_EVALUATION = 1.85, 1.45, 3.3
 
 

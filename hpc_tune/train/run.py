@@ -221,10 +221,10 @@ def _run(
     early.close()
     compare(planned, session, governor, events)
     metrics.close()
-    governor.close()
     loader.close()
     stop.close()
     on_rank_0(session, "ending the run", lambda: _finish(config, run_dir, store, built, result))
+    governor.close()
     events.write(
         time=time.time(), step=result.step, rank=0, kind="stop", **{"reason": result.reason}
     )

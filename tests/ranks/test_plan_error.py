@@ -4,11 +4,13 @@ import json
 import shutil
 import statistics
 import sys
+import time
 
 import pytest
 
+from hpc_tune.memory.host import own_bytes
 from tests.support.random_model import SHAPE_SMALL, write_random_model
-from tests.support.ranks import mpirun, rank_environment, run_ranks
+from tests.support.ranks import mpirun, rank_environment, run_ranks, started
 from tests.support.training import events
 
 MIB = 1 << 20
@@ -53,15 +55,31 @@ def compare(folder, model, layout, method, batch):
     plan += ["--device-memory", "0", "--host-memory", "24GiB", *settings]
     planned = run_ranks(plan, rank_environment(1), 240.0)
     assert planned.returncode == 0, planned.stderr
-    foreseen = {p["name"]: p["rank_bytes"] for p in json.loads(planned.stdout)["phases"]}
+    phases = json.loads(planned.stdout)["phases"]
+    foreseen = {p["name"]: p["rank_bytes"] or p["first_bytes"] for p in phases}
     run_dir = folder / "run"
     argv = ["-m", "tests.support.planned_run", *settings, f"run.dir={run_dir}"]
     done = mpirun(RANKS, argv, timeout=280.0)
     assert done.returncode == 0, done.stderr
+    exported = peak_of_export(run_dir)
     [measured] = events(run_dir, "memory")
     found = {phase: seen["rank_bytes"] for phase, seen in measured["phases"].items()}
+    found["merge, in one process"] = exported
     shutil.rmtree(run_dir)
     return {phase: (foreseen[phase], found[phase]) for phase in foreseen if phase in found}
+
+
+def peak_of_export(run_dir):
+    """Return the most anonymous + shared bytes that merging what was trained has."""
+    argv = [sys.executable, "-m", "hpc_tune", "export", str(run_dir), "--to", "merged"]
+    with started(argv, rank_environment(1)) as process:
+        peak, until_s = 0, time.monotonic() + 120
+        while process.poll() is None:
+            assert time.monotonic() < until_s
+            peak = max(peak, own_bytes(pid=process.pid))
+            time.sleep(0.002)
+    assert process.returncode == 0, process.stderr.read()
+    return peak
 
 
 def table_of(folder, model, layouts, methods, batches):

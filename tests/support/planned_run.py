@@ -3,7 +3,7 @@
 mpirun -np N python -m tests.support.planned_run [key=value ...]
 
 Its disk is as slow as makes a save in the background take most: it begins when copies are made,
-and does not take them before the last step is done.
+and does not take them before the last step is done. The last save is one that training waits for.
 """
 
 import sys
@@ -26,7 +26,8 @@ if __name__ == "__main__":
     is_learned = threading.Event()
 
     def late(writer: Writer, index: int) -> Any:
-        while not writer._copies and not is_learned.is_set():
+        until_s = time.monotonic() + LONGEST_S
+        while not writer._copies and not is_learned.is_set() and time.monotonic() < until_s:
             time.sleep(0.01)
         writer._reach(index)  # training waits for the values of which there are no copies
         if index in writer._copies:
@@ -37,6 +38,7 @@ if __name__ == "__main__":
         if step == config.train.max_steps:
             is_learned.set()
             work.saver.finish()
+            work.saver.set_in_pieces(True)
         return evaluate(work, step, before)
 
     Writer._take, loop._evaluate = late, last  # type: ignore[method-assign,assignment]
