@@ -33,7 +33,6 @@ from hpc_tune.model.weights import (
 from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
-_PIECES = 3  # of a merged tensor: base and change in fp32, and what is on its way to the file
 _ADAPTER_PREFIX = "base_model.model."
 
 
@@ -133,8 +132,11 @@ def pack_adapter(
 
 
 def merge_bytes(largest_tensor_bytes: int) -> int:
-    """Return what merging holds at once, beside the process."""
-    return largest_tensor_bytes + _PIECES * PIECE_BYTES
+    """Return what merging holds at once, beside the process: a tensor and a piece for the file.
+
+    Where an adapter changes a tensor that is as large, it is up to two pieces more.
+    """
+    return largest_tensor_bytes + PIECE_BYTES
 
 
 class _Merged:

@@ -28,7 +28,7 @@ from hpc_tune.engine.mesh import Layout, Mesh
 from hpc_tune.engine.moved import MovedState
 from hpc_tune.engine.optim import make_adamw
 from hpc_tune.engine.pipeline import Pipeline, cut_stages
-from hpc_tune.engine.shard import before_backward, shard
+from hpc_tune.engine.shard import before_backward, release_gathered, shard
 from hpc_tune.engine.tensor import Axis, slice_model
 from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import Recompute, wrap_blocks
@@ -160,6 +160,7 @@ class NativeEngine:
             if self._mesh.place.counts_rows:
                 total[1] += sum(b.num_loss_tokens for b in some)
         for stage in self._stages:
+            release_gathered(stage.module)
             stage.module.train()
         dist.all_reduce(total)
         loss_sum, tokens = total.tolist()

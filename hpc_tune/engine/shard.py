@@ -91,3 +91,10 @@ def before_backward(module: nn.Module, is_last: bool, keep: bool) -> None:
         module.set_requires_all_reduce(is_last)
         module.set_is_last_backward(is_last)
         module.set_reshard_after_backward(is_last or not keep)
+
+
+def release_gathered(module: nn.Module) -> None:
+    """Leave a rank with its shards alone: passes without a backward pass keep what they gather."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -23,8 +23,10 @@ _STAT_BYTES = 1 << 15
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
 # The kernel's lists of pages that only swap could give back; shmem and mlocked files are in them.
 _KEPT_PAGES = ("inactive_anon", "active_anon", "unevictable")
+_FILE_PAGES = ("inactive_file", "active_file")
 # Of cgroup v2; v1 tells only a sum in which caches are too.
 _KERNEL_BYTES = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock")
+_LATE_BYTES, _MOST_GROUPS = 8 << 20, 256
 CONFIGURED = "memory.host_limit"
 
 
@@ -64,6 +66,10 @@ class Usage:
 
     The kernel's files stay open and only the few lines that count are looked for: a thread that
     wakes up on a cold processor pays for everything it touches.
+
+    The kernel adds what a group's pages are up every two seconds at the latest, while their number
+    is exact. The sums of a group with others below it come earlier when those are read: that is
+    done when the number runs ahead.
     """
 
     def __init__(
@@ -76,14 +82,22 @@ class Usage:
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
         self._counts_ranks = limit.cgroup is None and limit.source == CONFIGURED
         self._names: tuple[str, ...]
+        self._others: list[bytes] = []
+        self._charged: IO[bytes] | None = None
+        self._group, self._least_ahead = limit.cgroup, _UNLIMITED
         if limit.cgroup is None:
             file, self._names = proc / "meminfo", ("MemAvailable:",)
         else:
             file, self._names = limit.cgroup / "memory.stat", _KEPT_PAGES
             if "total_rss" in _fields(file):  # v1, with its whole tree
                 self._names = tuple(f"total_{name}" for name in _KEPT_PAGES)
+                charged, others = "memory.usage_in_bytes", [f"total_{n}" for n in _FILE_PAGES]
             else:
                 self._names += (*_KERNEL_BYTES, "slab_unreclaimable")
+                charged, others = "memory.current", [*_FILE_PAGES]
+            self._others = [f"\n{name} ".encode() for name in others]
+            with contextlib.suppress(OSError):
+                self._charged = (limit.cgroup / charged).open("rb", buffering=0)
         self._total = _meminfo(proc)["MemTotal"] if limit.cgroup is None else None
         self._keys = [f"\n{name} ".encode() for name in self._names]
         self._file = file.open("rb", buffering=0)
@@ -100,17 +114,27 @@ class Usage:
         if self._counts_ranks:
             return sum(own_bytes(self._proc, pid) for pid in self._pids)
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
-        found = 0
-        for key in self._keys:
-            if (at := text.find(key)) >= 0:
-                found += int(text[at + len(key) :].split(None, 1)[0])
+        found = _sum_of(self._keys, text)
         if self._total is not None:
             return self._total - 1024 * found
-        # The kernel adds a group's pages up every two seconds or so; those of processes are exact.
+        if self._charged is not None:
+            charged = int(os.pread(self._charged.fileno(), 128, 0))
+            self._hurry(charged - found - _sum_of(self._others, text))
+        # What the ranks have themselves is exact too.
         ranks = sum(anonymous for anonymous, _ in map(self._pages, self._statms))
         if found != self._told:
             self._told, self._ranks_then = found, ranks
         return found + max(0, ranks - self._ranks_then)
+
+    def _hurry(self, ahead_bytes: int) -> None:
+        """Make the next sums come earlier where the exact number runs ahead of these."""
+        self._least_ahead = min(self._least_ahead, ahead_bytes)
+        if self._group is None or ahead_bytes < self._least_ahead + _LATE_BYTES:
+            return
+        self._least_ahead = ahead_bytes
+        # The innermost first: while a group waits for its sum, none above it is told of more.
+        for _, folder in zip(range(_MOST_GROUPS), _below(self._group), strict=False):
+            _lines(folder / "memory.stat")
 
     def own_pages(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
@@ -125,8 +149,9 @@ class Usage:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._file, self._statm, *self._statms):
-            file.close()
+        for file in (self._file, self._statm, self._charged, *self._statms):
+            if file is not None:
+                file.close()
 
 
 def used_bytes(limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int] = ()) -> int:
@@ -236,6 +261,24 @@ def _slurm_limits(environ: Mapping[str, str]) -> Iterator[HostLimit]:
         yield HostLimit(int(per_node) << 20, "SLURM_MEM_PER_NODE")
     if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu) * int(cpus):
         yield HostLimit(int(per_cpu) * int(cpus) << 20, "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE")
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield the folders below, the innermost first."""
+    with contextlib.suppress(OSError):  # a group can be gone
+        for child in folder.iterdir():
+            if child.is_dir():
+                yield from _below(child)
+                yield child
+
+
+def _sum_of(keys: list[bytes], text: bytes) -> int:
+    """Add up the numbers that follow ``keys``; each begins and ends with white space."""
+    found = 0
+    for key in keys:
+        if (at := text.find(key)) >= 0:
+            found += int(text[at + len(key) :].split(None, 1)[0])
+    return found
 
 
 def _meminfo(proc: Path) -> dict[str, int]:

@@ -19,8 +19,11 @@ from hpc_tune.plan.trace import TraceReport
 
 MIB = 1 << 20
 # Anonymous + shared bytes of a rank when torch, transformers and peft are imported and gloo is
-# connected, without a model (torch 2.13, Python 3.11).
-PROCESS_BYTES = 226 * MIB
+# connected, without a model, and of a process that merges (torch 2.13, Python 3.11).
+PROCESS_BYTES, MERGING_PROCESS_BYTES = 226 * MIB, 153 * MIB
+# What a first step leaves on CPUs when all it computed with is given back: the libraries' own
+# buffers, and pages of the heap that single small blocks keep; 35 to 64 MiB for adapters.
+STEPPED_BYTES = 48 * MIB
 # Python's objects for a model's modules and parameters, adapters included (Llama shapes).
 LAYER_BYTES, MODEL_BYTES = 900 * 1024, 20 * MIB
 DEEPSPEED_BYTES = 45 * MIB
@@ -114,6 +117,7 @@ def ledger(
     elif not on_cpu and parallel.offload_optimizer == "cpu":
         offloaded = trace.optimizer_bytes
         static, peak, evaluation = static - offloaded, peak - offloaded, evaluation - offloaded
+    left = STEPPED_BYTES if on_cpu else 0
     rows = -(-config.batch.global_size // machine.world_size)
     buffers = min(PREFETCH_BYTES, 2 * rows * config.data.seq_len * BYTES_PER_TOKEN)
     state = STATES_SAVED * num_trained_bytes
@@ -137,17 +141,17 @@ def ledger(
     phases += [
         phase("first step", peak, buffers),
         phase("steady", peak, buffers),
-        phase("evaluate", evaluation, buffers),
+        phase("evaluate", evaluation + left, buffers),
     ]
     if save == "gathered":
         phases.append(phase("save", static, buffers, state))
     else:
-        phases.append(phase("save, training waits", static, buffers + PIECE_BYTES))
+        phases.append(phase("save, training waits", static + left, buffers + PIECE_BYTES))
         if in_background:
             # With a slow disk. The governor lets training wait instead.
             copied = phase("save, in the background", peak, buffers + PIECE_BYTES + staging)
             phases.append(replace(copied, optional=config.memory.governor == "on"))
-    merge = PROCESS_BYTES + merge_bytes(largest_tensor_bytes)
+    merge = MERGING_PROCESS_BYTES + merge_bytes(largest_tensor_bytes)
     return [*phases, Phase("merge, in one process", 0, 0, merge)]
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 # aligned blocks, and the slivers cut off them keep neighbours apart. What that heap takes is the
 # most that such blocks held times this (measured, glibc 2.36; without its per-thread cache of small
 # blocks 1.2).
-HEAP_FACTOR_ADAPTERS, HEAP_FACTOR_FULL, HEAP_FACTOR_EVALUATION = 1.85, 1.45, 3.3
+HEAP_FACTOR_ADAPTERS, HEAP_FACTOR_FULL, HEAP_FACTOR_EVALUATION = 1.85, 1.45, 3.0
 
 
 class TracedMemory(TorchDispatchMode):

@@ -3,12 +3,15 @@
 import json
 import signal
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from hpc_tune.memory.host import HostLimit, Usage
+from hpc_tune.units import format_bytes
 from tests.support.cgroup import memory_group
-from tests.support.random_model import SHAPE_SMALL, write_random_model
 from tests.support.ranks import find_mpirun, rank_environment, run_ranks, started
 from tests.support.training import SMALL, events, losses, many_runs, outcome, worst_gap
 
@@ -71,12 +74,12 @@ MOST_RELAUNCHES = 4
 REPEATS = 10
 
 
-def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=180.0):
+def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=180.0, neighbour=None):
     words = [*HUNGRY, f"run.dir={run_dir}", f"data.cache={run_dir.parent / 'data'}", *overrides]
     argv = [sys.executable, "-m", "tests.support.greedy", way, str(num_bytes), *words]
     if n > 1:
         argv = [find_mpirun(), "-np", str(n), *argv]
-    return run_ranks(group.inside(argv), rank_environment(n), timeout)
+    return group.run(argv, n, timeout, neighbour)
 
 
 def is_killed(found, group):
@@ -96,16 +99,16 @@ def is_not_killed(found, group, run_dir):
     return found.returncode == 75
 
 
-def check_way(tmp_path, name, n=1):
+def check_way(limited, tmp_path, name, n=1):
     way, num_bytes, overrides = WAYS[name]
     if way in ("batch", "eval"):
         num_bytes = num_bytes * 4 // min(4, -(-8 // n))  # of a micro-batch's rows
-    with memory_group(n * LIMIT) as group:
+    with limited(n * LIMIT) as group:
         off = train_in(
             group, tmp_path / "off", way, num_bytes, *overrides, "memory.governor=off", n=n
         )
         is_killed(off, group)
-    with memory_group(n * LIMIT) as group:
+    with limited(n * LIMIT) as group:
         check_relaunches(group, tmp_path / "on", way, num_bytes, *overrides, n=n)
 
 
@@ -115,99 +118,65 @@ def check_relaunches(group, run_dir, way, num_bytes, *overrides, n=1):
         planted = way if number == 0 or way in ("batch", "eval") else "none"
         found = train_in(group, run_dir, planted, num_bytes, *overrides, n=n)
         if not is_not_killed(found, group, run_dir):
-            print(f"{way}: done at start {number + 1}")
+            print(f"{way}, {n} ranks: done at start {number + 1}")
             return
         told = outcome(run_dir)
-        print(f"{way}: {told['reason']}; {told['governor']}")
+        assert f"of {format_bytes(n * LIMIT)}" in told["reason"], told
+        print(f"{way}, {n} ranks: {told['reason']}; {told['governor']}")
     pytest.fail(f"not done after {MOST_RELAUNCHES} starts: {found.stderr}")
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_where_the_kernel_would_have_killed_the_run_leaves_and_then_finishes(tmp_path, name):
-    check_way(tmp_path, name)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("name", list(WAYS))
-def test_it_does_again_and_again(tmp_path, name, n):
-    for number in range(REPEATS if n == 1 else 2):
-        check_way(tmp_path / str(number), name, n)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["memory", "tmpfs"])
-def test_a_neighbour_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, kind):
-    for number in range(REPEATS):
-        for governor in ("off", "on"):
-            run_dir, file = tmp_path / f"{governor}-{number}", Path(f"/dev/shm/eaten-{number}")
-            with memory_group(LIMIT) as group:
-                words = [str(run_dir / "metrics.jsonl"), str(480 * MIB)]
-                words += [str(file)] if kind == "tmpfs" else []
-                argv = [sys.executable, "-m", "tests.support.neighbour", *words]
-                try:
-                    with started(group.inside(argv, spared=True), rank_environment(1)):
-                        settings = (f"memory.governor={governor}", "train.max_steps=600")
-                        found = train_in(group, run_dir, "none", 0, *settings)
-                finally:
-                    file.unlink(missing_ok=True)
-                if governor == "off":
-                    is_killed(found, group)
-                    continue
-                assert is_not_killed(found, group, run_dir), "or the test shows nothing"
-                steps = f"train.max_steps={outcome(run_dir)['step'] + 10}"
-                again = train_in(group, run_dir, "none", 0, steps)
-                assert again.returncode == 0, again.stderr
-                assert group.kills == 0
-
-
-@pytest.fixture(scope="module")
-def larger(tmp_path_factory):
-    """A model of 33M values: full fine-tuning in fp32 takes about 800 MB, its state 400 MB."""
-    folder = tmp_path_factory.mktemp("larger") / "model"
-    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16000}
-    write_random_model(folder, **shape, **heads)
-    return folder
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_a_save_in_the_background_asks_before_it_copies(tmp_path, larger):
-    settings = [f"model.path={larger}", "tune.method=full", "checkpoint.staging_bytes=600MiB"]
-    # Copies are 330 MiB of what is held meanwhile; the step that they meet takes 950 MiB.
-    settings += ["train.max_steps=7", "model.dtype=fp32", "batch.micro_size=1"]
-    for number in range(REPEATS):
-        with memory_group(1120 * MIB) as group:
-            off = train_in(
-                group, tmp_path / f"off-{number}", "slow-disk", 0, *settings, "memory.governor=off"
-            )
-            is_killed(off, group)
-        with memory_group(1120 * MIB) as group:
-            on = train_in(group, tmp_path / f"on-{number}", "slow-disk", 0, *settings)
-            assert on.returncode == 0, on.stderr
+def check_neighbour(limited, tmp_path, kind):
+    for governor in ("off", "on"):
+        run_dir, file = tmp_path / governor, Path(f"/dev/shm/{tmp_path.name}")
+        words = [str(run_dir / "metrics.jsonl"), str(480 * MIB)]
+        words += [str(file)] if kind == "tmpfs" else []
+        neighbour = [sys.executable, "-m", "tests.support.neighbour", *words]
+        with limited(LIMIT) as group:
+            settings = (f"memory.governor={governor}", "train.max_steps=600")
+            try:
+                found = train_in(group, run_dir, "none", 0, *settings, neighbour=neighbour)
+            finally:
+                file.unlink(missing_ok=True)
+            if governor == "off":
+                is_killed(found, group)
+                continue
+            assert is_not_killed(found, group, run_dir), "or the test shows nothing"
+            print(f"{kind}: {outcome(run_dir)['reason']}")
+            steps = f"train.max_steps={outcome(run_dir)['step'] + 10}"
+            again = train_in(group, run_dir, "none", 0, steps)
+            assert again.returncode == 0, again.stderr
             assert group.kills == 0
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_a_model_that_does_not_fit_is_left_while_it_is_loaded(tmp_path, larger):
+def check_save(limited, tmp_path, larger):
+    settings = [f"model.path={larger}", "tune.method=full", "checkpoint.staging_bytes=600MiB"]
+    # Copies are 330 MiB of what is held meanwhile; the step that they meet takes 950 MiB.
+    settings += ["train.max_steps=7", "model.dtype=fp32", "batch.micro_size=1"]
+    with limited(1120 * MIB) as group:
+        off = [*settings, "memory.governor=off"]
+        is_killed(train_in(group, tmp_path / "off", "slow-disk", 0, *off), group)
+    with limited(1120 * MIB) as group:
+        on = train_in(group, tmp_path / "on", "slow-disk", 0, *settings)
+        assert on.returncode == 0, on.stderr
+        assert group.kills == 0
+
+
+def check_load(limited, tmp_path, larger):
     settings = [f"model.path={larger}", "tune.method=full", "train.max_steps=6", "model.dtype=fp32"]
-    for number in range(REPEATS):
-        with memory_group(500 * MIB) as group:
-            run_dir = tmp_path / f"off-{number}"
-            is_killed(train_in(group, run_dir, "none", 0, *settings, "memory.governor=off"), group)
-        run_dir = tmp_path / f"on-{number}"
-        with memory_group(500 * MIB) as group:
-            found = train_in(group, run_dir, "none", 0, *settings)
-            assert is_not_killed(found, group, run_dir)
-            assert outcome(run_dir)["phase"] == "loading the model"
-            assert "ask for more memory" in outcome(run_dir)["reason"]
-        with memory_group(1300 * MIB) as group:
-            found = train_in(group, run_dir, "none", 0, *settings)
-            assert found.returncode == 0, found.stderr
+    with limited(500 * MIB) as group:
+        off = [*settings, "memory.governor=off"]
+        is_killed(train_in(group, tmp_path / "off", "none", 0, *off), group)
+    run_dir = tmp_path / "on"
+    with limited(500 * MIB) as group:
+        found = train_in(group, run_dir, "none", 0, *settings)
+        assert is_not_killed(found, group, run_dir)
+        assert outcome(run_dir)["phase"] == "loading the model"
+        assert "ask for more memory" in outcome(run_dir)["reason"]
+    with limited(1300 * MIB) as group:
+        found = train_in(group, run_dir, "none", 0, *settings)
+        assert found.returncode == 0, found.stderr
+        assert group.kills == 0
 
 
 MERGE_STOCK = """
@@ -220,39 +189,82 @@ model.merge_and_unload().save_pretrained(out)
 """
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory):
-    """A run that has tuned adapters of a model of 0.1B values, 200 MB in bf16."""
-    folder = tmp_path_factory.mktemp("tuned")
-    write_random_model(folder / "model", **SHAPE_SMALL)
-    words = [*SMALL, f"model.path={folder / 'model'}", "train.max_steps=1", "tune.method=lora"]
-    argv = [sys.executable, "-m", "hpc_tune", *words, f"run.dir={folder / 'run'}"]
-    done = run_ranks([*argv, f"data.cache={folder / 'data'}"], rank_environment(1), 180.0)
-    assert done.returncode == 0, done.stderr
-    return folder
+def check_merge(limited, tmp_path, tuned):
+    adapter = next((tuned / "run" / "checkpoints").glob("step-*/adapter"))
+    model, stock = str(tuned / "model"), str(tmp_path / "stock")
+    export = [sys.executable, "-m", "hpc_tune", "export", str(tuned / "run"), "--to", "merged"]
+    with limited(420 * MIB) as group:
+        argv = [sys.executable, "-c", MERGE_STOCK, model, str(adapter), stock]
+        is_killed(group.run(argv, 1, 120.0), group)
+    with limited(420 * MIB) as group:
+        found = group.run([*export, "--out", str(tmp_path / "merged")], 1, 120.0)
+        assert found.returncode == 0, found.stderr
+        assert group.kills == 0
+    with limited(200 * MIB) as group:
+        refused = group.run([*export, "--out", str(tmp_path / "none")], 1, 120.0)
+        assert refused.returncode == 2, refused.stderr
+        assert "merging holds one tensor at a time" in refused.stderr
+        assert group.kills == 0
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_where_the_kernel_would_have_killed_the_run_leaves_and_then_finishes(tmp_path, name):
+    check_way(memory_group, tmp_path, name)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", list(WAYS))
+def test_it_does_again_and_again(tmp_path, name, n):
+    for number in range(REPEATS):
+        check_way(memory_group, tmp_path / str(number), name, n)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["memory", "tmpfs"])
+def test_a_neighbour_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, kind):
+    for number in range(REPEATS):
+        check_neighbour(memory_group, tmp_path / f"{kind}-{number}", kind)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_save_in_the_background_asks_before_it_copies(tmp_path, larger):
+    for number in range(REPEATS):
+        check_save(memory_group, tmp_path / str(number), larger)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_model_that_does_not_fit_is_left_while_it_is_loaded(tmp_path, larger):
+    for number in range(REPEATS):
+        check_load(memory_group, tmp_path / str(number), larger)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_merging_holds_one_tensor_where_the_whole_model_does_not_fit(tmp_path, tuned):
-    adapter = next((tuned / "run" / "checkpoints").glob("step-*/adapter"))
-    stock = [sys.executable, "-c", MERGE_STOCK, str(tuned / "model"), str(adapter)]
-    export = [sys.executable, "-m", "hpc_tune", "export", str(tuned / "run"), "--to", "merged"]
     for number in range(REPEATS):
-        with memory_group(420 * MIB) as group:
-            argv = group.inside([*stock, str(tmp_path / f"stock-{number}")])
-            is_killed(run_ranks(argv, rank_environment(1), 120.0), group)
-        with memory_group(420 * MIB) as group:
-            argv = group.inside([*export, "--out", str(tmp_path / f"merged-{number}")])
-            found = run_ranks(argv, rank_environment(1), 120.0)
-            assert found.returncode == 0, found.stderr
-            assert group.kills == 0
-        with memory_group(220 * MIB) as group:
-            argv = group.inside([*export, "--out", str(tmp_path / "none")])
-            refused = run_ranks(argv, rank_environment(1), 120.0)
-            assert refused.returncode == 2, refused.stderr
-            assert "merging holds one tensor at a time" in refused.stderr
-            assert group.kills == 0
+        check_merge(memory_group, tmp_path / str(number), tuned)
+
+
+def test_what_a_group_far_below_takes_is_seen_within_a_second(tmp_path):
+    metrics = tmp_path / "metrics"
+    metrics.write_text("1\n2\n3\n")
+    taken = [sys.executable, "-m", "tests.support.neighbour", str(metrics), str(300 * MIB)]
+    with memory_group(LIMIT) as group, group.below("step", "task") as task:
+        limit = HostLimit(LIMIT, "the test", group.folder)
+        with closing(Usage(limit)) as usage, started(task.inside(taken), rank_environment(1)):
+            before, until_s = group.charged_bytes, time.monotonic() + 60
+            behind = []
+            while group.charged_bytes < before + 300 * MIB:
+                assert time.monotonic() < until_s
+                behind.append(group.charged_bytes - usage.used_bytes())
+                time.sleep(0.1)
+    print(f"at most {format_bytes(max(behind))} behind")
+    assert max(behind) < 100_000_000
 
 
 def test_a_run_that_was_killed_is_told_of_by_the_next_start_and_by_inspect(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,24 +10,54 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.memory.host import HostLimit, oom_kills
+from tests.support.ranks import rank_environment, run_ranks, started
 
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
 class Group:
-    """A cgroup; ``inside`` gives the command line that runs a command in it.
-
-    Such a command is what the kernel kills first, unless it is ``spared``.
-    """
+    """A cgroup that commands run in."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def run(
+        self, argv: Sequence[str], n: int, timeout: float, neighbour: Sequence[str] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run the command of ``n`` ranks in it, beside another one if asked.
+
+        The command is what the kernel kills first; the neighbour is spared.
+        """
+        with contextlib.ExitStack() as stack:
+            if neighbour is not None:
+                beside = self.inside(neighbour, spared=True)
+                stack.enter_context(started(beside, rank_environment(1)))
+            return run_ranks(self.inside(argv), rank_environment(n), timeout)
+
     def inside(self, argv: Sequence[str], spared: bool = False) -> list[str]:
+        """Return the command line that runs a command in it."""
         enter = 'echo $$ > "$0"/cgroup.procs; exec "$@"'
         if not spared:
             enter = "echo 1000 > /proc/self/oom_score_adj; " + enter
         return ["/bin/sh", "-c", enter, str(self.folder), *argv]
+
+    @contextlib.contextmanager
+    def below(self, *names: str) -> Iterator["Group"]:
+        """Make a group in it, with others between."""
+        folders = [self.folder.joinpath(*names[: i + 1]) for i in range(len(names))]
+        for folder in folders:
+            folder.mkdir()
+        try:
+            yield Group(folders[-1])
+        finally:
+            for folder in reversed(folders):
+                _remove(folder)
+
+    @property
+    def charged_bytes(self) -> int:
+        """What it has in use, page cache too: exact at any time."""
+        names = ("memory.usage_in_bytes", "memory.current")
+        return int(next(f for name in names if (f := self.folder / name).exists()).read_text())
 
     @property
     def kills(self) -> int:
@@ -50,9 +81,13 @@ def memory_group(limit_bytes: int) -> Iterator[Group]:
     try:
         yield Group(folder)
     finally:
-        until_s = time.monotonic() + 10
-        while folder.is_dir():
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            assert time.monotonic() < until_s, f"{folder} is still in use"
-            time.sleep(0.1)
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    until_s = time.monotonic() + 10
+    while folder.is_dir():
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        assert time.monotonic() < until_s, f"{folder} is still in use"
+        time.sleep(0.1)

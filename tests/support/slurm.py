@@ -4,16 +4,21 @@ Memory limits are enforced by cgroups, which takes root and a memory controller 
 """
 
 import contextlib
+import itertools
 import os
+import random
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.support.ranks import ROOT, rank_environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
 START_S, JOB_S = 30.0, 240.0
@@ -45,6 +50,7 @@ SchedulerParameters=sched_interval=2,batch_sched_delay=1,requeue_delay=1
 KillWait=5
 MinJobAge=3600
 PropagateResourceLimits=NONE
+FirstJobId={first_job}
 AccountingStorageType=accounting_storage/none
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=4 RealMemory={memory}
 PartitionName=main Nodes=n1 Default=YES MaxTime=INFINITE State=UP
@@ -73,12 +79,21 @@ class Slurm:
         assert found.returncode == 0, f"{argv}: {found.stdout}{found.stderr}"
         return found.stdout
 
-    def job(self, script: str, out: Path, *options: str) -> dict[str, str]:
-        """Submit a script, wait until it has ended, and return what the controller says of it."""
-        file = out.with_suffix(".sh")
+    @contextlib.contextmanager
+    def limited(self, limit_bytes: int) -> Iterator["LimitedJobs"]:
+        """Jobs that ask for so much memory; as ``memory_group`` is used."""
+        yield LimitedJobs(self, limit_bytes)
+
+    def job(self, script: str, name: str, *options: str, timeout: float = JOB_S) -> dict[str, str]:
+        """Submit a script, wait until it has ended, and return what the controller says of it.
+
+        Its output is in the cluster's folder, as ``name``.out and ``name``.err.
+        """
+        file = self.folder / f"{name}.sh"
         file.write_text("#!/bin/bash\n" + script)
-        number = self.run("sbatch", "--parsable", f"--output={out}", *options, str(file)).strip()
-        until_s = time.monotonic() + JOB_S
+        files = (f"--output={self.folder}/{name}.out", f"--error={self.folder}/{name}.err")
+        number = self.run("sbatch", "--parsable", *files, *options, str(file)).strip()
+        until_s = time.monotonic() + timeout
         while time.monotonic() < until_s:
             words = self.run("scontrol", "-o", "show", "job", number).split()
             said = dict(word.split("=", 1) for word in words if "=" in word)
@@ -86,7 +101,56 @@ class Slurm:
                 return said
             time.sleep(0.3)
         self.run("scancel", "-f", number)
-        pytest.fail(f"job {number} has not ended in {JOB_S:.0f} s: {out.read_text()}")
+        pytest.fail(f"job {number} has not ended in {timeout:.0f} s: {_logs(self.folder)}")
+
+
+class LimitedJobs:
+    """Jobs of one cluster with --mem; what a test of a cgroup asks of it, they can too."""
+
+    _names = (f"job-{number}" for number in itertools.count())
+
+    def __init__(self, cluster: Slurm, limit_bytes: int) -> None:
+        self._cluster = cluster
+        self._limit_bytes = limit_bytes
+        self._numbers: list[str] = []
+
+    def run(
+        self, argv: Sequence[str], n: int, timeout: float, neighbour: Sequence[str] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run the command of ``n`` ranks as a job, beside another one if asked.
+
+        The command is what the kernel kills first; the neighbour is spared.
+        """
+        lines = [f"cd {shlex.quote(str(ROOT))}"]
+        lines += [
+            f"export {name}={shlex.quote(value)}"
+            for name, value in rank_environment(n).items()
+            if name.isidentifier()
+        ]
+        lines += [f"{shlex.join(neighbour)} & beside=$!"] if neighbour is not None else []
+        lines.append(f"(echo 1000 > /proc/self/oom_score_adj; exec {shlex.join(argv)})")
+        lines += ["code=$?", "kill $beside"] if neighbour is not None else ["code=$?"]
+        lines.append("printf '\\ncode %d\\n' $code")
+        name = next(self._names)
+        options = (f"--mem={self._limit_bytes >> 20}M", f"--ntasks={n}")
+        job = self._cluster.job("\n".join(lines), name, *options, timeout=timeout)
+        self._numbers.append(job["JobId"])
+        out = (self._cluster.folder / f"{name}.out").read_text()
+        said = [line.split() for line in out.splitlines()]
+        [code] = [int(words[1]) for words in said if words[:1] == ["code"]]
+        assert code not in (0, 75) or job["JobState"] == "COMPLETED", job
+        error = (self._cluster.folder / f"{name}.err").read_text()
+        return subprocess.CompletedProcess(list(argv), code, out, error)
+
+    @property
+    def kills(self) -> int:
+        """How often the kernel has killed in these jobs.
+
+        By its log: a step's group, which counts, is gone when the step has ended.
+        """
+        log = subprocess.run(["dmesg"], capture_output=True, text=True, check=True).stdout
+        lines = [line for line in log.splitlines() if "oom-kill:" in line]
+        return sum(f"/job_{number}/" in line for line in lines for number in self._numbers)
 
 
 @contextlib.contextmanager
@@ -118,8 +182,9 @@ def _configure(folder: Path) -> None:
             free.bind(("127.0.0.1", 0))
         port, node_port = one.getsockname()[1], other.getsockname()[1]
     memory_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-    words = {"host": socket.gethostname(), "folder": folder, "port": port}
-    text = CONFIG.format(**words, node_port=node_port, memory=memory_mb)
+    words = {"host": socket.gethostname(), "folder": folder, "port": port, "node_port": node_port}
+    # The kernel's log tells of jobs by number, those of earlier clusters too.
+    text = CONFIG.format(**words, memory=memory_mb, first_job=random.randrange(1, 1 << 25))
     (folder / "slurm.conf").write_text(text)
     (folder / "cgroup.conf").write_text(CGROUPS)
 
