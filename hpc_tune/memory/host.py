@@ -26,7 +26,8 @@ _KEPT_PAGES = ("inactive_anon", "active_anon", "unevictable")
 _FILE_PAGES = ("inactive_file", "active_file")
 # Of cgroup v2; v1 tells only a sum in which caches are too.
 _KERNEL_BYTES = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock")
-_LATE_BYTES, _MOST_GROUPS = 8 << 20, 256
+_LATE_BYTES, _MOVED_BYTES, _MOST_GROUPS = 8 << 20, 1 << 20, 256
+_KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # of v1 alone, whose sums leave it out
 CONFIGURED = "memory.host_limit"
 
 
@@ -67,9 +68,9 @@ class Usage:
     The kernel's files stay open and only the few lines that count are looked for: a thread that
     wakes up on a cold processor pays for everything it touches.
 
-    The kernel adds what a group's pages are up every two seconds at the latest, while their number
-    is exact. The sums of a group with others below it come earlier when those are read: that is
-    done when the number runs ahead.
+    The kernel adds up what a group's pages are when they are read, but those of groups below only
+    every two seconds; how many they are is exact at any time. Reading the groups below makes the
+    next sum come earlier: that is done when the number has moved away from the sum.
     """
 
     def __init__(
@@ -77,33 +78,44 @@ class Usage:
     ) -> None:
         """Open the files of ``limit``, or of the machine where it has no cgroup.
 
-        ``pids`` are the job's ranks on this node, this process where there are none.
+        ``pids`` are the job's ranks on this node, this process where there are none; those in
+        other groups do not count.
         """
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
         self._counts_ranks = limit.cgroup is None and limit.source == CONFIGURED
         self._names: tuple[str, ...]
+        self._group, self._full_bytes = limit.cgroup, limit.num_bytes
         self._others: list[bytes] = []
         self._charged: IO[bytes] | None = None
-        self._group, self._least_ahead = limit.cgroup, _UNLIMITED
+        self._kernel: IO[bytes] | None = None
+        self._charged_then = 0
         if limit.cgroup is None:
             file, self._names = proc / "meminfo", ("MemAvailable:",)
         else:
             file, self._names = limit.cgroup / "memory.stat", _KEPT_PAGES
             if "total_rss" in _fields(file):  # v1, with its whole tree
                 self._names = tuple(f"total_{name}" for name in _KEPT_PAGES)
-                charged, others = "memory.usage_in_bytes", [f"total_{n}" for n in _FILE_PAGES]
+                charged, full = "memory.usage_in_bytes", "memory.limit_in_bytes"
+                others = [f"total_{name}" for name in _FILE_PAGES]
             else:
                 self._names += (*_KERNEL_BYTES, "slab_unreclaimable")
-                charged, others = "memory.current", [*_FILE_PAGES]
+                charged, full = "memory.current", "memory.max"
+                others = [*_FILE_PAGES, "slab_reclaimable", "vmalloc"]
             self._others = [f"\n{name} ".encode() for name in others]
+            with contextlib.suppress(OSError, ValueError):
+                self._full_bytes = int((limit.cgroup / full).read_text())
             with contextlib.suppress(OSError):
                 self._charged = (limit.cgroup / charged).open("rb", buffering=0)
+                self._kernel = (limit.cgroup / _KERNEL_CHARGED).open("rb", buffering=0)
         self._total = _meminfo(proc)["MemTotal"] if limit.cgroup is None else None
         self._keys = [f"\n{name} ".encode() for name in self._names]
         self._file = file.open("rb", buffering=0)
         self._statm = (proc / "self" / "statm").open("rb", buffering=0)
         self._statms = []
+        members = _members(limit.cgroup)
         for pid in self._pids:
+            if members and pid not in members:
+                continue  # it has a limit of its own
             with contextlib.suppress(OSError):
                 self._statms.append((proc / str(pid) / "statm").open("rb", buffering=0))
         self._told, self._ranks_then = -1, 0
@@ -117,24 +129,36 @@ class Usage:
         found = _sum_of(self._keys, text)
         if self._total is not None:
             return self._total - 1024 * found
-        if self._charged is not None:
-            charged = int(os.pread(self._charged.fileno(), 128, 0))
-            self._hurry(charged - found - _sum_of(self._others, text))
         # What the ranks have themselves is exact too.
         ranks = sum(anonymous for anonymous, _ in map(self._pages, self._statms))
         if found != self._told:
             self._told, self._ranks_then = found, ranks
-        return found + max(0, ranks - self._ranks_then)
+        most = self._most_bytes(found, _sum_of(self._others, text))
+        return max(ranks, min(found + max(0, ranks - self._ranks_then), most))
 
-    def _hurry(self, ahead_bytes: int) -> None:
-        """Make the next sums come earlier where the exact number runs ahead of these."""
-        self._least_ahead = min(self._least_ahead, ahead_bytes)
-        if self._group is None or ahead_bytes < self._least_ahead + _LATE_BYTES:
-            return
-        self._least_ahead = ahead_bytes
-        # The innermost first: while a group waits for its sum, none above it is told of more.
-        for _, folder in zip(range(_MOST_GROUPS), _below(self._group), strict=False):
-            _lines(folder / "memory.stat")
+    def _most_bytes(self, found: int, page_cache: int) -> int:
+        """Return what is charged beside page cache; have a sum that is late made.
+
+        Sums can be late in both directions, and what ranks take and free ten times per second be
+        in them twice. Near the limit page cache gives way to what is new: nothing can be told.
+        """
+        if self._charged is None:
+            return _UNLIMITED
+        charged = int(os.pread(self._charged.fileno(), 128, 0))
+        kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
+        most = charged - kernel - page_cache
+        is_full = charged > self._full_bytes - _LATE_BYTES
+        has_moved = abs(charged - self._charged_then) > _MOVED_BYTES
+        self._charged_then = charged
+        if is_full or (has_moved and abs(most - found) > _LATE_BYTES):
+            self._sum_below()
+        return _UNLIMITED if is_full else most
+
+    def _sum_below(self) -> None:
+        """Have the groups below summed, the innermost first: a sum that waits keeps those above."""
+        if self._group is not None:
+            for _, folder in zip(range(_MOST_GROUPS), _below(self._group), strict=False):
+                _lines(folder / "memory.stat")
 
     def own_pages(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
@@ -149,7 +173,7 @@ class Usage:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._file, self._statm, self._charged, *self._statms):
+        for file in (self._file, self._statm, self._charged, self._kernel, *self._statms):
             if file is not None:
                 file.close()
 
@@ -270,6 +294,12 @@ def _below(folder: Path) -> Iterator[Path]:
             if child.is_dir():
                 yield from _below(child)
                 yield child
+
+
+def _members(group: Path | None) -> set[int]:
+    """Return the processes in a group and below it, as far as they can be seen."""
+    folders = [] if group is None else [group, *_below(group)]
+    return {int(pid) for folder in folders for pid in _lines(folder / "cgroup.procs")}
 
 
 def _sum_of(keys: list[bytes], text: bytes) -> int:

@@ -267,6 +267,36 @@ def test_what_a_group_far_below_takes_is_seen_within_a_second(tmp_path):
     assert max(behind) < 100_000_000
 
 
+SPIKES = """
+import time
+for _ in range(25):
+    taken = bytearray(b"x" * 240_000_000)
+    time.sleep(0.07)
+    del taken
+    time.sleep(0.13)
+"""
+
+
+def test_what_a_rank_takes_and_frees_is_not_counted_twice(tmp_path):
+    with memory_group(LIMIT) as group, group.below("step", "task") as task:
+        limit = HostLimit(LIMIT, "the test", group.folder)
+        with started(task.inside([sys.executable, "-c", SPIKES]), rank_environment(1)) as rank:
+            until_s = time.monotonic() + 30
+            while group.charged_bytes < 200 * MIB:
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+            errors = []
+            with closing(Usage(limit, pids=[rank.pid])) as usage:
+                while rank.poll() is None:
+                    errors.append(usage.used_bytes() - group.charged_bytes)
+                    time.sleep(0.05)
+    # The two are not read at once.
+    middle, most = sorted(errors)[len(errors) // 2], sum(error > 100 * MIB for error in errors)
+    print(f"median {middle / MIB:.0f} MiB, {most} of {len(errors)} more than 100 MiB too high")
+    assert abs(middle) < 10 * MIB
+    assert most < len(errors) / 20
+
+
 def test_a_run_that_was_killed_is_told_of_by_the_next_start_and_by_inspect(tmp_path):
     with memory_group(LIMIT) as group:
         run_dir = tmp_path / "run"

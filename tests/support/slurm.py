@@ -119,7 +119,7 @@ class LimitedJobs:
     ) -> "subprocess.CompletedProcess[str]":
         """Run the command of ``n`` ranks as a job, beside another one if asked.
 
-        The command is what the kernel kills first; the neighbour is spared.
+        Of the two the kernel kills the command.
         """
         lines = [f"cd {shlex.quote(str(ROOT))}"]
         lines += [
@@ -128,7 +128,9 @@ class LimitedJobs:
             if name.isidentifier()
         ]
         lines += [f"{shlex.join(neighbour)} & beside=$!"] if neighbour is not None else []
-        lines.append(f"(echo 1000 > /proc/self/oom_score_adj; exec {shlex.join(argv)})")
+        # Not for mpirun's own daemon: without that it ends with 0.
+        first = "" if neighbour is None else "echo 1000 > /proc/self/oom_score_adj; "
+        lines.append(f"({first}exec {shlex.join(argv)})")
         lines += ["code=$?", "kill $beside"] if neighbour is not None else ["code=$?"]
         lines.append("printf '\\ncode %d\\n' $code")
         name = next(self._names)

@@ -278,3 +278,54 @@ def test_between_two_sums_of_the_kernel_the_ranks_growth_counts(tmp_path):
         assert usage.used_bytes() == 1060 * page
         (proc / "7" / "statm").unlink()
         assert usage.used_bytes() == 1060 * page
+
+
+# MiB: anonymous and file pages as summed, the exact number of charged ones, the ranks' own before
+# and now -> what counts. The limit is 1000.
+LATE_SUMS = {
+    "as summed": (300, 100, 400, 200, 200, 300),
+    "ranks took 50 since": (300, 100, 450, 200, 250, 350),
+    "ranks took 50, and page cache was freed": (300, 100, 350, 200, 250, 250),
+    "what was freed is still in the sum": (300, 100, 220, 200, 20, 120),
+    "files are read: new page cache is not in the sum": (300, 100, 900, 200, 200, 300),
+    "the sum is from before the ranks' own": (5, 0, 205, 200, 200, 200),
+    "full: page cache gives way to what ranks take": (300, 600, 999, 200, 250, 350),
+    "full: what others take is not in the sum": (300, 600, 999, 200, 200, 300),
+}
+
+
+@pytest.mark.parametrize("case", LATE_SUMS)
+def test_sums_that_are_late_are_corrected_by_exact_numbers(tmp_path, case):
+    anonymous, files, charged, before, now, expected = LATE_SUMS[case]
+    group, proc = tmp_path / "group", tmp_path / "proc"
+    for folder in (group, proc / "self"):
+        folder.mkdir(parents=True)
+
+    def rank_has(mib):
+        pages = (mib << 20) // os.sysconf("SC_PAGESIZE")
+        (proc / "self" / "statm").write_text(f"{pages} {pages} 0 0 0 {pages} 0\n")
+
+    (group / "memory.stat").write_text(
+        f"anon {anonymous << 20}\nactive_anon {anonymous << 20}\nactive_file {files << 20}\n"
+    )
+    (group / "memory.max").write_text(f"{1000 << 20}\n")
+    (group / "memory.current").write_text(f"{(anonymous + files) << 20}\n")
+    rank_has(before)
+    me = os.getpid()
+    (proc / str(me)).symlink_to(proc / "self")
+    with closing(Usage(HostLimit(1000 << 20, "the test", group), proc, [me])) as usage:
+        assert usage.used_bytes() == max(anonymous, before) << 20
+        rank_has(now)
+        (group / "memory.current").write_text(f"{charged << 20}\n")
+        assert usage.used_bytes() == expected << 20
+
+
+def test_a_rank_with_a_group_of_its_own_does_not_count(tmp_path):
+    group, proc = tmp_path / "group", tmp_path / "proc"
+    for folder in (group, proc / "self", proc / "7", proc / "8"):
+        folder.mkdir(parents=True)
+        (folder / "statm").write_text("9 9 0 0 0 9 0\n")
+    (group / "memory.stat").write_text("anon 0\nactive_anon 0\n")
+    (group / "cgroup.procs").write_text("7\n")
+    with closing(Usage(HostLimit(1 << 40, "the test", group), proc, [7, 8])) as usage:
+        assert usage.used_bytes() == 9 * os.sysconf("SC_PAGESIZE")
