@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.room import ask
 from hpc_tune.model.weights import local_region
 
 _VALUES_AT_ONCE = 1 << 22
@@ -92,6 +93,8 @@ def make_buckets(trained: Iterable[Trained], mesh: Mesh, device: torch.device) -
     buckets = []
     for (partial, copies, tied), parameters in alike.items():
         num = sum(p.numel() for p in parameters)
+        if device.type == "cpu":
+            ask(num * parameters[0].dtype.itemsize)
         flat = torch.zeros(num, dtype=parameters[0].dtype, device=device)
         position = 0
         for parameter in parameters:

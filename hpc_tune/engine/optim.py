@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
+from hpc_tune.model.room import ask
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
@@ -58,6 +60,9 @@ def adamw_of(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Ad
 
 def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return AdamW's state of one parameter before its first step."""
+    if parameter.device.type == "cpu":
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        ask(2 * local.nbytes)
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),

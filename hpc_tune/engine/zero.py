@@ -42,6 +42,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.room import ask
 from hpc_tune.model.weights import Region, index_checkpoint
 
 
@@ -226,6 +227,7 @@ class ZeroEngine:
         """Give the module its weights and return the optimizer. No collectives."""
         trained = [p for p in built.module.parameters() if p.requires_grad]
         groups = weight_decay_groups(trained, optim)
+        num = sum(p.numel() for p in trained)
         names = {p: n for n, p in built.module.named_parameters()}
         groups = [{**g, "params": [names[p] for p in g["params"]]} for g in groups]
         if self._stage == 3:
@@ -233,6 +235,10 @@ class ZeroEngine:
         else:
             allocate(built.module, self._device)
             load_weights(built)
+        offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device")
+        if offload == "cpu" or (self._device.type == "cpu" and offload is None):
+            # DeepSpeed makes an fp32 copy of this rank's part, and two moments.
+            ask(3 * 4 * num // self._size)
         now = dict(built.module.named_parameters())
         return adamw_of([{**g, "params": [now[n] for n in g["params"]]} for g in groups], optim)
 

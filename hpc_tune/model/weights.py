@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
+from hpc_tune.model.room import ask
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
@@ -182,7 +183,9 @@ class TensorIndex:
                             for a, b, o in zip(start[1:], stop[1:], offset[1:], strict=True)
                         ),
                     )
-                    local[target].copy_(stored[source])
+                    part = local[target]
+                    ask(2 * part.nbytes)  # what is filled first here, and what is read for it
+                    part.copy_(stored[source])
         except (SafetensorError, OSError) as error:
             raise self._error(
                 f"{piece.file}: {piece.stored_name} cannot be read: {error}"

@@ -29,6 +29,7 @@ from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory import aftermath
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.room import asking
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
@@ -129,15 +130,17 @@ def _run(
             lambda: prepare_compiler(cache, world.node, session.device, session.threads, share),
         )
     governor.enter("load", "loading the model", tell=True)
-    engine = together(
-        session,
-        "loading the model",
-        lambda: _make_engine(inputs, layout, session, config, parallel),
-    )
+    with asking(governor.ensure):
+        engine = together(
+            session,
+            "loading the model",
+            lambda: _make_engine(inputs, layout, session, config, parallel),
+        )
     saved = None
     if checkpoint is not None:
         governor.enter("load", "loading a checkpoint", tell=True)
-        saved = restore(session, checkpoint, engine, config, built.identity, total_steps)
+        with asking(governor.ensure):
+            saved = restore(session, checkpoint, engine, config, built.identity, total_steps)
         together(session, "finding the place in the data", lambda: loader.restore(saved.loader))
         step = saved.step
         log.info("resumed from %s at step %d of %d", checkpoint, step, total_steps)

@@ -16,6 +16,7 @@ from hpc_tune.memory.fence import Fence
 from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import HostLimit, Usage
 from hpc_tune.memory.policy import Level
+from hpc_tune.model.room import ask, asking
 from hpc_tune.train import outcome
 from hpc_tune.train.pressure import look_back
 
@@ -143,6 +144,28 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
     host.used = used_mib * MIB
     watching = Governor(None, CPU, mode, pids=[1, 2, 3, 4])
     assert watching.admit(asked_mib * MIB, "a copy") is admitted
+
+
+@pytest.mark.parametrize(
+    ("mode", "used_mib", "taken_mib", "leaves"),
+    [
+        ("on", 500, 100, False),  # of 1000, on each of 4 ranks
+        ("on", 500, 125, True),
+        ("observe", 500, 125, False),
+        ("off", 500, 125, False),
+    ],
+)
+def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib, taken_mib, leaves):
+    needs = []
+    host.used = used_mib * MIB
+    watching = Governor(None, CPU, mode, pids=[1, 2, 3, 4])
+    watching._leave = needs.append
+    with asking(watching.ensure):
+        ask(taken_mib * MIB)
+    ask(10**12)  # nobody is asked any more
+    assert len(needs) == leaves
+    if leaves:
+        assert "125 MiB more on each would not fit" in needs[0].words
 
 
 def test_it_knows_this_ranks_peak_in_each_phase(host):
