@@ -97,8 +97,9 @@ def _run(
         "looking at the memory",
         lambda: make_governor(config.memory, session, run_dir),
     )
+    training = session.in_training()
     pressure = Pressure(
-        session, governor, run_dir, events, lambda: saver.committed_step if saver else step
+        training, governor, run_dir, events, lambda: saver.committed_step if saver else step
     )
     causes.append(pressure.cause_of)
     if mine and before.death:
@@ -176,7 +177,7 @@ def _run(
     if config.tune.method != "full":
         pack = partial(pack_adapter, tune=config.tune, base=built.directory)
     saver = Saver(
-        session, store, engine, events, config.checkpoint, limit_s, step, pack, governor.admit
+        training, store, engine, events, config.checkpoint, limit_s, step, pack, governor.admit
     )
     if saved is not None and not before.taken:  # a run that was killed left it there alone
         before = replace(before, taken=tuple(saved.governor))
@@ -200,7 +201,7 @@ def _run(
     metrics = Metrics(run_dir if mine else None, config.run.tensorboard, total_steps, step)
     result = run_loop(
         Work(
-            session=session,
+            session=training,
             config=config,
             engine=engine,
             loader=loader,

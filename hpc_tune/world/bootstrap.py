@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,16 @@ class Session:
     nonce: str
     threads: int
     sees_local_pids: bool
+
+    def in_training(self) -> "Session":
+        """Return this session with control traffic that waits no longer than run.timeout.
+
+        Before training and after it one rank may work for hours; in between all go step by step,
+        and one that does not come never will.
+        """
+        import torch.distributed as dist
+
+        return replace(self, cpu_group=dist.group.WORLD)
 
 
 def bootstrap(settings: RunSettings) -> Session:

@@ -155,6 +155,44 @@ def test_a_rank_that_answers_no_more_ends_the_job_after_the_limit(tmp_path, layo
     assert "another rank did not answer within run.timeout" in job.stderr
 
 
+STOPS_ITSELF = """
+import importlib, os, signal, sys
+import torch.distributed as dist
+from hpc_tune.config.load import load_config
+from hpc_tune.train.run import run
+
+place, left = sys.argv[1].split("."), 3
+name = place.pop()
+owner = importlib.import_module("hpc_tune.train." + place.pop(0))
+for part in place:
+    owner = getattr(owner, part)
+real = getattr(owner, name)
+
+def stopping(*arguments):
+    global left
+    left -= 1
+    if left == 0 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return real(*arguments)
+
+setattr(owner, name, stopping)
+sys.exit(run(load_config(None, sys.argv[2:])))
+"""
+
+
+@pytest.mark.parametrize("before", ["loop._agree", "loop._worst_of_all", "saving.Saver.start"])
+def test_a_rank_that_comes_to_no_small_message_ends_the_job_too(tmp_path, before):
+    """Those of a step and of a save have the limit of the large ones."""
+    program = tmp_path / "program.py"
+    program.write_text(STOPS_ITSELF)
+    job = Job(tmp_path / "run", 2, "run.timeout=5", "checkpoint.every_steps=2")
+    job.argv[4:6] = [str(program), before]
+    with job:
+        code = job.wait_for_end(60)
+    assert code not in (0, 75)
+    assert "another rank did not answer within run.timeout" in job.stderr
+
+
 def rank_of(pid):
     environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
     values = dict(v.split("=", 1) for v in environment if "=" in v)
