@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ _FILE_PAGES = ("inactive_file", "active_file")
 # Of cgroup v2; v1 tells only a sum in which caches are too.
 _KERNEL_BYTES = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock")
 _LATE_BYTES, _MOVED_BYTES, _MOST_GROUPS = 8 << 20, 1 << 20, 256
+_SUM_EVERY_S, _SUM_PER_RANK_S = 1.0, 0.1
+_CHARGED_AND_LIMIT = {
+    True: ("memory.usage_in_bytes", "memory.limit_in_bytes"),
+    False: ("memory.current", "memory.max"),
+}  # by whether it is v1
 _KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # of v1 alone, whose sums leave it out
 CONFIGURED = "memory.host_limit"
 
@@ -70,7 +76,8 @@ class Usage:
 
     The kernel adds up what a group's pages are when they are read, but those of groups below only
     every two seconds; how many they are is exact at any time. Reading the groups below makes the
-    next sum come earlier: that is done when the number has moved away from the sum.
+    next sum come earlier. It takes a millisecond: that is done when the number has moved away from
+    the sum by more than the ranks have, and now and then, by one rank of a node after the other.
     """
 
     def __init__(
@@ -83,32 +90,25 @@ class Usage:
         """
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
         self._counts_ranks = limit.cgroup is None and limit.source == CONFIGURED
-        self._names: tuple[str, ...]
         self._group, self._full_bytes = limit.cgroup, limit.num_bytes
-        self._others: list[bytes] = []
         self._charged: IO[bytes] | None = None
         self._kernel: IO[bytes] | None = None
-        self._charged_then = 0
+        names: tuple[str, ...] = ("MemAvailable:",)
+        others: tuple[str, ...] = ()
         if limit.cgroup is None:
-            file, self._names = proc / "meminfo", ("MemAvailable:",)
+            self._total = _meminfo(proc)["MemTotal"]
+            file = proc / "meminfo"
         else:
-            file, self._names = limit.cgroup / "memory.stat", _KEPT_PAGES
-            if "total_rss" in _fields(file):  # v1, with its whole tree
-                self._names = tuple(f"total_{name}" for name in _KEPT_PAGES)
-                charged, full = "memory.usage_in_bytes", "memory.limit_in_bytes"
-                others = [f"total_{name}" for name in _FILE_PAGES]
-            else:
-                self._names += (*_KERNEL_BYTES, "slab_unreclaimable")
-                charged, full = "memory.current", "memory.max"
-                others = [*_FILE_PAGES, "slab_reclaimable", "vmalloc"]
-            self._others = [f"\n{name} ".encode() for name in others]
+            file = limit.cgroup / "memory.stat"
+            v1 = "total_rss" in _fields(file)
+            names, others = _names_of_pages(v1)
+            charged, full = _CHARGED_AND_LIMIT[v1]
             with contextlib.suppress(OSError, ValueError):
                 self._full_bytes = int((limit.cgroup / full).read_text())
             with contextlib.suppress(OSError):
                 self._charged = (limit.cgroup / charged).open("rb", buffering=0)
                 self._kernel = (limit.cgroup / _KERNEL_CHARGED).open("rb", buffering=0)
-        self._total = _meminfo(proc)["MemTotal"] if limit.cgroup is None else None
-        self._keys = [f"\n{name} ".encode() for name in self._names]
+        self._keys, self._others = _keys_of(names), _keys_of(others)
         self._file = file.open("rb", buffering=0)
         self._statm = (proc / "self" / "statm").open("rb", buffering=0)
         self._statms = []
@@ -119,6 +119,8 @@ class Usage:
             with contextlib.suppress(OSError):
                 self._statms.append((proc / str(pid) / "statm").open("rb", buffering=0))
         self._told, self._ranks_then = -1, 0
+        self._beside_then, self._next_sum_s = 0, 0.0
+        self._sum_every_s = max(_SUM_EVERY_S, _SUM_PER_RANK_S * len(self._pids))
         self._page = os.sysconf("SC_PAGESIZE")
 
     def used_bytes(self) -> int:
@@ -127,17 +129,18 @@ class Usage:
             return sum(own_bytes(self._proc, pid) for pid in self._pids)
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
         found = _sum_of(self._keys, text)
-        if self._total is not None:
+        if self._group is None:
             return self._total - 1024 * found
         # What the ranks have themselves is exact too.
         ranks = sum(anonymous for anonymous, _ in map(self._pages, self._statms))
         if found != self._told:
             self._told, self._ranks_then = found, ranks
-        most = self._most_bytes(found, _sum_of(self._others, text))
-        return max(ranks, min(found + max(0, ranks - self._ranks_then), most))
+        growth = ranks - self._ranks_then
+        most = self._most_bytes(found + growth, _sum_of(self._others, text), ranks)
+        return max(ranks, min(found + max(0, growth), most))
 
-    def _most_bytes(self, found: int, page_cache: int) -> int:
-        """Return what is charged beside page cache; have a sum that is late made.
+    def _most_bytes(self, expected: int, page_cache: int, ranks: int) -> int:
+        """Return what is charged beside page cache; have a sum made that is late.
 
         Sums can be late in both directions, and what ranks take and free ten times per second be
         in them twice. Near the limit page cache gives way to what is new: nothing can be told.
@@ -147,12 +150,13 @@ class Usage:
         charged = int(os.pread(self._charged.fileno(), 128, 0))
         kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
         most = charged - kernel - page_cache
-        is_full = charged > self._full_bytes - _LATE_BYTES
-        has_moved = abs(charged - self._charged_then) > _MOVED_BYTES
-        self._charged_then = charged
-        if is_full or (has_moved and abs(most - found) > _LATE_BYTES):
+        has_moved = abs(charged - ranks - self._beside_then) > _MOVED_BYTES
+        self._beside_then = charged - ranks
+        is_late = has_moved and abs(most - expected) > _LATE_BYTES
+        if is_late or time.monotonic() > self._next_sum_s:
+            self._next_sum_s = time.monotonic() + self._sum_every_s
             self._sum_below()
-        return _UNLIMITED if is_full else most
+        return _UNLIMITED if charged > self._full_bytes - _LATE_BYTES else most
 
     def _sum_below(self) -> None:
         """Have the groups below summed, the innermost first: a sum that waits keeps those above."""
@@ -300,6 +304,18 @@ def _members(group: Path | None) -> set[int]:
     """Return the processes in a group and below it, as far as they can be seen."""
     folders = [] if group is None else [group, *_below(group)]
     return {int(pid) for folder in folders for pid in _lines(folder / "cgroup.procs")}
+
+
+def _names_of_pages(v1: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names in memory.stat of what counts, and of what is charged and does not."""
+    if v1:  # the plain names are without the groups below
+        return tuple(f"total_{n}" for n in _KEPT_PAGES), tuple(f"total_{n}" for n in _FILE_PAGES)
+    kept = (*_KEPT_PAGES, *_KERNEL_BYTES, "slab_unreclaimable")
+    return kept, (*_FILE_PAGES, "slab_reclaimable", "vmalloc")
+
+
+def _keys_of(names: Sequence[str]) -> list[bytes]:
+    return [f"\n{name} ".encode() for name in names]
 
 
 def _sum_of(keys: list[bytes], text: bytes) -> int:

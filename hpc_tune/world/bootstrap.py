@@ -77,7 +77,9 @@ class Session:
         """
         import torch.distributed as dist
 
-        return replace(self, cpu_group=dist.group.WORLD)
+        everyone = dist.group.WORLD
+        assert everyone is not None, "a session has process groups"
+        return replace(self, cpu_group=everyone)
 
 
 def bootstrap(settings: RunSettings) -> Session:

@@ -1,5 +1,6 @@
 """Under memory pressure a run gives up speed, then leaves: never killed, it learns the same."""
 
+import contextlib
 import json
 import signal
 import sys
@@ -128,9 +129,9 @@ def check_relaunches(group, run_dir, way, num_bytes, *overrides, n=1):
 
 def check_neighbour(limited, tmp_path, kind):
     for governor in ("off", "on"):
-        run_dir, file = tmp_path / governor, Path(f"/dev/shm/{tmp_path.name}")
-        words = [str(run_dir / "metrics.jsonl"), str(480 * MIB)]
-        words += [str(file)] if kind == "tmpfs" else []
+        run_dir = tmp_path / governor
+        file = Path(f"/dev/shm/{tmp_path.name}") if kind == "tmpfs" else tmp_path / "cached"
+        words = [str(run_dir / "metrics.jsonl"), str(480 * MIB), kind, str(file)]
         neighbour = [sys.executable, "-m", "tests.support.neighbour", *words]
         with limited(LIMIT) as group:
             settings = (f"memory.governor={governor}", "train.max_steps=600")
@@ -223,10 +224,18 @@ def test_it_does_again_and_again(tmp_path, name, n):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["memory", "tmpfs"])
+@pytest.mark.parametrize("kind", ["memory", "tmpfs", "cached"])
 def test_a_neighbour_that_eats_the_limit_does_not_get_the_run_killed(tmp_path, kind):
     for number in range(REPEATS):
         check_neighbour(memory_group, tmp_path / f"{kind}-{number}", kind)
+        check_neighbour(far_below, tmp_path / f"{kind}-{number}-below", kind)
+
+
+@contextlib.contextmanager
+def far_below(limit_bytes):
+    """Run in a group two below the one with the limit, as Slurm's tasks do."""
+    with memory_group(limit_bytes) as group, group.below("step", "task") as task:
+        yield task
 
 
 @pytest.mark.soak

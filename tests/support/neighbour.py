@@ -1,11 +1,13 @@
 """Another process under the same memory limit.
 
-    python -m tests.support.neighbour METRICS BYTES [FILE]
+    python -m tests.support.neighbour METRICS BYTES [KIND FILE]
 
 When METRICS has three lines it takes BYTES at 100 MB/s: of its own memory, which it holds until it
-is ended, or as FILE, which should be on a tmpfs; then it leaves.
+is ended, or as FILE (tmpfs), which should be on one; then it leaves. With KIND cached it writes as
+much to FILE on a disk before it takes memory, so that page cache fills the limit.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,19 +18,24 @@ PERIOD_S = 0.05
 
 def main() -> None:
     metrics, num_bytes = Path(sys.argv[1]), int(sys.argv[2])
-    file = open(sys.argv[3], "wb") if len(sys.argv) > 3 else None  # noqa: SIM115
+    kind, file = sys.argv[3:5] if len(sys.argv) > 3 else ("memory", os.devnull)
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         time.sleep(0.05)
     held = []
-    for _ in range(num_bytes // PIECE):
-        if file is None:
-            held.append(bytearray(b"x" * PIECE))
-        else:
-            file.write(b"x" * PIECE)
-            file.flush()
-        time.sleep(PERIOD_S)
-    if file is None:
-        time.sleep(3600)
+    with open(file, "wb") as out:
+        if kind == "cached":
+            for _ in range(num_bytes // PIECE):
+                out.write(b"x" * PIECE)
+            os.fsync(out.fileno())
+        for _ in range(num_bytes // PIECE):
+            if kind == "tmpfs":
+                out.write(b"x" * PIECE)
+                out.flush()
+            else:
+                held.append(bytearray(b"x" * PIECE))
+            time.sleep(PERIOD_S)
+        if kind != "tmpfs":
+            time.sleep(3600)
 
 
 if __name__ == "__main__":
