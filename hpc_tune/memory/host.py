@@ -34,14 +34,15 @@ _CHARGED_AND_LIMIT = {
     False: ("memory.current", "memory.max"),
 }  # by whether it is v1
 _KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # of v1 alone, whose sums leave it out
-CONFIGURED = "memory.host_limit"
+CONFIGURED, MACHINE = "memory.host_limit", "the machine's RAM"
 
 
 @dataclass(frozen=True)
 class HostLimit:
     """The bytes this node grants the job, who says so, and where usage under it is counted.
 
-    Without a cgroup a configured limit is for the job's ranks, any other for the whole machine.
+    Without a cgroup the machine's RAM is for all that runs on it, any other limit for the job's
+    ranks alone.
     """
 
     num_bytes: int
@@ -61,7 +62,7 @@ def find_limit(
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += _slurm_limits(environ)
-    limits.append(HostLimit(_meminfo(proc)["MemTotal"], "the machine's RAM"))
+    limits.append(HostLimit(_meminfo(proc)["MemTotal"], MACHINE))
     found = min(limits, key=lambda limit: limit.num_bytes)
     if configured is not None and configured < found.num_bytes:
         return HostLimit(configured, CONFIGURED, found.cgroup)
@@ -89,7 +90,7 @@ class Usage:
         other groups do not count.
         """
         self._proc, self._pids = proc, tuple(pids) or (os.getpid(),)
-        self._counts_ranks = limit.cgroup is None and limit.source == CONFIGURED
+        self._counts_ranks = limit.cgroup is None and limit.source != MACHINE
         self._group, self._full_bytes = limit.cgroup, limit.num_bytes
         self._charged: IO[bytes] | None = None
         self._kernel: IO[bytes] | None = None

@@ -8,20 +8,19 @@ from tests.support.ranks import mpirun
 from tests.support.training import losses, outcome, rows, worst_gap
 
 
-def run_default(folder, n):
+def run_default(folder, n, limit_s=400):
     began_s = time.monotonic()
-    done = mpirun(n, ["-m", "hpc_tune"], timeout=400, cwd=folder)
+    done = mpirun(n, ["-m", "hpc_tune"], timeout=limit_s, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert outcome(folder / "runs" / "tiny")["status"] == "done"
     return time.monotonic() - began_s
 
 
 def test_the_bare_command_trains_and_says_what_it_does(tmp_path):
-    took_s = run_default(tmp_path, 2)
+    run_default(tmp_path, 2, limit_s=180)
     run_dir = tmp_path / "runs" / "tiny"
     held_out = rows(run_dir, "eval_loss")
     assert held_out[40] < 0.7 * held_out[0]
-    assert took_s < 180
     assert (run_dir / "config.resolved.yaml").is_file()
     assert list((run_dir / "tensorboard").iterdir())
     again = mpirun(2, ["-m", "hpc_tune"], timeout=100, cwd=tmp_path)

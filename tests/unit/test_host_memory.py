@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.memory.host import (
+    MACHINE,
     HostLimit,
     Usage,
     find_limit,
@@ -218,7 +219,7 @@ def test_without_a_counter_nobody_was_killed(machine):
 
 
 def test_without_a_group_what_is_not_available_counts(machine):
-    assert used_bytes(HostLimit(RAM, ""), machine.proc) == 112 * GIB
+    assert used_bytes(HostLimit(RAM, MACHINE), machine.proc) == 112 * GIB
 
 
 def test_own_memory_is_anonymous_and_shared_but_no_file_pages(machine):
@@ -229,18 +230,21 @@ def test_own_memory_is_anonymous_and_shared_but_no_file_pages(machine):
     assert own_bytes(machine.proc) == 108 * 1024
 
 
-def test_a_configured_limit_without_a_group_counts_the_jobs_ranks(machine):
+def test_a_limit_for_the_job_without_a_group_counts_its_ranks_alone(machine):
     for pid in (7, 8):
         status = f"RssAnon:\t {pid}00 kB\nRssFile:\t 900 kB\nRssShmem:\t 4 kB\n"
         machine.file(machine.proc / str(pid) / "status", status)
     limit = machine.find(GIB)
     assert limit == HostLimit(GIB, "memory.host_limit")
-    assert used_bytes(limit, machine.proc, [7, 8]) == (700 + 800 + 2 * 4) * 1024
+    slurm = find_limit(None, {"SLURM_MEM_PER_NODE": "1024"}, machine.proc, machine.cgroups)
+    assert slurm == HostLimit(GIB, "SLURM_MEM_PER_NODE")
+    for of_the_job in (limit, slurm):
+        assert used_bytes(of_the_job, machine.proc, [7, 8]) == (700 + 800 + 2 * 4) * 1024
     assert used_bytes(machine.find(), machine.proc, [7, 8]) == 112 * GIB
 
 
 def test_what_is_read_often_is_the_same(machine):
-    usage = Usage(HostLimit(RAM, ""), machine.proc)
+    usage = Usage(HostLimit(RAM, MACHINE), machine.proc)
     page = os.sysconf("SC_PAGESIZE")
     assert usage.used_bytes() == 112 * GIB
     assert usage.own_pages() == (200 * page, 200 * page)
