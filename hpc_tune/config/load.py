@@ -50,7 +50,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        problems += [_explain(e, source) for e in error.errors()]
+        problems += _explain(error.errors(), source)
     if config is not None:
         problems += check(config)
     if problems:
@@ -131,24 +131,33 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         raise ConfigError(f"{override!r} cannot be applied: {_first_line(error)}") from None
 
 
-def _explain(error: Any, source: str) -> str:
-    """Turn one pydantic error into: where, found, expected, what to do."""
-    # pydantic appends the branch of a union to the location; the user knows only the field.
-    known = list(field_names())
-    name = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        moved = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-        near = moved or difflib.get_close_matches(
-            name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7
-        )
-        hint = (
-            f"; did you mean {' or '.join(near)}?"
-            if near
-            else "; python -m hpc_tune --help lists all keys"
-        )
-        return f"{name}: no such key in {source} or its overrides{hint}"
-    field = next((k for k in known if name == k or name.startswith(k + ".")), name)
-    return f"{field}={error['input']!r}: {error['msg']}"
+def _explain(errors: Sequence[Any], source: str) -> list[str]:
+    """Turn pydantic's errors into one line per field: where, found, expected, what to do.
+
+    pydantic has an error for each branch of a union and appends the branch to the location; the
+    user knows only the field.
+    """
+    known, unknown = list(field_names()), []
+    expected: dict[str, list[str]] = {}
+    for error in errors:
+        name = ".".join(str(part) for part in error["loc"])
+        if error["type"] == "extra_forbidden":
+            unknown.append(f"{name}: no such key in {source} or its overrides{_near(name, known)}")
+            continue
+        field = next((k for k in known if name == k or name.startswith(k + ".")), name)
+        words = error["msg"].removeprefix("Value error, ")
+        expected.setdefault(f"{field}={error['input']!r}", []).append(words)
+    return [*unknown, *(f"{found}: {'; or: '.join(all_)}" for found, all_ in expected.items())]
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    moved = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = moved or difflib.get_close_matches(
+        name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7
+    )
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return "; python -m hpc_tune --help lists all keys"
 
 
 def _type_name(annotation: Any) -> str:
