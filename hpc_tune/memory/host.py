@@ -28,7 +28,7 @@ _FILE_PAGES = ("inactive_file", "active_file")
 # Of cgroup v2; v1 tells only a sum in which caches are too.
 _KERNEL_BYTES = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock")
 _LATE_BYTES, _MOVED_BYTES, _MOST_GROUPS = 8 << 20, 1 << 20, 256
-_SUM_EVERY_S, _SUM_PER_RANK_S = 1.0, 0.1
+_SUM_EVERY_S, _SUM_PER_RANK_S = 0.5, 0.1
 _CHARGED_AND_LIMIT = {
     True: ("memory.usage_in_bytes", "memory.limit_in_bytes"),
     False: ("memory.current", "memory.max"),
@@ -163,7 +163,8 @@ class Usage:
         """Have the groups below summed, the innermost first: a sum that waits keeps those above."""
         if self._group is not None:
             for _, folder in zip(range(_MOST_GROUPS), _below(self._group), strict=False):
-                _lines(folder / "memory.stat")
+                with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
+                    os.read(file.fileno(), 1)  # the kernel sums at the first byte
 
     def own_pages(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
@@ -292,19 +293,19 @@ def _slurm_limits(environ: Mapping[str, str]) -> Iterator[HostLimit]:
         yield HostLimit(int(per_cpu) * int(cpus) << 20, "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE")
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _below(folder: str | Path) -> Iterator[str]:
     """Yield the folders below, the innermost first."""
     with contextlib.suppress(OSError):  # a group can be gone
-        for child in folder.iterdir():
-            if child.is_dir():
-                yield from _below(child)
-                yield child
+        for child in os.scandir(folder):
+            if child.is_dir(follow_symlinks=False):
+                yield from _below(child.path)
+                yield child.path
 
 
 def _members(group: Path | None) -> set[int]:
     """Return the processes in a group and below it, as far as they can be seen."""
-    folders = [] if group is None else [group, *_below(group)]
-    return {int(pid) for folder in folders for pid in _lines(folder / "cgroup.procs")}
+    folders = [] if group is None else [str(group), *_below(group)]
+    return {int(pid) for folder in folders for pid in _lines(Path(folder, "cgroup.procs"))}
 
 
 def _names_of_pages(v1: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
