@@ -77,8 +77,8 @@ class Usage:
 
     The kernel adds up what a group's pages are when they are read, but those of groups below only
     every two seconds; how many they are is exact at any time. Reading the groups below makes the
-    next sum come earlier. It takes a millisecond: that is done when the number has moved away from
-    the sum by more than the ranks have, and now and then, by one rank of a node after the other.
+    next sum come earlier. That is done when the number has moved away from the sum by more than the
+    ranks have, and now and then, the more seldom the more ranks of the node do it.
     """
 
     def __init__(
