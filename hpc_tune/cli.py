@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from hpc_tune.world.discover import rank_hint
 
 COMMANDS = {
     "train": "fine-tune a model (the default command)",
+    "supervise": "keep a run going in a batch job: start it, start it again, requeue",
+    "submit": "write the batch script that the slurm part describes, and give it to Slurm",
     "prepare": "turn raw data into one prepared .h5 file",
     "plan": "tell what a run takes on machines that need not be there, and whether it fits",
     "export": "write a checkpoint as a peft adapter or a merged model",
@@ -43,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         match command:
             case "train":
                 return _train(rest)
+            case "supervise":
+                return _supervise(rest)
+            case "submit":
+                return _submit(rest)
             case "prepare":
                 return _prepare(rest)
             case "plan":
@@ -69,6 +76,52 @@ def _train(arguments: list[str]) -> int:
     from hpc_tune.train.run import run
 
     return run(config, force=options.force)
+
+
+def _supervise(arguments: list[str]) -> int:
+    parser = _parser("supervise", config=True)
+    parser.add_argument(
+        "--launch", required=True, metavar="COMMAND", help="what starts the ranks, such as 'srun'"
+    )
+    parser.add_argument(
+        "--requeue", metavar="COMMAND", help="puts the job back; default: scontrol, under Slurm"
+    )
+    parser.add_argument(
+        "--python", metavar="COMMAND", default=sys.executable, help="that of the ranks"
+    )
+    options, config = _options_and_config(parser, arguments)
+    from hpc_tune.supervise import Supervisor
+
+    launch = [*_words(options.launch, "--launch"), *_words(options.python, "--python")]
+    requeue = _words(options.requeue or "", "--requeue")
+    return Supervisor(launch, _passed_on(options), Path(config.run.dir), requeue).run()
+
+
+def _submit(arguments: list[str]) -> int:
+    parser = _parser("submit", config=True)
+    parser.add_argument("--dry-run", action="store_true", help="print the script only")
+    options, config = _options_and_config(parser, arguments)
+    from hpc_tune.slurm import render, submit
+
+    script = render(config.slurm, _passed_on(options), Path.cwd())
+    if options.dry_run:
+        print(script, end="")
+        return EXIT_DONE
+    number = submit(script)
+    print(f"job {number}; squeue -j {number} shows it, {config.run.dir} is its run directory")
+    return EXIT_DONE
+
+
+def _passed_on(options: argparse.Namespace) -> list[str]:
+    """Return the arguments that say the same to another command."""
+    return [*(["--config", options.config] if options.config else []), *options.overrides]
+
+
+def _words(command: str, option: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"{option} {command!r}: {error}") from None
 
 
 def _prepare(arguments: list[str]) -> int:

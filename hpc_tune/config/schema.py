@@ -5,30 +5,17 @@ The values are frozen. A field that this version cannot honour is refused by ``l
 ignored.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from hpc_tune.units import parse_bytes, parse_seconds
+from hpc_tune.config.batch_job import SlurmConfig
+from hpc_tune.config.part import Bytes, Part, PositiveInt, Seconds
 
-
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
-
-
-def _number(value: Any, parse: Any) -> Any:
-    return value if value is None else parse(value)
-
-
-Bytes = Annotated[int, BeforeValidator(lambda v: _number(v, parse_bytes)), Field(gt=0)]
-Seconds = Annotated[float, BeforeValidator(lambda v: _number(v, parse_seconds)), Field(gt=0)]
-PositiveInt = Annotated[int, Field(gt=0)]
 _YAML_SWITCH = {True: "on", False: "off"}  # YAML 1.1 reads a plain on and off as booleans
 
 
-class ModelConfig(_Part):
+class ModelConfig(Part):
     """Which model is tuned."""
 
     path: str = Field(
@@ -44,7 +31,7 @@ class ModelConfig(_Part):
     )
 
 
-class TuneConfig(_Part):
+class TuneConfig(Part):
     """Which weights are trained."""
 
     method: Literal["lora", "dora", "qlora", "full"] = Field(
@@ -83,7 +70,7 @@ class TuneConfig(_Part):
     )
 
 
-class DataConfig(_Part):
+class DataConfig(Part):
     """What the model is trained on."""
 
     path: str = Field(
@@ -123,7 +110,7 @@ class DataConfig(_Part):
     )
 
 
-class BatchConfig(_Part):
+class BatchConfig(Part):
     """How much is learned from in one optimizer step."""
 
     global_size: PositiveInt = Field(
@@ -138,7 +125,7 @@ class BatchConfig(_Part):
     )
 
 
-class OptimConfig(_Part):
+class OptimConfig(Part):
     """AdamW (arXiv:1711.05101) and its learning rate."""
 
     lr: Annotated[float, Field(gt=0)] = Field(
@@ -171,7 +158,7 @@ class OptimConfig(_Part):
     )
 
 
-class ParallelConfig(_Part):
+class ParallelConfig(Part):
     """How the model is spread: replicate x shard x tensor x pipeline is the world size."""
 
     engine: Literal["auto", "native", "deepspeed"] = Field(
@@ -248,7 +235,7 @@ class ParallelConfig(_Part):
     )
 
 
-class MemoryConfig(_Part):
+class MemoryConfig(Part):
     """The memory governor."""
 
     governor: Annotated[
@@ -267,7 +254,7 @@ class MemoryConfig(_Part):
     )
 
 
-class TrainConfig(_Part):
+class TrainConfig(Part):
     """How long and in which way."""
 
     max_steps: PositiveInt | None = Field(
@@ -310,7 +297,7 @@ class TrainConfig(_Part):
     )
 
 
-class CheckpointConfig(_Part):
+class CheckpointConfig(Part):
     """When checkpoints are written, how many stay, and from where a run goes on."""
 
     every_steps: PositiveInt | None = Field(
@@ -353,7 +340,7 @@ class CheckpointConfig(_Part):
     )
 
 
-class RunSettings(_Part):
+class RunSettings(Part):
     """Where the run lives and what it tells."""
 
     dir: str = Field(
@@ -384,7 +371,7 @@ class RunSettings(_Part):
     wandb: bool = Field(False, description="Log to Weights & Biases too.")
 
 
-class RunConfig(_Part):
+class RunConfig(Part):
     """One run, whole."""
 
     model: ModelConfig = ModelConfig()
@@ -397,3 +384,4 @@ class RunConfig(_Part):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunSettings = RunSettings()
+    slurm: SlurmConfig = SlurmConfig()

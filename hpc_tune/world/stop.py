@@ -31,7 +31,7 @@ class StopFlag:
         is_first: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Know the deadline: ``time_limit_s`` after the process started or Slurm's, if earlier.
+        """Know the deadline: ``time_limit_s`` after the process started or the job's, if earlier.
 
         ``is_first`` is for rank 0 alone: it says when a signal is heard, and may call scontrol once
         where the environment does not tell the end, since a thousand ranks that ask at once hurt
@@ -44,8 +44,9 @@ class StopFlag:
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
         ends = [] if time_limit_s is None else [process_start() + time_limit_s]
-        slurm_end = _slurm_end(environ, is_first)
-        self._deadline = min([*ends, *([slurm_end] if slurm_end is not None else [])], default=None)
+        if (end := job_end(environ, is_first)) is not None:
+            ends.append(end)
+        self._deadline = min(ends, default=None)
 
     def install(self) -> None:
         """Take over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts at once."""
@@ -103,10 +104,16 @@ def process_start() -> float:
     return time.time() - age_s
 
 
-def _slurm_end(environ: Mapping[str, str], ask: bool) -> float | None:
-    text = environ.get("SLURM_JOB_END_TIME", "")
-    if text.isdigit() and int(text) > 0:
-        return float(text)
+def job_end(environ: Mapping[str, str], ask: bool) -> float | None:
+    """Return when the batch job ends, in seconds since the epoch; None where it has no limit.
+
+    HPC_TUNE_JOB_END is for the script of a scheduler that does not tell. ``ask``: call Slurm's
+    scontrol where the environment does not tell.
+    """
+    for name in ("HPC_TUNE_JOB_END", "SLURM_JOB_END_TIME"):
+        text = environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return float(text)
     job = environ.get("SLURM_JOB_ID", "")
     if not ask or not job.isdigit():
         return None

@@ -1,6 +1,7 @@
 """A real Slurm on this machine alone: munge, a controller and node daemons, for one test module.
 
 Memory limits are enforced by cgroups, which takes root and a memory controller of cgroup v1.
+Several nodes are as many daemons; Debian's build allows that.
 """
 
 import contextlib
@@ -11,9 +12,10 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,16 @@ from tests.support.ranks import ROOT, rank_environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
 START_S, JOB_S = 30.0, 240.0
+STILL_THERE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 MEMORY = Path("/sys/fs/cgroup/memory")
+BY_CGROUP = """\
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/cgroup
+JobAcctGatherType=jobacct_gather/cgroup"""
+BY_PARENT = """\
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux"""
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -38,9 +49,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
-ProctrackType=proctrack/cgroup
-TaskPlugin=task/cgroup
-JobAcctGatherType=jobacct_gather/cgroup
+{tracking}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
@@ -52,8 +61,9 @@ MinJobAge=3600
 PropagateResourceLimits=NONE
 FirstJobId={first_job}
 AccountingStorageType=accounting_storage/none
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=4 RealMemory={memory}
-PartitionName=main Nodes=n1 Default=YES MaxTime=INFINITE State=UP
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 CGROUPS = """\
 CgroupPlugin=cgroup/v1
@@ -64,11 +74,18 @@ ConstrainSwapSpace=no
 """
 
 
-class Slurm:
-    """A running cluster of one node."""
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=64 "
+    "RealMemory={memory} Gres=gpu:8"
+)
 
-    def __init__(self, folder: Path) -> None:
+
+class Slurm:
+    """A running cluster."""
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
         self.folder = folder
+        self.nodes = [f"n{number + 1}" for number in range(num_nodes)]
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, *argv: str, timeout: float = 30.0) -> str:
@@ -92,16 +109,36 @@ class Slurm:
         file = self.folder / f"{name}.sh"
         file.write_text("#!/bin/bash\n" + script)
         files = (f"--output={self.folder}/{name}.out", f"--error={self.folder}/{name}.err")
-        number = self.run("sbatch", "--parsable", *files, *options, str(file)).strip()
+        return self.wait(self.submit(*files, *options, str(file)), timeout)
+
+    def submit(self, *words: str) -> str:
+        """Submit a job and return its number."""
+        return self.run("sbatch", "--parsable", *words).strip()
+
+    def show(self, number: str) -> dict[str, str]:
+        """Return what the controller says of a job."""
+        words = self.run("scontrol", "-o", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, number: str, timeout: float = JOB_S) -> dict[str, str]:
+        """Wait until a job has ended for good, without the two minutes that a requeue takes."""
         until_s = time.monotonic() + timeout
-        while time.monotonic() < until_s:
-            words = self.run("scontrol", "-o", "show", "job", number).split()
-            said = dict(word.split("=", 1) for word in words if "=" in word)
-            if said["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
-                return said
+        while (said := self.show(number))["JobState"] in STILL_THERE:
+            if time.monotonic() > until_s:
+                self.run("scancel", "-f", number)
+                pytest.fail(f"job {number} has not ended in {timeout:.0f} s: {_logs(self.folder)}")
+            self.hurry(said)
             time.sleep(0.3)
-        self.run("scancel", "-f", number)
-        pytest.fail(f"job {number} has not ended in {timeout:.0f} s: {_logs(self.folder)}")
+        return said
+
+    def hurry(self, said: Mapping[str, str]) -> None:
+        """Let a requeued job begin, which waits for two minutes otherwise.
+
+        A node refuses a job that it has ended within the same second.
+        """
+        if said["JobState"] == "PENDING" and said["Reason"] == "BeginTime":
+            time.sleep(2.0)
+            self.run("scontrol", "update", f"JobId={said['JobId']}", "StartTime=now")
 
 
 class LimitedJobs:
@@ -156,16 +193,19 @@ class LimitedJobs:
 
 
 @contextlib.contextmanager
-def slurm(folder: Path) -> Iterator[Slurm]:
-    """Bring a cluster up in ``folder``, or skip the test with the reason."""
+def slurm(folder: Path, num_nodes: int = 1, limits: bool = True) -> Iterator[Slurm]:
+    """Bring a cluster up in ``folder``, or skip the test with the reason.
+
+    ``limits``: whether memory is limited as asked for; without, a node says it has a terabyte.
+    """
     if os.geteuid() != 0:
-        pytest.skip("Slurm's daemons with memory limits need root")
+        pytest.skip("Slurm's daemons need root")
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
         pytest.skip(f"no {', '.join(missing)} on PATH: make slurm installs Slurm on Debian")
-    if not MEMORY.is_dir():
+    if limits and not MEMORY.is_dir():
         pytest.skip("no memory controller of cgroup v1")
-    cluster = Slurm(folder)
-    _configure(folder)
+    cluster = Slurm(folder, num_nodes)
+    _configure(cluster, limits)
     try:
         _start(cluster)
         yield cluster
@@ -173,22 +213,42 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         _stop(cluster)
 
 
-def _configure(folder: Path) -> None:
+def _configure(cluster: Slurm, limits: bool) -> None:
+    folder, host = cluster.folder, socket.gethostname()
     folder.mkdir(parents=True)
     (folder / "state").mkdir()
-    (folder / "spool-n1").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o600)
-    with socket.socket() as one, socket.socket() as other:
-        for free in (one, other):
-            free.bind(("127.0.0.1", 0))
-        port, node_port = one.getsockname()[1], other.getsockname()[1]
-    memory_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-    words = {"host": socket.gethostname(), "folder": folder, "port": port, "node_port": node_port}
-    # The kernel's log tells of jobs by number, those of earlier clusters too.
-    text = CONFIG.format(**words, memory=memory_mb, first_job=random.randrange(1, 1 << 25))
+    port, *node_ports = _free_ports(1 + len(cluster.nodes))
+    memory_mb = 1 << 20
+    if limits:
+        memory_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    nodes = []
+    for name, node_port in zip(cluster.nodes, node_ports, strict=True):
+        (folder / f"spool-{name}").mkdir()
+        nodes.append(NODE.format(name=name, host=host, port=node_port, memory=memory_mb))
+    text = CONFIG.format(
+        host=host,
+        folder=folder,
+        port=port,
+        tracking=BY_CGROUP if limits else BY_PARENT,
+        nodes="\n".join(nodes),
+        # The kernel's log tells of jobs by number, those of earlier clusters too.
+        first_job=random.randrange(1, 1 << 25),
+    )
     (folder / "slurm.conf").write_text(text)
     (folder / "cgroup.conf").write_text(CGROUPS)
+    for number in range(8):  # as /dev/null: what asks for GPUs can be submitted
+        os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in free]
 
 
 def _start(cluster: Slurm) -> None:
@@ -197,9 +257,10 @@ def _start(cluster: Slurm) -> None:
     files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
     cluster.run("munged", "--force", *(f"--{name}={folder / file}" for name, file in files.items()))
     cluster.run("slurmctld", "-c")
-    cluster.run("slurmd", "-N", "n1", "-c")
+    for name in cluster.nodes:
+        cluster.run("slurmd", "-N", name, "-c")
     until_s = time.monotonic() + START_S
-    while cluster.run("sinfo", "-h", "-N", "-o", "%t").strip() != "idle":
+    while set(cluster.run("sinfo", "-h", "-N", "-o", "%t").split()) != {"idle"}:
         assert time.monotonic() < until_s, _logs(folder)
         time.sleep(0.2)
 
@@ -212,7 +273,8 @@ def _stop(cluster: Slurm) -> None:
     with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
         cluster.run("scancel", "-f", "-u", "root")
         time.sleep(1.0)
-    for name in ("slurmd-n1.pid", "slurmctld.pid", "munge.pid"):
+    nodes = [f"slurmd-{name}.pid" for name in cluster.nodes]
+    for name in (*nodes, "slurmctld.pid", "munge.pid"):
         with contextlib.suppress(OSError, ValueError):
             _end(int((cluster.folder / name).read_text()))
     for group in Path("/sys/fs/cgroup").glob("*/slurm*"):

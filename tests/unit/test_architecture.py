@@ -16,7 +16,7 @@ FLOORS = (
     ("memory", "data", "model", "probe"),
     ("engine", "checkpoint"),
     ("plan", "train"),
-    ("slurm", "report", "generate", "cli", "__main__"),
+    ("slurm", "supervise", "report", "generate", "cli", "__main__"),
 )
 # The only places where a floor knows itself.
 SAME_FLOOR = {
@@ -26,6 +26,7 @@ SAME_FLOOR = {
     ("cli", "generate"),
     ("cli", "report"),
     ("cli", "slurm"),
+    ("cli", "supervise"),
     ("__main__", "cli"),
 }
 # Which files may import a third party: a trailing slash means a whole package of ours.

@@ -1,0 +1,229 @@
+"""Keeps a run going in a batch job: starts it, passes signals on, and decides what follows.
+
+    an end of the ranks -> decide (pure) -> done | start again here | requeue the job | give up
+
+What the launcher returns is no proof: ``outcome.json`` says how a run ended, and the newest
+checkpoint how far it came. Every start is one line of ``starts.jsonl`` in the run directory, which
+outlives the job: what crashes at the same step again and again is given up, also over requeues.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
+from hpc_tune.log import log
+from hpc_tune.train import outcome
+from hpc_tune.world.stop import job_end
+
+FILE = "starts.jsonl"
+MOST_CRASHES = 2  # in a row that come no further
+# Leaving for want of memory takes the next start one rung lower, and there are seven.
+MOST_LEAVES = 8
+MOST_REQUEUES = 3  # in a row that come no further
+LEAST_LEFT_S = 120.0  # a start that has less is not worth it
+_LINGER_S = 60.0  # so long a launcher may live on after outcome.json
+_CLOSE_S = 15.0  # before the end of the job, what has not left is killed, to requeue in time
+_POLL_S = 0.2
+_SCHEDULER_S = 30.0
+Next = Literal["done", "again", "requeue", "give up"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the ranks, and how it ended.
+
+    ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: a
+    signal asked to leave because the time ends.
+    """
+
+    from_step: int
+    to_step: int
+    status: str
+    reason: str
+    exit_code: int
+    asked: bool
+    job: str | None
+
+
+def decide(starts: Sequence[Start], left_s: float | None, can_requeue: bool) -> tuple[Next, str]:
+    """Return what follows the last of ``starts``, and why.
+
+    ``left_s`` is the time left to the job, None without a limit.
+    """
+    last = starts[-1]
+    if last.status == "done":
+        return "done", "all steps are done"
+    if last.exit_code == EXIT_USER:
+        return "give up", f"that will not change: {last.reason}"
+    if last.reason in ("STOP file", "SIGTERM", "SIGINT"):
+        return "give up", f"it was asked to end ({last.reason})"
+    barren = _barren(starts)
+    crashes = sum(start.status == "failed" and not start.asked for start in barren)
+    if crashes >= MOST_CRASHES:
+        return "give up", f"{crashes} crashes in a row came no further than step {last.to_step}"
+    if len(barren) >= MOST_LEAVES:
+        return "give up", f"{len(barren)} starts came no further than step {last.to_step}"
+    if not last.asked and (left_s is None or left_s > LEAST_LEFT_S):
+        return "again", last.reason
+    if not can_requeue:
+        return "give up", "the time is over, and nobody here can requeue: submit the script again"
+    jobs = sum(start.asked for start in barren)
+    if jobs >= MOST_REQUEUES:
+        return "give up", f"{jobs} jobs came no further than step {last.to_step}: ask for more time"
+    return "requeue", "the time is over"
+
+
+def _barren(starts: Sequence[Start]) -> list[Start]:
+    """Return the last starts that left no newer checkpoint."""
+    found = []
+    for start in reversed(starts):
+        if start.to_step > start.from_step:
+            break
+        found.append(start)
+    return found
+
+
+class Supervisor:
+    """Starts the ranks of one run until ``decide`` says that it is enough."""
+
+    def __init__(
+        self,
+        launch: Sequence[str],
+        arguments: Sequence[str],
+        run_dir: Path,
+        requeue: Sequence[str] | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Know the command: ``launch`` (srun or mpirun with options, and a Python) before
+        ``-m hpc_tune train arguments``.
+
+        ``requeue`` is the command that puts the job back into its queue; without it Slurm's own
+        where there is one.
+        """
+        self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
+        self._run_dir, self._job = run_dir, environ.get("SLURM_JOB_ID", environ.get("PBS_JOBID"))
+        self._requeue = list(requeue or [])
+        if not self._requeue and "SLURM_JOB_ID" in environ and shutil.which("scontrol"):
+            self._requeue = ["scontrol", "requeue", environ["SLURM_JOB_ID"]]
+        self._end_s = job_end(environ, ask=True)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked: int | None = None
+
+    def run(self) -> int:
+        """Start until it is done, requeued or given up; return the exit code of the job."""
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        starts = _read(self._run_dir)
+        while True:
+            starts.append(self._start())
+            _append(self._run_dir, starts[-1])
+            step, (following, why) = starts[-1].to_step, self._decide(starts)
+            log.info("step %d: %s: %s", step, following, why)
+            match following:
+                case "done":
+                    return EXIT_DONE
+                case "requeue":
+                    return self._put_back()
+                case "give up":
+                    return starts[-1].exit_code or EXIT_FAILED
+            if self._asked is not None:
+                return EXIT_RESUMABLE
+
+    def _decide(self, starts: Sequence[Start]) -> tuple[Next, str]:
+        left_s = None if self._end_s is None else self._end_s - time.time()
+        return decide(starts, left_s, bool(self._requeue))
+
+    def _start(self) -> Start:
+        """Run the ranks once, whatever becomes of them."""
+        before, from_step = _stamp(self._run_dir), _newest(self._run_dir)
+        log.info("from step %d: %s", from_step, shlex.join(self._argv))
+        # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
+        self._child = subprocess.Popen(self._argv, stdin=subprocess.DEVNULL, start_new_session=True)
+        if self._asked is not None:
+            self._pass_on()  # it came meanwhile
+        code = self._wait(self._child, before)
+        told = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
+        told = told or {"status": "failed", "reason": f"{self._argv[0]} ended with {code} alone"}
+        reason = "SIGTERM" if self._asked == signal.SIGTERM else str(told["reason"])
+        exit_code = int(told.get("exit_code", code if code > 0 else EXIT_FAILED))
+        asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit")
+        newest = _newest(self._run_dir)
+        return Start(from_step, newest, told["status"], reason, exit_code, asked, self._job)
+
+    def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
+        """Wait for the launcher, but not for ever after its ranks have told how they ended."""
+        told_s = None
+        while (code := child.poll()) is None:
+            time.sleep(_POLL_S)
+            now_s = time.time()
+            if told_s is None and _stamp(self._run_dir) != before:
+                told_s = now_s
+            lingers = told_s is not None and now_s - told_s > _LINGER_S
+            is_over = self._end_s is not None and now_s > self._end_s - _CLOSE_S
+            if lingers or is_over:
+                why = "the job's time is over" if is_over else "its ranks have left"
+                log.warning("%s is killed: %s", self._argv[0], why)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                return child.wait()
+        return code
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._asked = number
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Ask the ranks to save and leave; SIGUSR1 is what every launcher passes on to them."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGUSR1)
+
+    def _put_back(self) -> int:
+        try:
+            subprocess.run(self._requeue, check=True, timeout=_SCHEDULER_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            log.error("it cannot be requeued (%s): submit the script again", error)
+        return EXIT_RESUMABLE
+
+
+def _stamp(run_dir: Path) -> tuple[int, int] | None:
+    """Return what changes when outcome.json is written anew; clocks of machines differ."""
+    try:
+        stat = (run_dir / outcome.FILE).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _newest(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint, 0 without one."""
+    names = [path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def _read(run_dir: Path) -> list[Start]:
+    starts = []
+    with contextlib.suppress(OSError):
+        for line in (run_dir / FILE).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                starts.append(Start(**json.loads(line)))
+    return starts
+
+
+def _append(run_dir: Path, start: Start) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with (run_dir / FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(start)) + "\n")
+    except OSError as error:
+        log.warning("%s cannot be written (%s): starts of other jobs do not count", FILE, error)

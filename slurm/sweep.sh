@@ -1,0 +1,35 @@
+#!/bin/bash
+# The same run with other learning rates, one job of an array each:
+#     sbatch slurm/sweep.sh [key=value ...]
+#     python -m hpc_tune inspect runs/sweep-JOB/lr-1e-4 --against runs/sweep-JOB/lr-2e-4
+#
+# --- what a site may want otherwise (see sinfo, sacctmgr show assoc user=$USER) ---
+##SBATCH --account=ACCOUNT
+##SBATCH --partition=PARTITION
+#SBATCH --array=0-3
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=8
+#SBATCH --mem=200G
+#SBATCH --time=04:00:00
+# --- what makes a run survive its time limit and preemption ---
+#SBATCH --job-name=hpc_tune-sweep
+#SBATCH --output=%x-%A_%a.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+set -eo pipefail
+cd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"
+
+# module load python openmpi                  # the site's names
+source "${HPC_TUNE_VENV:-.venv}/bin/activate"  # where hpc_tune is installed, on a shared folder
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not know otherwise
+launch=${HPC_TUNE_LAUNCH:-srun --kill-on-bad-exit=1}  # or: "mpirun -np $SLURM_NTASKS"
+rates=(5e-5 1e-4 2e-4 4e-4)
+rate=${rates[${SLURM_ARRAY_TASK_ID:?it is a job array}]}
+
+# Each task starts its ranks again after a stop for memory, requeues itself when its time ends, and
+# gives up what crashes twice at the same step.
+exec python -m hpc_tune supervise --launch "$launch" --config configs/llama3_8b_lora.yaml \
+    run.dir="runs/sweep-$SLURM_ARRAY_JOB_ID/lr-$rate" optim.lr="$rate" "$@"

@@ -1,0 +1,104 @@
+"""The batch script that ``submit`` writes: what stands in it, and that every word comes through."""
+
+import os
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_tune import cli
+from hpc_tune.config.batch_job import SlurmConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.slurm import render
+
+WHOLE = SlurmConfig(
+    account="physics",
+    partition="gpu",
+    qos="long",
+    nodes=2,
+    gpus_per_node=8,
+    cpus_per_task=7,
+    memory="700G",
+    time="12:00:00",
+    leave_before="10m",
+    job_name="a-run",
+    output="logs/%x-%j.out",
+    modules=["python/3.11", "openmpi"],
+    env_file="site env.sh",
+    venv="/home/me/my venv",
+    container="apptainer exec --nv 'my image.sif'",
+    launch="srun --mpi=pmix",
+)
+
+
+def test_all_that_is_set_stands_in_the_script(tmp_path):
+    lines = render(WHOLE, ["--config", "a.yaml", "train.seed=3"], tmp_path / "my run").splitlines()
+    assert lines == [
+        "#!/bin/bash",
+        "#SBATCH --account=physics",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --qos=long",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --cpus-per-task=7",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --mem=700G",
+        "#SBATCH --time=12:00:00",
+        "#SBATCH --job-name=a-run",
+        "#SBATCH --output=logs/%x-%j.out",
+        "#SBATCH --signal=B:USR1@600",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+        "set -eo pipefail",
+        f"cd '{tmp_path}/my run'",
+        "module load python/3.11 openmpi",
+        "source 'site env.sh'",
+        "source '/home/me/my venv/bin/activate'",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise",
+        "exec python -m hpc_tune supervise --launch 'srun --mpi=pmix apptainer exec --nv "
+        "'\"'\"'my image.sif'\"'\"'' --python python --config a.yaml train.seed=3",
+    ]
+
+
+def test_what_is_not_set_does_not(tmp_path):
+    text = render(SlurmConfig(), [], tmp_path)
+    for word in ("--account", "--gpus", "--mem", "module", "source", "--python", "None"):
+        assert word not in text
+
+
+@pytest.fixture(scope="module")
+def printing(tmp_path_factory):
+    """A folder with a python that prints its arguments."""
+    folder = tmp_path_factory.mktemp("quoting")
+    program = folder / "python"
+    program.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    program.chmod(0o755)
+    return folder
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
+def test_every_argument_comes_through_the_shell(printing, arguments):
+    script = render(SlurmConfig(), arguments, printing)
+    env = {"PATH": f"{printing}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1"}
+    done = subprocess.run(["bash"], input=script.encode(), env=env, capture_output=True, check=True)
+    assert done.stdout.decode().split("\0")[5:-1] == arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("account", "a b"), ("partition", "gpu\n#SBATCH --uid=0"), ("time", "1:00 #"), ("qos", "'")],
+)
+def test_what_a_line_of_sbatch_cannot_hold_is_refused(tmp_path, name, value):
+    with pytest.raises(ConfigError, match=f"slurm.{name}="):
+        render(SlurmConfig(**{name: value}), [], tmp_path)
+
+
+def test_a_dry_run_prints_and_submits_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.main(["submit", "--dry-run", "slurm.nodes=3", "train.seed=7"]) == 0
+    shown = capsys.readouterr().out
+    assert "#SBATCH --nodes=3\n" in shown
+    assert shown.endswith("slurm.nodes=3 train.seed=7\n")
+    assert cli.main(["submit"]) == 2
+    assert "sbatch is not on PATH" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""What follows the end of a start, as a table, and the effects around it with real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpc_tune.supervise import Start, decide
+
+GOOD = Start(0, 10, "stopped", "SIGUSR1", 75, True, "7")
+
+
+def start(from_step, to_step, status="failed", reason="exited with 1", exit_code=1, asked=False):
+    return Start(from_step, to_step, status, reason, exit_code, asked, "7")
+
+
+CRASH, MEMORY = start(10, 10), start(10, 10, "stopped", "host memory of n1", 75)
+TIME = start(10, 10, "stopped", "SIGUSR1", 75, asked=True)
+# Starts, seconds left, whether the job can be requeued -> what follows.
+ROWS = {
+    "done": ([start(10, 20, "done", "all steps done", 0)], 5.0, True, "done"),
+    "bad config": ([start(0, 0, exit_code=2)], 3600.0, True, "give up"),
+    "the time ends": ([GOOD], 60.0, True, "requeue"),
+    "asked though there is time: preempted": ([GOOD], 3600.0, True, "requeue"),
+    "the time ends and nobody requeues": ([GOOD], 60.0, False, "give up"),
+    "no limit": ([MEMORY], None, False, "again"),
+    "memory": ([GOOD, MEMORY], 3600.0, True, "again"),
+    "memory, seven rungs": ([GOOD, *[MEMORY] * 7], 3600.0, True, "again"),
+    "memory, for ever": ([GOOD, *[MEMORY] * 8], 3600.0, True, "give up"),
+    "memory, with progress": (
+        [*[start(0, 1, "stopped", "host memory", 75)] * 20],
+        3600.0,
+        True,
+        "again",
+    ),
+    "memory, and too little time": ([GOOD, MEMORY], 60.0, True, "requeue"),
+    "one crash": ([CRASH], 3600.0, True, "again"),
+    "a crash in the next job too": ([CRASH, start(10, 10)], 3600.0, True, "give up"),
+    "crashes with progress between": ([CRASH, start(10, 12), CRASH], 3600.0, True, "again"),
+    "a crash after a signal is none": ([CRASH, start(10, 10, asked=True)], 60.0, True, "requeue"),
+    "jobs too short to get anywhere": ([GOOD, TIME, TIME], 60.0, True, "requeue"),
+    "for ever": ([GOOD, TIME, TIME, TIME], 60.0, True, "give up"),
+    "the user wrote STOP": ([start(0, 5, "stopped", "STOP file", 75)], 3600.0, True, "give up"),
+    "scancel": ([start(0, 5, "stopped", "SIGTERM", 75)], 3600.0, True, "give up"),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_follows_an_end(row):
+    starts, left_s, can_requeue, expected = ROWS[row]
+    assert decide(starts, left_s, can_requeue)[0] == expected
+
+
+# Stands for srun or mpirun: does what the next line of its script says, whatever it is to start.
+LAUNCHER = """
+import json, os, pathlib, signal, sys, time
+script, run_dir = map(pathlib.Path, sys.argv[1:3])
+asked = []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+first, *rest = script.read_text().splitlines()
+script.write_text("\\n".join(rest))
+does = json.loads(first)
+(run_dir / "started").write_text(str(os.getpid()))
+while does.get("until_asked") and not asked:
+    time.sleep(0.01)
+(run_dir / "checkpoints" / f"step-{does['step']:08d}").mkdir(parents=True, exist_ok=True)
+if "status" in does:
+    told = {"status": does["status"], "reason": does["reason"], "exit_code": does["code"]}
+    (run_dir / "outcome.json").write_text(json.dumps(told))
+time.sleep(does.get("lingers_s", 0))
+sys.exit(does.get("lies", does["code"]))
+"""
+SUPERVISE = """
+import sys
+from hpc_tune import supervise
+supervise._LINGER_S = 1.0
+launch, run_dir, requeue = sys.argv[1].split("|"), supervise.Path(sys.argv[2]), sys.argv[3].split()
+sys.exit(supervise.Supervisor(launch, ["a=b"], run_dir, requeue).run())
+"""
+
+
+class Job:
+    """A supervised run whose launcher follows a script."""
+
+    def __init__(self, folder, *script):
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir(exist_ok=True)
+        (folder / "script").write_text("\n".join(map(json.dumps, script)))
+        (folder / "launcher.py").write_text(LAUNCHER)
+        launch = [sys.executable, folder / "launcher.py", folder / "script", self.run_dir]
+        words = ["|".join(map(str, launch)), str(self.run_dir), f"touch {folder / 'requeued'}"]
+        self.requeued = folder / "requeued"
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+        argv = [sys.executable, "-c", SUPERVISE, *words]
+        self.process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
+
+    def end(self, limit_s=20.0):
+        _, self.stderr = self.process.communicate(timeout=limit_s)
+        return self.process.returncode
+
+    def starts(self):
+        lines = (self.run_dir / "starts.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def wait_for(path, limit_s=20.0):
+    until_s = time.monotonic() + limit_s
+    while not path.exists():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def says(status, reason, code, step, **more):
+    return {"status": status, "reason": reason, "code": code, "step": step, **more}
+
+
+def test_it_starts_again_until_all_is_done(tmp_path):
+    memory = says("stopped", "host memory of n1", 75, 4)
+    job = Job(tmp_path, memory, {"code": 1, "step": 6}, says("done", "all steps done", 0, 9))
+    assert job.end() == 0, job.stderr
+    assert [start["to_step"] for start in job.starts()] == [4, 6, 9]
+    assert not job.requeued.exists()
+
+
+def test_a_signal_is_passed_on_and_the_job_requeued(tmp_path):
+    job = Job(tmp_path, says("stopped", "SIGUSR1", 75, 4, until_asked=True))
+    wait_for(job.run_dir / "started")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.end() == 75, job.stderr
+    assert job.requeued.exists()
+    done = Job(tmp_path, says("done", "all steps done", 0, 9))
+    assert done.end() == 0, done.stderr
+    assert [start["from_step"] for start in done.starts()] == [0, 4]
+
+
+def test_scancel_ends_it_without_a_requeue(tmp_path):
+    job = Job(tmp_path, says("stopped", "SIGUSR1", 75, 4, until_asked=True))
+    wait_for(job.run_dir / "started")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75, job.stderr
+    assert not job.requeued.exists()
+
+
+def test_what_crashes_at_once_is_given_up_over_jobs_too(tmp_path):
+    crash = {"code": 3, "step": 0}
+    job = Job(tmp_path, crash, crash, crash)
+    assert job.end() == 3, job.stderr
+    assert len(job.starts()) == 2
+    again = Job(tmp_path, crash, crash)
+    assert again.end() == 3, again.stderr
+    assert len(again.starts()) == 3
+    assert not again.requeued.exists()
+
+
+def test_a_launcher_that_lies_or_does_not_end_is_not_believed(tmp_path):
+    lies = says("stopped", "host memory of n1", 75, 2, lies=0)
+    job = Job(tmp_path, lies, says("done", "all steps done", 0, 9, lingers_s=600))
+    assert job.end() == 0, job.stderr
+    assert [start["status"] for start in job.starts()] == ["stopped", "done"]
+    assert "is killed: its ranks have left" in job.stderr
