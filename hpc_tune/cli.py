@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "fine-tune a model (the default command)",
     "supervise": "keep a run going in a batch job: start it, start it again, requeue",
     "submit": "write the batch script that the slurm part describes, and give it to Slurm",
+    "doctor": "say whether the cluster is as a run needs it: alone, under mpirun or srun",
     "prepare": "turn raw data into one prepared .h5 file",
     "plan": "tell what a run takes on machines that need not be there, and whether it fits",
     "export": "write a checkpoint as a peft adapter or a merged model",
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _supervise(rest)
             case "submit":
                 return _submit(rest)
+            case "doctor":
+                return _doctor(rest)
             case "prepare":
                 return _prepare(rest)
             case "plan":
@@ -110,6 +113,22 @@ def _submit(arguments: list[str]) -> int:
     number = submit(script)
     print(f"job {number}; squeue -j {number} shows it, {config.run.dir} is its run directory")
     return EXIT_DONE
+
+
+def _doctor(arguments: list[str]) -> int:
+    parser = _parser("doctor", config=True)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--links",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long pairs of ranks are measured; default 30",
+    )
+    options, config = _options_and_config(parser, arguments)
+    from hpc_tune.probe.doctor import run_doctor
+
+    return run_doctor(config, options.json, options.links)
 
 
 def _passed_on(options: argparse.Namespace) -> list[str]:

@@ -22,6 +22,7 @@ FLOORS = (
 SAME_FLOOR = {
     ("log", "errors"),
     ("log", "units"),
+    ("probe", "memory"),
     ("train", "plan"),
     ("cli", "generate"),
     ("cli", "report"),

@@ -1,0 +1,154 @@
+"""What is wrong with a cluster, from the facts of all ranks and the measured links (pure)."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_tune.probe.facts import RankFacts
+from hpc_tune.probe.links import Links, outliers, rate
+from hpc_tune.units import format_bytes
+
+# Per rank: NCCL's and MPI's segments.
+SHM_BYTES = 32 << 20
+# RDMA registers what it sends; without a network card or a GPU only small things are locked.
+LOCKED_BYTES, LEAST_LOCKED_BYTES = 1 << 30, 1 << 20
+# Each rank holds a connection to each other in about four groups, and its files.
+FILES, FILES_PER_RANK = 256, 4
+DISK_BYTES = 1 << 30
+HOST_BYTES_PER_RANK = 1 << 30
+_SLOW_DISK = 20e6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that breaks a run (error), or makes it slow or fail later (warning)."""
+
+    level: Literal["error", "warning"]
+    text: str
+
+
+def find(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
+    """Return all findings, errors first; ``ranks`` are of the whole world, by rank."""
+    found = [
+        *_versions(ranks),
+        *_cores(ranks),
+        *_limits(ranks),
+        *_memory(ranks),
+        *_folders(ranks),
+        *(Finding("warning", f"slow link, {line}") for line in outliers(links.pairs)),
+        *_network(ranks, links),
+    ]
+    return sorted(found, key=lambda finding: finding.level)
+
+
+def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for package in ranks[0].versions:
+        hosts: dict[str, set[str]] = defaultdict(set)
+        for rank in ranks:
+            hosts[rank.versions.get(package, "none")].add(rank.hostname)
+        if len(hosts) > 1:
+            said = "; ".join(f"{version} on {_some(on)}" for version, on in sorted(hosts.items()))
+            level: Literal["error", "warning"] = (
+                "error" if package in ("hpc_tune", "torch") else "warning"
+            )
+            yield Finding(level, f"{package} differs: {said}. Use one environment for all nodes")
+
+
+def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for here in _by_node(ranks):
+        together = {cpu for rank in here for cpu in rank.cpus}
+        if len(here) > 1 and len(together) < len(here):
+            cores = "1 CPU" if len(together) == 1 else f"{len(together)} CPUs"
+            yield Finding(
+                "warning",
+                f"the launcher pinned all {len(here)} ranks of {here[0].hostname} to {cores}: "
+                "start with mpirun --bind-to none, or srun --cpus-per-task",
+            )
+        for rank in here:
+            if rank.device_numa is not None and rank.numa_nodes not in ((), (rank.device_numa,)):
+                yield Finding(
+                    "warning",
+                    f"rank {rank.rank} on {rank.hostname} runs on NUMA node "
+                    f"{', '.join(map(str, rank.numa_nodes))}, its GPU is at {rank.device_numa}",
+                )
+
+
+def _limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    num_nodes, files = len(_by_node(ranks)), FILES + FILES_PER_RANK * len(ranks)
+    for here in _by_node(ranks):
+        host, first = here[0].hostname, here[0]
+        needs = LOCKED_BYTES if first.network_cards or first.device_bytes else LEAST_LOCKED_BYTES
+        if first.memlock_bytes is not None and first.memlock_bytes < needs:
+            breaks = bool(first.network_cards) and num_nodes > 1
+            yield Finding(
+                "error" if breaks else "warning",
+                f"{host}: a process may lock {format_bytes(first.memlock_bytes)} of memory (ulimit "
+                "-l); RDMA and pinned memory need it unlimited. In Slurm: "
+                "PropagateResourceLimitsExcept=MEMLOCK, or ask the administrators",
+            )
+        if first.open_files is not None and first.open_files < files:
+            yield Finding(
+                "error",
+                f"{host}: a process may open {first.open_files} files, {len(ranks)} ranks need "
+                f"about {files}: ulimit -n {max(files, 4096)} in the job script",
+            )
+        if first.shm_free_bytes < SHM_BYTES * len(here):
+            yield Finding(
+                "error",
+                f"{host}: /dev/shm has {format_bytes(first.shm_free_bytes)} of "
+                f"{format_bytes(first.shm_bytes)} free, {len(here)} ranks need "
+                f"{format_bytes(SHM_BYTES * len(here))}: remove what earlier jobs left there, or "
+                "give the container more (--shm-size)",
+            )
+
+
+def _memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for here in _by_node(ranks):
+        first = here[0]
+        least, had = HOST_BYTES_PER_RANK * len(here), first.host_limit_bytes
+        if had < least:
+            yield Finding(
+                "warning",
+                f"{first.hostname}: {format_bytes(had)} of host memory ({first.host_limit_source}) "
+                f"for {len(here)} ranks; their libraries alone take about half a GB each",
+            )
+
+
+def _folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for rank in ranks:
+        for folder in rank.folders:
+            where = f"{folder.role} {folder.path} on {rank.hostname}"
+            if folder.error:
+                yield Finding("error", f"{where} cannot be written: {folder.error}")
+            elif folder.free_bytes < DISK_BYTES:
+                yield Finding(
+                    "warning", f"{where} has {format_bytes(folder.free_bytes)} left on its disk"
+                )
+            elif folder.bytes_per_s < _SLOW_DISK:
+                yield Finding("warning", f"{where} is slow: {rate(folder.bytes_per_s)} written")
+
+
+def _network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
+    across = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
+    cards = sorted({card for rank in ranks for card in rank.network_cards})
+    # The slowest InfiniBand that clusters still have, FDR, carries 6.8 GB/s.
+    if across and cards and ranks[0].nccl and max(across) < 3e9:
+        yield Finding(
+            "warning",
+            f"across nodes {rate(max(across))} although there is {_some(cards)}: NCCL has fallen "
+            "back to sockets. NCCL_DEBUG=INFO says why; look at NCCL_IB_HCA, and for the site's "
+            "plugin (aws-ofi-nccl)",
+        )
+
+
+def _by_node(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
+    nodes: dict[int, list[RankFacts]] = defaultdict(list)
+    for rank in ranks:
+        nodes[rank.node].append(rank)
+    return list(nodes.values())
+
+
+def _some(names: Sequence[str] | set[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")

@@ -1,0 +1,198 @@
+"""What the doctor finds in facts and links that were planted; which pairs talk at the same time."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+
+from hpc_tune.errors import WorldError
+from hpc_tune.probe.doctor import as_dict, as_lines, check_master
+from hpc_tune.probe.facts import Folder, RankFacts, try_folder
+from hpc_tune.probe.findings import find
+from hpc_tune.probe.links import Links, Pair, outliers, rate, rounds
+
+GIB = 1 << 30
+GOOD = RankFacts(
+    rank=0,
+    node=0,
+    local_rank=0,
+    hostname="n0",
+    launcher="openmpi",
+    cpus=(0, 1),
+    numa_nodes=(0,),
+    threads=2,
+    device="H100",
+    device_bytes=80 * GIB,
+    device_numa=0,
+    versions={"torch": "2.11.0", "peft": "0.21"},
+    mpi="Open MPI v5.0.11",
+    nccl="2.28",
+    host_limit_bytes=500 * GIB,
+    host_limit_source="the machine's RAM",
+    host_used_bytes=10 * GIB,
+    memlock_bytes=None,
+    open_files=65536,
+    shm_bytes=64 * GIB,
+    shm_free_bytes=64 * GIB,
+    network_cards=("mlx5_0",),
+    folders=(Folder("run.dir", "/scratch/run", 100 * GIB, 1e9),),
+)
+
+
+def world(*changes):
+    """Return two nodes of two ranks; each change is (rank, fields)."""
+    ranks = []
+    for rank in range(4):
+        node, local = divmod(rank, 2)
+        cpus = (2 * local, 2 * local + 1)
+        host = f"n{node}"
+        fields = {"rank": rank, "node": node, "local_rank": local, "hostname": host, "cpus": cpus}
+        ranks.append(dataclasses.replace(GOOD, **fields))
+    for rank, fields in changes:
+        ranks[rank] = dataclasses.replace(ranks[rank], **fields)
+    return ranks
+
+
+def links(*rates):
+    """Return the links of four nodes of one rank, in the order 0-1, 0-2, 0-3, 1-2, 1-3, 2-3."""
+    pairs = itertools.combinations(range(4), 2)
+    return [Pair(pair, pair, 1e-5, r) for pair, r in zip(pairs, rates, strict=True)]
+
+
+PLANTED = {
+    "another torch": (
+        [(3, {"versions": {"torch": "2.9", "peft": "0.21"}})],
+        "error",
+        "torch differs: 2.11.0 on n0, n1; 2.9 on n1",
+    ),
+    "another peft": (
+        [(3, {"versions": {"torch": "2.11.0", "peft": "1"}})],
+        "warning",
+        "peft differs: 0.21 on n0, n1; 1 on n1",
+    ),
+    "one core": (
+        [(0, {"cpus": (5,)}), (1, {"cpus": (5,)})],
+        "warning",
+        "pinned all 2 ranks of n0 to 1 CPU",
+    ),
+    "far from its GPU": (
+        [(1, {"numa_nodes": (1,)})],
+        "warning",
+        "rank 1 on n0 runs on NUMA",
+    ),
+    "memlock": ([(2, {"memlock_bytes": 65536})], "error", "n1: a process may lock 64.0 KiB"),
+    "open files": ([(0, {"open_files": 64})], "error", "n0: a process may open 64 files, 4 ranks"),
+    "full /dev/shm": ([(0, {"shm_free_bytes": 4096})], "error", "n0: /dev/shm has 4.00 KiB of 64"),
+    "little memory": ([(2, {"host_limit_bytes": GIB})], "warning", "n1: 1.00 GiB of host memory"),
+    "read-only": (
+        [(0, {"folders": (Folder("data.cache", "/ro", error="Read-only file system"),)})],
+        "error",
+        "data.cache /ro on n0 cannot be written: Read-only file system",
+    ),
+    "full disk": (
+        [(0, {"folders": (Folder("run.dir", "/a", 1 << 20, 1e9),)})],
+        "warning",
+        "run.dir /a on n0 has 1.00 MiB left",
+    ),
+    "slow disk": (
+        [(0, {"folders": (Folder("run.dir", "/a", GIB, 1e6),)})],
+        "warning",
+        "is slow: 1.0 MB/s",
+    ),
+}
+
+
+def test_a_good_cluster_has_no_findings():
+    assert find(world(), Links(tuple(links(*[1e10] * 6)), ())) == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_is_found_and_nothing_else(name):
+    changes, level, words = PLANTED[name]
+    [found] = find(world(*changes), Links((), ()))
+    assert found.level == level
+    assert words in found.text
+
+
+def test_the_silent_fall_back_to_sockets_is_found():
+    slow = Links(tuple(links(*[1.1e9] * 6)), ())
+    [found] = find(world(), slow)
+    assert "although there is mlx5_0: NCCL has fallen back to sockets" in found.text
+    without = [dataclasses.replace(rank, network_cards=()) for rank in world()]
+    assert find(without, slow) == []
+
+
+def test_a_slow_pair_is_named_and_a_slow_node_is_named_once():
+    assert outliers(links(11e9, 11e9, 11e9, 11e9, 11e9, 0.4e9)) == [
+        "ranks 2-3 (across nodes): 400.0 MB/s, others up to 11.0 GB/s"
+    ]
+    assert outliers(links(11e9, 11e9, 0.4e9, 11e9, 0.5e9, 0.4e9)) == [
+        "all links of node 3: 400.0 MB/s, others up to 11.0 GB/s"
+    ]
+    assert outliers(links(*[1e9] * 6)) == []
+    assert outliers([]) == []
+
+
+def test_pairs_within_a_node_are_not_compared_with_those_across():
+    within = [Pair((0, 1), (0, 0), 1e-6, 200e9), Pair((2, 3), (1, 1), 1e-6, 200e9)]
+    assert outliers([*within, Pair((0, 2), (0, 1), 1e-5, 10e9)]) == []
+
+
+@pytest.mark.parametrize(
+    "nodes", [[0], [0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 2], [0, 0, 0, 1, 1, 2, 3], [0] * 8]
+)
+def test_each_pair_of_a_node_and_each_pair_of_nodes_talks_once(nodes):
+    seen = [pair for round_ in rounds(nodes) for pair in round_]
+    within = {pair for pair in itertools.combinations(range(len(nodes)), 2) if same(nodes, pair)}
+    assert {pair for pair in seen if same(nodes, pair)} == within
+    across = [tuple(sorted((nodes[a], nodes[b]))) for a, b in seen if nodes[a] != nodes[b]]
+    assert sorted(across) == list(itertools.combinations(sorted(set(nodes)), 2))
+    for round_ in rounds(nodes):
+        busy = [node for a, b in round_ for node in {nodes[a], nodes[b]}]
+        assert len(busy) == len(set(busy)), "a node's links are shared"
+
+
+def same(nodes, pair):
+    return nodes[pair[0]] == nodes[pair[1]]
+
+
+def test_a_loopback_master_is_refused_where_there_are_nodes():
+    with pytest.raises(WorldError, match="MASTER_ADDR=localhost is .*, each node's own"):
+        check_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"})
+    check_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "1"})
+    check_master({"MASTER_ADDR": "192.0.2.1", "GROUP_WORLD_SIZE": "2"})
+    check_master({})
+
+
+def test_a_folder_that_is_not_there_yet_is_tried_where_it_will_be(tmp_path):
+    found = try_folder("run.dir", tmp_path / "a" / "b")
+    assert not found.error
+    assert found.bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+    assert try_folder("run.dir", Path("/proc/1")).error
+
+
+def test_the_report_has_each_rank_and_each_finding():
+    ranks = world((0, {"shm_free_bytes": 4096}))
+    all_links = Links(tuple(links(*[1e10] * 6)), (), skipped=2)
+    found = find(ranks, all_links)
+    text = "\n".join(as_lines(ranks, all_links, found, colours=False))
+    for word in (
+        "rank 3",
+        "n1: 2 ranks",
+        "6 pairs: 10.0 GB/s",
+        "ERROR  n0: /dev/shm",
+        "2 pairs not",
+    ):
+        assert word in text
+    assert "\033" not in text
+    assert "\033[31mERROR" in "\n".join(as_lines(ranks, all_links, found, colours=True))
+    assert as_dict(ranks, all_links, found)["findings"][0]["level"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(2.5e9, "2.5 GB/s"), (3e6, "3.0 MB/s"), (10, "0.0 kB/s")]
+)
+def test_rates_are_written_as_people_do(value, text):
+    assert rate(value) == text
