@@ -2,6 +2,7 @@
 # make test   installs what it needs and passes the tests
 # make soak   the long proofs; their figures belong into benchmarks/
 # make slurm  installs Slurm (root, Debian): with it make test tries jobs with a memory limit
+# make launchers  unpacks other MPIs (Debian): with them make test starts ranks by each
 # make nvme   compiles DeepSpeed's library for NVMe (minutes): with it make test tries offload to disk
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ export PATH := $(BIN):$(PATH)
 # DeepSpeed's C++ parts are compiled where they are used, not at its installation.
 export DS_BUILD_OPS = 0
 
-.PHONY: demo test lint nvme slurm soak clean
+.PHONY: demo test lint nvme slurm launchers soak clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@echo '== before: $(PROMPT)'
@@ -46,6 +47,9 @@ nvme: $(VENV)/.test
 slurm:
 	sh tools/ensure_slurm.sh
 
+launchers: $(VENV)/.test
+	sh tools/ensure_launchers.sh $(VENV) .launchers
+
 soak: $(VENV)/.test nvme
 	python -m pytest -q tests -m soak
 
@@ -59,4 +63,4 @@ $(VENV)/.%: setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .launchers build *.egg-info

@@ -66,6 +66,12 @@ def worst_gap(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+def worlds_in(stdout: str) -> list[dict[str, Any]]:
+    """Return what the ranks of told_run.py found, by rank."""
+    told = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    return sorted(told, key=lambda world: world["rank"])
+
+
 def outcome(run_dir: Path) -> dict[str, Any]:
     """Return outcome.json."""
     return json.loads((run_dir / "outcome.json").read_text())
