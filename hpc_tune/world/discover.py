@@ -159,7 +159,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
             f"started by {claim.launcher} as rank {claim.rank} of {claim.size}, but mpi4py cannot "
             f"be loaded "
             f"({_first_line(error)}); install it against this MPI: load the MPI's module, then "
-            f"pip install --no-binary=mpi4py mpi4py{_libmpi_hint(environ)}"
+            f"pip install --no-binary=mpi4py mpi4py{_libmpi_hint(claim.launcher, environ)}"
         ) from error
     comm = MPI.COMM_WORLD
     _check_claim(claim, comm.Get_rank(), comm.Get_size(), MPI.Get_library_version(), environ)
@@ -329,21 +329,25 @@ def _check_claim(
         f"the launcher ({claim.launcher}) says rank {claim.rank} of {claim.size}, but MPI says "
         f"rank {rank} of {size}: mpi4py has loaded {_first_line(library).partition(',')[0]!r}, "
         "which is not the MPI of this launcher. Start with that MPI's own mpirun, or give mpi4py "
-        "the launcher's MPI: load its module and rebuild "
-        f"(pip install --force-reinstall --no-binary=mpi4py mpi4py){_libmpi_hint(environ)}.{srun}"
+        "the launcher's MPI: load its module and rebuild (pip install --force-reinstall "
+        f"--no-binary=mpi4py mpi4py){_libmpi_hint(claim.launcher, environ)}.{srun}"
     )
 
 
-def _libmpi_hint(environ: Mapping[str, str]) -> str:
-    """Name the launcher's MPI library where it can be found."""
-    launcher = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
+def _libmpi_hint(launcher: str, environ: Mapping[str, str]) -> str:
+    """Name the launcher's MPI library where it can be found.
+
+    The first mpirun on PATH may be another MPI's; the library's version tells which one's it is. A
+    libmpi.so without a version may be a text for linkers.
+    """
+    name = "libmpi.so.40" if launcher in ("openmpi", "srun-pmix", "pmix") else "libmpi.so.12"
+    mpirun = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
     folders = [environ.get("OMPI_LIBDIR_LOC", "")]
-    folders += [str(Path(launcher).resolve().parent.parent / "lib")] if launcher else []
+    folders += [str(Path(mpirun).resolve().parent.parent / "lib")] if mpirun else []
     for folder in filter(None, folders):
-        for name in ("libmpi.so", "libmpi.so.40", "libmpi.so.12"):
-            if (Path(folder) / name).exists():
-                return f", or set MPI4PY_LIBMPI={folder}/{name}"
-    return ", or set MPI4PY_LIBMPI to the path of its libmpi.so"
+        if (Path(folder) / name).exists():
+            return f", or set MPI4PY_LIBMPI={folder}/{name}"
+    return f", or set MPI4PY_LIBMPI to the path of its {name}"
 
 
 def _first_line(value: object) -> str:

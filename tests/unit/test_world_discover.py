@@ -163,6 +163,29 @@ def test_a_node_split_that_fits_nobody_is_shown_from_all_sides():
         nodes_of([0, 1, 2, 3], "llll", [2, 2, 2, 2])
 
 
+@pytest.mark.parametrize(
+    ("found", "variables", "named"),
+    [
+        ("libmpi.so.40", OPENMPI, "{lib}/libmpi.so.40"),
+        ("libmpi.so.40", HYDRA, "to the path of its libmpi.so.12"),
+        ("libmpi.so.12", HYDRA, "{lib}/libmpi.so.12"),
+        ("libmpi.so", HYDRA, "to the path of its libmpi.so.12"),
+    ],
+)
+def test_the_library_that_is_named_is_the_launchers_own(
+    tmp_path, monkeypatch, found, variables, named
+):
+    for name in ("bin/mpirun", f"lib/{found}"):
+        file = tmp_path / name
+        file.parent.mkdir()
+        file.touch(mode=0o755)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(WorldError, match="mpi4py cannot be loaded") as error:
+        discover(variables | {"PATH": str(tmp_path / "bin")})
+    assert f"MPI4PY_LIBMPI{'=' * named.startswith('{')}" in str(error.value)
+    assert str(error.value).endswith(named.format(lib=tmp_path / "lib"))
+
+
 def test_importing_the_world_imports_neither_torch_nor_mpi():
     code = (
         "import sys\n"
