@@ -31,6 +31,10 @@ class WorldError(HpcTuneError):
     """The ranks do not form the world that the launcher promised."""
 
 
+class LostHostError(WorldError):
+    """A host of the world is down or cut off; the same command goes on on others."""
+
+
 class CheckpointError(HpcTuneError):
     """A checkpoint cannot be written or cannot be used."""
 

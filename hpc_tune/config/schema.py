@@ -362,6 +362,13 @@ class RunSettings(Part):
         1800.0,
         description="Seconds after which a collective that a rank does not join ends the job.",
     )
+    host_timeout: Seconds = Field(
+        20.0,
+        ge=4.0,
+        description="Seconds of silence after which another host counts as down or cut off and the "
+        "job ends, to be started again; slow or busy ranks do not count. Networks heal from small "
+        "faults in a few seconds; raise it where yours takes longer.",
+    )
     compile_cache: str | None = Field(
         None,
         description="The folder for compiled code where train.compile=true, which the next start "

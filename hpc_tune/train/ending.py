@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError
 from hpc_tune.train import outcome
 from hpc_tune.train.outcome import Outcome, stopped
 from hpc_tune.world.bootstrap import Session
@@ -22,10 +22,9 @@ _MARGIN_S = _GRACE_S + 2.0  # of the time limit
 def fail(session: Session | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Say once for the world what went wrong, leave outcome.json, and end every rank."""
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
-    if run_dir is not None and is_broken_connection(error):
-        told = outcome.told_since(run_dir, process_start())
-        if told is not None:  # by the rank that is gone
-            die(session, told)
+    told = _told(session, error, run_dir)
+    if told is not None:
+        die(session, told)
     is_urgent = isinstance(error, LeavingError) and bool(error.facts)
     if is_urgent:  # each rank that is short of memory tells so before anything takes time
         _write(_outcome_of(error, "", code), run_dir)
@@ -34,9 +33,22 @@ def fail(session: Session | None, error: BaseException, run_dir: Path | None) ->
         time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
         die(session, code)
     print(text, file=sys.stderr, flush=True)
-    if not is_urgent:
+    # Of a cut both sides tell, and finding out who speaks takes time where the store is beyond it.
+    if not is_urgent and _told(session, error, run_dir) is None:
         _write(_outcome_of(error, text, code), run_dir)
     die(session, code)
+
+
+def _told(session: Session | None, error: BaseException, run_dir: Path | None) -> int | None:
+    """Return the exit code that another rank has told, if it may know the cause better.
+
+    That is the rank that is gone, and of a cut rank 0.
+    """
+    is_first = session is not None and session.world.rank == 0
+    is_of_a_cut = isinstance(error, LostHostError) and not is_first
+    if run_dir is None or not (is_broken_connection(error) or is_of_a_cut):
+        return None
+    return outcome.told_since(run_dir, process_start())
 
 
 def _outcome_of(error: BaseException, text: str, code: int) -> Outcome:

@@ -1,5 +1,6 @@
 """``prepare``: raw data -> one .h5 file, by all ranks that the launcher started."""
 
+from functools import partial
 from pathlib import Path
 
 from hpc_tune.config.schema import RunConfig
@@ -18,7 +19,7 @@ def run_prepare(config: RunConfig, out: Path) -> int:
     try:
         if out.suffix not in (".h5", ".hdf5"):
             raise ConfigError(f"--out {out}: expected a name that ends in .h5")
-        session = bootstrap(config.run)
+        session = bootstrap(config.run, partial(fail, run_dir=None))
         configure(session.world.rank)
         on_rank_0(session, "making the output folder", lambda: make_folder(out.absolute().parent))
         directory = ready_model(config.model.path, session, out.absolute().parent)

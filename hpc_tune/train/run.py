@@ -60,7 +60,7 @@ def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) ->
     causes: list[Callable[[BaseException], BaseException]] = []
     run_dir = Path(config.run.dir)
     try:
-        session = bootstrap(config.run)
+        session = bootstrap(config.run, partial(fail, run_dir=run_dir))
         configure(session.world.rank)
         if stop is None:
             stop = StopFlag(run_dir, config.train.time_limit, is_first=session.world.rank == 0)

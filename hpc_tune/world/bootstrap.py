@@ -26,7 +26,8 @@ from hpc_tune.world.channel import Channel, MpiChannel, SoloChannel, slurm_chann
 from hpc_tune.world.collective import all_gather
 from hpc_tune.world.device import check_devices, pick_device
 from hpc_tune.world.discover import World, claim_of, discover, rank_hint
-from hpc_tune.world.failure import end_world_on_uncaught, time_limit, watch_launcher
+from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
+from hpc_tune.world.reach import HostWatch, Lost
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Session:
     nonce: str
     threads: int
     sees_local_pids: bool
+    watch: HostWatch | None = None
 
     def in_training(self) -> "Session":
         """Return this session with control traffic that waits no longer than run.timeout.
@@ -82,8 +84,10 @@ class Session:
         return replace(self, cpu_group=everyone)
 
 
-def bootstrap(settings: RunSettings) -> Session:
+def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Session:
     """Form the world and return this rank's part in it; collective over all ranks.
+
+    ``lost`` ends the world when another host is down or cut off, which a thread finds out.
 
     Raises:
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
@@ -102,7 +106,7 @@ def bootstrap(settings: RunSettings) -> Session:
 
         torch.set_num_threads(threads)
         device, device_report = pick_device(settings.device, world)
-        store, nonce, note = _rendezvous(world, channel, settings)
+        store, address, nonce, note = _rendezvous(world, channel, settings)
         notes += [note] if note else []
         if channel is not None:
             channel.close()
@@ -127,6 +131,9 @@ def bootstrap(settings: RunSettings) -> Session:
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
     end_world_on_uncaught(session)
+    if world.num_nodes > 1:
+        watch = HostWatch(session, address, settings.host_timeout, lost)
+        session = replace(session, watch=watch)
     if world.rank == 0:
         log.info(affinity.describe([f["cores"] for f in all_facts], world.num_nodes))
         counts = Counter(note for f in all_facts for note in f["notes"])
@@ -143,6 +150,8 @@ def shutdown(session: Session) -> None:
     who = f"rank {session.world.rank} on {session.world.hostname}"
     with time_limit("all ranks to finish", END_LIMIT_S, "look at what the others still do", who):
         dist.barrier(group=session.cpu_group)
+        if session.watch is not None:
+            session.watch.close()
         dist.destroy_process_group()
         gc.collect()  # an engine is in cycles and holds groups
         _settle()
@@ -204,8 +213,8 @@ def _take_cores(
 
 def _rendezvous(
     world: World, channel: Channel | None, settings: RunSettings
-) -> "tuple[Store, str, str | None]":
-    """Return the store that all ranks share, a nonce, and a warning."""
+) -> "tuple[Store, str, str, str | None]":
+    """Return the store that all ranks share, where rank 0 is reached, a nonce, and a warning."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=START_LIMIT_S)
@@ -214,11 +223,12 @@ def _rendezvous(
         if world.rank == 0:
             store.set("hpc_tune/nonce", os.urandom(16).hex())
         nonce = store.get("hpc_tune/nonce").decode()
-        _set_interface(world, os.environ.get("MASTER_ADDR", ""), settings.interface)
-        return store, nonce, None
+        address = os.environ.get("MASTER_ADDR", "")
+        _set_interface(world, address, settings.interface)
+        return store, address, nonce, None
     if world.size == 1:
         _set_interface(world, "127.0.0.1", settings.interface)
-        return dist.HashStore(), os.urandom(16).hex(), None
+        return dist.HashStore(), "127.0.0.1", os.urandom(16).hex(), None
     meeting = meet(world, channel, settings.interface)
     _set_interface(world, meeting.ip, settings.interface)
     store = dist.TCPStore(
@@ -230,7 +240,7 @@ def _rendezvous(
         timeout=limit,
         master_listen_fd=meeting.listener.detach() if meeting.listener is not None else None,
     )
-    return store, meeting.nonce, meeting.warning
+    return store, meeting.ip, meeting.nonce, meeting.warning
 
 
 def _set_interface(world: World, address: str, interface: str | None) -> None:

@@ -146,13 +146,17 @@ def end_world_on_uncaught(session: "Session | None") -> None:
     """Make an exception that nobody caught end the world, instead of hanging in MPI's Finalize."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = report_failure(session, error)
-        if text is not None:
-            print(text, file=sys.stderr, flush=True)
-        code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
-        die(session, code)
+        end_world(session, error)
 
     sys.excepthook = hook
+
+
+def end_world(session: "Session | None", error: BaseException) -> NoReturn:
+    """Say once for the world what went wrong and end every rank."""
+    text = report_failure(session, error)
+    if text is not None:
+        print(text, file=sys.stderr, flush=True)
+    die(session, error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED)
 
 
 def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:

@@ -66,6 +66,7 @@ FREE = {
     "run.compile_cache",
     "run.threads",
     "run.interface",
+    "run.host_timeout",
     "run.timeout",
     # how long it is: compared as total_steps
     "train.max_steps",

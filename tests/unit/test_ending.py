@@ -2,10 +2,11 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError
+from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError, LostHostError
 from hpc_tune.train import ending, outcome
 from hpc_tune.train.ending import EarlyLeave
 from hpc_tune.world.stop import StopFlag
@@ -58,6 +59,25 @@ def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
     assert isinstance(early.cause_of(error), LeavingError)
     early.close()
     assert early.cause_of(error) is error
+
+
+@pytest.mark.parametrize(("rank", "reason"), [(0, "host b is lost"), (3, "said before")])
+def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
+    tmp_path, monkeypatch, rank, reason
+):
+    def die(session, code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(ending, "die", die)
+    monkeypatch.setattr(ending, "report_failure", lambda session, error: str(error))
+    session = SimpleNamespace(world=SimpleNamespace(rank=rank))
+    for before in (None, outcome.Outcome("failed", "said before", None, 1)):
+        if before is not None:
+            outcome.write(before, tmp_path)
+        with pytest.raises(SystemExit, match="1"):
+            ending.fail(session, LostHostError("host b is lost"), tmp_path)
+        told = outcome.read(tmp_path)
+        assert told["reason"] == ("host b is lost" if before is None else reason)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""Tells when a host is down or cut off: every rank holds one idle connection to rank 0.
+
+    a host falls silent -> its ranks' connections time out on rank 0, and rank 0's on its ranks
+    -> rank 0 tells the ranks of all other hosts -> every rank leaves
+
+The ranks send nothing on it: the kernels ask each other whether they are still there (TCP
+keepalive), and a kernel answers for a rank that computes, waits for a disk or is stopped. So this
+is quick and is never wrong about a slow rank, which is for run.timeout. Without it a collective
+waits for a lost host as long as for a slow rank, and mpirun's own daemons for minutes.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LostHostError, RemoteError, WorldError
+from hpc_tune.world.rendezvous import local_addresses
+
+if TYPE_CHECKING:
+    from hpc_tune.world.bootstrap import Session
+
+Lost = Callable[["Session", HpcTuneError], None]
+# A lost packet or two are no outage; each probe has a quarter of the limit.
+NUM_PROBES = 3
+_CONNECT_LIMIT_S = 30.0
+_HELLO_LIMIT_S = 2.0
+# After the end of a rank its neighbours name it, and its launcher ends the others, in seconds.
+_GONE_LIMIT_S = 10.0
+# What is said and written then may wait for a store or a file system beyond the cut. With the
+# default limit of 20 s all ranks are gone within 30.
+_LEAVE_LIMIT_S = 6.0
+_KEY = "hpc_tune/reach"
+_LEAVE = b"!"
+# The connection ended because the process at its other end did, whose host is there to say so.
+_PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
+
+
+class HostWatch:
+    """Watches the hosts of a world of several nodes, until ``close``."""
+
+    def __init__(self, session: "Session", address: str, limit_s: float, lost: Lost) -> None:
+        """Connect this rank; ``address`` is where all ranks reach rank 0's host.
+
+        ``lost`` ends the world. It is called in a thread, once, when a host has not answered for
+        ``limit_s`` seconds.
+
+        Raises:
+            WorldError: if rank 0 cannot be reached now.
+        """
+        self._session, self._limit_s, self._lost = session, limit_s, lost
+        self._closed = threading.Event()
+        self._hello = hashlib.sha256(f"hpc_tune reach {session.nonce}".encode()).digest()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._ranks: dict[socket.socket, int] = {}
+        listener: socket.socket | None = None
+        if session.world.rank == 0:
+            listener = _listen(address, session.world.size)
+            session.store.set(_KEY, json.dumps([address, listener.getsockname()[1]]))
+        else:
+            self._ranks[self._connect()] = 0
+        self._thread = threading.Thread(
+            target=self._watch, args=(listener,), name="host-watch", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more; for the end of the world, when all ranks have come so far."""
+        self._closed.set()
+        with contextlib.suppress(OSError):  # it is closed already
+            self._wake_write.send(b"x")
+        self._thread.join(_HELLO_LIMIT_S + 1.0)
+
+    def _connect(self) -> socket.socket:
+        address, port = json.loads(self._session.store.get(_KEY))
+        try:
+            peer = socket.create_connection((address, port), timeout=_CONNECT_LIMIT_S)
+            self._probe(peer)
+            peer.sendall(self._hello + self._session.world.rank.to_bytes(4, "big"))
+        except OSError as error:
+            raise WorldError(
+                f"{self._session.world.hostname} cannot reach rank 0 at {address} port {port} "
+                f"({error}), where it has met it before: look for a firewall between the nodes"
+            ) from error
+        peer.settimeout(None)
+        return peer
+
+    def _watch(self, listener: socket.socket | None) -> None:
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
+            open_sockets.enter_context(self._wake_write)
+            for one in (self._wake_read, *self._ranks, *([listener] if listener else [])):
+                selector.register(open_sockets.enter_context(one), selectors.EVENT_READ)
+            while not self._closed.is_set():
+                for key, _ in selector.select():
+                    ready = key.fileobj
+                    assert isinstance(ready, socket.socket)
+                    if ready is listener:
+                        if (peer := self._admit(listener)) is not None:
+                            selector.register(
+                                open_sockets.enter_context(peer), selectors.EVENT_READ
+                            )
+                    elif ready is not self._wake_read:
+                        selector.unregister(ready)
+                        self._hear(ready)
+
+    def _admit(self, listener: socket.socket) -> socket.socket | None:
+        """Return the connection of a rank of this job, or None: others may knock here too."""
+        peer = None
+        with contextlib.suppress(OSError):
+            peer, _ = listener.accept()
+            peer.settimeout(_HELLO_LIMIT_S)
+            size = len(self._hello) + 4
+            said = peer.recv(size, socket.MSG_WAITALL)
+            rank = int.from_bytes(said[-4:], "big")
+            if len(said) == size and said[:-4] == self._hello and rank < self._session.world.size:
+                self._probe(peer)
+                peer.settimeout(None)
+                self._ranks[peer] = rank
+                return peer
+        if peer is not None:
+            peer.close()
+        return None
+
+    def _probe(self, peer: socket.socket) -> None:
+        """Let the kernel ask for the other host, so that silence ends within the limit."""
+        every_s = max(1, int(self._limit_s / (NUM_PROBES + 1)))
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+
+    def _hear(self, peer: socket.socket) -> None:
+        """Act on the end of a connection, or on the one word that rank 0 says."""
+        rank = self._ranks.pop(peer)
+        try:
+            word = peer.recv(1)
+        except OSError as error:
+            if error.errno not in _PROCESS_ENDED:
+                self._leave(self._lost_host(rank))
+                return
+            word = b""
+        if word == _LEAVE:
+            self._leave(RemoteError("rank 0 has lost a host", EXIT_FAILED))
+        elif not self._closed.wait(_GONE_LIMIT_S):
+            host = self._session.roster[rank].hostname
+            self._leave(WorldError(f"rank {rank} on {host} is gone"))
+
+    def _lost_host(self, rank: int) -> LostHostError:
+        mine, peer = self._session.world, self._session.roster[rank]
+        ranks = [str(other.rank) for other in self._session.roster if other.node == peer.node]
+        return LostHostError(
+            f"host {peer.hostname} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}) has not "
+            f"answered in {self._limit_s:.0f} s (run.host_timeout): it is down, or the network "
+            f"between it and {mine.hostname} is cut. The same command goes on from the last "
+            "checkpoint, on the hosts that are left too"
+        )
+
+    def _leave(self, error: HpcTuneError) -> None:
+        if self._closed.is_set():
+            return
+        limit = threading.Timer(_LEAVE_LIMIT_S, os._exit, [EXIT_FAILED])
+        limit.daemon = True
+        limit.start()
+        if self._session.world.rank == 0:
+            for peer in self._ranks:
+                with contextlib.suppress(OSError):
+                    peer.send(_LEAVE, socket.MSG_DONTWAIT)
+        self._lost(self._session, error)
+
+
+def _listen(address: str, backlog: int) -> socket.socket:
+    """Listen where the others come.
+
+    torchrun's address may be one that this host does not have itself, or its loopback; it stands
+    for all interfaces then, as it does for torchrun's own store.
+    """
+    family, _, _, _, place = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+    own = {known.ip for known in local_addresses()}
+    host = str(place[0]) if place[0] in own and not str(place[0]).startswith("127.") else ""
+    return socket.create_server((host, 0), family=family, backlog=backlog)
