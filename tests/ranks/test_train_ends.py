@@ -196,7 +196,7 @@ def test_a_rank_that_comes_to_no_small_message_ends_the_job_too(tmp_path, before
 def rank_of(pid):
     environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
     values = dict(v.split("=", 1) for v in environment if "=" in v)
-    return int(values["OMPI_COMM_WORLD_RANK"])
+    return int(values.get("OMPI_COMM_WORLD_RANK", values.get("PMI_RANK")))
 
 
 def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_once(tmp_path):

@@ -58,6 +58,24 @@ def test_ranks_meet_on_the_network_that_every_host_reaches(two_hosts, tmp_path):
     assert time.monotonic() - began_s < 60
 
 
+def test_hosts_whose_first_interface_has_no_cable_come_up(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(test_world_launch.PROGRAM)
+    with hosts(2, tmp_path, dead_first=True) as made:
+        names = "from hpc_tune.world.rendezvous import local_addresses; "
+        names += "print(*(a.interface for a in local_addresses() if ':' not in a.ip))"
+        shell = made.on(0, sys.executable, "-c", shlex.quote(names))
+        assert run_ranks(shell, rank_environment(1), 30).stdout.split() == ["lo", "eno1", "eth0"]
+        env = rank_environment(2, {"CAUSE": "", "VICTIM": "0"})
+        done = run_ranks(command_on(made, 2, program), env, 90)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted(row["world"] for row in rows) == [
+        f"rank {r}/2 node {r}/2 local 0/1 via openmpi" for r in range(2)
+    ]
+    assert {row["interface"] for row in rows} == {"eth0"}
+
+
 def test_a_rank_killed_on_the_other_host_is_named(two_hosts, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(test_world_failure.PROGRAM)

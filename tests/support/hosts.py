@@ -24,12 +24,23 @@ class Hosts:
         """Return the command line that runs a command on a host."""
         return [str(self.agent), self.names[index], *argv]
 
+    def cut(self, index: int) -> None:
+        """Cut a host off: what runs on it goes on, and no packet comes or goes."""
+        _ip(f"link set {_outer(self.names[index])} down")
+
+    def mend(self, index: int) -> None:
+        """Connect a host again."""
+        _ip(f"link set {_outer(self.names[index])} up")
+
 
 @contextlib.contextmanager
-def hosts(num: int, folder: Path, rate: str | None = None) -> Iterator[Hosts]:
+def hosts(
+    num: int, folder: Path, rate: str | None = None, dead_first: bool = False
+) -> Iterator[Hosts]:
     """Make hosts with an eth0 each on one network; skip the test where that is not allowed.
 
-    ``rate``, such as ``100mbit``, bounds what each host sends and what it receives.
+    ``rate``, such as ``100mbit``, bounds what each host sends and what it receives. With
+    ``dead_first`` each has an interface before eth0, eno1, that is up and has no cable.
     """
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -48,6 +59,10 @@ def hosts(num: int, folder: Path, rate: str | None = None) -> Iterator[Hosts]:
         for i, name in enumerate(names):
             outer = _outer(name)
             _ip(f"netns add {name}")
+            if dead_first:
+                _ip(f"-n {name} link add eno1 type veth peer name eno1p")
+                _ip(f"-n {name} addr add 10.250.2.{i + 1}/24 dev eno1")
+                _ip(f"-n {name} link set eno1 up")
             _ip(f"link add {outer} type veth peer name eth0 netns {name}")
             _ip(f"link set {outer} master {bridge} up")
             _ip(f"-n {name} addr add {network}.{i + 1}/24 dev eth0")
