@@ -167,7 +167,8 @@ class Supervisor:
         while (code := child.poll()) is None:
             time.sleep(_POLL_S)
             now_s = time.time()
-            if told_s is None and _stamp(self._run_dir) != before:
+            # A run that begins removes what the one before it has told.
+            if told_s is None and _stamp(self._run_dir) not in (None, before):
                 told_s = now_s
             lingers = told_s is not None and now_s - told_s > _LINGER_S
             is_over = self._end_s is not None and now_s > self._end_s - _CLOSE_S

@@ -65,6 +65,8 @@ first, *rest = script.read_text().splitlines()
 script.write_text("\\n".join(rest))
 does = json.loads(first)
 (run_dir / "started").write_text(str(os.getpid()))
+(run_dir / "outcome.json").unlink(missing_ok=True)
+time.sleep(does.get("works_s", 0))
 while does.get("until_asked") and not asked:
     time.sleep(0.01)
 (run_dir / "checkpoints" / f"step-{does['step']:08d}").mkdir(parents=True, exist_ok=True)
@@ -162,3 +164,11 @@ def test_a_launcher_that_lies_or_does_not_end_is_not_believed(tmp_path):
     assert job.end() == 0, job.stderr
     assert [start["status"] for start in job.starts()] == ["stopped", "done"]
     assert "is killed: its ranks have left" in job.stderr
+
+
+def test_a_run_that_has_told_nothing_yet_is_not_taken_for_one_that_lingers(tmp_path):
+    memory = says("stopped", "host memory of n1", 75, 4)
+    job = Job(tmp_path, memory, says("done", "all steps done", 0, 9, works_s=3))
+    assert job.end() == 0, job.stderr
+    assert "is killed" not in job.stderr
+    assert [start["status"] for start in job.starts()] == ["stopped", "done"]
