@@ -10,6 +10,7 @@ outlives the job: what crashes at the same step again and again is given up, als
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,9 +34,15 @@ MOST_LEAVES = 8
 MOST_REQUEUES = 3  # in a row that come no further
 LEAST_LEFT_S = 120.0  # a start that has less is not worth it
 _LINGER_S = 60.0  # so long a launcher may live on after outcome.json
+# And ranks after their launcher, if it was killed; a shared file system shows files late, too.
+_SETTLE_S = 5.0
+# So long before it the ranks are asked to leave, where no scheduler has done it; what needs longer
+# to save has left by itself.
+_ASK_S = 60.0
 _CLOSE_S = 15.0  # before the end of the job, what has not left is killed, to requeue in time
 _POLL_S = 0.2
 _SCHEDULER_S = 30.0
+_PREEMPTED = "preemption"
 Next = Literal["done", "again", "requeue", "give up"]
 
 
@@ -43,8 +50,8 @@ Next = Literal["done", "again", "requeue", "give up"]
 class Start:
     """One start of the ranks, and how it ended.
 
-    ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: a
-    signal asked to leave because the time ends.
+    ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: the
+    job must leave its nodes, since its time ends or another one takes them.
     """
 
     from_step: int
@@ -81,7 +88,7 @@ def decide(starts: Sequence[Start], left_s: float | None, can_requeue: bool) -> 
     jobs = sum(start.asked for start in barren)
     if jobs >= MOST_REQUEUES:
         return "give up", f"{jobs} jobs came no further than step {last.to_step}: ask for more time"
-    return "requeue", "the time is over"
+    return "requeue", _PREEMPTED if last.reason == _PREEMPTED else "the time is over"
 
 
 def _barren(starts: Sequence[Start]) -> list[Start]:
@@ -116,6 +123,7 @@ class Supervisor:
         self._requeue = list(requeue or [])
         if not self._requeue and "SLURM_JOB_ID" in environ and shutil.which("scontrol"):
             self._requeue = ["scontrol", "requeue", environ["SLURM_JOB_ID"]]
+        self._slurm_job = environ.get("SLURM_JOB_ID")
         self._end_s = job_end(environ, ask=True)
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: int | None = None
@@ -153,13 +161,26 @@ class Supervisor:
         if self._asked is not None:
             self._pass_on()  # it came meanwhile
         code = self._wait(self._child, before)
+        until_s = time.time() + _SETTLE_S
+        while _stamp(self._run_dir) == before and time.time() < until_s:
+            time.sleep(_POLL_S)
         told = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
         told = told or {"status": "failed", "reason": f"{self._argv[0]} ended with {code} alone"}
-        reason = "SIGTERM" if self._asked == signal.SIGTERM else str(told["reason"])
         exit_code = int(told.get("exit_code", code if code > 0 else EXIT_FAILED))
-        asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit")
+        reason = self._reason(told)
+        asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
         newest = _newest(self._run_dir)
         return Start(from_step, newest, told["status"], reason, exit_code, asked, self._job)
+
+    def _reason(self, told: Mapping[str, object]) -> str:
+        """Return why the ranks left: where they tell of a signal, by who has sent it."""
+        if self._asked == signal.SIGTERM:
+            return "SIGTERM"
+        if told["status"] != "done" and self._slurm_job and _is_preempted(self._slurm_job):
+            return _PREEMPTED
+        # A launcher ends all ranks by it when it has lost one: that is no wish of the user's.
+        left = told["reason"] in ("SIGTERM", "SIGINT")
+        return f"{told['reason']} to the ranks alone" if left else str(told["reason"])
 
     def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
         """Wait for the launcher, but not for ever after its ranks have told how they ended."""
@@ -170,6 +191,9 @@ class Supervisor:
             # A run that begins removes what the one before it has told.
             if told_s is None and _stamp(self._run_dir) not in (None, before):
                 told_s = now_s
+            if self._end_s is not None and now_s > self._end_s - _ASK_S and self._asked is None:
+                log.info("the job ends in %.0f s: its ranks are asked to leave", _ASK_S)
+                self._on_signal(signal.SIGUSR1)
             lingers = told_s is not None and now_s - told_s > _LINGER_S
             is_over = self._end_s is not None and now_s > self._end_s - _CLOSE_S
             if lingers or is_over:
@@ -180,7 +204,7 @@ class Supervisor:
                 return child.wait()
         return code
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
         self._asked = number
         self._pass_on()
 
@@ -195,6 +219,21 @@ class Supervisor:
         except (OSError, subprocess.SubprocessError) as error:
             log.error("it cannot be requeued (%s): submit the script again", error)
         return EXIT_RESUMABLE
+
+
+def _is_preempted(job: str) -> bool:
+    """Ask Slurm whether it takes the job's nodes away.
+
+    With a grace time (GraceTime) it sends SIGTERM to the ranks, as scancel can, and waits; a job
+    that ends in that time counts as ended and is not requeued.
+    """
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "job", job], capture_output=True, text=True, timeout=_SCHEDULER_S
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return re.search(r"\bPreemptTime=\d", shown) is not None
 
 
 def _stamp(run_dir: Path) -> tuple[int, int] | None:

@@ -45,6 +45,18 @@ ROWS = {
     "jobs too short to get anywhere": ([GOOD, TIME, TIME], 60.0, True, "requeue"),
     "for ever": ([GOOD, TIME, TIME, TIME], 60.0, True, "give up"),
     "the user wrote STOP": ([start(0, 5, "stopped", "STOP file", 75)], 3600.0, True, "give up"),
+    "preempted": (
+        [start(0, 5, "stopped", "preemption", 75, asked=True)],
+        3600.0,
+        True,
+        "requeue",
+    ),
+    "its launcher ended the ranks": (
+        [start(0, 5, "stopped", "SIGTERM to the ranks alone", 75)],
+        3600.0,
+        True,
+        "again",
+    ),
     "scancel": ([start(0, 5, "stopped", "SIGTERM", 75)], 3600.0, True, "give up"),
 }
 
@@ -78,8 +90,9 @@ sys.exit(does.get("lies", does["code"]))
 """
 SUPERVISE = """
 import sys
-from hpc_tune import supervise
-supervise._LINGER_S = 1.0
+from hpc_tune import log, supervise
+log.configure(0)
+supervise._LINGER_S, supervise._SETTLE_S, supervise._ASK_S = 1.0, 0.5, 28.0
 launch, run_dir, requeue = sys.argv[1].split("|"), supervise.Path(sys.argv[2]), sys.argv[3].split()
 sys.exit(supervise.Supervisor(launch, ["a=b"], run_dir, requeue).run())
 """
@@ -88,7 +101,7 @@ sys.exit(supervise.Supervisor(launch, ["a=b"], run_dir, requeue).run())
 class Job:
     """A supervised run whose launcher follows a script."""
 
-    def __init__(self, folder, *script):
+    def __init__(self, folder, *script, **environment):
         self.run_dir = folder / "run"
         self.run_dir.mkdir(exist_ok=True)
         (folder / "script").write_text("\n".join(map(json.dumps, script)))
@@ -96,7 +109,7 @@ class Job:
         launch = [sys.executable, folder / "launcher.py", folder / "script", self.run_dir]
         words = ["|".join(map(str, launch)), str(self.run_dir), f"touch {folder / 'requeued'}"]
         self.requeued = folder / "requeued"
-        env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | environment
         argv = [sys.executable, "-c", SUPERVISE, *words]
         self.process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -139,6 +152,16 @@ def test_a_signal_is_passed_on_and_the_job_requeued(tmp_path):
     assert [start["from_step"] for start in done.starts()] == [0, 4]
 
 
+def test_ranks_are_asked_to_leave_where_no_scheduler_signals(tmp_path):
+    leaves = says("stopped", "SIGUSR1", 75, 4, until_asked=True)
+    job = Job(tmp_path, leaves, HPC_TUNE_JOB_END=str(int(time.time()) + 30))
+    assert job.end() == 75, job.stderr
+    assert "its ranks are asked to leave" in job.stderr
+    assert "is killed" not in job.stderr
+    assert [start["asked"] for start in job.starts()] == [True]
+    assert job.requeued.exists()
+
+
 def test_scancel_ends_it_without_a_requeue(tmp_path):
     job = Job(tmp_path, says("stopped", "SIGUSR1", 75, 4, until_asked=True))
     wait_for(job.run_dir / "started")
@@ -156,6 +179,44 @@ def test_what_crashes_at_once_is_given_up_over_jobs_too(tmp_path):
     assert again.end() == 3, again.stderr
     assert len(again.starts()) == 3
     assert not again.requeued.exists()
+
+
+def test_ranks_that_their_launcher_ended_start_again(tmp_path):
+    ended = says("stopped", "SIGTERM", 75, 4, lies=0)
+    job = Job(tmp_path, ended, says("done", "all steps done", 0, 9))
+    assert job.end() == 0, job.stderr
+    assert [start["reason"] for start in job.starts()] == [
+        "SIGTERM to the ranks alone",
+        "all steps done",
+    ]
+
+
+def test_a_job_that_slurm_preempts_is_requeued(tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho JobId=7 PreemptTime=2026-01-01T00:00:00 EndTime=Unknown\n")
+    scontrol.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    preempted = says("stopped", "SIGTERM", 75, 4)
+    job = Job(tmp_path, preempted, SLURM_JOB_ID="7", PATH=path)
+    assert job.end() == 75, job.stderr
+    assert job.requeued.exists()
+    job.requeued.unlink()
+    scontrol.write_text("#!/bin/sh\necho JobId=7 PreemptTime=None EndTime=Unknown\n")
+    again = Job(tmp_path, preempted, says("done", "", 0, 9), SLURM_JOB_ID="7", PATH=path)
+    assert again.end() == 0, again.stderr
+    assert not again.requeued.exists()
+
+
+def test_an_outcome_that_shows_late_counts(tmp_path):
+    run_dir, told, launcher = (tmp_path / name for name in ("run", "told", "launcher"))
+    run_dir.mkdir()
+    told.write_text('{"status": "done", "reason": "all steps done", "exit_code": 0}')
+    launcher.write_text(f"#!/bin/sh\n(sleep 0.3; cp {told} {run_dir}/outcome.json) &\n")
+    launcher.chmod(0o755)
+    argv = [sys.executable, "-c", SUPERVISE, str(launcher), str(run_dir), ""]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    assert len((run_dir / "starts.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_launcher_that_lies_or_does_not_end_is_not_believed(tmp_path):
