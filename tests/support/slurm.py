@@ -24,7 +24,15 @@ from tests.support.ranks import ROOT, rank_environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue", "sinfo")
 START_S, JOB_S = 30.0, 240.0
-STILL_THERE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED")
+STILL_THERE = (
+    "PENDING",
+    "RUNNING",
+    "SIGNALING",
+    "COMPLETING",
+    "CONFIGURING",
+    "REQUEUED",
+    "SUSPENDED",
+)
 MEMORY = Path("/sys/fs/cgroup/memory")
 BY_CGROUP = """\
 ProctrackType=proctrack/cgroup
@@ -63,7 +71,10 @@ FirstJobId={first_job}
 AccountingStorageType=accounting_storage/none
 GresTypes=gpu
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
 """
 CGROUPS = """\
 CgroupPlugin=cgroup/v1
@@ -88,10 +99,10 @@ class Slurm:
         self.nodes = [f"n{number + 1}" for number in range(num_nodes)]
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
-    def run(self, *argv: str, timeout: float = 30.0) -> str:
+    def run(self, *argv: str, timeout: float = 30.0, cwd: Path | None = None) -> str:
         """Run one of Slurm's programs and return what it prints."""
         found = subprocess.run(
-            argv, env=self.environment, capture_output=True, text=True, timeout=timeout
+            argv, env=self.environment, capture_output=True, text=True, timeout=timeout, cwd=cwd
         )
         assert found.returncode == 0, f"{argv}: {found.stdout}{found.stderr}"
         return found.stdout
@@ -111,9 +122,9 @@ class Slurm:
         files = (f"--output={self.folder}/{name}.out", f"--error={self.folder}/{name}.err")
         return self.wait(self.submit(*files, *options, str(file)), timeout)
 
-    def submit(self, *words: str) -> str:
+    def submit(self, *words: str, cwd: Path | None = None) -> str:
         """Submit a job and return its number."""
-        return self.run("sbatch", "--parsable", *words).strip()
+        return self.run("sbatch", "--parsable", *words, cwd=cwd).strip()
 
     def show(self, number: str) -> dict[str, str]:
         """Return what the controller says of a job."""
@@ -273,10 +284,11 @@ def _stop(cluster: Slurm) -> None:
     with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
         cluster.run("scancel", "-f", "-u", "root")
         time.sleep(1.0)
-    nodes = [f"slurmd-{name}.pid" for name in cluster.nodes]
-    for name in (*nodes, "slurmctld.pid", "munge.pid"):
+    daemons = []
+    for name in (*(f"slurmd-{name}" for name in cluster.nodes), "slurmctld", "munge"):
         with contextlib.suppress(OSError, ValueError):
-            _end(int((cluster.folder / name).read_text()))
+            daemons.append(int((cluster.folder / f"{name}.pid").read_text()))
+    _end(daemons)
     for group in Path("/sys/fs/cgroup").glob("*/slurm*"):
         for folder in sorted(group.rglob("*/"), reverse=True):
             with contextlib.suppress(OSError):
@@ -285,11 +297,14 @@ def _stop(cluster: Slurm) -> None:
             group.rmdir()
 
 
-def _end(pid: int) -> None:
-    """End a daemon; it is not this process's child."""
-    os.kill(pid, signal.SIGTERM)
+def _end(pids: Sequence[int]) -> None:
+    """End daemons, which are not this process's children."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
     until_s = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until_s:
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until_s:
         time.sleep(0.1)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
