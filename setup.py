@@ -26,6 +26,7 @@ setup(
         "jinja2>=3.1",
         "mpi4py>=4.0",
         "numpy>=1.26",
+        "nvidia-ml-py>=12",
         "omegaconf>=2.3",
         "peft>=0.18",
         "pyarrow>=15",

@@ -121,9 +121,8 @@ def _doctor(arguments: list[str]) -> int:
     parser.add_argument(
         "--links",
         type=float,
-        default=30.0,
         metavar="SECONDS",
-        help="how long pairs of ranks are measured; default 30",
+        help="how long pairs of ranks are measured; default 10, and half of one for each node",
     )
     options, config = _options_and_config(parser, arguments)
     from hpc_tune.probe.doctor import run_doctor

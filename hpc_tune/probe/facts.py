@@ -1,11 +1,7 @@
 """What one rank can tell about itself and its node; nothing here talks to other ranks."""
 
-import contextlib
-import importlib.metadata
 import os
-import platform
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -13,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.memory.host import find_limit, used_bytes
+from hpc_tune.probe import software
+from hpc_tune.probe.topology import SYS, Topology, look, numa_of, pci_path
 from hpc_tune.world.bootstrap import Session
 
-PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", "h5py")
 WRITTEN_BYTES = 16 << 20
-_SYS = Path("/sys")
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,8 @@ class Folder:
 class RankFacts:
     """One rank and what it has. Sizes in bytes; None where there is no limit.
 
-    ``cpus`` are those that the launcher gave it, before it took its share.
+    ``cpus`` are those that the launcher gave it, before it took its share; ``num_reachable`` it
+    could have had. ``topology`` and ``folders`` are told by one rank of each node.
     """
 
     rank: int
@@ -45,14 +43,19 @@ class RankFacts:
     hostname: str
     launcher: str
     cpus: tuple[int, ...]
+    num_reachable: int
     numa_nodes: tuple[int, ...]
     threads: int
+    device_wanted: str
     device: str
+    device_uuid: str
     device_bytes: int
     device_numa: int | None
     versions: Mapping[str, str]
     mpi: str
+    cuda: str
     nccl: str
+    compiled: software.Compiled | None
     host_limit_bytes: int
     host_limit_source: str
     host_used_bytes: int
@@ -60,33 +63,46 @@ class RankFacts:
     open_files: int | None
     shm_bytes: int
     shm_free_bytes: int
-    network_cards: tuple[str, ...]
+    topology: Topology | None
     folders: tuple[Folder, ...]
 
 
+@dataclass(frozen=True)
+class Cores:
+    """The CPUs of a rank before it takes its share: given to it, and how many it could have."""
+
+    given: tuple[int, ...]
+    num_reachable: int
+
+
 def gather(
-    session: Session, cpus: tuple[int, ...], folders: Mapping[str, Path], host_limit: int | None
+    session: Session, cores: Cores, folders: Mapping[str, Path], config: RunConfig
 ) -> RankFacts:
     """Return this rank's facts; ``folders`` by what they are for, tried by one rank of a node."""
-    world, limit = session.world, find_limit(host_limit)
+    world, limit = session.world, find_limit(config.memory.host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    name, device_bytes, numa = _device(session)
-    tried = folders.items() if world.local_rank == 0 else ()
+    name, uuid, device_bytes, numa = _device(session)
+    on_gpu, speaks = bool(device_bytes), world.local_rank == 0
     return RankFacts(
         rank=world.rank,
         node=world.node,
         local_rank=world.local_rank,
         hostname=world.hostname,
         launcher=world.launcher,
-        cpus=cpus,
-        numa_nodes=tuple(sorted({n for cpu in cpus if (n := _numa_of(cpu)) is not None})),
+        cpus=cores.given,
+        num_reachable=cores.num_reachable,
+        numa_nodes=tuple(sorted({n for cpu in cores.given if (n := _numa_of(cpu)) is not None})),
         threads=session.threads,
+        device_wanted=config.run.device,
         device=name,
+        device_uuid=uuid,
         device_bytes=device_bytes,
         device_numa=numa,
-        versions=versions(),
-        mpi=_mpi(),
-        nccl=_nccl(session),
+        versions=software.versions(),
+        mpi=software.mpi_library(),
+        cuda=software.torch_cuda(),
+        nccl=software.nccl() if on_gpu else "",
+        compiled=software.compiled(on_gpu),
         host_limit_bytes=limit.num_bytes,
         host_limit_source=limit.source,
         host_used_bytes=used_bytes(limit),
@@ -94,18 +110,9 @@ def gather(
         open_files=_limit(resource.RLIMIT_NOFILE),
         shm_bytes=shm.f_blocks * shm.f_frsize if shm else 0,
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
-        network_cards=_names(_SYS / "class" / "infiniband"),
-        folders=tuple(try_folder(role, path) for role, path in tried),
+        topology=look() if speaks else None,
+        folders=tuple(try_folder(*item) for item in folders.items()) if speaks else (),
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
 
 
 def try_folder(role: str, path: Path) -> Folder:
@@ -128,33 +135,15 @@ def try_folder(role: str, path: Path) -> Folder:
     return Folder(role, str(path), stat.f_bavail * stat.f_frsize, WRITTEN_BYTES / took_s)
 
 
-def _device(session: Session) -> tuple[str, int, int | None]:
+def _device(session: Session) -> tuple[str, str, int, int | None]:
+    """Return name, UUID, bytes and NUMA node."""
     if session.device.type != "cuda":
-        return "cpu", 0, None
+        return "cpu", "", 0, None
     import torch
 
     found: Any = torch.cuda.get_device_properties(session.device)
     place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    text = _read(_SYS / "bus" / "pci" / "devices" / place / "numa_node")
-    numa = int(text) if text.isdigit() else None
-    return found.name, found.total_memory, numa
-
-
-def _mpi() -> str:
-    """Return the name of the MPI library that is loaded, if any is."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None:
-        return ""
-    text: str = mpi.Get_library_version()
-    return text.replace("\0", "").strip().splitlines()[0].partition(",")[0]
-
-
-def _nccl(session: Session) -> str:
-    if session.device.type != "cuda":
-        return ""
-    import torch
-
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return found.name, str(found.uuid), found.total_memory, numa_of(pci_path(SYS, place))
 
 
 def _limit(number: int) -> int | None:
@@ -163,7 +152,7 @@ def _limit(number: int) -> int | None:
 
 
 def _numa_of(cpu: int) -> int | None:
-    names = _names(_SYS / "devices" / "system" / "cpu" / f"cpu{cpu}")
+    names = _names(SYS / "devices" / "system" / "cpu" / f"cpu{cpu}")
     found = [name.removeprefix("node") for name in names if name.startswith("node")]
     return next((int(number) for number in found if number.isdigit()), None)
 
@@ -173,10 +162,3 @@ def _names(folder: Path) -> tuple[str, ...]:
         return tuple(sorted(path.name for path in folder.iterdir()))
     except OSError:
         return ()
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

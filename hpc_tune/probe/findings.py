@@ -1,6 +1,6 @@
 """What is wrong with a cluster, from the facts of all ranks and the measured links (pure)."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,6 +32,8 @@ def find(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
     """Return all findings, errors first; ``ranks`` are of the whole world, by rank."""
     found = [
         *_versions(ranks),
+        *_devices(ranks),
+        *_cards(ranks),
         *_cores(ranks),
         *_limits(ranks),
         *_memory(ranks),
@@ -43,27 +45,83 @@ def find(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
 
 
 def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    for package in ranks[0].versions:
+    said = [{**rank.versions, "MPI": rank.mpi, "NCCL": rank.nccl} for rank in ranks]
+    for package in dict.fromkeys(name for one in said for name in one):
         hosts: dict[str, set[str]] = defaultdict(set)
-        for rank in ranks:
-            hosts[rank.versions.get(package, "none")].add(rank.hostname)
+        for rank, one in zip(ranks, said, strict=True):
+            hosts[one.get(package) or "none"].add(rank.hostname)
         if len(hosts) > 1:
-            said = "; ".join(f"{version} on {_some(on)}" for version, on in sorted(hosts.items()))
+            found = "; ".join(f"{version} on {_some(on)}" for version, on in sorted(hosts.items()))
             level: Literal["error", "warning"] = (
-                "error" if package in ("hpc_tune", "torch") else "warning"
+                "error" if package in ("hpc_tune", "torch", "NCCL") else "warning"
             )
-            yield Finding(level, f"{package} differs: {said}. Use one environment for all nodes")
+            yield Finding(level, f"{package} differs: {found}. Use one environment for all nodes")
+    for here in _by_node(ranks):
+        compiled = here[0].compiled
+        if compiled is not None and not compiled.ops and compiled.missing_tools:
+            yield Finding(
+                "warning",
+                f"{here[0].hostname}: deepspeed has no compiled ops, and there is no "
+                f"{' and no '.join(compiled.missing_tools)} to compile them at their first use; "
+                "parallel.zero_stage with offload needs them",
+            )
+
+
+def _devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for here in _by_node(ranks):
+        first, topology = here[0], here[0].topology
+        gpus = topology.gpus if topology else ()
+        if topology and gpus and first.device_wanted != "cpu" and not first.device_bytes:
+            torch = first.versions.get("torch", "")
+            built = f"is built for CUDA {first.cuda}" if first.cuda else "is built without CUDA"
+            yield Finding(
+                "error",
+                f"{first.hostname} has {len(gpus)} GPUs that no rank uses: torch {torch} {built}, "
+                f"the driver {topology.driver} has CUDA {topology.driver_cuda}. Install a torch "
+                "that fits, look at CUDA_VISIBLE_DEVICES, or set run.device=cpu",
+            )
+        most = max((gpu.nvlinks for gpu in gpus), default=0)
+        weak = [f"GPU {i} has {g.nvlinks}" for i, g in enumerate(gpus) if g.nvlinks < most]
+        if weak:
+            yield Finding(
+                "warning", f"{first.hostname}: of {most} NVLinks {_some(weak)} that are up"
+            )
+
+
+def _cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """A card that is as on no other node: ports that nobody uses are down everywhere."""
+    told = [
+        (rank.hostname, card) for rank in ranks if rank.topology for card in rank.topology.cards
+    ]
+    for name in dict.fromkeys(card.name for _, card in told):
+        alike = [(host, card) for host, card in told if card.name == name]
+        usual, count = Counter((card.state, card.rate) for _, card in alike).most_common(1)[0]
+        for host, card in alike:
+            if (card.state, card.rate) != usual and count > 1:
+                yield Finding(
+                    "warning",
+                    f"{host}: network card {name} is {card.state} at {card.rate}, on {count} "
+                    f"other nodes {usual[0]} at {usual[1]}",
+                )
 
 
 def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for here in _by_node(ranks):
-        together = {cpu for rank in here for cpu in rank.cpus}
-        if len(here) > 1 and len(together) < len(here):
-            cores = "1 CPU" if len(together) == 1 else f"{len(together)} CPUs"
+        host, reachable = here[0].hostname, here[0].num_reachable
+        together, fair = {cpu for rank in here for cpu in rank.cpus}, reachable // len(here)
+        mend = "start with mpirun --bind-to none, or srun --cpus-per-task"
+        if len(here) > 1 and len(together) < min(len(here), reachable):
             yield Finding(
                 "warning",
-                f"the launcher pinned all {len(here)} ranks of {here[0].hostname} to {cores}: "
-                "start with mpirun --bind-to none, or srun --cpus-per-task",
+                f"the launcher pinned all {len(here)} ranks of {host} to {_cpus(len(together))} of "
+                f"{reachable}: {mend}",
+            )
+        elif reachable < len(here):
+            yield Finding("warning", f"{host}: {len(here)} ranks share {_cpus(reachable)}")
+        elif len(here) > 1 and 2 * len(together) // len(here) < fair:
+            yield Finding(
+                "warning",
+                f"the ranks of {host} have {_cpus(len(together))} of {reachable} together: {mend}",
             )
         for rank in here:
             if rank.device_numa is not None and rank.numa_nodes not in ((), (rank.device_numa,)):
@@ -78,9 +136,10 @@ def _limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     num_nodes, files = len(_by_node(ranks)), FILES + FILES_PER_RANK * len(ranks)
     for here in _by_node(ranks):
         host, first = here[0].hostname, here[0]
-        needs = LOCKED_BYTES if first.network_cards or first.device_bytes else LEAST_LOCKED_BYTES
+        has_cards = bool(first.topology and first.topology.cards)
+        needs = LOCKED_BYTES if has_cards or first.device_bytes else LEAST_LOCKED_BYTES
         if first.memlock_bytes is not None and first.memlock_bytes < needs:
-            breaks = bool(first.network_cards) and num_nodes > 1
+            breaks = has_cards and num_nodes > 1
             yield Finding(
                 "error" if breaks else "warning",
                 f"{host}: a process may lock {format_bytes(first.memlock_bytes)} of memory (ulimit "
@@ -131,7 +190,7 @@ def _folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
     across = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
-    cards = sorted({card for rank in ranks for card in rank.network_cards})
+    cards = {card.name for rank in ranks if rank.topology for card in rank.topology.cards}
     # The slowest InfiniBand that clusters still have, FDR, carries 6.8 GB/s.
     if across and cards and ranks[0].nccl and max(across) < 3e9:
         yield Finding(
@@ -147,6 +206,10 @@ def _by_node(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
     for rank in ranks:
         nodes[rank.node].append(rank)
     return list(nodes.values())
+
+
+def _cpus(number: int) -> str:
+    return "1 CPU" if number == 1 else f"{number} CPUs"
 
 
 def _some(names: Sequence[str] | set[str]) -> str:

@@ -2,9 +2,13 @@
 
 import json
 import os
+import pty
 import shlex
+import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +65,126 @@ def test_faults_of_a_node_are_found(tmp_path):
         "pinned all 2 ranks of ",
     ):
         assert words in done.stdout, done.stdout + done.stderr
+
+
+def mpich(folder):
+    """Return MPICH's mpirun and what makes mpi4py load its library; skip without them."""
+    libraries = [
+        Path(f"/usr/lib/{kind}-linux-gnu/libmpich.so.12") for kind in ("x86_64", "aarch64")
+    ]
+    library = next((path for path in libraries if path.exists()), None)
+    launcher = shutil.which("mpirun.mpich")
+    if library is None or launcher is None:
+        pytest.skip("needs Debian's mpich beside the Open MPI that mpi4py loads otherwise")
+    if "Open MPI" not in mpi_of(find_mpirun()):
+        pytest.skip("needs Open MPI as the other one")
+    (folder / "libmpi.so.12").symlink_to(library)
+    return launcher, {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(folder)}
+
+
+def mpi_of(launcher):
+    return subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("launcher", ["Open MPI", "MPICH"])
+def test_an_mpi4py_of_another_mpi_than_the_launcher_is_named(tmp_path, launcher):
+    other, variables = mpich(tmp_path)
+    argv = [sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
+    if launcher == "Open MPI":
+        argv, extra, loaded = [find_mpirun(), "-np", "2", *argv], variables, "MPICH Version"
+    else:
+        argv, extra, loaded = [other, "-np", "2", *argv], {}, "Open MPI v"
+    done = run_ranks(argv, rank_environment(2, extra), 60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "says rank 0 of 2, but MPI says rank 0 of 1: mpi4py has loaded" in done.stderr
+    assert loaded in done.stderr
+    assert "which is not the MPI of this launcher" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_right_library_for_the_same_launcher_has_no_errors(tmp_path):
+    launcher, variables = mpich(tmp_path)
+    argv = [launcher, "-np", "2", sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
+    done = run_ranks(argv, rank_environment(2, variables), 60)
+    assert done.returncode == 0, done.stderr
+    assert "launcher  mpich and MPICH Version: " in done.stdout
+
+
+# Both ranks tell of one GPU, as where a launcher shows each of them the same; they compute on CPUs.
+DUPLICATED = """
+import sys, torch
+from hpc_tune.cli import main
+from hpc_tune.world import bootstrap
+from hpc_tune.world.device import DeviceReport
+
+def pick(wanted, world):
+    place = (world.rank, world.node, world.hostname)
+    return torch.device("cpu"), DeviceReport(*place, "cuda", "GPU-5e1f", ("GPU-5e1f",))
+
+bootstrap.pick_device = pick
+sys.exit(main(["doctor", *sys.argv[1:]]))
+"""
+
+
+def test_two_ranks_on_one_device_are_named(tmp_path):
+    done = mpirun(2, ["-c", DUPLICATED, f"run.dir={tmp_path}"])
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("ranks 0, 1 on ") == 1
+    assert "share one GPU (GPU-5e1f), of the 1 that they see together" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_with_another_version_is_named(tmp_path):
+    told = tmp_path / "torch-1.0.dist-info" / "METADATA"
+    told.parent.mkdir()
+    told.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    rank = [sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
+    env = rank_environment(2)
+    other = ["env", f"PYTHONPATH={tmp_path}:{env['PYTHONPATH']}", *rank]
+    done = run_ranks([find_mpirun(), "-np", "1", *rank, ":", "-np", "1", *other], env, 60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ERROR  torch differs: 1.0 on " in done.stdout
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_there_are_colours_where_a_person_looks(tmp_path, launched):
+    """Open MPI shows every rank a terminal, so who looks is told by mpirun's own output."""
+    argv = [sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
+    argv = [find_mpirun(), "-np", "2", *argv] if launched else argv
+    seen = on_terminal(argv, rank_environment(2))
+    assert "\033[" in seen
+    assert "\033[" not in on_terminal(argv, rank_environment(2, {"NO_COLOR": "1"}))
+    piped = run_ranks(argv, rank_environment(2), 60).stdout
+    assert "launcher  " in piped
+    assert "\033[" not in piped
+
+
+def on_terminal(argv, environment):
+    """Run a command on a terminal of its own and return what it shows."""
+    reads, writes = pty.openpty()
+    process = subprocess.Popen(
+        argv, env=environment, stdin=writes, stdout=writes, stderr=subprocess.DEVNULL
+    )
+    os.close(writes)
+    shown = []
+    try:
+        while piece := os.read(reads, 4096):
+            shown.append(piece)
+    except OSError:  # so the end of a terminal shows
+        pass
+    os.close(reads)
+    assert process.wait(60) in (0, 1)
+    return b"".join(shown).decode()
+
+
+@pytest.mark.soak
+def test_sixteen_ranks_take_less_than_a_minute(tmp_path):
+    began_s = time.monotonic()
+    done = mpirun(16, [*DOCTOR, f"run.dir={tmp_path}"], timeout=120)
+    took_s = time.monotonic() - began_s
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "both say 16 ranks" in done.stdout
+    assert took_s < 60.0
 
 
 def test_a_loopback_master_is_said_before_anyone_waits(tmp_path):

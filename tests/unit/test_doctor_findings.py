@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.probe.doctor import as_dict, as_lines, check_master
+from hpc_tune.probe.doctor import check_master
 from hpc_tune.probe.facts import Folder, RankFacts, try_folder
 from hpc_tune.probe.findings import find
-from hpc_tune.probe.links import Links, Pair, outliers, rate, rounds
+from hpc_tune.probe.links import Collective, Links, Pair, outliers, rate, rounds
+from hpc_tune.probe.software import Compiled
+from hpc_tune.probe.table import as_dict, as_lines
+from hpc_tune.probe.topology import Card, Gpu, Topology
 
 GIB = 1 << 30
+CARD = Card("mlx5_0", "ACTIVE", "400 Gb/sec", 0, (0,))
+GPUS = (Gpu("a", "H100", "0000:17:00.0", 0, 18), Gpu("b", "H100", "0000:3d:00.0", 0, 18))
+NODE = Topology(GPUS, {"0-1": "NVLink"}, (CARD,), "580.1", "13.0")
 GOOD = RankFacts(
     rank=0,
     node=0,
@@ -20,14 +26,19 @@ GOOD = RankFacts(
     hostname="n0",
     launcher="openmpi",
     cpus=(0, 1),
+    num_reachable=4,
     numa_nodes=(0,),
     threads=2,
+    device_wanted="auto",
     device="H100",
+    device_uuid="a",
     device_bytes=80 * GIB,
     device_numa=0,
     versions={"torch": "2.11.0", "peft": "0.21"},
     mpi="Open MPI v5.0.11",
+    cuda="12.8",
     nccl="2.28",
+    compiled=Compiled(("cpu_adam",), ()),
     host_limit_bytes=500 * GIB,
     host_limit_source="the machine's RAM",
     host_used_bytes=10 * GIB,
@@ -35,7 +46,7 @@ GOOD = RankFacts(
     open_files=65536,
     shm_bytes=64 * GIB,
     shm_free_bytes=64 * GIB,
-    network_cards=("mlx5_0",),
+    topology=NODE,
     folders=(Folder("run.dir", "/scratch/run", 100 * GIB, 1e9),),
 )
 
@@ -60,6 +71,10 @@ def links(*rates):
     return [Pair(pair, pair, 1e-5, r) for pair, r in zip(pairs, rates, strict=True)]
 
 
+def worn(gpu):
+    return dataclasses.replace(gpu, nvlinks=gpu.nvlinks - 1)
+
+
 PLANTED = {
     "another torch": (
         [(3, {"versions": {"torch": "2.9", "peft": "0.21"}})],
@@ -71,10 +86,41 @@ PLANTED = {
         "warning",
         "peft differs: 0.21 on n0, n1; 1 on n1",
     ),
+    "another NCCL": ([(3, {"nccl": "2.20"})], "error", "NCCL differs: 2.20 on n1; 2.28 on n0, n1"),
+    "a package on one node alone": (
+        [(3, {"versions": {"torch": "2.11.0", "peft": "0.21", "deepspeed": "0.19"}})],
+        "warning",
+        "deepspeed differs: 0.19 on n1; none on n0, n1",
+    ),
+    "nothing to compile with": (
+        [(2, {"compiled": Compiled((), ("ninja", "nvcc"))})],
+        "warning",
+        "n1: deepspeed has no compiled ops, and there is no ninja and no nvcc",
+    ),
+    "GPUs that torch does not see": (
+        [(r, {"device": "cpu", "device_bytes": 0, "device_numa": None}) for r in (2, 3)],
+        "error",
+        "n1 has 2 GPUs that no rank uses: torch 2.11.0 is built for CUDA 12.8, the driver 580.1",
+    ),
+    "an NVLink is down": (
+        [(0, {"topology": dataclasses.replace(NODE, gpus=(GPUS[0], worn(GPUS[1])))})],
+        "warning",
+        "n0: of 18 NVLinks GPU 1 has 17 that are up",
+    ),
+    "few of many CPUs": (
+        [(r, {"num_reachable": 64}) for r in (0, 1)],
+        "warning",
+        "the ranks of n0 have 4 CPUs of 64 together",
+    ),
+    "more ranks than CPUs": (
+        [(r, {"num_reachable": 1, "cpus": (0,)}) for r in (0, 1)],
+        "warning",
+        "n0: 2 ranks share 1 CPU",
+    ),
     "one core": (
         [(0, {"cpus": (5,)}), (1, {"cpus": (5,)})],
         "warning",
-        "pinned all 2 ranks of n0 to 1 CPU",
+        "pinned all 2 ranks of n0 to 1 CPU of 4",
     ),
     "far from its GPU": (
         [(1, {"numa_nodes": (1,)})],
@@ -119,8 +165,20 @@ def test_the_silent_fall_back_to_sockets_is_found():
     slow = Links(tuple(links(*[1.1e9] * 6)), ())
     [found] = find(world(), slow)
     assert "although there is mlx5_0: NCCL has fallen back to sockets" in found.text
-    without = [dataclasses.replace(rank, network_cards=()) for rank in world()]
+    without = [dataclasses.replace(rank, topology=None) for rank in world()]
     assert find(without, slow) == []
+
+
+def test_a_card_that_is_worse_than_on_other_nodes_is_named():
+    down = dataclasses.replace(CARD, state="DOWN", rate="10 Gb/sec")
+    ranks = [
+        dataclasses.replace(GOOD, rank=n, node=n, hostname=f"n{n}", num_reachable=2)
+        for n in range(3)
+    ]
+    assert find(ranks, Links((), ())) == []
+    ranks[1] = dataclasses.replace(ranks[1], topology=dataclasses.replace(NODE, cards=(down,)))
+    [found] = find(ranks, Links((), ()))
+    assert "n1: network card mlx5_0 is DOWN at 10 Gb/sec, on 2 other nodes ACTIVE" in found.text
 
 
 def test_a_slow_pair_is_named_and_a_slow_node_is_named_once():
@@ -173,19 +231,39 @@ def test_a_folder_that_is_not_there_yet_is_tried_where_it_will_be(tmp_path):
     assert try_folder("run.dir", Path("/proc/1")).error
 
 
+def test_links_of_a_node_are_told_by_how_its_gpus_meet():
+    ranks = world((1, {"device_uuid": "b"}), (3, {"device_uuid": "of a part of a GPU"}))
+    pairs = (Pair((0, 1), (0, 0), 1e-6, 2e11), Pair((2, 3), (1, 1), 1e-6, 1e11))
+    pairs += (Pair((0, 2), (0, 1), 1e-5, 1e10),)
+    lines = [line for line in as_lines(ranks, Links(pairs, ()), [], False) if "links" in line]
+    assert lines == [
+        "links     same node (NVLink), 1 pair: 200.0 GB/s, 1 us",
+        "links     same node, 1 pair: 100.0 GB/s, 1 us",
+        "links     across nodes, 1 pair: 10.0 GB/s, 10 us",
+    ]
+
+
 def test_the_report_has_each_rank_and_each_finding():
     ranks = world((0, {"shm_free_bytes": 4096}))
-    all_links = Links(tuple(links(*[1e10] * 6)), (), skipped=2)
+    small, large = (Collective("all-reduce", n, 0.001, 2e9) for n in (64, 4 << 20))
+    all_links = Links(tuple(links(*[1e10] * 6)), (small, large), skipped=2)
     found = find(ranks, all_links)
     text = "\n".join(as_lines(ranks, all_links, found, colours=False))
-    for word in (
-        "rank 3",
+    for words in (
+        "launcher  openmpi and Open MPI v5.0.11: both say 4 ranks",
+        "torch is built for CUDA 12.8, the driver 580.1 has 13.0; NCCL 2.28",
+        "deepspeed cpu_adam compiled",
+        "rank 3    H100 80.0 GiB a (NUMA 0); CPUs 2-3 (NUMA 0), 2 threads",
         "n1: 2 ranks",
+        "GPUs      NVLink: all pairs",
+        "mlx5_0: ACTIVE, 400 Gb/sec, NUMA 0, behind a switch with GPU 0",
         "6 pairs: 10.0 GB/s",
+        "all-reduce of 64 B: 1.00 ms\n",
+        "all-reduce of 4.00 MiB: 1.00 ms, bus 2.0 GB/s",
         "ERROR  n0: /dev/shm",
         "2 pairs not",
     ):
-        assert word in text
+        assert words in text, text
     assert "\033" not in text
     assert "\033[31mERROR" in "\n".join(as_lines(ranks, all_links, found, colours=True))
     assert as_dict(ranks, all_links, found)["findings"][0]["level"] == "error"

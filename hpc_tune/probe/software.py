@@ -1,0 +1,76 @@
+"""Which software a rank runs on: packages, libraries, and what can still be compiled."""
+
+import ast
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", "h5py")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """DeepSpeed's parts in C++: those compiled at its installation, and what compiles others."""
+
+    ops: tuple[str, ...]
+    missing_tools: tuple[str, ...]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def mpi_library() -> str:
+    """Return the name of the MPI library that is loaded, if any is."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None:
+        return ""
+    text: str = mpi.Get_library_version()
+    first = text.replace("\0", "").strip().splitlines()[0].partition(",")[0]
+    return " ".join(first.split())
+
+
+def torch_cuda() -> str:
+    """Return the CUDA version that torch was built for, empty for a build without."""
+    import torch
+
+    return torch.version.cuda or ""
+
+
+def nccl() -> str:
+    """Return the version of NCCL; torch must have a GPU."""
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def compiled(for_gpu: bool) -> Compiled | None:
+    """Return what DeepSpeed has, without importing it; None where it is not installed."""
+    try:
+        spec = importlib.util.find_spec("deepspeed")
+    except ValueError:
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    ops: dict[str, bool] = {}
+    with contextlib.suppress(OSError, ValueError, SyntaxError):
+        for line in (Path(spec.origin).parent / "git_version_info_installed.py").open():
+            name, _, value = line.partition("=")
+            if name == "installed_ops":
+                ops = ast.literal_eval(value)
+    tools = ["ninja", os.environ.get("CXX", "c++"), *(["nvcc"] if for_gpu else [])]
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{toolkit}/bin"])
+    missing = tuple(tool for tool in tools if shutil.which(tool, path=places) is None)
+    return Compiled(tuple(sorted(name for name, there in ops.items() if there)), missing)

@@ -1,0 +1,153 @@
+"""The doctor's report: lines for people, a tree for programs."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from hpc_tune.probe.facts import RankFacts
+from hpc_tune.probe.findings import Finding
+from hpc_tune.probe.links import Links, Pair, rate
+from hpc_tune.probe.topology import Topology
+from hpc_tune.units import format_bytes
+
+_RED, _YELLOW, _GREEN, _PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
+_TOLD_LATENCY_BYTES = 1 << 16  # of a message that is smaller the rate says nothing
+
+
+def as_dict(
+    ranks: Sequence[RankFacts], links: Links, found: Sequence[Finding]
+) -> dict[str, object]:
+    """Return everything, for JSON."""
+    return {
+        "ranks": [asdict(rank) for rank in ranks],
+        "links": asdict(links),
+        "findings": [asdict(finding) for finding in found],
+    }
+
+
+def as_lines(
+    ranks: Sequence[RankFacts], links: Links, found: Sequence[Finding], colours: bool
+) -> list[str]:
+    """Return the report for people."""
+    lines = _software_lines(ranks[0], len(ranks))
+    for node in dict.fromkeys(rank.node for rank in ranks):
+        lines += _node_lines([rank for rank in ranks if rank.node == node])
+    lines += _link_lines(ranks, links)
+    marks = {"error": (_RED, "ERROR"), "warning": (_YELLOW, "warning")}
+    for finding in found:
+        colour, word = marks[finding.level]
+        mark = f"{colour}{word}{_PLAIN}" if colours else word
+        lines.append(f"{mark}  {finding.text}")
+    if not found:
+        text = "nothing is in the way of a run"
+        lines.append(f"{_GREEN}{text}{_PLAIN}" if colours else text)
+    return lines
+
+
+def _software_lines(first: RankFacts, size: int) -> list[str]:
+    shown = " ".join(f"{name} {version}" for name, version in first.versions.items())
+    lines = [f"software  {shown}"]
+    mpi = f" and {first.mpi}: both say" if first.mpi else ":"
+    lines.append(f"launcher  {first.launcher}{mpi} {_many(size, 'rank')}")
+    cuda = f"torch is built for CUDA {first.cuda}" if first.cuda else "torch is built without CUDA"
+    driver = first.topology.driver if first.topology else ""
+    if first.topology and driver:
+        cuda += f", the driver {driver} has {first.topology.driver_cuda}"
+    lines.append(f"cuda      {cuda}{f'; NCCL {first.nccl}' if first.nccl else ''}")
+    if first.compiled is not None:
+        ops = ", ".join(first.compiled.ops) or "nothing"
+        missing = " and ".join(first.compiled.missing_tools)
+        rest = f"{missing} missing for the rest" if missing else "the rest can be, at first use"
+        lines.append(f"deepspeed {ops} compiled; {rest}")
+    return lines
+
+
+def _node_lines(here: Sequence[RankFacts]) -> list[str]:
+    first = here[0]
+    locked = "unlimited" if first.memlock_bytes is None else format_bytes(first.memlock_bytes)
+    lines = [
+        f"node {first.node}    {first.hostname}: {_many(len(here), 'rank')}; host memory "
+        f"{format_bytes(first.host_used_bytes)} of {format_bytes(first.host_limit_bytes)} "
+        f"({first.host_limit_source}); /dev/shm {format_bytes(first.shm_free_bytes)} free; "
+        f"lockable {locked}; {first.open_files or 'any number of'} open files"
+    ]
+    for rank in here:
+        numa = ",".join(map(str, rank.numa_nodes)) or "?"
+        device = rank.device
+        if rank.device_bytes:
+            place = "?" if rank.device_numa is None else rank.device_numa
+            device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {place})"
+        lines.append(
+            f"  rank {rank.rank:<4} {device}; CPUs {_ranges(rank.cpus)} (NUMA {numa}), "
+            f"{_many(rank.threads, 'thread')}"
+        )
+    lines += _topology_lines(first.topology) if first.topology else []
+    for folder in first.folders:
+        if not folder.error:
+            free, speed = format_bytes(folder.free_bytes), rate(folder.bytes_per_s)
+            lines.append(f"  {folder.role} {folder.path}: {free} free, {speed} written")
+    return lines
+
+
+def _topology_lines(topology: Topology) -> list[str]:
+    lines = []
+    for way in sorted(set(topology.paths.values())):
+        pairs = [pair for pair, its in topology.paths.items() if its == way]
+        which = "all pairs" if len(pairs) == len(topology.paths) else ", ".join(pairs)
+        lines.append(f"  GPUs      {way}: {which}")
+    for card in topology.cards:
+        told = [card.state, card.rate, "" if card.numa is None else f"NUMA {card.numa}"]
+        near = f"behind a switch with GPU {', '.join(map(str, card.near))}" if card.near else ""
+        lines.append(f"  network   {card.name}: {', '.join(filter(None, [*told, near]))}")
+    return lines
+
+
+def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
+    lines = []
+    kinds: dict[str, list[Pair]] = {}
+    for pair in links.pairs:
+        kinds.setdefault(_kind(ranks, pair), []).append(pair)
+    for kind, alike in sorted(kinds.items(), reverse=True):
+        latency = statistics.median(pair.latency_s for pair in alike)
+        rates = [pair.bytes_per_s for pair in alike]
+        slowest = f" (slowest {rate(min(rates))})" if len(alike) > 1 else ""
+        lines.append(
+            f"links     {kind}, {_many(len(alike), 'pair')}: {rate(statistics.median(rates))}"
+            f"{slowest}, {latency * 1e6:.0f} us"
+        )
+    for one in links.collectives:
+        took = f"{one.seconds * 1e3:.2f} ms"
+        if one.num_bytes > _TOLD_LATENCY_BYTES:
+            took += f", bus {rate(one.bytes_per_s)}"
+        lines.append(f"links     {one.name} of {format_bytes(one.num_bytes)}: {took}")
+    if links.skipped:
+        lines.append(
+            f"links     {_many(links.skipped, 'pair')} not measured for want of time (--links)"
+        )
+    return lines
+
+
+def _kind(ranks: Sequence[RankFacts], pair: Pair) -> str:
+    """Return the kind of a link; within a node by how its GPUs are said to meet."""
+    here = [rank for rank in ranks if rank.node == pair.nodes[0]]
+    if pair.kind != "same node" or here[0].topology is None:
+        return pair.kind
+    index = {gpu.uuid: number for number, gpu in enumerate(here[0].topology.gpus)}
+    one, other = sorted(index.get(ranks[rank].device_uuid, -1) for rank in pair.ranks)
+    way = here[0].topology.paths.get(f"{one}-{other}")
+    return f"{pair.kind} ({way})" if way else pair.kind
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return such as ``"0-3,8"``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
