@@ -28,11 +28,14 @@ SETTINGS = [
     # Both nodes are one machine.
     "memory.governor=off",
 ]
-LAUNCHERS = {
-    "srun": "srun --kill-on-bad-exit=1 --overcommit",
-    "mpirun": f"{find_mpirun()} -np 4 --map-by :oversubscribe --bind-to none",
-}
 JOB_S = 240.0
+
+
+def launch_by(launcher: str) -> str:
+    """Return what starts four ranks on a machine of fewer cores."""
+    if launcher == "srun":
+        return "srun --kill-on-bad-exit=1 --overcommit"
+    return f"{find_mpirun()} -np 4 --map-by :oversubscribe --bind-to none"
 
 
 def for_users(cluster: Slurm) -> None:
@@ -40,7 +43,7 @@ def for_users(cluster: Slurm) -> None:
     cluster.environment |= rank_environment(4)
     cluster.environment["SLURM_CONF"] = str(cluster.folder / "slurm.conf")
     cluster.environment["HPC_TUNE_VENV"] = sys.prefix
-    cluster.environment["HPC_TUNE_LAUNCH"] = LAUNCHERS["srun"]
+    cluster.environment["HPC_TUNE_LAUNCH"] = launch_by("srun")
     # A killed mpirun leaves its session folder, and a later one of its number fails at it.
     sessions = cluster.folder / "mpi"
     sessions.mkdir()
@@ -75,7 +78,7 @@ class Job:
         """Submit it with settings ``words`` and ``options`` of sbatch."""
         self.cluster, self.run_dir, self.output = cluster, folder / "run", folder / "output"
         folder.mkdir(parents=True, exist_ok=True)
-        cluster.environment["HPC_TUNE_LAUNCH"] = LAUNCHERS[launcher]
+        cluster.environment["HPC_TUNE_LAUNCH"] = launch_by(launcher)
         words = (*SETTINGS, f"run.dir={self.run_dir}", f"data.cache={folder / 'data'}", *words)
         options = (f"--output={self.output}", f"--chdir={ROOT}", *options)
         self.number = cluster.submit(*options, str(ROOT / "slurm" / script), *words)
