@@ -16,12 +16,13 @@ import pytest
 
 from tests.support import pbs
 from tests.support.jobs import SETTINGS, adapter, clone, launch_by, starts
-from tests.support.ranks import descendants, rank_environment
-from tests.support.training import events, outcome, rows, train
+from tests.support.ranks import ROOT, descendants, mpirun, rank_environment
+from tests.support.training import TRAIN, events, outcome, rows
 
 LIMIT_S = 200.0
-# Of a job with 78 s of which supervise keeps 60 for the end: it cannot do all that takes 20.
-WALLTIME, TRAINING_S = "00:01:18", 20.0
+# Of training each job does about so much, and about twice that is to be done.
+SHARE_S = 8.0
+KEPT_S = 60  # by supervise, for the end
 LAYOUT = ["model.path=builtin:tiny", "run.device=cpu"]
 LAYOUT += ["parallel.replicate=2", "parallel.shard=2"]
 
@@ -39,12 +40,17 @@ def queue(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """How many steps this machine does in TRAINING_S."""
-    run_dir = tmp_path_factory.mktemp("speed") / "run"
-    done = train([*SETTINGS, *LAYOUT, f"run.dir={run_dir}"], n=4)
+def sizes(tmp_path_factory):
+    """The walltime of a job and the steps of a run, by how fast this machine is."""
+    folder, config = tmp_path_factory.mktemp("speed"), ROOT / "configs/llama3_70b_lora.yaml"
+    words = [*TRAIN, "--config", str(config), *SETTINGS, *LAYOUT, f"run.dir={folder / 'run'}"]
+    began_s = time.monotonic()
+    done = mpirun(4, words, timeout=120, env={"SCRATCH": str(folder)})
+    took_s = time.monotonic() - began_s
     assert done.returncode == 0, done.stderr
-    return int(TRAINING_S / statistics.median(rows(run_dir, "step_s").values()))
+    times_s = list(rows(folder / "run", "step_s").values())
+    minutes, seconds = divmod(int(KEPT_S + took_s - sum(times_s) + SHARE_S), 60)
+    return f"00:{minutes:02}:{seconds:02}", int(2 * SHARE_S / statistics.median(times_s))
 
 
 def submit(queue, here, name, walltime, steps):
@@ -73,14 +79,14 @@ def said(folder):
     return "\n".join(file.read_text(errors="replace") for file in sorted(folder.glob("*.out")))
 
 
-def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path, steps):
-    folder, _ = queue
+def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path, sizes):
+    folder, (walltime, steps) = queue[0], sizes
     here = clone(tmp_path / "clone")
-    run_dir = submit(queue, here, "run", WALLTIME, steps)
+    run_dir = submit(queue, here, "run", walltime, steps)
     done = wait(folder)
     assert len(done) > 1, said(folder)
     assert [job["exit"] for job in done] == [75] * (len(done) - 1) + [0], said(folder)
-    assert {job["walltime"] for job in done} == {WALLTIME}
+    assert {job["walltime"] for job in done} == {walltime}
     reasons = [start["reason"] for start in starts(run_dir)]
     assert reasons == ["SIGUSR1"] * (len(done) - 1) + ["all steps done"]
     assert len(events(run_dir, "resume")) == len(done) - 1
@@ -89,8 +95,8 @@ def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path,
 
 
 @pytest.mark.soak
-def test_a_job_that_pbs_runs_again_ends_with_the_same_bits(queue, tmp_path, steps):
-    folder, environment = queue
+def test_a_job_that_pbs_runs_again_ends_with_the_same_bits(queue, tmp_path, sizes):
+    (folder, environment), (_, steps) = queue, sizes
     here = clone(tmp_path / "clone")
     run_dir = submit(queue, here, "run", "00:30:00", steps)
     until_s = time.monotonic() + LIMIT_S
