@@ -7,7 +7,6 @@ runs the file of the repository, mpirun starts its ranks, and its own qsub submi
 import contextlib
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -16,13 +15,10 @@ import pytest
 
 from tests.support import pbs
 from tests.support.jobs import SETTINGS, adapter, clone, launch_by, starts
-from tests.support.ranks import ROOT, descendants, mpirun, rank_environment
-from tests.support.training import TRAIN, events, outcome, rows
+from tests.support.ranks import descendants, rank_environment
+from tests.support.training import events, outcome, rows
 
 LIMIT_S = 200.0
-# Of training each job does about so much, and about twice that is to be done.
-SHARE_S = 8.0
-KEPT_S = 60  # by supervise, for the end
 LAYOUT = ["model.path=builtin:tiny", "run.device=cpu"]
 LAYOUT += ["parallel.replicate=2", "parallel.shard=2"]
 
@@ -39,20 +35,6 @@ def queue(tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def sizes(tmp_path_factory):
-    """The walltime of a job and the steps of a run, by how fast this machine is."""
-    folder, config = tmp_path_factory.mktemp("speed"), ROOT / "configs/llama3_70b_lora.yaml"
-    words = [*TRAIN, "--config", str(config), *SETTINGS, *LAYOUT, f"run.dir={folder / 'run'}"]
-    began_s = time.monotonic()
-    done = mpirun(4, words, timeout=120, env={"SCRATCH": str(folder)})
-    took_s = time.monotonic() - began_s
-    assert done.returncode == 0, done.stderr
-    times_s = list(rows(folder / "run", "step_s").values())
-    minutes, seconds = divmod(int(KEPT_S + took_s - sum(times_s) + SHARE_S), 60)
-    return f"00:{minutes:02}:{seconds:02}", int(2 * SHARE_S / statistics.median(times_s))
-
-
 def submit(queue, here, name, walltime, steps):
     """Submit the script as a user with settings does; return the run directory."""
     folder, environment = queue
@@ -66,10 +48,11 @@ def submit(queue, here, name, walltime, steps):
     return here / name
 
 
-def wait(folder):
-    """Wait until no job is left and return all."""
+def wait(folder, until=None):
+    """Wait until no job is left, or for something else; return all jobs."""
     until_s = time.monotonic() + LIMIT_S
-    while any(job["exit"] is None for job in pbs.jobs(folder)):
+    is_over = until or (lambda: all(job["exit"] is not None for job in pbs.jobs(folder)))
+    while not is_over():
         assert time.monotonic() < until_s, said(folder)
         time.sleep(0.2)
     return pbs.jobs(folder)
@@ -79,34 +62,39 @@ def said(folder):
     return "\n".join(file.read_text(errors="replace") for file in sorted(folder.glob("*.out")))
 
 
-def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path, sizes):
-    folder, (walltime, steps) = queue[0], sizes
+def has_step(run_dir, step):
+    return (run_dir / "metrics.jsonl").exists() and step in rows(run_dir, "loss")
+
+
+def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path):
+    folder, _ = queue
     here = clone(tmp_path / "clone")
-    run_dir = submit(queue, here, "run", walltime, steps)
+    # supervise keeps a minute for the end.
+    run_dir = submit(queue, here, "run", "00:01:25", 1_000_000)
+    wait(folder, lambda: len(pbs.jobs(folder)) > 1)
+    first = starts(run_dir)[0]
+    assert (first["reason"], first["job"]) == ("SIGUSR1", "000.stub")
+    wait(folder, lambda: has_step(run_dir, starts(run_dir)[-1]["to_step"] + 1))
+    (run_dir / "STOP").touch()
     done = wait(folder)
-    assert len(done) > 1, said(folder)
-    assert [job["exit"] for job in done] == [75] * (len(done) - 1) + [0], said(folder)
-    assert {job["walltime"] for job in done} == {walltime}
-    reasons = [start["reason"] for start in starts(run_dir)]
-    assert reasons == ["SIGUSR1"] * (len(done) - 1) + ["all steps done"]
-    assert len(events(run_dir, "resume")) == len(done) - 1
-    assert outcome(run_dir)["status"] == "done"
+    assert [job["exit"] for job in done] == [75] * len(done), said(folder)
+    assert {job["walltime"] for job in done} == {"00:01:25"}
+    assert starts(run_dir)[-1]["reason"] == "STOP file"
+    assert starts(run_dir)[-1]["from_step"] >= first["to_step"]
     assert "Traceback" not in said(folder)
 
 
 @pytest.mark.soak
-def test_a_job_that_pbs_runs_again_ends_with_the_same_bits(queue, tmp_path, sizes):
-    (folder, environment), (_, steps) = queue, sizes
+def test_a_job_that_pbs_runs_again_ends_with_the_same_bits(queue, tmp_path):
+    (folder, environment), steps = queue, 300
     here = clone(tmp_path / "clone")
     run_dir = submit(queue, here, "run", "00:30:00", steps)
-    until_s = time.monotonic() + LIMIT_S
-    while not (run_dir / "metrics.jsonl").exists() or steps // 2 not in rows(run_dir, "loss"):
-        assert time.monotonic() < until_s, said(folder)
-        time.sleep(0.2)
+    wait(folder, lambda: has_step(run_dir, steps // 2))
     subprocess.run(["qrerun", pbs.jobs(folder)[0]["number"]], env=environment, check=True)
     [job] = wait(folder)
     assert (job["runs"], job["exit"]) == (2, 0), said(folder)
-    assert len(starts(run_dir)) >= 1
+    assert len(events(run_dir, "resume")) == 1
+    assert outcome(run_dir)["status"] == "done"
     whole = submit(queue, here, "whole", "00:30:00", steps)
     assert wait(folder)[-1]["exit"] == 0
     assert adapter(run_dir, steps) == adapter(whole, steps)
