@@ -188,6 +188,7 @@ def test_an_unknown_key_without_a_near_one_points_to_the_list(write):
         ("tune.rank=0", "tune.rank=0: Input should be greater than 0"),
         ("tune.dropout=1", "tune.dropout=1: Input should be less than 1"),
         ("tune.method=lorra", "tune.method='lorra': Input should be 'lora', 'dora'"),
+        ("batch.micro_size=many", "batch.micro_size='many': Input should be a valid integer"),
         ("batch.micro_size=many", "parse string as an integer; or: Input should be 'auto'"),
         ("batch.micro_size=0", "batch.micro_size=0: Input should be greater than 0"),
         ("memory.host_limit=lots", "memory.host_limit='lots': 'lots' is not a size"),
