@@ -22,19 +22,37 @@ RETURNED_BYTES, MOST_KEPT_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _STAT_BYTES = 1 << 15
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
-# The kernel's lists of pages that only swap could give back; shmem and mlocked files are in them.
-_KEPT_PAGES = ("inactive_anon", "active_anon", "unevictable")
-_FILE_PAGES = ("inactive_file", "active_file")
-# Of cgroup v2; v1 tells only a sum in which caches are too.
-_KERNEL_BYTES = ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock")
 _LATE_BYTES, _MOVED_BYTES, _MOST_GROUPS = 8 << 20, 1 << 20, 256
 _SUM_EVERY_S, _SUM_PER_RANK_S = 0.5, 0.1
-_CHARGED_AND_LIMIT = {
-    True: ("memory.usage_in_bytes", "memory.limit_in_bytes"),
-    False: ("memory.current", "memory.max"),
-}  # by whether it is v1
 _KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # of v1 alone, whose sums leave it out
 CONFIGURED, MACHINE = "memory.host_limit", "the machine's RAM"
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Of a cgroup: what counts in memory.stat, what is charged and does not, and two files."""
+
+    kept: tuple[str, ...]
+    others: tuple[str, ...]
+    charged: str
+    limit: str
+
+
+# What only swap could give back is on these lists of the kernel, shmem and mlocked files too.
+_V1 = _Names(
+    ("total_inactive_anon", "total_active_anon", "total_unevictable"),  # with the groups below
+    ("total_inactive_file", "total_active_file"),
+    "memory.usage_in_bytes",
+    "memory.limit_in_bytes",
+)
+_V2 = _Names(
+    ("inactive_anon", "active_anon", "unevictable")
+    # v1 tells only a sum of the kernel's own bytes, in which caches are too.
+    + ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock", "slab_unreclaimable"),
+    ("inactive_file", "active_file", "slab_reclaimable", "vmalloc"),
+    "memory.current",
+    "memory.max",
+)
 
 
 @dataclass(frozen=True)
@@ -101,13 +119,12 @@ class Usage:
             file = proc / "meminfo"
         else:
             file = limit.cgroup / "memory.stat"
-            v1 = "total_rss" in _fields(file)
-            names, others = _names_of_pages(v1)
-            charged, full = _CHARGED_AND_LIMIT[v1]
+            told = _V1 if "total_rss" in _fields(file) else _V2
+            names, others = told.kept, told.others
             with contextlib.suppress(OSError, ValueError):
-                self._full_bytes = int((limit.cgroup / full).read_text())
+                self._full_bytes = int((limit.cgroup / told.limit).read_text())
             with contextlib.suppress(OSError):
-                self._charged = (limit.cgroup / charged).open("rb", buffering=0)
+                self._charged = (limit.cgroup / told.charged).open("rb", buffering=0)
                 self._kernel = (limit.cgroup / _KERNEL_CHARGED).open("rb", buffering=0)
         self._keys, self._others = _keys_of(names), _keys_of(others)
         self._file = file.open("rb", buffering=0)
@@ -137,34 +154,30 @@ class Usage:
         if found != self._told:
             self._told, self._ranks_then = found, ranks
         growth = ranks - self._ranks_then
-        most = self._most_bytes(found + growth, _sum_of(self._others, text), ranks)
-        return max(ranks, min(found + max(0, growth), most))
-
-    def _most_bytes(self, expected: int, page_cache: int, ranks: int) -> int:
-        """Return what is charged beside page cache; have a sum made that is late.
-
-        Sums can be late in both directions, and what ranks take and free ten times per second be
-        in them twice. Near the limit page cache gives way to what is new: nothing can be told.
-        """
+        counted = max(ranks, found + max(0, growth))
         if self._charged is None:
-            return _UNLIMITED
+            return counted
+        # Sums can be late in both directions, and what ranks take and free ten times per second be
+        # in them twice: what is charged beside page cache is the most that it can be.
         charged = int(os.pread(self._charged.fileno(), 128, 0))
         kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
-        most = charged - kernel - page_cache
-        has_moved = abs(charged - ranks - self._beside_then) > _MOVED_BYTES
-        self._beside_then = charged - ranks
-        is_late = has_moved and abs(most - expected) > _LATE_BYTES
-        if is_late or time.monotonic() > self._next_sum_s:
-            self._next_sum_s = time.monotonic() + self._sum_every_s
-            self._sum_below()
-        return _UNLIMITED if charged > self._full_bytes - _LATE_BYTES else most
+        most = charged - kernel - _sum_of(self._others, text)
+        self._keep_fresh(charged - ranks, abs(most - found - growth))
+        if charged > self._full_bytes - _LATE_BYTES:
+            return counted  # page cache gives way to what is new: nothing can be told
+        return max(ranks, min(counted, most))
 
-    def _sum_below(self) -> None:
-        """Have the groups below summed, the innermost first: a sum that waits keeps those above."""
-        if self._group is not None:
-            for _, folder in zip(range(_MOST_GROUPS), _below(self._group), strict=False):
-                with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
-                    os.read(file.fileno(), 1)  # the kernel sums at the first byte
+    def _keep_fresh(self, beside: int, gap: int) -> None:
+        """Have a sum made that is late: ``gap`` bytes away, and not by what the ranks did.
+
+        ``beside`` are the bytes that are charged and not the ranks'.
+        """
+        has_moved = abs(beside - self._beside_then) > _MOVED_BYTES
+        self._beside_then = beside
+        if (has_moved and gap > _LATE_BYTES) or time.monotonic() > self._next_sum_s:
+            self._next_sum_s = time.monotonic() + self._sum_every_s
+            assert self._group is not None, "a charge is read of a group alone"
+            _sum_below(self._group)
 
     def own_pages(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""
@@ -293,10 +306,17 @@ def _slurm_limits(environ: Mapping[str, str]) -> Iterator[HostLimit]:
         yield HostLimit(int(per_cpu) * int(cpus) << 20, "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE")
 
 
+def _sum_below(group: Path) -> None:
+    """Have the groups below summed, the innermost first: a sum that waits keeps those above."""
+    for _, folder in zip(range(_MOST_GROUPS), _below(group), strict=False):
+        with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
+            os.read(file.fileno(), 1)  # the kernel sums at the first byte
+
+
 def _below(folder: str | Path) -> Iterator[str]:
     """Yield the folders below, the innermost first."""
-    with contextlib.suppress(OSError):  # a group can be gone
-        for child in os.scandir(folder):
+    with contextlib.suppress(OSError), os.scandir(folder) as children:  # a group can be gone
+        for child in children:
             if child.is_dir(follow_symlinks=False):
                 yield from _below(child.path)
                 yield child.path
@@ -306,14 +326,6 @@ def _members(group: Path | None) -> set[int]:
     """Return the processes in a group and below it, as far as they can be seen."""
     folders = [] if group is None else [str(group), *_below(group)]
     return {int(pid) for folder in folders for pid in _lines(Path(folder, "cgroup.procs"))}
-
-
-def _names_of_pages(v1: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names in memory.stat of what counts, and of what is charged and does not."""
-    if v1:  # the plain names are without the groups below
-        return tuple(f"total_{n}" for n in _KEPT_PAGES), tuple(f"total_{n}" for n in _FILE_PAGES)
-    kept = (*_KEPT_PAGES, *_KERNEL_BYTES, "slab_unreclaimable")
-    return kept, (*_FILE_PAGES, "slab_reclaimable", "vmalloc")
 
 
 def _keys_of(names: Sequence[str]) -> list[bytes]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_tune.memory import host
 from hpc_tune.memory.host import (
     MACHINE,
     HostLimit,
@@ -322,6 +323,41 @@ def test_sums_that_are_late_are_corrected_by_exact_numbers(tmp_path, case):
         rank_has(now)
         (group / "memory.current").write_text(f"{charged << 20}\n")
         assert usage.used_bytes() == expected << 20
+
+
+def test_a_sum_of_groups_below_is_asked_for_by_what_the_ranks_did_not_take(tmp_path, monkeypatch):
+    group, proc = tmp_path / "group", tmp_path / "proc"
+    for folder in (group, proc / "self"):
+        folder.mkdir(parents=True)
+    (proc / str(os.getpid())).symlink_to(proc / "self")
+    asked, now_s = [], 100.0
+    monkeypatch.setattr(host, "_sum_below", asked.append)
+    monkeypatch.setattr(host.time, "monotonic", lambda: now_s)
+
+    def now(charged_mib, ranks_mib):
+        pages = (ranks_mib << 20) // os.sysconf("SC_PAGESIZE")
+        (proc / "self" / "statm").write_text(f"{pages} {pages} 0 0 0 {pages} 0\n")
+        (group / "memory.current").write_text(f"{charged_mib << 20}\n")
+
+    def look(charged_mib, ranks_mib):
+        now(charged_mib, ranks_mib)
+        usage.used_bytes()
+        return len(asked)
+
+    (group / "memory.stat").write_text(f"active_anon {200 << 20}\n")
+    (group / "memory.max").write_text(f"{1000 << 20}\n")
+    limit = HostLimit(1000 << 20, "the test", group)
+    now(200, 200)
+    with closing(Usage(limit, proc, [os.getpid()])) as usage:
+        assert look(200, 200) == 1, "the first sum is due"
+        assert look(300, 300) == 1, "the ranks' own growth is known"
+        assert look(320, 300) == 2, "others took 20 MiB"
+        assert look(320, 300) == 2, "nothing has moved"
+        now_s += 0.2
+        assert look(999, 300) == 3, "others filled the group"
+        assert [look(999, 300) for _ in range(3)] == [3, 3, 3], "full is no reason by itself"
+        now_s += 0.6
+        assert look(999, 300) == 4, "one is due by the clock"
 
 
 def test_a_rank_with_a_group_of_its_own_does_not_count(tmp_path):
