@@ -26,6 +26,8 @@ WARN = (
     "model.dtype",
     "tune.param_dtype",
     "optim.lr",
+    "optim.reference_batch",
+    "optim.batch_scaling",
     "optim.schedule",
     "optim.warmup_steps",
     "optim.min_lr_ratio",

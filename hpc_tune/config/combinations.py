@@ -46,6 +46,11 @@ def check(config: RunConfig) -> list[str]:
             "tune.init_from names an adapter and tune.method=full has none; name the weights to "
             "begin with in model.path"
         )
+    if config.optim.batch_scaling != "sqrt" and config.optim.reference_batch is None:
+        problems.append(
+            f"optim.batch_scaling={config.optim.batch_scaling} has no effect without "
+            "optim.reference_batch"
+        )
     if config.train.eval_every_steps and not config.data.eval_path:
         problems.append("train.eval_every_steps needs data.eval_path")
     return problems

@@ -131,6 +131,16 @@ class OptimConfig(Part):
     lr: Annotated[float, Field(gt=0)] = Field(
         2e-4, description="The peak learning rate; 2e-4 suits adapters, 1e-5 full fine-tuning."
     )
+    reference_batch: PositiveInt | None = Field(
+        None,
+        description="The batch.global_size that lr was found for: with another one lr is scaled "
+        "by batch_scaling. Unset: lr is used as it is.",
+    )
+    batch_scaling: Literal["sqrt", "linear"] = Field(
+        "sqrt",
+        description="How lr follows batch.global_size / reference_batch: its square root, which "
+        "suits AdamW (arXiv:2205.10287), or the ratio itself (arXiv:1706.02677).",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "cosine",
         description="How the learning rate falls after the warm-up, over all steps of the run.",

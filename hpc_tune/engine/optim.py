@@ -12,6 +12,15 @@ from hpc_tune.config.schema import OptimConfig
 from hpc_tune.model.room import ask
 
 
+def for_batch(optim: OptimConfig, global_size: int) -> OptimConfig:
+    """Return the settings with ``lr`` scaled from optim.reference_batch to ``global_size`` rows."""
+    if optim.reference_batch is None:
+        return optim
+    ratio = global_size / optim.reference_batch
+    scale = math.sqrt(ratio) if optim.batch_scaling == "sqrt" else ratio
+    return optim.model_copy(update={"lr": optim.lr * scale})
+
+
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step ``step`` (the first is 0) of ``total_steps``.
 

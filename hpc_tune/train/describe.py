@@ -3,6 +3,7 @@
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import Loader
 from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.optim import for_batch
 from hpc_tune.log import log
 from hpc_tune.train.inputs import Inputs
 from hpc_tune.units import format_count
@@ -55,4 +56,13 @@ def describe(
         total_steps,
         loader.total_rows / loader.num_rows_per_epoch,
     )
+    optim = config.optim
+    if optim.reference_batch is not None:
+        log.info(
+            "rate    %.3g: optim.lr=%.3g is for %d rows per step (%s)",
+            for_batch(optim, config.batch.global_size).lr,
+            optim.lr,
+            optim.reference_batch,
+            optim.batch_scaling,
+        )
     log.info("files   %s", config.run.dir)

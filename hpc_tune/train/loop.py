@@ -18,7 +18,7 @@ from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import Loader
 from hpc_tune.engine.base import Engine, StepResult
-from hpc_tune.engine.optim import learning_rate
+from hpc_tune.engine.optim import for_batch, learning_rate
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.log import log
 from hpc_tune.memory.governor import Governor, MemorySample
@@ -83,6 +83,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
     """
     step, saved_step, saver, evals = start_step, start_step, work.saver, work.evals
     saved_at_s, step_s = time.monotonic(), 0.0
+    optim = for_batch(work.config.optim, work.config.batch.global_size)
     if work.eval_batches is not None and start_step == 0:
         evals = _evaluate(work, step, evals)
     while step < work.total_steps:
@@ -113,7 +114,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         work.governor.enter(
             "first step" if step == start_step else phase, f"training step {step + 1}"
         )
-        lr = learning_rate(work.config.optim, step, work.total_steps)
+        lr = learning_rate(optim, step, work.total_steps)
         num_tokens = max(1, boundary.loss_tokens)
         result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
         step += 1

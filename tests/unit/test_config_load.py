@@ -370,6 +370,7 @@ def test_settings_without_an_effect_are_refused(write):
     )
     assert "no effect without parallel.pipeline" in problem(write("parallel: {stages_per_rank: 2}"))
     assert "no effect without tune.method=full" in problem(write("parallel: {reduce_dtype: bf16}"))
+    assert "without optim.reference_batch" in problem(write("optim: {batch_scaling: linear}"))
 
 
 def test_combinations_that_cannot_be_are_refused(write):

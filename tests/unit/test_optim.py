@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.optim import learning_rate, make_adamw
+from hpc_tune.engine.optim import for_batch, learning_rate, make_adamw
 
 
 def rates(total_steps, **values):
@@ -38,6 +38,20 @@ def rates(total_steps, **values):
 )
 def test_the_learning_rate_follows_the_table(values, total_steps, wanted):
     assert rates(total_steps, **values) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("values", "global_size", "wanted"),
+    [
+        ({}, 256, 8.0),
+        ({"reference_batch": 64}, 64, 8.0),
+        ({"reference_batch": 64}, 256, 16.0),
+        ({"reference_batch": 64}, 16, 4.0),
+        ({"reference_batch": 64, "batch_scaling": "linear"}, 256, 32.0),
+    ],
+)
+def test_the_rate_follows_the_batch_where_a_reference_is_given(values, global_size, wanted):
+    assert for_batch(OptimConfig(lr=8.0, **values), global_size).lr == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
