@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.batch import Batch
-from hpc_tune.config.schema import OptimConfig, ParallelConfig, TrainConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.engine.base import StepResult
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.gradients import Trained, make_buckets, squares_of, trained_of

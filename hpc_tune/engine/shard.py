@@ -10,7 +10,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from hpc_tune.config.schema import ParallelConfig
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.traffic import FsdpAllGather, FsdpReduceScatter, Traffic
 from hpc_tune.model.build import DTYPES, BuiltModel

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.batch import Batch
-from hpc_tune.config.schema import OptimConfig, ParallelConfig, TrainConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.engine import zero_settings, zero_state
 from hpc_tune.engine.base import StepResult
 from hpc_tune.engine.mesh import Layout

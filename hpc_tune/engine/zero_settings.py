@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpc_tune.config.schema import OptimConfig, ParallelConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import OptimConfig
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel

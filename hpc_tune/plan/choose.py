@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hpc_tune.config.schema import ParallelConfig
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.pipeline import why_no_stages
 from hpc_tune.engine.tensor import why_no_slices

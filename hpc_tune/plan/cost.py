@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from hpc_tune.config.schema import ParallelConfig
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.plan.account import ModelSize
 

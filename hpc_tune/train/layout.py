@@ -1,6 +1,7 @@
 """Which layout a run has, settled before its data are prepared: a refusal then costs seconds."""
 
-from hpc_tune.config.schema import ParallelConfig, RunConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.log import log
 from hpc_tune.memory.governor import Governor

@@ -16,7 +16,8 @@ from hpc_tune.checkpoint.export import export_adapter, pack_adapter
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
-from hpc_tune.config.schema import ParallelConfig, RunConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.loader import Loader, eval_batches
 from hpc_tune.engine.base import Engine

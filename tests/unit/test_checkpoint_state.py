@@ -3,6 +3,7 @@ import json
 import pytest
 
 from hpc_tune.checkpoint.state import MUST_MATCH, WARN, RunState, compare
+from hpc_tune.config.batch_job import SlurmConfig
 from hpc_tune.config.load import field_names
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
@@ -21,6 +22,8 @@ OTHER = {
     "model.dtype": "bf16",
     "tune.param_dtype": "bf16",
     "optim.lr": 1.0,
+    "optim.reference_batch": 32,
+    "optim.batch_scaling": "linear",
     "optim.schedule": "linear",
     "optim.warmup_steps": 5,
     "optim.min_lr_ratio": 0.5,
@@ -87,6 +90,8 @@ FREE = {
     "run.dir",
     "run.tensorboard",
     "run.wandb",
+    # the job around it
+    *(f"slurm.{name}" for name in SlurmConfig.model_fields),
 }
 
 

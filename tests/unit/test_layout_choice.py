@@ -1,7 +1,7 @@
 import pytest
 from transformers import FalconConfig, LlamaConfig
 
-from hpc_tune.config.schema import ParallelConfig
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.account import ModelSize, static_bytes
