@@ -165,6 +165,10 @@ def _plan(arguments: list[str]) -> int:
         default="streamed",
         help="gathered: as tools save that bring everything together on one rank",
     )
+    parser.add_argument(
+        "--measured", metavar="FILE", help="for parallel=auto: what doctor --json has printed there"
+    )
+    parser.add_argument("--hardware", metavar="NAME", help="for parallel=auto: a kind of cluster")
     parser.add_argument("--json", action="store_true", help="for programs")
     options, config = _options_and_config(parser, arguments)
     sizes = {}
@@ -178,6 +182,18 @@ def _plan(arguments: list[str]) -> int:
     machine = machine_of(
         options.nodes, options.gpus_per_node, sizes["device_memory"] or None, sizes["host_memory"]
     )
+    if config.parallel.layout == "auto":
+        from hpc_tune.plan import auto
+
+        choice, machine, config = auto.choose_for(
+            config, machine, options.measured, options.hardware
+        )
+        if options.json:
+            print(auto.as_json(choice))
+            return EXIT_DONE
+        print("\n".join([*auto.as_lines(choice), ""]))
+    elif options.measured or options.hardware:
+        raise ConfigError("--measured and --hardware are for parallel=auto, which is not set")
     found = answer(config, machine, options.save)
     print(as_json(found) if options.json else "\n".join(as_lines(found)))
     return EXIT_DONE if found.fits else 1

@@ -13,6 +13,11 @@ def check(config: RunConfig) -> list[str]:
         if value == refused
     ]
     problems += _zero_problems(config)
+    if config.parallel.layout == "auto" and config.parallel.zero_stage is not None:
+        problems.append(
+            f"parallel.layout=auto with parallel.zero_stage={config.parallel.zero_stage}: "
+            "DeepSpeed lays out by itself; leave one of them out"
+        )
     stages = config.parallel.stages_per_rank
     if stages > 1 and (config.parallel.pipeline or 1) == 1:
         problems.append(

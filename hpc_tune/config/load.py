@@ -111,7 +111,10 @@ def _read_yaml(path: str | None) -> DictConfig:
                 "value"
             )
         OmegaConf.create(text)  # refuses a key that is there twice, which safe_load lets pass
-        return OmegaConf.create(content or {})
+        tree = OmegaConf.create(content or {})
+        if tree.get("parallel") == "auto":
+            tree.parallel = {"layout": "auto"}
+        return tree
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
 
@@ -125,6 +128,8 @@ def _apply_override(tree: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{override!r} is not key=value, such as train.max_steps=100")
+    if (key, text) == ("parallel", "auto"):
+        key = "parallel.layout"
     try:
         OmegaConf.update(tree, key, yaml.safe_load(text) if text else None, force_add=True)
     except (YAMLError, OmegaConfBaseException, AssertionError) as error:

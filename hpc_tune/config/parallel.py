@@ -10,6 +10,14 @@ from hpc_tune.config.part import Part, PositiveInt
 class ParallelConfig(Part):
     """How the model is spread: replicate x shard x tensor x pipeline is the world size."""
 
+    layout: Literal["simple", "auto"] = Field(
+        "simple",
+        description="auto: links and a decoder block are measured at the start, and of all layouts "
+        "that fit the one with the shortest predicted step is taken, also on fewer ranks if that "
+        "is faster; axes that are set are kept. simple: unset axes follow from memory alone. "
+        "'parallel: auto' says the same.",
+    )
+
     engine: Literal["auto", "native", "deepspeed"] = Field(
         "auto",
         description="auto: DeepSpeed where zero_stage is set, else native PyTorch.",

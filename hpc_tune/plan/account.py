@@ -1,6 +1,7 @@
 """Bytes from shapes: what a layout costs before anything is allocated."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -56,3 +57,14 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     if size.num_frozen:
         return size.frozen_bytes // (layout.shard * cut) + (size.scale_bytes + state) // cut
     return state // (layout.shard * cut)
+
+
+def activation_bound(model: Any, tokens: int) -> int:
+    """Return more than a micro-batch of ``tokens`` makes a rank keep without recompute, in bytes.
+
+    34 bytes x tokens x hidden x layers in 16 bits (arXiv:2205.05198, without the scores, which are
+    not kept), twice that in 32, and the logits in fp32 with their gradient.
+    """
+    kept: int = 68 * tokens * model.hidden_size * model.num_hidden_layers
+    logits: int = 8 * tokens * model.vocab_size
+    return kept + logits

@@ -3,10 +3,11 @@
 config, machine -> layout -> traced step (fake tensors) -> ledger -> table or JSON
 """
 
+import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,30 @@ def answer(config: RunConfig, machine: Machine, save: Save = "streamed") -> Answ
         ConfigError: if the layout does not fit the world or the model. DataError: if config.json
         is none of a causal LM.
     """
-    if config.model.path != BUILTIN_TINY:
-        return _answer(config, shape_directory(config.model.path), machine, save)
+    with shape_of(config.model.path) as shape_dir:
+        return _answer(config, shape_dir, machine, save)
+
+
+@contextlib.contextmanager
+def shape_of(path: str) -> Iterator[Path]:
+    """Yield the directory with the config.json of ``model.path``; builtin:tiny is written."""
+    if path != BUILTIN_TINY:
+        yield shape_directory(path)
+        return
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(Path(folder) / "tiny")
-        return _answer(config, Path(folder) / "tiny", machine, save)
+        yield Path(folder) / "tiny"
+
+
+def built_from(config: RunConfig, shape_dir: Path) -> BuiltModel:
+    """Build the model on the meta device, without a byte of weights."""
+    dtype = DTYPES["bf16" if config.model.dtype == "auto" else config.model.dtype]
+    return build(shape_dir, dtype, config.tune, config.train.seed, weights=False)
 
 
 def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) -> Answer:
-    dtype = DTYPES["bf16" if config.model.dtype == "auto" else config.model.dtype]
-    built = build(shape_dir, dtype, config.tune, config.train.seed, weights=False)
+    built = built_from(config, shape_dir)
+    dtype = built.dtype
     size = measure(built.module)
     config, layout, why = _settled(config, built, size, machine)
     micro_rows = 1 if config.batch.micro_size == "auto" else config.batch.micro_size
@@ -280,7 +295,8 @@ def _tokens_that_fit(
     peaks = [peak_at(1, lengths[0]), peak_at(1, lengths[1]), one_row]
     square, line, fixed = np.polyfit(lengths, peaks, 2)
     found = np.roots([square, line, fixed - allowed])
-    return int(min((x.real for x in found if x.imag == 0 and x.real > 0), default=0))
+    shorter = [x.real for x in found if x.imag == 0 and 0 < x.real < seq_len]
+    return int(min(shorter, default=0))  # 0: it is not the tokens that need so much
 
 
 def _layout_text(config: RunConfig, layout: Layout) -> str:

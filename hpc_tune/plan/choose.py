@@ -1,15 +1,24 @@
-"""Which layout a run takes, and whether the model can be laid out like that."""
+"""Which layout a run takes, and whether the model can be laid out like that.
 
+choose_layout   by memory alone: replicate where the base fits, else shard
+candidates      parallel.layout=auto: every legal layout, by the predicted time of a step
+"""
+
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.pipeline import why_no_stages
 from hpc_tune.engine.tensor import why_no_slices
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.account import ModelSize, static_bytes
+from hpc_tune.plan.speed import Compute, Network, StepTime, StepWork, step_time
 from hpc_tune.units import format_bytes
 
+_FEW_RANKS, _MARGIN = 5, 0.03
 ROOM_FOR_ACTIVATIONS = 0.6  # of the memory a rank has may go to weights, gradients and optimizer
 
 
@@ -59,6 +68,117 @@ def choose_layout(
     return Layout(1, rest, tensor, pipeline), f"no rank can hold the model ({sizes})"
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, the ranks that take its positions in order, and how long a step of it takes."""
+
+    layout: Layout
+    ranks: tuple[int, ...]
+    reshard: str
+    micro_rows: int
+    time: StepTime
+
+    def __str__(self) -> str:
+        axes = ("replicate", "shard", "tensor", "pipeline")
+        sizes = [(axis, size) for axis in axes if (size := getattr(self.layout, axis)) > 1]
+        gathers = f", gathered per {self.reshard}" if self.layout.shard > 1 else ""
+        return (" x ".join(f"{axis} {size}" for axis, size in sizes) or "one rank") + gathers
+
+
+def candidates(
+    config: RunConfig,
+    work: StepWork,
+    room: int,
+    compute: Compute,
+    network: Network,
+    process_bytes: int = 0,
+) -> list[Candidate]:
+    """Return every legal layout in its fastest order of ranks, the fastest first.
+
+    Also on fewer ranks than there are. ``room``: bytes of a rank; a layout whose weights, gradients
+    and optimizer state are more, with ``process_bytes`` for the process itself, is left out.
+    """
+    found = []
+    for layout in legal_layouts(config, work.config, len(network.nodes)):
+        if static_bytes(work.size, layout) + process_bytes > room:
+            continue
+        reshard = keeps_gathered(config.parallel, work.size, layout, room)
+        parallel = config.parallel.model_copy(update={"reshard": reshard})
+        rows = micro_rows(config, layout)
+        best = min(
+            (
+                Candidate(layout, ranks, reshard, rows, time)
+                for ranks in orders(network, layout.size)
+                if (time := step_time(work, layout, ranks, parallel, rows, compute, network))
+            ),
+            key=lambda one: one.time.seconds,
+        )
+        found.append(best)
+    return sorted(found, key=lambda one: preference(one, len(network.nodes)))
+
+
+def legal_layouts(config: RunConfig, model: Any, num_ranks: int) -> list[Layout]:
+    """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
+
+    Axes that are set are kept. Of fewer ranks, powers of two and multiples of eight.
+    """
+    parallel = config.parallel
+    no_slices = config.tune.method in ("dora", "qlora") or config.train.compile
+    found = []
+    for size in range(1, num_ranks + 1):
+        if size < num_ranks and num_ranks > 8 and size % 8 and size & (size - 1):
+            continue
+        for pipeline, tensor, shard in itertools.product(_divisors(size), repeat=3):
+            if size % (pipeline * tensor * shard):
+                continue
+            layout = Layout(size // (pipeline * tensor * shard), shard, tensor, pipeline)
+            asked = all(
+                (wanted := getattr(parallel, axis)) is None or wanted == getattr(layout, axis)
+                for axis in ("replicate", "shard", "tensor", "pipeline")
+            )
+            if asked and not (tensor > 1 and no_slices) and not why_not(layout, parallel, model):
+                found.append(layout)
+    return found
+
+
+def micro_rows(config: RunConfig, layout: Layout) -> int:
+    """Return the rows of a micro-batch that a run would try, where memory allows it."""
+    if config.batch.micro_size != "auto":
+        return config.batch.micro_size
+    rows = -(-config.batch.global_size // layout.data_size)
+    # Stages work at the same time on different micro-batches; four each keep most of them busy.
+    return rows if layout.pipeline == 1 else max(1, rows // (4 * layout.pipeline))
+
+
+def preference(one: Candidate, num_ranks: int) -> float:
+    """Return the seconds of a step and a little more for each axis, and for ranks that idle.
+
+    Predictions are not exact: of layouts that are about as fast the simple one is better.
+    """
+    axes = sum(getattr(one.layout, axis) > 1 for axis in ("shard", "tensor", "pipeline"))
+    return one.time.seconds * (1 + _MARGIN * (axes + (one.layout.size < num_ranks)))
+
+
+def orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
+    """Return which ranks may take the positions of a layout, in order.
+
+    All of them for up to five ranks. Of more, as the launcher numbers them, and each next one by
+    the fastest link; where some are left out, those with the slowest links. The first rank holds
+    the store of the job and always works.
+    """
+    everyone = range(len(network.nodes))
+    if len(everyone) <= _FEW_RANKS:
+        return [o for o in itertools.permutations(everyone, num_ranks) if 0 in o]
+    kept = list(everyone)
+    while len(kept) > num_ranks:
+        sums = {a: sum(network.rate(a, b) for b in kept if b != a) for a in kept if a}
+        kept.remove(min(sums, key=lambda a: (sums[a], -a)))
+    chain = [kept[0]]
+    while rest := [b for b in kept if b not in chain]:
+        chain.append(max(rest, key=lambda b: (network.rate(chain[-1], b), -b)))
+    return list(dict.fromkeys([tuple(kept), tuple(chain)]))
+
+
 def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:
     """Return, in words, the settings that do nothing in a layout."""
     settings = {
@@ -82,16 +202,21 @@ def check_layout(layout: Layout, parallel: ParallelConfig, config: Any) -> None:
     Raises:
         ConfigError: lists all that is impossible, and what would work.
     """
+    if problems := why_not(layout, parallel, config):
+        raise ConfigError(
+            "this model cannot be laid out like that:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def why_not(layout: Layout, parallel: ParallelConfig, config: Any) -> list[str]:
+    """Return why a model cannot be laid out like that, in words; nothing if it can."""
     problems = []
     if layout.tensor > 1:
         problems += why_no_slices(config, layout.tensor)
     if layout.pipeline > 1:
         problems += why_no_stages(config, layout.pipeline, parallel.stages_per_rank)
-    if problems:
-        raise ConfigError(
-            "this model cannot be laid out like that:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
-        )
+    return problems
 
 
 def keeps_gathered(parallel: ParallelConfig, size: ModelSize, layout: Layout, room: int) -> str:
@@ -100,6 +225,10 @@ def keeps_gathered(parallel: ParallelConfig, size: ModelSize, layout: Layout, ro
         return parallel.reshard
     whole = Layout(layout.data_size, 1, layout.tensor, layout.pipeline)
     return "step" if static_bytes(size, whole) <= room * ROOM_FOR_ACTIVATIONS else "block"
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:

@@ -26,12 +26,16 @@ _SLOW = 4.0  # a link is an outlier below a quarter of the fastest of its kind
 
 @dataclass(frozen=True)
 class Pair:
-    """One link: half a round trip of 8 bytes, and the rate of a large message."""
+    """One link: half a round trip of 8 bytes, and the rate of a large message.
+
+    ``exchange_bytes_per_s``: the rate in each direction while both send, where it was measured.
+    """
 
     ranks: tuple[int, int]
     nodes: tuple[int, int]
     latency_s: float
     bytes_per_s: float
+    exchange_bytes_per_s: float | None = None
 
     @property
     def kind(self) -> str:
@@ -44,7 +48,7 @@ class Collective:
     """One operation of all ranks.
 
     ``bytes_per_s`` is bus bandwidth: what each link carries, whatever the number of ranks
-    (2 (n - 1) / n of the message per second for all-reduce, (n - 1) / n for all-gather;
+    (2 (n - 1) / n of the message per second for all-reduce, (n - 1) / n for the others;
     github.com/NVIDIA/nccl-tests, PERFORMANCE.md).
     """
 
@@ -56,11 +60,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class Links:
-    """All that was measured; ``skipped`` pairs found no time."""
+    """All that was measured; ``skipped`` pairs found no time.
+
+    ``lanes``: as how many times the rate of one pair across nodes two nodes reach when each rank
+    of one talks to one of the other, at the same time; 1 where they share one network card.
+    """
 
     pairs: tuple[Pair, ...]
     collectives: tuple[Collective, ...]
     skipped: int = 0
+    lanes: float = 1.0
 
 
 def measure(session: Session, limit_s: float = 30.0) -> Links:
@@ -78,11 +87,12 @@ def measure(session: Session, limit_s: float = 30.0) -> Links:
             continue
         for pair in round_:
             if session.world.rank in pair:
-                latency_s, rate = _ping_pong(session, pair)
+                measured = _ping_pong(session, pair)
                 if session.world.rank == pair[0]:
-                    mine.append(Pair(pair, (nodes[pair[0]], nodes[pair[1]]), latency_s, rate))
+                    mine.append(Pair(pair, (nodes[pair[0]], nodes[pair[1]]), *measured))
     found = [pair for some in gather_objects(session, mine) for pair in some]
-    return Links(tuple(sorted(found, key=lambda pair: pair.ranks)), collectives, skipped)
+    pairs = tuple(sorted(found, key=lambda pair: pair.ranks))
+    return Links(pairs, collectives, skipped, _lanes(session, pairs))
 
 
 def rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
@@ -142,8 +152,20 @@ def rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e3:.1f} kB/s"
 
 
-def _ping_pong(session: Session, pair: tuple[int, int]) -> tuple[float, float]:
-    """Return (latency in seconds, bytes per second) between the two ranks; both take part.
+def _lanes(session: Session, pairs: Sequence[Pair]) -> float:
+    """Measure ``Links.lanes`` between the first two nodes. Collective."""
+    first, second = ([p.rank for p in session.roster if p.node == node] for node in (0, 1))
+    both = list(zip(first, second, strict=False))
+    alone = [pair.bytes_per_s for pair in pairs if both and pair.ranks == both[0]]
+    if len(both) < 2 or not alone:
+        return 1.0
+    mine = [_ping_pong(session, pair)[1] for pair in both if session.world.rank in pair]
+    rates = gather_objects(session, mine[0] if mine else 0.0)
+    return max(1.0, sum(rates[rank] for rank, _ in both) / alone[0])
+
+
+def _ping_pong(session: Session, pair: tuple[int, int]) -> tuple[float, float, float]:
+    """Return latency in seconds, bytes per second, and those while both send; both take part.
 
     The first of them decides how large the large message is: it grows until it takes long enough.
     """
@@ -162,7 +184,8 @@ def _ping_pong(session: Session, pair: tuple[int, int]) -> tuple[float, float]:
         goes_on.fill_(int(seconds < _LONG_ENOUGH_S and num_bytes < MOST_BYTES))
         _send(goes_on, other) if first else _receive(goes_on, other)
         if not int(goes_on[0]):
-            return latency_s, num_bytes / seconds
+            both_s = min(_exchange(large, other, session) for _ in range(2))
+            return latency_s, num_bytes / seconds, num_bytes / both_s
         num_bytes *= 4
 
 
@@ -174,29 +197,59 @@ def _there_and_back(data: "torch.Tensor", other: int, first: bool, session: Sess
     return time.perf_counter() - began_s
 
 
-def _collectives(session: Session) -> Iterator[Collective]:
+def _exchange(data: "torch.Tensor", other: int, session: Session) -> float:
+    """Return the seconds in which two ranks send each other ``data`` at the same time."""
     import torch
     import torch.distributed as dist
 
+    ways = ((dist.isend, data), (dist.irecv, torch.empty_like(data)))
+    began_s = time.perf_counter()
+    for way in dist.batch_isend_irecv([dist.P2POp(do, what, other) for do, what in ways]):
+        way.wait()
+    _wait(session)
+    return time.perf_counter() - began_s
+
+
+def _collectives(session: Session) -> Iterator[Collective]:
+    """Time each operation with a small message, and with one that is no longer all latency."""
     size = session.world.size
-    for num_bytes in (SMALL_BYTES * size, 1 << 22):
-        for name, share in (("all-reduce", 2.0), ("all-gather", 1.0)):
-            whole = torch.ones(num_bytes // 4 // size * size, device=session.device)
-            parts = list(whole.chunk(size))
-            part = parts[0].clone()
-            times = []
-            for _ in range(4):  # the first connects
-                dist.barrier(group=session.cpu_group)
-                began_s = time.perf_counter()
-                if name == "all-reduce":
-                    dist.all_reduce(whole)
-                else:
-                    dist.all_gather(parts, part)
-                _wait(session)
-                times.append(time.perf_counter() - began_s)
-            [seconds] = max_of(session, [statistics.median(times[1:])])
-            bus = share * (size - 1) / size * num_bytes / seconds
-            yield Collective(name, num_bytes, seconds, bus)
+    for name, share in (("all-reduce", 2.0), ("all-gather", 1.0), ("reduce-scatter", 1.0)):
+        num_bytes = SMALL_BYTES * size
+        while True:
+            seconds = _time_of(name, num_bytes // 4 // size * size, session)
+            is_small, is_last = num_bytes < FIRST_BYTES, seconds > _LONG_ENOUGH_S
+            if is_small or is_last or num_bytes >= MOST_BYTES:
+                bus = share * (size - 1) / size * num_bytes / seconds
+                yield Collective(name, num_bytes, seconds, bus)
+            if not is_small and (is_last or num_bytes >= MOST_BYTES):
+                break
+            num_bytes = FIRST_BYTES if is_small else 4 * num_bytes
+
+
+def _time_of(name: str, num_values: int, session: Session) -> float:
+    """Return the seconds of one such operation, those of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    # torch 2.13 has new names for these two and warns of the old ones.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    whole = torch.zeros(num_values, device=session.device)
+    part = torch.zeros(num_values // session.world.size, device=session.device)
+    times = []
+    for _ in range(4):  # the first connects
+        dist.barrier(group=session.cpu_group)
+        began_s = time.perf_counter()
+        match name:
+            case "all-reduce":
+                dist.all_reduce(whole)
+            case "all-gather":
+                gather(whole, part)
+            case _:
+                scatter(part, whole)
+        _wait(session)
+        times.append(time.perf_counter() - began_s)
+    return max_of(session, [statistics.median(times[1:])])[0]
 
 
 def _bytes(session: Session, number: int) -> "torch.Tensor":

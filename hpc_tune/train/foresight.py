@@ -22,7 +22,7 @@ from hpc_tune.log import JsonLines, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
-from hpc_tune.plan.account import ModelSize, static_bytes
+from hpc_tune.plan.account import ModelSize, activation_bound, static_bytes
 from hpc_tune.plan.ledger import PROCESS_BYTES
 from hpc_tune.train.layout import bytes_per_rank
 from hpc_tune.train.saving import on_rank_0
@@ -89,17 +89,6 @@ def foresee(
     return said
 
 
-def activation_bound(model: Any, tokens: int) -> int:
-    """Return more than a micro-batch of ``tokens`` makes a rank keep without recompute, in bytes.
-
-    34 bytes x tokens x hidden x layers in 16 bits (arXiv:2205.05198, without the scores, which are
-    not kept), twice that in 32, and the logits in fp32 with their gradient.
-    """
-    kept: int = 68 * tokens * model.hidden_size * model.num_hidden_layers
-    logits: int = 8 * tokens * model.vocab_size
-    return kept + logits
-
-
 def compare(
     planned: dict[str, Any] | None, session: Session, governor: Governor, events: JsonLines
 ) -> None:
@@ -116,6 +105,19 @@ def compare(
     events.write(time=time.time(), step=None, rank=0, kind="memory", phases=phases)
 
 
+def run_plan(
+    config: Path, words: Iterable[str], limit_s: float
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``plan --json`` on a configuration file, as a process that no launcher has started.
+
+    Raises:
+        OSError, subprocess.TimeoutExpired: if it cannot be started, or is not done in time.
+    """
+    command = [sys.executable, "-m", "hpc_tune", "plan", "--json", "--config", str(config), *words]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED_BY)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
+
+
 def _ask(run_dir: Path, words: Iterable[str], limit_s: float) -> dict[str, Any] | None:
     """Run the plan command on the run's own configuration; None where it cannot tell."""
     limit = find_limit()
@@ -127,14 +129,9 @@ def _ask(run_dir: Path, words: Iterable[str], limit_s: float) -> dict[str, Any] 
         )
         return None
     log.info("memory  planning what each phase takes")
-    command = [sys.executable, "-m", "hpc_tune", "plan", "--json", *words]
-    command += ["--config", str(run_dir / "config.resolved.yaml")]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED_BY)}
     said = ""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, env=environment
-        )
+        done = run_plan(run_dir / "config.resolved.yaml", words, limit_s)
         said = done.stderr.strip()
         found: dict[str, Any] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:

@@ -47,6 +47,7 @@ FREE = {
     # how the work is spread and where it runs
     "batch.micro_size",
     "parallel.engine",
+    "parallel.layout",
     "parallel.replicate",
     "parallel.shard",
     "parallel.tensor",

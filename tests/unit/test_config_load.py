@@ -445,3 +445,13 @@ def test_every_configuration_that_comes_with_the_project_loads(monkeypatch):
     load_config(None)
     for file in sorted((ROOT / "configs").glob("*.yaml")):
         load_config(str(file))
+
+
+@pytest.mark.parametrize("words", [(), ("parallel.recompute=full",), ("parallel.layout=auto",)])
+def test_parallel_auto_is_short_for_its_layout(write, words):
+    for path, more in ((write("parallel: auto"), words), (write(""), ("parallel=auto", *words))):
+        config = load_config(path, more)
+        assert config.parallel.layout == "auto"
+        assert config.parallel.recompute == (
+            "full" if "parallel.recompute=full" in words else "none"
+        )

@@ -1,0 +1,354 @@
+"""parallel.layout=auto: the fastest layout that fits, from what was measured of ranks and links.
+
+    measured.json (or a named machine) -> Compute, Network -> candidates, the fastest first
+    -> planned one after the other until one fits -> Choice
+
+A run measures for itself and asks the ``plan`` command; on a login node a machine is named.
+"""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.errors import ConfigError
+from hpc_tune.log import log
+from hpc_tune.plan.account import ModelSize, activation_bound, measure, static_bytes
+from hpc_tune.plan.answer import answer, built_from, shape_of
+from hpc_tune.plan.choose import Candidate, candidates, choose_layout, preference
+from hpc_tune.plan.cost import flops_per_token
+from hpc_tune.plan.ledger import PROCESS_BYTES, Machine
+from hpc_tune.plan.speed import Compute, Network, StepWork, step_time
+from hpc_tune.probe.links import Collective, Links, Pair
+from hpc_tune.units import format_bytes
+
+SHOWN = 5
+SURE_SHARE = 0.5  # of what a rank has: so much by a bound from above is not planned in detail
+_SYNC_S = 50e-6
+_REACHED = 0.4  # of a data sheet's flops in training
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The node of each rank, the links between them, and how fast they compute, if known."""
+
+    nodes: tuple[int, ...]
+    links: Links
+    compute: Compute | None = None
+
+    def to_json(self) -> str:
+        """Return it for ``plan --measured``."""
+        ranks = [{"node": node} for node in self.nodes]
+        compute = asdict(self.compute) if self.compute else None
+        return json.dumps({"ranks": ranks, "links": asdict(self.links), "compute": compute})
+
+    @classmethod
+    def read(cls, path: Path) -> "Measured":
+        """Read what a run measured, or what ``doctor --json`` says.
+
+        Raises:
+            ConfigError: if it is neither.
+        """
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            links = told["links"]
+            pairs = [
+                Pair(**{**p, "ranks": tuple(p["ranks"]), "nodes": tuple(p["nodes"])})
+                for p in links["pairs"]
+            ]
+            collectives = [Collective(**one) for one in links["collectives"]]
+            found = Links(tuple(pairs), tuple(collectives), links["skipped"], links["lanes"])
+            compute = Compute(**told["compute"]) if told.get("compute") else None
+            return cls(tuple(rank["node"] for rank in told["ranks"]), found, compute)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--measured {path}: expected what `doctor --json` prints: {error!r}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of cluster by its data sheets: flops and bytes per second of a rank's device and link.
+
+    ``lanes``: network cards of a node.
+    """
+
+    flops: float
+    within_bytes_per_s: float
+    across_bytes_per_s: float
+    lanes: int
+    within_latency_s: float = 10e-6
+    across_latency_s: float = 20e-6
+
+    def measured(self, nodes: int, per_node: int) -> Measured:
+        """Return what a measurement would find there, but for compute."""
+        ranks = tuple(rank // per_node for rank in range(nodes * per_node))
+        pairs = []
+        if per_node > 1:
+            pairs.append(Pair((0, 1), (0, 0), self.within_latency_s, self.within_bytes_per_s))
+        if nodes > 1:
+            first = Pair((0, per_node), (0, 1), self.across_latency_s, self.across_bytes_per_s)
+            pairs.append(first)
+        return Measured(ranks, Links(tuple(pairs), (), 0, self.lanes))
+
+    def compute(self, size: ModelSize, model: Any, seq_len: int, recompute: bool) -> Compute:
+        """Return seconds per token of a block and of the head, at ``_REACHED`` of the flops."""
+        head = (4 if size.num_frozen else 6) * model.vocab_size * model.hidden_size
+        whole = flops_per_token(size, model, seq_len)
+        block = (whole - head) / model.num_hidden_layers * (4 / 3 if recompute else 1)
+        speed = _REACHED * self.flops
+        # AdamW reads and writes some 28 bytes per value; devices of a petaflop move 3 TB/s.
+        memory_s = 300 / self.flops  # per byte
+        return Compute(
+            block / speed, head / speed, 28 * memory_s, 3 * memory_s, _SYNC_S, overlaps=True
+        )
+
+
+# From the vendors' data sheets: dense bf16; one direction of NVLink or PCIe; a network card.
+HARDWARE = {
+    "h100-ib400": Hardware(989e12, 370e9, 48e9, 8),
+    "a100-ib200": Hardware(312e12, 240e9, 24e9, 4),
+    "l40s-pcie-ethernet": Hardware(362e12, 20e9, 2.9e9, 1),
+    "a100-pcie-10g": Hardware(312e12, 20e9, 1.1e9, 1, across_latency_s=60e-6),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; ``memory`` of the rank that needs most.
+
+    ``fits`` is None where it was not asked: what is slower is not planned.
+    """
+
+    candidate: Candidate
+    memory: str
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen: ``rows`` are the fastest, ``refused`` faster ones that do not fit.
+
+    ``naive`` is what would run without auto, ``alone`` one rank, where it has the memory.
+    """
+
+    rows: list[Row]
+    refused: list[Row]
+    naive: Candidate | None
+    alone: Candidate | None
+    num_ranks: int
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits."""
+        return self.rows[0].candidate
+
+
+def choose_for(
+    config: RunConfig, machine: Machine, measured_file: str | None, hardware: str | None
+) -> tuple[Choice, Machine, RunConfig]:
+    """Choose for the command line; return also the machine of the ranks that are used, and the
+    configuration with the layout.
+
+    Raises:
+        ConfigError: as ``choose``; or if neither a file nor a known machine is named.
+    """
+    if hardware is not None and hardware not in HARDWARE:
+        raise ConfigError(f"--hardware {hardware}: expected {', '.join(HARDWARE)}")
+    kind = HARDWARE[hardware] if hardware else None
+    if measured_file is not None:
+        measured = Measured.read(Path(measured_file))
+    elif kind is not None:
+        measured = kind.measured(machine.nodes, machine.ranks_per_node)
+    else:
+        raise ConfigError(
+            f"parallel=auto: how fast are the links there? --hardware {_names()}, or --measured "
+            "FILE with what `python -m hpc_tune doctor --json` printed on those nodes"
+        )
+    choice = choose(config, _of_ranks(machine, measured.nodes), measured, kind)
+    used = _of_ranks(machine, [measured.nodes[rank] for rank in choice.best.ranks])
+    parallel = with_layout(config.parallel, choice.best.layout)
+    return choice, used, config.model_copy(update={"parallel": parallel})
+
+
+def choose(
+    config: RunConfig, machine: Machine, measured: Measured, hardware: Hardware | None = None
+) -> Choice:
+    """Return the fastest layout that fits ``machine``, and the next ones.
+
+    ``hardware`` tells how fast ranks compute where ``measured`` does not.
+
+    Raises:
+        ConfigError: if no layout is legal, or none fits. DataError: as ``answer``.
+    """
+    with shape_of(config.model.path) as shape_dir:
+        built = built_from(config, shape_dir)
+        size = measure(built.module)
+        recomputes = config.parallel.recompute == "full"
+        compute = measured.compute
+        if compute is None and hardware is not None:
+            compute = hardware.compute(size, built.config, config.data.seq_len, recomputes)
+        if compute is None:
+            raise ConfigError(
+                f"how fast ranks compute is not known: name a machine, --hardware {_names()}"
+            )
+        work = StepWork(
+            size, built.config, config.batch.global_size, config.data.seq_len, built.dtype.itemsize
+        )
+        network = Network.measured(measured.links, measured.nodes)
+        room = machine.device_bytes or machine.host_bytes // machine.ranks_per_node
+        process_bytes = 0 if machine.device_bytes else PROCESS_BYTES
+        found = candidates(config, work, room, compute, network, process_bytes)
+        num_ranks = len(measured.nodes)
+
+        def preferred(row: Row) -> float:
+            return preference(row.candidate, num_ranks)
+
+        rows: list[Row] = []
+        refused: list[Row] = []
+        for one in found:
+            best = min((preferred(r) for r in rows if r.fits), default=math.inf)
+            if preference(one, num_ranks) < best:
+                row = _row(config, one, machine, measured.nodes, work, room)
+                if row.candidate.micro_rows != one.micro_rows:
+                    row = _with_time(row, config, work, compute, network)
+                (rows if row.fits else refused).append(row)
+            elif len(rows) < SHOWN:
+                state = format_bytes(static_bytes(size, one.layout))
+                rows.append(Row(one, f"> {state}", None))
+        if not rows:
+            raise ConfigError(_nothing(config, machine, len(found)))
+        rows.sort(key=preferred)
+        layout, _ = choose_layout(config.parallel, num_ranks, size, room, machine.ranks_per_node)
+        naive = next((one for one in found if one.layout == layout), None)
+        alone = next((one for one in found if one.layout.size == 1), None)
+    return Choice(rows, refused, naive, alone, num_ranks)
+
+
+def as_lines(choice: Choice) -> list[str]:
+    """Return the table for a person: the five fastest, and why the first is."""
+    best, naive, alone = choice.best, choice.naive, choice.alone
+    head = f"auto    {'layout':<48}{'ranks':>6}{'memory':>12}{'step':>10}{'comm':>7}"
+    lines = [
+        head,
+        *(_line(row, "<- this one" if row.candidate is best else "") for row in choice.rows),
+    ]
+    shown = [row.candidate for row in choice.rows]
+    for one, note in ((naive, "what memory alone would choose"), (alone, "")):
+        if one is not None and one not in shown:
+            lines.append(_line(Row(one, "", None), note))
+            shown.append(one)
+    lines += [_line(row, "does not fit") for row in choice.refused]
+    said = []
+    if naive and alone and naive.time.seconds > alone.time.seconds:
+        said.append(f"without auto all {choice.num_ranks} ranks would be slower than one")
+    if len(choice.rows) > 1:
+        said.append(_reason(best, choice.rows[1].candidate))
+    if best.layout.size < choice.num_ranks:
+        whole = next((one for one in shown if one.layout.size == choice.num_ranks), None)
+        more = f": all {choice.num_ranks} would take {_time(whole)}" if whole else ""
+        said.append(f"{choice.num_ranks - best.layout.size} ranks stay idle{more}")
+    return lines + [f"        {text}" for text in said]
+
+
+def as_json(choice: Choice) -> str:
+    """Return what a run needs of it."""
+    best = choice.best
+    told: dict[str, Any] = {
+        "layout": asdict(best.layout),
+        "ranks": best.ranks,
+        "step_s": best.time.seconds,
+        "comm_share": best.time.comm_share,
+        "lines": as_lines(choice),
+    }
+    return json.dumps(told)
+
+
+def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
+    """Return the settings with every axis as in ``layout``, and nothing left to choose."""
+    return parallel.model_copy(update={**asdict(layout), "layout": "simple"})
+
+
+def _row(
+    config: RunConfig,
+    one: Candidate,
+    machine: Machine,
+    nodes: Sequence[int],
+    work: StepWork,
+    room: int,
+) -> Row:
+    """Say what memory a candidate takes, by a bound where that is enough, else by a plan."""
+    tokens = one.micro_rows * work.seq_len
+    needed = static_bytes(work.size, one.layout) + activation_bound(work.config, tokens)
+    needed += 0 if machine.device_bytes else PROCESS_BYTES
+    if needed < SURE_SHARE * room:
+        return Row(one, f"< {format_bytes(needed)}", True)
+    smaller = _of_ranks(machine, [nodes[rank] for rank in one.ranks])
+    chosen = config.model_copy(update={"parallel": with_layout(config.parallel, one.layout)})
+    log.info("auto    planning %s", one)
+    found = answer(chosen, smaller)
+    steady = next(phase for phase in found.phases if phase.name == "steady")
+    memory = format_bytes(steady.device_bytes if machine.device_bytes else steady.rank_bytes)
+    fitting = found.tokens_that_fit // work.seq_len
+    if config.batch.micro_size == "auto" and 0 < fitting < one.micro_rows:
+        one = dataclasses.replace(one, micro_rows=1 << (fitting.bit_length() - 1))
+    return Row(one, memory, found.fits)
+
+
+def _of_ranks(machine: Machine, nodes: Sequence[int]) -> Machine:
+    """Return the machine as ranks on these nodes see it."""
+    counts = Counter(nodes)
+    return dataclasses.replace(machine, nodes=len(counts), ranks_per_node=max(counts.values()))
+
+
+def _with_time(
+    row: Row, config: RunConfig, work: StepWork, compute: Compute, network: Network
+) -> Row:
+    one = row.candidate
+    parallel = config.parallel.model_copy(update={"reshard": one.reshard})
+    time = step_time(work, one.layout, one.ranks, parallel, one.micro_rows, compute, network)
+    return dataclasses.replace(row, candidate=dataclasses.replace(one, time=time))
+
+
+def _line(row: Row, note: str) -> str:
+    one = row.candidate
+    text = f"        {one!s:<48}{one.layout.size:>6}{row.memory:>12}{_time(one):>10}"
+    return f"{text}{one.time.comm_share:>7.0%}  {note}".rstrip()
+
+
+def _time(one: Candidate) -> str:
+    return f"{one.time.seconds:.3g} s"
+
+
+def _reason(best: Candidate, other: Candidate) -> str:
+    more_s = other.time.seconds - best.time.seconds
+    if more_s < 0.01 * best.time.seconds:
+        return f"{other} is as fast, and less simple"
+    waits_s = other.time.comm_s - best.time.comm_s
+    what = "waits for messages" if waits_s > more_s / 2 else "computes"
+    return f"{other} {what} {max(waits_s, more_s - waits_s):.3g} s longer per step"
+
+
+def _nothing(config: RunConfig, machine: Machine, num_found: int) -> str:
+    if num_found:
+        return (
+            f"parallel.layout=auto: none of {num_found} layouts fits; `plan` without auto says "
+            "what each phase takes and what would help"
+        )
+    room = machine.device_bytes or machine.host_bytes // machine.ranks_per_node
+    return (
+        f"parallel.layout=auto: no layout of up to {machine.world_size} ranks is possible: the "
+        f"axes that are set do not suit the model, or its state is more than {format_bytes(room)} "
+        "per rank in each of them"
+    )
+
+
+def _names() -> str:
+    return "|".join(HARDWARE)

@@ -1,0 +1,207 @@
+"""parallel.layout=auto without ranks: which layouts are looked at, and which is taken."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig
+
+from hpc_tune.config.load import load_config
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.errors import ConfigError
+from hpc_tune.plan.account import ModelSize
+from hpc_tune.plan.auto import HARDWARE, Measured, as_lines, choose, choose_for
+from hpc_tune.plan.choose import candidates, legal_layouts, micro_rows, orders
+from hpc_tune.plan.ledger import Machine
+from hpc_tune.plan.speed import Compute, Network, StepWork
+from hpc_tune.probe.links import Links, Pair
+
+MODEL = LlamaConfig(num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4)
+COMPUTE = Compute(block_s=1e-5, head_s=1e-5, update_s=0.0)
+GIB = 1 << 30
+
+
+def config(**parts):
+    return RunConfig.model_validate({"tune": {"method": "lora"}, **parts})
+
+
+def network(size, rate=1e9, nodes=None, slow=()):
+    nodes = nodes or range(size)
+    pairs = [
+        Pair((a, b), (nodes[a], nodes[b]), 1e-5, dict(slow).get((a, b), rate))
+        for a in range(size)
+        for b in range(a + 1, size)
+    ]
+    return Network.measured(Links(tuple(pairs), ()), nodes)
+
+
+def test_every_way_to_multiply_to_four_and_to_fewer_is_looked_at():
+    found = legal_layouts(config(), MODEL, 4)
+    by_size = {n: [layout for layout in found if layout.size == n] for n in (1, 2, 3, 4)}
+    # 3 axes have no factor of 3 in the heads: tensor 3 is not legal.
+    assert {n: len(layouts) for n, layouts in by_size.items()} == {1: 1, 2: 4, 3: 3, 4: 10}
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("parts", "left"),
+    [
+        ({"parallel": {"tensor": 2}}, {"tensor": {2}}),
+        ({"parallel": {"shard": 1, "pipeline": 2}}, {"shard": {1}, "pipeline": {2}}),
+        ({"tune": {"method": "qlora"}}, {"tensor": {1}}),
+        ({"tune": {"method": "dora"}}, {"tensor": {1}}),
+        ({"train": {"compile": True}}, {"tensor": {1}}),
+    ],
+)
+def test_what_is_set_is_kept_and_what_cannot_be_is_not_looked_at(parts, left):
+    found = legal_layouts(config(**parts), MODEL, 4)
+    assert found
+    for axis, values in left.items():
+        assert {getattr(layout, axis) for layout in found} == values
+
+
+def test_of_many_ranks_only_some_numbers_are_looked_at():
+    sizes = {layout.size for layout in legal_layouts(config(), MODEL, 24)}
+    assert sizes == {1, 2, 4, 8, 16, 24}
+
+
+def test_the_first_rank_always_works_and_slow_links_are_left_out():
+    slow = {(1, 2): 1e6, (2, 3): 1e6, (2, 4): 1e6, (0, 2): 1e6, (2, 5): 1e6, (2, 6): 1e6}
+    net = network(7, slow=slow)
+    assert all(0 in order for order in orders(net, 6))
+    assert all(2 not in order for order in orders(net, 6))
+    assert (0, 1, 2, 3, 4, 5, 6) in orders(net, 7)
+    assert len(orders(network(4), 4)) == 24
+    assert all(0 in order for order in orders(network(4), 2))
+
+
+@pytest.mark.parametrize(
+    ("micro_size", "layout", "rows"),
+    [
+        ("auto", Layout(4, 1), 16),
+        ("auto", Layout(1, 1, 1, 4), 4),
+        ("auto", Layout(2, 1, 1, 2), 4),
+        (2, Layout(1, 1, 1, 4), 2),
+    ],
+)
+def test_pipelines_are_counted_with_the_micro_batches_that_a_run_takes(micro_size, layout, rows):
+    settings = config(batch={"global_size": 64, "micro_size": micro_size})
+    assert micro_rows(settings, layout) == rows
+
+
+def best(room, net, size, parts=None, compute=COMPUTE, rows=64):
+    settings = config(batch={"global_size": rows, "micro_size": 1}, **(parts or {}))
+    work = StepWork(size, MODEL, rows, 128, 2)
+    return [c.layout for c in candidates(settings, work, room, compute, net)]
+
+
+ADAPTERS = ModelSize(10**9, 10**6, 2 * GIB, 1 << 22)
+
+
+def test_a_base_that_fits_is_replicated_and_one_that_does_not_is_cut_by_the_links():
+    assert best(8 * GIB, network(4), ADAPTERS)[0] == Layout(4, 1)
+    # 2 GiB at 1 GB/s for each micro-batch is long; activations are not.
+    slow = best(GIB, network(4, rate=1e9), ADAPTERS)
+    assert slow[0].pipeline == 4
+    assert all(layout.shard * layout.pipeline * layout.tensor > 2 for layout in slow)
+    hides = Compute(1e-5, 1e-5, 0.0, sync_s=1e-5, overlaps=True)
+    # Eight micro-batches fill a pipeline badly.
+    assert best(GIB, network(4, rate=1e12), ADAPTERS, None, hides, rows=8)[0].shard > 1
+
+
+def test_fewer_ranks_are_taken_where_more_are_slower():
+    everything = ModelSize(0, 10**9, 0, 4 * GIB)
+    slow = best(64 * GIB, network(4, rate=1e6), everything, {"tune": {"method": "full"}})
+    assert slow[0] == Layout(1, 1)
+
+
+# --- the plan command -------------------------------------------------------------------------
+
+
+def test_a_slow_pair_is_kept_out_of_a_pipeline_and_the_table_says_what_was_chosen():
+    settings = load_config(
+        None, ["parallel=auto", "parallel.pipeline=4", "batch.micro_size=1", "data.seq_len=128"]
+    )
+    pairs = [
+        Pair((a, b), (a, b), 1e-5, 1e3 if (a, b) == (1, 2) else 1e9)
+        for a in range(4)
+        for b in range(a + 1, 4)
+    ]
+    measured = Measured((0, 1, 2, 3), Links(tuple(pairs), ()), COMPUTE)
+    choice = choose(settings, Machine(4, 1, None, 8 * GIB), measured)
+    assert choice.best.layout == Layout(1, 1, 1, 4)
+    neighbours = list(zip(choice.best.ranks, choice.best.ranks[1:], strict=False))
+    assert (1, 2) not in neighbours
+    assert (2, 1) not in neighbours
+    lines = as_lines(choice)
+    assert "pipeline 4" in lines[1]
+    assert lines[1].endswith("<- this one")
+
+
+def test_a_named_machine_is_planned_without_measuring_and_the_rest_of_the_plan_is_of_its_layout():
+    settings = load_config(None, ["parallel=auto"])
+    machine = Machine(2, 2, 80 * GIB, 512 * GIB)
+    choice, used, chosen = choose_for(settings, machine, None, "h100-ib400")
+    assert chosen.parallel.layout == "simple"
+    assert chosen.parallel.replicate == choice.best.layout.replicate
+    assert used.world_size == choice.best.layout.size
+
+
+def test_what_cannot_be_chosen_is_said():
+    settings = load_config(None, ["parallel=auto"])
+    machine = Machine(1, 4, 80 * GIB, 512 * GIB)
+    with pytest.raises(ConfigError, match="doctor --json"):
+        choose_for(settings, machine, None, None)
+    with pytest.raises(ConfigError, match="h100-ib400"):
+        choose_for(settings, machine, None, "cray-1")
+    impossible = load_config(None, ["parallel=auto", "parallel.tensor=3"])
+    with pytest.raises(ConfigError, match="no layout of up to 4 ranks is possible"):
+        choose_for(impossible, machine, None, "h100-ib400")
+
+
+def test_a_file_that_doctor_did_not_write_is_refused(tmp_path):
+    file = tmp_path / "doctor.json"
+    for text in ("", "{}", '{"links": 1, "ranks": []}'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="doctor --json"):
+            Measured.read(file)
+    with pytest.raises(ConfigError, match="no such|No such"):
+        Measured.read(tmp_path / "gone.json")
+
+
+def test_measured_links_survive_the_way_to_the_plan(tmp_path):
+    links = Links((Pair((0, 1), (0, 0), 1e-5, 1e9),), (), 3, 2.0)
+    told = Measured((0, 0), links, COMPUTE)
+    file = tmp_path / "measured.json"
+    file.write_text(told.to_json())
+    assert Measured.read(file) == told
+    without = {**json.loads(told.to_json()), "compute": None}
+    file.write_text(json.dumps(without))
+    assert Measured.read(file).compute is None
+
+
+def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
+    kind = HARDWARE["h100-ib400"]
+    net = Network.measured(kind.measured(2, 8).links, kind.measured(2, 8).nodes)
+    assert net.rate(0, 7) == kind.within_bytes_per_s
+    assert net.rate(3, 12) == kind.across_bytes_per_s
+    model = SimpleNamespace(
+        num_hidden_layers=2, hidden_size=10, vocab_size=100, tie_word_embeddings=True
+    )
+    size = ModelSize(5_000, 100, 10_000, 400)
+    compute = kind.compute(size, model, 16, recompute=False)
+    # 4 flops per frozen value and 6 per trained one, of which the head has 4 x 1000
+    whole = 4 * 5_000 + 6 * 100 + 6 * 2 * 10 * 16
+    flops = (2 * compute.block_s + compute.head_s) * 0.4 * kind.flops
+    assert flops == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("layout", ["auto", "simple"])
+def test_auto_and_zero_do_not_go_together(layout):
+    parallel = ParallelConfig(layout=layout, zero_stage=2, engine="deepspeed")
+    from hpc_tune.config.combinations import check
+
+    problems = check(RunConfig(parallel=parallel))
+    assert any("parallel.layout=auto" in problem for problem in problems) == (layout == "auto")
