@@ -1,6 +1,7 @@
 """What a run tells while it runs: metrics.jsonl, TensorBoard and the progress display."""
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from hpc_tune.log import JsonLines, Progress
 from hpc_tune.train.event_file import EventFile
 from hpc_tune.units import format_bytes, format_count
 
+_REMEMBERED = 1000
 NOTEWORTHY = 0.05  # of a step in messages is said in the progress line
 
 
@@ -46,11 +48,15 @@ class StepMetrics:
 
 
 class Metrics:
-    """Writes on rank 0 (``run_dir`` given), drops everything elsewhere."""
+    """Writes on rank 0 (``run_dir`` given), drops everything elsewhere.
+
+    ``steps_s``: seconds of the newest steps.
+    """
 
     def __init__(
         self, run_dir: Path | None, tensorboard: bool, total_steps: int, start_step: int
     ) -> None:
+        self.steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
             drop_after(run_dir / "metrics.jsonl", start_step)
@@ -62,6 +68,7 @@ class Metrics:
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
         row = asdict(metrics)
+        self.steps_s.append(metrics.step_s)
         self._lines.write(**row)
         self._plot(metrics.step, row)
         note = f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tokens/s"

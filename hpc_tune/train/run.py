@@ -32,8 +32,10 @@ from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.room import asking
 from hpc_tune.plan.account import measure
+from hpc_tune.plan.choose import micro_rows
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
+from hpc_tune.train.choosing import Chosen, choose
 from hpc_tune.train.describe import describe
 from hpc_tune.train.ending import EarlyLeave, fail
 from hpc_tune.train.foresight import compare, foresee
@@ -48,6 +50,7 @@ from hpc_tune.train.resuming import find_checkpoint, restore
 from hpc_tune.train.saving import Saver, on_rank_0, together
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
+from hpc_tune.world.reform import dismiss, reform, wait_outside
 from hpc_tune.world.stop import StopFlag
 
 
@@ -68,9 +71,24 @@ def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) ->
         stop.install()
         early = EarlyLeave(session, stop, run_dir)
         causes.append(early.cause_of)
-        result = _run(config, session, run_dir, stop, early, causes, force)
+        chosen, store, outside = None, session.store, 0
+        if config.parallel.layout == "auto":
+            chosen = choose(config, session)
+            config = chosen.applied(config)
+            early.close()
+            causes.clear()
+            outside = session.world.size - len(chosen.ranks) if session.world.rank == 0 else 0
+            inside = reform(session, chosen.ranks, config.run.timeout)
+            if inside is None:
+                return wait_outside(session)
+            session = inside
+            configure(session.world.rank)
+            early = EarlyLeave(session, stop, run_dir)
+            causes.append(early.cause_of)
+        result = _run(config, session, run_dir, stop, early, causes, force, chosen)
         causes.clear()  # they hold the engine, whose process groups must be gone at the end
         shutdown(session)
+        dismiss(store, outside, result.exit_code)
         return result.exit_code
     except (Exception, KeyboardInterrupt) as error:
         cause: BaseException = error
@@ -87,6 +105,7 @@ def _run(
     early: EarlyLeave,
     causes: list[Callable[[BaseException], BaseException]],
     force: bool,
+    chosen: Chosen | None,
 ) -> Outcome:
     """``causes`` takes what tells of an error what it means."""
     world, mine = session.world, session.world.rank == 0
@@ -115,6 +134,8 @@ def _run(
     built = prepare_model(config, session, run_dir, fresh=checkpoint is None)
     size = measure(built.module)
     layout, why, parallel = settle_layout(config, session, governor, built, size)
+    if chosen is not None:
+        why = f"the shortest step by prediction, {chosen.step_s:.3g} s"
     planned = foresee(config, session, governor, size, layout, built.config, run_dir, force)
     governor.enter("data", "preparing the data", tell=True)
     inputs = Inputs(built, size, *prepare_data(config.data, session, run_dir, built.directory))
@@ -149,7 +170,7 @@ def _run(
         events.write(time=time.time(), step=step, rank=0, kind="resume", path=str(checkpoint))
     early.step = step
     rows = -(-config.batch.global_size // layout.data_size)
-    micro_size = _micro_size(config, session, engine, governor, layout, rows, saved)
+    micro_size = _micro_size(config, session, engine, governor, layout, saved)
     loader.set_micro_size(micro_size)
 
     def expected(micro_size: int) -> dict[str, int]:
@@ -225,6 +246,10 @@ def _run(
     )
     early.close()
     compare(planned, session, governor, events)
+    if chosen is not None:
+        events.write(
+            time=time.time(), step=None, rank=0, kind="layout", **chosen.compare(metrics.steps_s)
+        )
     metrics.close()
     loader.close()
     stop.close()
@@ -308,16 +333,13 @@ def _micro_size(
     engine: Engine,
     governor: Governor,
     layout: Layout,
-    most_rows: int,
     saved: RunState | None,
 ) -> int:
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
     if saved is not None and saved.layout == asdict(layout):
         return saved.micro_size
-    if layout.pipeline > 1:
-        # Stages work at the same time on different micro-batches; four each keep most of them busy.
-        most_rows = max(1, most_rows // (4 * layout.pipeline))
+    most_rows = micro_rows(config, layout)
     return largest_micro_size(session, engine, governor, config.data.seq_len, most_rows)
 
 

@@ -110,7 +110,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Session:
         notes += [note] if note else []
         if channel is not None:
             channel.close()
-        cpu_group = _init_groups(world, device, store, settings.timeout)
+        cpu_group = init_groups(world, device, store, settings.timeout)
         facts: dict[str, Any] = {
             "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
             "cores": (share.num_cores, threads, share.shared_by),
@@ -154,11 +154,11 @@ def shutdown(session: Session) -> None:
             session.watch.close()
         dist.destroy_process_group()
         gc.collect()  # an engine is in cycles and holds groups
-        _settle()
+        settle()
     sys.excepthook = sys.__excepthook__
 
 
-def _settle() -> None:
+def settle() -> None:
     """Wait until gloo's threads are idle, those of groups that torch keeps somewhere too.
 
     A thread drops the tensors of a collective a moment after all ranks have their result. If Python
@@ -263,7 +263,7 @@ def _set_interface(world: World, address: str, interface: str | None) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # = means no prefix match
 
 
-def _init_groups(
+def init_groups(
     world: World, device: "torch.device", store: "Store", timeout_s: float
 ) -> "ProcessGroup":
     """Make the default group for the device and return the gloo group for control traffic."""

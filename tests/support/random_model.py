@@ -29,14 +29,14 @@ SHAPE_SMALL = {
 }
 
 
-def write_random_model(directory: Path, **shape: int) -> int:
+def write_random_model(directory: Path, dtype: torch.dtype = torch.bfloat16, **shape: int) -> int:
     """Write such a Llama that can be trained: with a tokenizer, that of builtin:tiny.
 
     ``directory`` must be new; return the bytes of the weights.
     """
     write_tiny(directory)
     (directory / "model.safetensors").unlink()
-    return write_random_llama(directory, **shape)
+    return write_random_llama(directory, dtype=dtype, **shape)
 
 
 def write_random_llama(

@@ -1,0 +1,203 @@
+"""How fast the ranks compute, measured before the model is loaded: one decoder block and the head.
+
+models of one block and of two, random weights -> forward and backward, all ranks at once
+-> seconds per token of a block and of the rest; once more on the first rank alone
+"""
+
+import contextlib
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_tune.batch import Batch
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import BuiltModel, build, compute_dtype
+from hpc_tune.model.weights import local_region
+from hpc_tune.plan.account import STATE_COPIES, measure
+from hpc_tune.plan.answer import shape_of
+from hpc_tune.plan.speed import SUMS_OF_A_BLOCK, Compute, Network
+from hpc_tune.train.saving import together
+from hpc_tune.units import format_bytes
+from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.collective import barrier, max_of
+
+FEW, MORE = 1, 2
+_REPEATS, _LONG_ENOUGH_S = 3, 0.3
+_MOST_TOKENS_ON_CPU = 1024  # a block of an 8B model takes ten seconds for them
+_ROOM_SHARE = 0.5
+_VALUES, _WIDTH, _MOST_PRODUCTS = 1 << 22, 256, 100
+_SHORT_S = 1.0
+
+
+def measure_compute(config: RunConfig, session: Session, room: int, network: Network) -> Compute:
+    """Measure this model's blocks on these ranks; every rank returns the same. Collective.
+
+    ``room``: bytes that a rank has; ``network``: what was measured of it.
+
+    Raises:
+        ConfigError: if even so few blocks do not fit.
+    """
+    world, seconds, batch = session.world, {}, _batch(config, session.device)
+    with _Models(config, session, room) as models:
+        for layers in (FEW, MORE):
+            once = partial(models.engine(layers, Layout(world.size, 1)).run_once, batch)
+            seconds[layers] = _slowest_s(once, session)
+        barrier(session, "the first rank to compute alone")
+        times = [_time_of(once, session.device) for _ in range(_REPEATS) if world.rank == 0]
+        [alone_s] = max_of(session, [statistics.median(times or [0.0])])
+        block_s = max(1e-12, (seconds[MORE] - seconds[FEW]) / (MORE - FEW))
+        unshard_s = _copy_s(session)
+        # Over slow links there is nothing else to see; on GPUs gathering runs beside compute.
+        gathers_s = network.ring_s("all_gather", [range(world.size)], models.gathered_bytes)
+        if world.size > 1 and session.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
+            once = partial(models.engine(MORE, Layout(1, world.size)).run_once, batch)
+            more_s = _slowest_s(once, session) - seconds[MORE] - gathers_s
+            unshard_s = max(unshard_s, more_s / models.gathered_bytes)
+    tokens = batch.num_tokens
+    return Compute(
+        block_s / tokens,
+        max(0.0, seconds[FEW] - FEW * block_s) / tokens,
+        _update_s(session),
+        unshard_s,
+        _sync_s(session, block_s / SUMS_OF_A_BLOCK),
+        max(1.0, seconds[MORE] / alone_s),
+        overlaps=session.device.type == "cuda",
+    )
+
+
+class _Models:
+    """Makes models like the configured one with few blocks and random weights."""
+
+    gathered_bytes = 0.0  # in a forward and a backward pass of the newest, where it is sharded
+
+    def __init__(self, config: RunConfig, session: Session, room: int) -> None:
+        self._config, self._session, self._room = config, session, room
+        self._resources = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Models":
+        enter = self._resources.enter_context
+        shape_dir = enter(shape_of(self._config.model.path))
+        self._shape = json.loads((shape_dir / "config.json").read_text(encoding="utf-8"))
+        self._folder = Path(enter(tempfile.TemporaryDirectory()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._resources.close()
+
+    def engine(self, layers: int, layout: Layout) -> NativeEngine:
+        """Return an engine of ``layers`` blocks. Collective."""
+        text = json.dumps({**self._shape, "num_hidden_layers": layers})
+        (self._folder / "config.json").write_text(text, encoding="utf-8")
+        make = partial(self._make, layout)
+        return together(self._session, "measuring a decoder block", make)
+
+    def _make(self, layout: Layout) -> NativeEngine:
+        config, device = self._config, self._session.device
+        dtype = compute_dtype(config.model.dtype, device)
+        built = build(self._folder, dtype, config.tune, config.train.seed, weights=False)
+        _check_room(built, self._room)
+        head = built.config.vocab_size * built.config.hidden_size * dtype.itemsize
+        frozen = measure(built.module).frozen_bytes
+        self.gathered_bytes = max(0, 2 * frozen - head)  # the head stays from one to the other
+        parallel = config.parallel.model_copy(update={"reshard": "block", "offload_params": "none"})
+        engine = NativeEngine(built, layout, device, config.optim, parallel)
+        for parameter in built.module.parameters():
+            if parameter.is_floating_point():
+                local_region(parameter.detach())[0].normal_(std=0.02)
+        return engine
+
+
+def _check_room(built: BuiltModel, room: int) -> None:
+    size = measure(built.module)
+    needed = size.frozen_bytes + STATE_COPIES * size.trained_bytes
+    if needed > _ROOM_SHARE * room:
+        raise ConfigError(
+            f"parallel.layout=auto: {MORE} decoder blocks of this model take "
+            f"{format_bytes(needed)}, too much of {format_bytes(room)} to measure them; set "
+            "parallel.shard, .tensor or .pipeline"
+        )
+
+
+def _batch(config: RunConfig, device: torch.device) -> Batch:
+    rows = 1 if config.batch.micro_size == "auto" else config.batch.micro_size
+    length = config.data.seq_len
+    if device.type == "cpu":
+        length = min(length, _MOST_TOKENS_ON_CPU)
+        rows = max(1, min(rows, _MOST_TOKENS_ON_CPU // length))
+    tokens_BT = (torch.arange(length) % 32).expand(rows, length).contiguous()
+    positions_BT = torch.arange(length).expand(rows, length).contiguous()
+    return Batch(tokens_BT, tokens_BT, positions_BT, rows * length, rows * length, 0)
+
+
+def _slowest_s(work: Callable[[], object], session: Session) -> float:
+    """Return the seconds that ``work`` takes when all ranks do it at once, those of the slowest.
+
+    Often enough that the ranks, who may share processors, have had the same of them.
+    """
+    barrier(session, "all ranks to begin")
+    [once_s] = max_of(session, [_time_of(work, session.device)])
+    repeats = max(1, math.ceil(_LONG_ENOUGH_S / once_s))
+    times = []
+    for _ in range(_REPEATS):
+        barrier(session, "all ranks to begin")
+        spent_s = _time_of(lambda: [work() for _ in range(repeats)], session.device)
+        times += max_of(session, [spent_s / repeats])
+    return statistics.median(times)
+
+
+def _time_of(work: Callable[[], object], device: torch.device) -> float:
+    began_s = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began_s
+
+
+def _update_s(session: Session) -> float:
+    """Return the seconds of the optimizer per trained value."""
+    values = nn.Parameter(torch.zeros(_VALUES, device=session.device))
+    values.grad = torch.zeros_like(values)
+    return _slowest_s(torch.optim.AdamW([values], fused=True).step, session) / _VALUES
+
+
+def _copy_s(session: Session) -> float:
+    """Return the seconds per byte of two new buffers, one filled and copied to the other."""
+
+    def copy() -> None:
+        gathered = torch.zeros(_VALUES, device=session.device)
+        torch.empty_like(gathered).copy_(gathered)
+
+    return _slowest_s(copy, session) / (4 * _VALUES)
+
+
+def _sync_s(session: Session, work_s: float) -> float:
+    """Return what a small sum of all ranks adds to ``work_s`` of work between two of them."""
+    if session.world.size == 1:
+        return 0.0
+    matrix = torch.randn(_WIDTH, _WIDTH, device=session.device)
+    little = torch.zeros(8, device=session.device)
+    multiply = partial(torch.mm, matrix, matrix)
+    products = max(1, min(_MOST_PRODUCTS, round(work_s / _slowest_s(multiply, session))))
+
+    def between_sums(sums: bool) -> float:
+        def work() -> None:
+            for _ in range(products):
+                multiply()
+            if sums:
+                dist.all_reduce(little)
+
+        return _slowest_s(work, session)
+
+    return max(0.0, between_sums(True) - between_sums(False))

@@ -1,0 +1,133 @@
+"""Run by every rank: parallel=auto chooses, then each layout of all ranks trains some steps.
+
+    every_layout.py key=value ...
+
+Rank 0 prints a JSON object: what was chosen, and seconds of a step of each layout, predicted and
+measured. All layouts have the ranks in the order that was chosen.
+"""
+
+import gc
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.config.load import load_config
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.log import configure
+from hpc_tune.model.build import build, compute_dtype
+from hpc_tune.plan.account import measure
+from hpc_tune.plan.auto import with_layout
+from hpc_tune.plan.choose import candidates, keeps_gathered
+from hpc_tune.plan.ledger import PROCESS_BYTES
+from hpc_tune.plan.speed import Network, StepWork, step_time
+from hpc_tune.train.choosing import choose_from, machine_of, take_measures
+from hpc_tune.world.bootstrap import bootstrap, shutdown
+from hpc_tune.world.collective import max_of, sum_of
+from hpc_tune.world.reform import reform
+
+WARM_UP, STEPS, ENOUGH_S = 1, 4, 40.0
+
+
+def batches_of(config, layout, rank):
+    """Return this rank's micro-batches of full rows, and the tokens of all."""
+    rows = config.batch.global_size // layout.data_size
+    micro, length = config.batch.micro_size, config.data.seq_len
+    batches = []
+    for first in range(0, rows, micro):
+        shape = (min(micro, rows - first), length)
+        tokens_BT = torch.randint(0, 250, shape)
+        positions_BT = torch.arange(length).expand(shape).contiguous()
+        num = shape[0] * length
+        batches.append(Batch(tokens_BT, tokens_BT, positions_BT, num, num, first))
+    return batches, config.batch.global_size * length
+
+
+def steps_of(config, built, layout, reshard, session):
+    """Return the seconds of each step, and those in which this rank waited for messages."""
+    parallel = with_layout(config.parallel, layout).model_copy(update={"reshard": reshard})
+    engine = NativeEngine(built, layout, session.device, config.optim, parallel)
+    batches, tokens = batches_of(config, layout, session.world.rank)
+    times, waits = [], []
+    for number in range(WARM_UP + STEPS):
+        [spent_s] = max_of(session, [sum(times)])
+        if number > WARM_UP and spent_s > ENOUGH_S:
+            break
+        began_s = time.perf_counter()
+        sum_of(session, [0.0])  # as the loop does before a step, and after it
+        waits.append(engine.train_step(batches, tokens, 1e-4).comm_s)
+        sum_of(session, [0.0])
+        times.append(time.perf_counter() - began_s)
+    return times[WARM_UP:], waits[WARM_UP:]
+
+
+def main():
+    """Do it all; see above."""
+    config = load_config(None, ["parallel=auto", *sys.argv[1:]])
+    session = bootstrap(config.run)
+    configure(session.world.rank)
+    machine = machine_of(config, session)
+    began_s = time.monotonic()
+    measured = take_measures(config, session, machine)
+    measuring_s = time.monotonic() - began_s
+    chosen = choose_from(measured, config, session, machine)
+    dtype = compute_dtype(config.model.dtype, session.device)
+
+    def built():
+        return build(Path(config.model.path), dtype, config.tune, config.train.seed)
+
+    size, model = measure(built().module), built().config
+    work = StepWork(size, model, config.batch.global_size, config.data.seq_len, dtype.itemsize)
+    network = Network.measured(measured.links, measured.nodes)
+    room = machine.host_bytes // machine.ranks_per_node
+    all_ranks = len(measured.nodes)
+    order = chosen.ranks if len(chosen.ranks) == all_ranks else tuple(range(all_ranks))
+    whole = [
+        one.layout
+        for one in candidates(config, work, room, measured.compute, network, PROCESS_BYTES)
+        if one.layout.size == all_ranks
+    ]
+    inside = reform(session, order, config.run.timeout)
+    runs = [(layout, order) for layout in whole]
+    if len(chosen.ranks) < all_ranks:
+        runs.append((chosen.layout, chosen.ranks))
+    rows = []
+    for layout, ranks in runs:
+        if ranks != order:
+            inside = reform(session, ranks, config.run.timeout)
+            if inside is None:
+                time.sleep(1.0)
+                return
+        reshard = keeps_gathered(config.parallel, size, layout, room)
+        settings = config.parallel.model_copy(update={"reshard": reshard})
+        micro = config.batch.micro_size
+        found = step_time(work, layout, ranks, settings, micro, measured.compute, network)
+        times, waits = steps_of(config, built(), layout, reshard, inside)
+        rows.append(
+            {
+                "layout": str(layout),
+                "reshard": reshard,
+                "ranks": list(ranks),
+                "predicted_s": found.seconds,
+                "predicted_comm_s": found.comm_s,
+                "measured_s": statistics.median(times),
+                "comm_s": statistics.median(waits),
+                "chosen": layout == chosen.layout,
+            }
+        )
+        if inside.world.rank == 0:
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        gc.collect()
+    if inside.world.rank == 0:
+        compute = {name: getattr(measured.compute, name) for name in ("sharing", "sync_s")}
+        told = {"rows": rows, "lines": chosen.lines, "measuring_s": measuring_s, **compute}
+        print(json.dumps(told), flush=True)
+    shutdown(inside)
+
+
+if __name__ == "__main__":
+    main()
