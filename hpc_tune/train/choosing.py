@@ -18,7 +18,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
-from hpc_tune.memory.host import find_limit
+from hpc_tune.memory.host import find_limit, give_back
 from hpc_tune.plan.auto import Measured, with_layout
 from hpc_tune.plan.ledger import Machine
 from hpc_tune.plan.speed import Network
@@ -100,6 +100,11 @@ def take_measures(config: RunConfig, session: Session, machine: Machine) -> Meas
     nodes = tuple(peer.node for peer in session.roster)
     links = measure(session, LINKS_S)
     compute = measure_compute(config, session, room, Network.measured(links, nodes))
+    give_back()
+    if session.device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
     return Measured(nodes, links, compute)
 
 

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.log import JsonLines, Progress
+from hpc_tune.log import JsonLines, Progress, log
 from hpc_tune.train.event_file import EventFile
 from hpc_tune.units import format_bytes, format_count
 
 _REMEMBERED = 1000
-NOTEWORTHY = 0.05  # of a step in messages is said in the progress line
+NOTEWORTHY, MUCH = 0.05, 0.5  # of a step in messages: in the progress line; worth advice
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,18 @@ class StepMetrics:
 class Metrics:
     """Writes on rank 0 (``run_dir`` given), drops everything elsewhere.
 
-    ``steps_s``: seconds of the newest steps.
+    ``steps_s``: seconds of the newest steps. ``advise``: say once if messages take most of a step.
     """
 
     def __init__(
-        self, run_dir: Path | None, tensorboard: bool, total_steps: int, start_step: int
+        self,
+        run_dir: Path | None,
+        tensorboard: bool,
+        total_steps: int,
+        start_step: int,
+        advise: bool = False,
     ) -> None:
+        self._advise = advise and run_dir is not None
         self.steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
@@ -77,6 +83,12 @@ class Metrics:
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"
         self._progress.update(metrics.step, note)
+        if self._advise and len(self.steps_s) == 2 and metrics.comm_s > MUCH * metrics.step_s:
+            log.warning(
+                "%.0f%% of a step goes to messages: parallel=auto measures, and takes the layout "
+                "or the number of ranks that is faster",
+                100 * metrics.comm_s / metrics.step_s,
+            )
 
     def evaluation(self, step: int, eval_loss: float, eval_tokens: int, eval_s: float) -> None:
         """Record one evaluation: mean loss over the held-out data's loss tokens."""

@@ -220,7 +220,9 @@ def _run(
     governor.fence()
     name = None if session.device.type == "cpu" else _device_name(session)
     peak = peak_flops(name) if name else None
-    metrics = Metrics(run_dir if mine else None, config.run.tensorboard, total_steps, step)
+    metrics = Metrics(
+        run_dir if mine else None, config.run.tensorboard, total_steps, step, advise=chosen is None
+    )
     result = run_loop(
         Work(
             session=training,
