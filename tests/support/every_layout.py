@@ -30,7 +30,7 @@ from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.collective import max_of, sum_of
 from hpc_tune.world.reform import reform
 
-WARM_UP, STEPS, ENOUGH_S = 1, 4, 40.0
+WARM_UP, STEPS, ENOUGH_S = 1, 4, 25.0
 
 
 def batches_of(config, layout, rank):
