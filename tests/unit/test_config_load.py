@@ -447,11 +447,10 @@ def test_every_configuration_that_comes_with_the_project_loads(monkeypatch):
         load_config(str(file))
 
 
+@pytest.mark.parametrize("in_file", [True, False])
 @pytest.mark.parametrize("words", [(), ("parallel.recompute=full",), ("parallel.layout=auto",)])
-def test_parallel_auto_is_short_for_its_layout(write, words):
-    for path, more in ((write("parallel: auto"), words), (write(""), ("parallel=auto", *words))):
-        config = load_config(path, more)
-        assert config.parallel.layout == "auto"
-        assert config.parallel.recompute == (
-            "full" if "parallel.recompute=full" in words else "none"
-        )
+def test_parallel_auto_is_short_for_its_layout(write, words, in_file):
+    path = write("parallel: auto" if in_file else "")
+    config = load_config(path, words if in_file else ("parallel=auto", *words))
+    assert config.parallel.layout == "auto"
+    assert config.parallel.recompute == ("full" if "parallel.recompute=full" in words else "none")
