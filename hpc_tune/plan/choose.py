@@ -5,6 +5,7 @@ candidates      parallel.layout=auto: every legal layout, by the predicted time 
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,8 @@ def candidates(
                 for ranks in orders(network, layout.size)
                 if (time := step_time(work, layout, ranks, parallel, rows, compute, network))
             ),
-            key=lambda one: one.time.seconds,
+            # Of orders that are as fast the one whose neighbours have the fastest links.
+            key=lambda one: (one.time.seconds, -_slowest_neighbours(one.ranks, network)),
         )
         found.append(best)
     return sorted(found, key=lambda one: preference(one, len(network.nodes)))
@@ -225,6 +227,10 @@ def keeps_gathered(parallel: ParallelConfig, size: ModelSize, layout: Layout, ro
         return parallel.reshard
     whole = Layout(layout.data_size, 1, layout.tensor, layout.pipeline)
     return "step" if static_bytes(size, whole) <= room * ROOM_FOR_ACTIVATIONS else "block"
+
+
+def _slowest_neighbours(ranks: Sequence[int], network: Network) -> float:
+    return min((network.rate(a, b) for a, b in itertools.pairwise(ranks)), default=0.0)
 
 
 def _divisors(number: int) -> list[int]:

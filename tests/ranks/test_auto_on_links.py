@@ -95,7 +95,7 @@ def test_a_run_goes_around_a_slow_link_and_says_why_and_how_far_off_it_was(tmp_p
     axes = ["parallel=auto", "parallel.pipeline=3", "train.max_steps=4"]
     words = [f"model.path={model}", *STEP, *QUIET, *axes]
     with hosts(3, tmp_path) as made:
-        slow_down(made, 0, 1, "20mbit")
+        slow_down(made, 0, 1, "5mbit")
         done = mpirun_on(made, "hpc_tune", *words, f"run.dir={tmp_path / 'auto'}")
     [layout] = events(tmp_path / "auto", "layout")
     assert layout["layout"] == "replicate 1 x shard 1 x pipeline 3"

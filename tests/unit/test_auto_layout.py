@@ -111,6 +111,15 @@ def test_a_base_that_fits_is_replicated_and_one_that_does_not_is_cut_by_the_link
     assert best(GIB, network(4, rate=1e12), ADAPTERS, None, hides, rows=8)[0].shard > 1
 
 
+def test_of_orders_that_are_as_fast_the_one_with_the_fastest_neighbours_is_taken():
+    net = network(3, slow={(0, 1): 1e8})
+    shared = Compute(1e-3, 1e-3, 0.0, sharing=3.0)  # what a rank waits for, another computes
+    settings = config(parallel={"pipeline": 3}, batch={"global_size": 64, "micro_size": 1})
+    work = StepWork(ADAPTERS, MODEL, 64, 128, 2)
+    [found] = candidates(settings, work, 8 * GIB, shared, net)
+    assert found.ranks in ((0, 2, 1), (1, 2, 0))
+
+
 def test_fewer_ranks_are_taken_where_more_are_slower():
     everything = ModelSize(0, 10**9, 0, 4 * GIB)
     slow = best(64 * GIB, network(4, rate=1e6), everything, {"tune": {"method": "full"}})
