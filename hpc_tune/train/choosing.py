@@ -19,13 +19,16 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, give_back
+from hpc_tune.model.build import read_shape
+from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.plan.auto import Measured, with_layout
 from hpc_tune.plan.ledger import Machine
 from hpc_tune.plan.speed import Network
 from hpc_tune.probe.links import measure
 from hpc_tune.train.calibration import measure_compute
 from hpc_tune.train.foresight import run_plan
-from hpc_tune.train.saving import on_rank_0
+from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import max_of
 
@@ -74,8 +77,12 @@ def choose(config: RunConfig, session: Session) -> Chosen:
     """Measure and choose; every rank returns the same. Collective.
 
     Raises:
-        ConfigError: if no layout is possible or fits.
+        ConfigError: if no layout is possible or fits. DataError: if the model cannot be used.
     """
+    path = config.model.path
+    refuse_shape(path)
+    if path != BUILTIN_TINY:
+        together(session, "reading the model's shape", lambda: read_shape(Path(path)))
     log.info("auto    measuring links and a decoder block")
     machine = machine_of(config, session)
     return choose_from(take_measures(config, session, machine), config, session, machine)
