@@ -151,8 +151,16 @@ def _explain(errors: Sequence[Any], source: str) -> list[str]:
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
         words = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "model_type":
+            words = "Input should be a valid dictionary of settings, such as "
+            words += f"{_first_below(field, known)}=..."
+            words += ", or auto" if field == "parallel" else ""
         expected.setdefault(f"{field}={error['input']!r}", []).append(words)
     return [*unknown, *(f"{found}: {'; or: '.join(all_)}" for found, all_ in expected.items())]
+
+
+def _first_below(part: str, known: Sequence[str]) -> str:
+    return next((name for name in known if name.startswith(f"{part}.")), f"{part}.name")
 
 
 def _near(name: str, known: Sequence[str]) -> str:

@@ -454,3 +454,19 @@ def test_parallel_auto_is_short_for_its_layout(write, words, in_file):
     config = load_config(path, words if in_file else ("parallel=auto", *words))
     assert config.parallel.layout == "auto"
     assert config.parallel.recompute == ("full" if "parallel.recompute=full" in words else "none")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("parallel=automatic", "such as parallel.layout=..., or auto"),
+        (
+            "tune=lora",
+            "tune='lora': Input should be a valid dictionary of settings, such as tune.method=",
+        ),
+    ],
+)
+def test_a_word_in_the_place_of_a_part_is_refused_with_what_belongs_there(word, said):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [word])
+    assert said in str(error.value)
