@@ -125,7 +125,7 @@ def _doctor(arguments: list[str]) -> int:
         help="how long pairs of ranks are measured; default 10, and half of one for each node",
     )
     options, config = _options_and_config(parser, arguments)
-    if not options.links >= 0:
+    if options.links is not None and not options.links >= 0:
         raise ConfigError(f"--links {options.links:g}: expected seconds, 0 or more")
     from hpc_tune.probe.doctor import run_doctor
 

@@ -122,13 +122,13 @@ def candidates(
 def legal_layouts(config: RunConfig, model: Any, num_ranks: int) -> list[Layout]:
     """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
 
-    Axes that are set are kept. Of fewer ranks, powers of two and multiples of eight.
+    Axes that are set are kept. Of fewer ranks than more than eight, powers of two alone.
     """
     parallel = config.parallel
     no_slices = config.tune.method in ("dora", "qlora") or config.train.compile
     found = []
     for size in range(1, num_ranks + 1):
-        if size < num_ranks and num_ranks > 8 and size % 8 and size & (size - 1):
+        if size < num_ranks and num_ranks > 8 and size & (size - 1):
             continue
         for pipeline, tensor, shard in itertools.product(_divisors(size), repeat=3):
             if size % (pipeline * tensor * shard):

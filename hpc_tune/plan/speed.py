@@ -80,16 +80,14 @@ class Network:
         for pair in links.pairs:
             between.setdefault(_ordered(*pair.nodes), pair)
         by_ranks = {pair.ranks: pair for pair in links.pairs}
+        of_kind = {same: _median_of(links.pairs, same) for same in (True, False) if links.pairs}
         latency, rate, exchange = {}, {}, {}
         for a in range(size):
             for b in range(a + 1, size):
                 found = by_ranks.get((a, b)) or between.get(_ordered(nodes[a], nodes[b]))
-                alike = [found] if found else _of_kind(links.pairs, nodes[a] == nodes[b])
-                latency[a, b] = statistics.median(pair.latency_s for pair in alike)
-                rate[a, b] = statistics.median(pair.bytes_per_s for pair in alike)
-                exchange[a, b] = statistics.median(
-                    pair.exchange_bytes_per_s or pair.bytes_per_s for pair in alike
-                )
+                pair = found or of_kind[nodes[a] == nodes[b]]
+                latency[a, b], rate[a, b] = pair.latency_s, pair.bytes_per_s
+                exchange[a, b] = pair.exchange_bytes_per_s or pair.bytes_per_s
         plain = cls(tuple(nodes), latency, rate, exchange, {}, links.lanes)
         slower, everyone = {}, [range(size)]
         for kind, name in _OPERATIONS.items():
@@ -351,6 +349,14 @@ def _ordered(a: int, b: int) -> tuple[int, int]:
     return (a, b) if a <= b else (b, a)
 
 
-def _of_kind(pairs: Sequence[Pair], same_node: bool) -> list[Pair]:
+def _median_of(pairs: Sequence[Pair], same_node: bool) -> Pair:
+    """Return a pair like those of its kind, or like all where there are none."""
     kind = "same node" if same_node else "across nodes"
-    return [pair for pair in pairs if pair.kind == kind] or list(pairs)
+    alike = [pair for pair in pairs if pair.kind == kind] or list(pairs)
+    return Pair(
+        alike[0].ranks,
+        alike[0].nodes,
+        statistics.median(pair.latency_s for pair in alike),
+        statistics.median(pair.bytes_per_s for pair in alike),
+        statistics.median(pair.exchange_bytes_per_s or pair.bytes_per_s for pair in alike),
+    )

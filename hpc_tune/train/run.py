@@ -73,7 +73,7 @@ def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) ->
         causes.append(early.cause_of)
         chosen, store, outside = None, session.store, 0
         if config.parallel.layout == "auto":
-            chosen = choose(config, session)
+            chosen = choose(config, session.in_training())  # no rank may work for hours here
             config = chosen.applied(config)
             early.close()
             causes.clear()

@@ -37,7 +37,7 @@ def reform(session: Session, ranks: Sequence[int], timeout_s: float) -> Session 
     assert 0 in ranks, "the rank that holds the store must work"
     if list(ranks) == list(range(session.world.size)):
         return session
-    barrier(session, "all ranks to know the layout")
+    barrier(session, "all ranks to know the layout", timeout_s)
     dist.destroy_process_group()
     gc.collect()
     settle()
