@@ -20,17 +20,16 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
-from hpc_tune.plan.account import ModelSize, activation_bound, measure, static_bytes
+from hpc_tune.plan.account import ModelSize, measure, static_bytes
 from hpc_tune.plan.answer import answer, built_from, shape_of
 from hpc_tune.plan.choose import Candidate, candidates, choose_layout, preference
 from hpc_tune.plan.cost import flops_per_token
-from hpc_tune.plan.ledger import PROCESS_BYTES, Machine
+from hpc_tune.plan.ledger import PROCESS_BYTES, SURE_SHARE, Machine, most_bytes
 from hpc_tune.plan.speed import Compute, Network, StepWork, step_time
 from hpc_tune.probe.links import Collective, Links, Pair
 from hpc_tune.units import format_bytes
 
 SHOWN = 5
-SURE_SHARE = 0.5  # of what a rank has: so much by a bound from above is not planned in detail
 _SYNC_S = 50e-6
 _REACHED = 0.4  # of a data sheet's flops in training
 
@@ -49,6 +48,11 @@ class Measured:
         compute = asdict(self.compute) if self.compute else None
         return json.dumps({"ranks": ranks, "links": asdict(self.links), "compute": compute})
 
+    def places(self, ranks: Sequence[int]) -> list[int]:
+        """Return where these ranks stand in the order of ``links``."""
+        order = self.links.order
+        return list(ranks) if order is None else [order.index(rank) for rank in ranks]
+
     @classmethod
     def read(cls, path: Path) -> "Measured":
         """Read what a run measured, or what ``doctor --json`` says.
@@ -64,7 +68,8 @@ class Measured:
                 for p in links["pairs"]
             ]
             collectives = [Collective(**one) for one in links["collectives"]]
-            found = Links(tuple(pairs), tuple(collectives), links["skipped"], links["lanes"])
+            order = tuple(links["order"]) if links.get("order") else None
+            found = Links(tuple(pairs), tuple(collectives), links["skipped"], links["lanes"], order)
             compute = Compute(**told["compute"]) if told.get("compute") else None
             return cls(tuple(rank["node"] for rank in told["ranks"]), found, compute)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -213,10 +218,11 @@ def choose(
 
         rows: list[Row] = []
         refused: list[Row] = []
+        planned: list[_Planned] = []
         for one in found:
             best = min((preferred(r) for r in rows if r.fits), default=math.inf)
             if preference(one, num_ranks) < best:
-                row = _row(config, one, machine, measured.nodes, work, room)
+                row = _row(config, one, machine, measured.nodes, work, room, planned)
                 if row.candidate.micro_rows != one.micro_rows:
                     row = _with_time(row, config, work, compute, network)
                 (rows if row.fits else refused).append(row)
@@ -224,7 +230,7 @@ def choose(
                 state = format_bytes(static_bytes(size, one.layout))
                 rows.append(Row(one, f"> {state}", None))
         if not rows:
-            raise ConfigError(_nothing(config, machine, len(found)))
+            raise ConfigError(_nothing(config, machine, len(found), planned, size))
         rows.sort(key=preferred)
         layout, _ = choose_layout(config.parallel, num_ranks, size, room, machine.ranks_per_node)
         naive = next((one for one in found if one.layout == layout), None)
@@ -276,6 +282,27 @@ def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
     return parallel.model_copy(update={**asdict(layout), "layout": "simple"})
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """What a layout was found to take in a step beside weights, gradients and optimizer state."""
+
+    candidate: Candidate
+    rest_bytes: int
+
+    def at_least(self, other: Candidate, size: ModelSize) -> int:
+        """Return the bytes that ``other`` takes at least; 0 if nothing can be said.
+
+        What a step keeps is divided by no more than the tensor and pipeline axes. Weights that are
+        gathered are some of it.
+        """
+        mine, its = self.candidate.layout, other.layout
+        holds_more = mine.shard > 1 and (its.shard == 1 or self.candidate.reshard != other.reshard)
+        if holds_more:
+            return 0
+        cut = its.tensor * its.pipeline / (mine.tensor * mine.pipeline)
+        return static_bytes(size, its) + int(self.rest_bytes / max(1.0, cut))
+
+
 def _row(
     config: RunConfig,
     one: Candidate,
@@ -283,23 +310,30 @@ def _row(
     nodes: Sequence[int],
     work: StepWork,
     room: int,
+    planned: list[_Planned],
 ) -> Row:
-    """Say what memory a candidate takes, by a bound where that is enough, else by a plan."""
+    """Say what memory a candidate takes, by a bound where that is enough, else by a plan.
+
+    ``planned`` are those before it.
+    """
     tokens = one.micro_rows * work.seq_len
-    needed = static_bytes(work.size, one.layout) + activation_bound(work.config, tokens)
-    needed += 0 if machine.device_bytes else PROCESS_BYTES
-    if needed < SURE_SHARE * room:
-        return Row(one, f"< {format_bytes(needed)}", True)
+    most = most_bytes(work.size, one.layout, work.config, tokens, bool(machine.device_bytes))
+    if most < SURE_SHARE * room:
+        return Row(one, f"< {format_bytes(most)}", True)
+    least = max((other.at_least(one, work.size) for other in planned), default=0)
+    if least > room:
+        return Row(one, f"> {format_bytes(least)}", False)
     smaller = _of_ranks(machine, [nodes[rank] for rank in one.ranks])
     chosen = config.model_copy(update={"parallel": with_layout(config.parallel, one.layout)})
     log.info("auto    planning %s", one)
     found = answer(chosen, smaller)
     steady = next(phase for phase in found.phases if phase.name == "steady")
-    memory = format_bytes(steady.device_bytes if machine.device_bytes else steady.rank_bytes)
+    num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
+    planned.append(_Planned(one, num_bytes - static_bytes(work.size, one.layout)))
     fitting = found.tokens_that_fit // work.seq_len
     if config.batch.micro_size == "auto" and 0 < fitting < one.micro_rows:
         one = dataclasses.replace(one, micro_rows=1 << (fitting.bit_length() - 1))
-    return Row(one, memory, found.fits)
+    return Row(one, format_bytes(num_bytes), found.fits)
 
 
 def _of_ranks(machine: Machine, nodes: Sequence[int]) -> Machine:
@@ -336,13 +370,27 @@ def _reason(best: Candidate, other: Candidate) -> str:
     return f"{other} {what} {max(waits_s, more_s - waits_s):.3g} s longer per step"
 
 
-def _nothing(config: RunConfig, machine: Machine, num_found: int) -> str:
-    if num_found:
-        return (
-            f"parallel.layout=auto: none of {num_found} layouts fits; `plan` without auto says "
-            "what each phase takes and what would help"
-        )
+def _nothing(
+    config: RunConfig,
+    machine: Machine,
+    num_found: int,
+    planned: Sequence[_Planned],
+    size: ModelSize,
+) -> str:
     room = machine.device_bytes or machine.host_bytes // machine.ranks_per_node
+    if planned:
+        best = min(planned, key=lambda one: one.at_least(one.candidate, size))
+        least = format_bytes(best.at_least(best.candidate, size))
+        helps = ["data.seq_len"]
+        if config.batch.micro_size not in ("auto", 1):
+            helps.append("batch.micro_size")
+        more = "" if config.parallel.recompute == "full" else "parallel.recompute=full, or "
+        return (
+            f"parallel.layout=auto: none of {num_found} layouts fits; the least that a rank's "
+            f"steps were found to take is {least} of {format_bytes(room)}, with {best.candidate}. "
+            f"What would help: {more}a smaller {' or '.join(helps)}; `plan` with that layout set "
+            "says how much"
+        )
     return (
         f"parallel.layout=auto: no layout of up to {machine.world_size} ranks is possible: the "
         f"axes that are set do not suit the model, or its state is more than {format_bytes(room)} "

@@ -19,7 +19,7 @@ from hpc_tune.plan.account import ModelSize, static_bytes
 from hpc_tune.plan.speed import Compute, Network, StepTime, StepWork, step_time
 from hpc_tune.units import format_bytes
 
-_FEW_RANKS, _MARGIN = 5, 0.03
+_FEW_RANKS, _MARGIN, _CLEARLY = 5, 0.03, 0.8
 ROOM_FOR_ACTIVATIONS = 0.6  # of the memory a rank has may go to weights, gradients and optimizer
 
 
@@ -179,6 +179,18 @@ def orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
     while rest := [b for b in kept if b not in chain]:
         chain.append(max(rest, key=lambda b: (network.rate(chain[-1], b), -b)))
     return list(dict.fromkeys([tuple(kept), tuple(chain)]))
+
+
+def ring_order(network: Network) -> tuple[int, ...]:
+    """Return all ranks, the first one first, in an order whose ring has no needlessly slow link."""
+    size = len(network.nodes)
+
+    def gathers_s(ranks: Sequence[int]) -> float:
+        return network.ring_s("all_gather", [ranks], 1.0)
+
+    launched = tuple(range(size))
+    best = min((o for o in orders(network, size) if o[0] == 0), key=gathers_s)
+    return best if gathers_s(best) < _CLEARLY * gathers_s(launched) else launched
 
 
 def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:

@@ -8,13 +8,15 @@ kernel gives it back before it kills.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_tune.checkpoint.export import merge_bytes
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN, PREFETCH_BYTES
+from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.wrap import WORKER_BYTES, num_workers
 from hpc_tune.model.weights import PIECE_BYTES
+from hpc_tune.plan.account import ModelSize, activation_bound, static_bytes
 from hpc_tune.plan.trace import TraceReport
 
 MIB = 1 << 20
@@ -31,6 +33,7 @@ DEEPSPEED_BYTES = 45 * MIB
 GPU_PROCESS_BYTES = 1536 * MIB
 GPU_CONTEXT_BYTES = 1536 * MIB  # on the device: context, NCCL's buffers, the libraries' workspaces
 GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
+SURE_SHARE = 0.5  # of what a rank has: a bound below that needs no plan
 STATES_SAVED = 3  # of each trained value: itself and two moments
 Save = Literal["streamed", "gathered"]
 
@@ -68,6 +71,12 @@ class Phase:
     def node_bytes(self, machine: Machine) -> int:
         """Return the host bytes of the fullest node."""
         return machine.ranks_per_node * self.rank_bytes + self.first_bytes
+
+
+def most_bytes(size: ModelSize, layout: Layout, model: Any, tokens: int, on_device: bool) -> int:
+    """Return more than the steps of a rank take, by arithmetic; see ``activation_bound``."""
+    process = 0 if on_device else PROCESS_BYTES
+    return static_bytes(size, layout) + activation_bound(model, tokens) + process
 
 
 def ledger(

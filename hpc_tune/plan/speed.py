@@ -89,7 +89,7 @@ class Network:
                 latency[a, b], rate[a, b] = pair.latency_s, pair.bytes_per_s
                 exchange[a, b] = pair.exchange_bytes_per_s or pair.bytes_per_s
         plain = cls(tuple(nodes), latency, rate, exchange, {}, links.lanes)
-        slower, everyone = {}, [range(size)]
+        slower, everyone = {}, [links.order or range(size)]
         for kind, name in _OPERATIONS.items():
             times = [(one.num_bytes, one.seconds) for one in links.collectives if one.name == name]
             if len(times) > 1:

@@ -9,7 +9,7 @@ Everything goes through torch.distributed, as training does: NCCL on GPUs, gloo 
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpc_tune.world.bootstrap import Session
@@ -62,6 +62,7 @@ class Collective:
 class Links:
     """All that was measured; ``skipped`` pairs found no time.
 
+    ``order``: the ranks as the collectives had them, if not as they are numbered.
     ``lanes``: as how many times the rate of one pair across nodes two nodes reach when each rank
     of one talks to one of the other, at the same time; 1 where they share one network card.
     """
@@ -70,13 +71,24 @@ class Links:
     collectives: tuple[Collective, ...]
     skipped: int = 0
     lanes: float = 1.0
+    order: tuple[int, ...] | None = None
 
 
 def measure(session: Session, limit_s: float = 30.0) -> Links:
     """Measure the links in at most about ``limit_s``; every rank returns the same. Collective."""
+    collectives = measure_collectives(session)
+    return replace(measure_pairs(session, limit_s), collectives=collectives)
+
+
+def measure_collectives(session: Session) -> tuple[Collective, ...]:
+    """Measure operations of all ranks; every rank returns the same. Collective."""
+    return tuple(_collectives(session)) if session.world.size > 1 else ()
+
+
+def measure_pairs(session: Session, limit_s: float) -> Links:
+    """Measure links alone in at most about ``limit_s``; every rank returns the same. Collective."""
     if session.world.size == 1:
         return Links((), ())
-    collectives = tuple(_collectives(session))
     until_s = time.monotonic() + limit_s
     mine, skipped = [], 0
     nodes = [peer.node for peer in session.roster]
@@ -92,7 +104,7 @@ def measure(session: Session, limit_s: float = 30.0) -> Links:
                     mine.append(Pair(pair, (nodes[pair[0]], nodes[pair[1]]), *measured))
     found = [pair for some in gather_objects(session, mine) for pair in some]
     pairs = tuple(sorted(found, key=lambda pair: pair.ranks))
-    return Links(pairs, collectives, skipped, _lanes(session, pairs))
+    return Links(pairs, (), skipped, _lanes(session, pairs))
 
 
 def rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:

@@ -10,7 +10,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,10 +41,13 @@ _VALUES, _WIDTH, _MOST_PRODUCTS = 1 << 22, 256, 100
 _SHORT_S = 1.0
 
 
-def measure_compute(config: RunConfig, session: Session, room: int, network: Network) -> Compute:
+def measure_compute(
+    config: RunConfig, session: Session, room: int, network: Network, order: Sequence[int]
+) -> Compute:
     """Measure this model's blocks on these ranks; every rank returns the same. Collective.
 
-    ``room``: bytes that a rank has; ``network``: what was measured of it.
+    ``room``: bytes that a rank has; ``network``: what was measured of it; ``order``: the ranks of
+    ``session`` as ``network`` numbers them.
 
     Raises:
         ConfigError: if even so few blocks do not fit.
@@ -60,7 +63,7 @@ def measure_compute(config: RunConfig, session: Session, room: int, network: Net
         block_s = max(1e-12, (seconds[MORE] - seconds[FEW]) / (MORE - FEW))
         unshard_s = _copy_s(session)
         # Over slow links there is nothing else to see; on GPUs gathering runs beside compute.
-        gathers_s = network.ring_s("all_gather", [range(world.size)], models.gathered_bytes)
+        gathers_s = network.ring_s("all_gather", [order], models.gathered_bytes)
         if world.size > 1 and session.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
             once = partial(models.engine(MORE, Layout(1, world.size)).run_once, batch)
             more_s = _slowest_s(once, session) - seconds[MORE] - gathers_s

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,16 @@ from hpc_tune.model.build import read_shape
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.plan.auto import Measured, with_layout
+from hpc_tune.plan.choose import ring_order
 from hpc_tune.plan.ledger import Machine
 from hpc_tune.plan.speed import Network
-from hpc_tune.probe.links import measure
+from hpc_tune.probe.links import measure_collectives, measure_pairs
 from hpc_tune.train.calibration import measure_compute
 from hpc_tune.train.foresight import run_plan
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import max_of
+from hpc_tune.world.reform import reform
 
 LINKS_S = 10.0
 
@@ -73,8 +75,10 @@ class Chosen:
         }
 
 
-def choose(config: RunConfig, session: Session) -> Chosen:
-    """Measure and choose; every rank returns the same. Collective.
+def choose(config: RunConfig, session: Session) -> tuple[Chosen, Session | None]:
+    """Measure and choose; return it with this rank's part in that world, or None outside of it.
+
+    Collective; ``session``'s process groups may be gone afterwards.
 
     Raises:
         ConfigError: if no layout is possible or fits. DataError: if the model cannot be used.
@@ -85,7 +89,9 @@ def choose(config: RunConfig, session: Session) -> Chosen:
         together(session, "reading the model's shape", lambda: read_shape(Path(path)))
     log.info("auto    measuring links and a decoder block")
     machine = machine_of(config, session)
-    return choose_from(take_measures(config, session, machine), config, session, machine)
+    measured, ordered = take_measures(config, session, machine)
+    chosen = choose_from(measured, config, ordered, machine)
+    return chosen, reform(ordered, measured.places(chosen.ranks), config.run.timeout)
 
 
 def machine_of(config: RunConfig, session: Session) -> Machine:
@@ -97,22 +103,32 @@ def machine_of(config: RunConfig, session: Session) -> Machine:
     return Machine(session.world.num_nodes, ranks, device or None, host)
 
 
-def take_measures(config: RunConfig, session: Session, machine: Machine) -> Measured:
-    """Measure compute and links, in some ten seconds. Collective.
+def take_measures(
+    config: RunConfig, session: Session, machine: Machine
+) -> tuple[Measured, Session]:
+    """Measure links and compute, in some ten seconds. Collective.
+
+    Returns a session of all ranks, in an order that has no slow link in its ring if that can be:
+    collectives and gathering say more there.
 
     Raises:
         ConfigError: if the model's blocks are too large for that.
     """
     room = machine.device_bytes or machine.host_bytes // machine.ranks_per_node
     nodes = tuple(peer.node for peer in session.roster)
-    links = measure(session, LINKS_S)
-    compute = measure_compute(config, session, room, Network.measured(links, nodes))
+    links = measure_pairs(session, LINKS_S)
+    order = ring_order(Network.measured(links, nodes))
+    ordered = reform(session, order, config.run.timeout)
+    assert ordered is not None, "all ranks are in it"
+    ordered = ordered.in_training()
+    links = replace(links, collectives=measure_collectives(ordered), order=order)
+    compute = measure_compute(config, ordered, room, Network.measured(links, nodes), order)
     give_back()
     if session.device.type == "cuda":
         import torch
 
         torch.cuda.empty_cache()
-    return Measured(nodes, links, compute)
+    return Measured(nodes, links, compute), ordered
 
 
 def choose_from(

@@ -22,15 +22,14 @@ from hpc_tune.log import JsonLines, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
-from hpc_tune.plan.account import ModelSize, activation_bound, static_bytes
-from hpc_tune.plan.ledger import PROCESS_BYTES
+from hpc_tune.plan.account import ModelSize
+from hpc_tune.plan.ledger import SURE_SHARE, most_bytes
 from hpc_tune.train.layout import bytes_per_rank
 from hpc_tune.train.saving import on_rank_0
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects, max_of
 
-SURE_SHARE = 0.5  # of what a rank has
 _PLAN_LIMIT_S = 300.0
 _PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare
 _LAUNCHED_BY = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_")
@@ -59,10 +58,8 @@ def foresee(
     least_host, ranks = map(int, max_of(session, [-host, ranks]))
     host, device = -least_host, room if session.device.type == "cuda" else None
     rows = config.batch.micro_size if config.batch.micro_size != "auto" else 1
-    needed = static_bytes(size, layout) + activation_bound(model, rows * config.data.seq_len)
-    if not device:
-        needed += PROCESS_BYTES
-    if needed < SURE_SHARE * room:
+    tokens = rows * config.data.seq_len
+    if most_bytes(size, layout, model, tokens, bool(device)) < SURE_SHARE * room:
         return None
     words = ["--nodes", session.world.num_nodes, "--gpus-per-node", ranks]
     words += ["--device-memory", device or 0, "--host-memory", host]

@@ -50,7 +50,7 @@ from hpc_tune.train.resuming import find_checkpoint, restore
 from hpc_tune.train.saving import Saver, on_rank_0, together
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
-from hpc_tune.world.reform import dismiss, reform, wait_outside
+from hpc_tune.world.reform import dismiss, wait_outside
 from hpc_tune.world.stop import StopFlag
 
 
@@ -73,12 +73,12 @@ def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) ->
         causes.append(early.cause_of)
         chosen, store, outside = None, session.store, 0
         if config.parallel.layout == "auto":
-            chosen = choose(config, session.in_training())  # no rank may work for hours here
+            # No rank may work for hours here.
+            chosen, inside = choose(config, session.in_training())
             config = chosen.applied(config)
             early.close()
             causes.clear()
             outside = session.world.size - len(chosen.ranks) if session.world.rank == 0 else 0
-            inside = reform(session, chosen.ranks, config.run.timeout)
             if inside is None:
                 return wait_outside(session)
             session = inside

@@ -58,7 +58,7 @@ class Session:
     ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a world of
     one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
     to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
-    processes.
+    processes. ``reformed``: how often its ranks were chosen and numbered anew.
     """
 
     world: World
@@ -70,6 +70,7 @@ class Session:
     threads: int
     sees_local_pids: bool
     watch: HostWatch | None = None
+    reformed: int = 0
 
     def in_training(self) -> "Session":
         """Return this session with control traffic that waits no longer than run.timeout.

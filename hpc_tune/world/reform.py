@@ -55,9 +55,12 @@ def reform(session: Session, ranks: Sequence[int], timeout_s: float) -> Session 
         node=roster[me].node,
         num_nodes=len({peer.node for peer in roster}),
     )
-    store = dist.PrefixStore("hpc_tune/reformed", session.store)
+    times = session.reformed + 1
+    store = dist.PrefixStore(f"hpc_tune/reformed/{times}", session.store)
     group = init_groups(world, session.device, store, timeout_s)
-    found = dataclasses.replace(session, world=world, cpu_group=group, roster=roster)
+    found = dataclasses.replace(
+        session, world=world, cpu_group=group, roster=roster, reformed=times
+    )
     end_world_on_uncaught(found)
     return found
 

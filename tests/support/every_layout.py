@@ -72,7 +72,7 @@ def main():
     configure(session.world.rank)
     machine = machine_of(config, session)
     began_s = time.monotonic()
-    measured = take_measures(config, session, machine)
+    measured, session = take_measures(config, session, machine)
     measuring_s = time.monotonic() - began_s
     chosen = choose_from(measured, config, session, machine)
     dtype = compute_dtype(config.model.dtype, session.device)
@@ -91,14 +91,15 @@ def main():
         for one in candidates(config, work, room, measured.compute, network, PROCESS_BYTES)
         if one.layout.size == all_ranks
     ]
-    inside = reform(session, order, config.run.timeout)
+    inside = reform(session, measured.places(order), config.run.timeout)
     runs = [(layout, order) for layout in whole]
     if len(chosen.ranks) < all_ranks:
         runs.append((chosen.layout, chosen.ranks))
     rows = []
     for layout, ranks in runs:
         if ranks != order:
-            inside = reform(session, ranks, config.run.timeout)
+            places = [order.index(rank) for rank in ranks]
+            inside = reform(inside, places, config.run.timeout)
             if inside is None:
                 time.sleep(1.0)
                 return

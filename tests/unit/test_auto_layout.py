@@ -13,7 +13,7 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.account import ModelSize
 from hpc_tune.plan.auto import HARDWARE, Measured, as_lines, choose, choose_for
-from hpc_tune.plan.choose import candidates, legal_layouts, micro_rows, orders
+from hpc_tune.plan.choose import candidates, legal_layouts, micro_rows, orders, ring_order
 from hpc_tune.plan.ledger import Machine
 from hpc_tune.plan.speed import Compute, Network, StepWork
 from hpc_tune.probe.links import Links, Pair
@@ -158,6 +158,26 @@ def test_a_named_machine_is_planned_without_measuring_and_the_rest_of_the_plan_i
     assert used.world_size == choice.best.layout.size
 
 
+def test_what_one_plan_has_shown_of_others_is_not_planned_again(caplog):
+    """Each plan of a 70B model takes half a minute; there are 35 layouts of 16 ranks."""
+    settings = load_config(None, ["parallel=auto", "batch.micro_size=64"])
+    machine = Machine(2, 8, GIB, 512 * GIB)
+    caplog.set_level("INFO")
+    with pytest.raises(ConfigError, match=r"were found to take .* of 1.00 GiB, with .*recompute"):
+        choose_for(settings, machine, None, "h100-ib400")
+    planned = [r.getMessage() for r in caplog.records if "planning" in r.getMessage()]
+    assert 1 <= len(planned) <= 6, planned
+
+
+def test_the_ring_of_the_measurement_goes_around_a_slow_link():
+    assert ring_order(network(4)) == (0, 1, 2, 3)
+    slow = network(4, slow=[((0, 1), 1e7)])
+    order = ring_order(slow)
+    assert order[0] == 0
+    assert sorted(order) == [0, 1, 2, 3]
+    assert 1 not in (order[1], order[-1])
+
+
 def test_what_cannot_be_chosen_is_said():
     settings = load_config(None, ["parallel=auto"])
     machine = Machine(1, 4, 80 * GIB, 512 * GIB)
@@ -181,11 +201,12 @@ def test_a_file_that_doctor_did_not_write_is_refused(tmp_path):
 
 
 def test_measured_links_survive_the_way_to_the_plan(tmp_path):
-    links = Links((Pair((0, 1), (0, 0), 1e-5, 1e9),), (), 3, 2.0)
+    links = Links((Pair((0, 1), (0, 0), 1e-5, 1e9),), (), 3, 2.0, (1, 0))
     told = Measured((0, 0), links, COMPUTE)
     file = tmp_path / "measured.json"
     file.write_text(told.to_json())
     assert Measured.read(file) == told
+    assert told.places([0, 1]) == [1, 0]
     without = {**json.loads(told.to_json()), "compute": None}
     file.write_text(json.dumps(without))
     assert Measured.read(file).compute is None
