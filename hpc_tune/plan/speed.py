@@ -61,15 +61,16 @@ class Network:
     """Latency in seconds and rate in bytes per second between any two ranks.
 
     ``exchange_per_s``: the rate each way while both send, as two ranks do that gather alone.
-    Two nodes reach ``lanes`` times the rate of one of their pairs. ``slower``: how many times as
-    long as the links promise a collective takes, by its name, all ranks at once.
+    Two nodes reach ``lanes`` times the rate of one of their pairs. ``slower``: by the name of a
+    collective of all ranks, how many times as long as the links promise it took, and what they
+    promised, in seconds per byte of the message.
     """
 
     nodes: tuple[int, ...]
     latency_s: Mapping[tuple[int, int], float]
     bytes_per_s: Mapping[tuple[int, int], float]
     exchange_per_s: Mapping[tuple[int, int], float]
-    slower: Mapping[str, float]
+    slower: Mapping[str, tuple[float, float]]
     lanes: float = 1.0
 
     @classmethod
@@ -96,14 +97,19 @@ class Network:
                 (_, small_s), *_, (num_bytes, large_s) = times
                 promised_s = plain.ring_s(kind, everyone, num_bytes)
                 ratio = max(large_s - small_s, 0.0) / promised_s
-                slower[kind] = min(_MOST_SLOWER, max(_LEAST_SLOWER, ratio))
+                ratio = min(_MOST_SLOWER, max(_LEAST_SLOWER, ratio))
+                slower[kind] = ratio, promised_s / num_bytes
         return dataclasses.replace(plain, slower=slower)
 
-    def ring_s(self, kind: str, groups: Sequence[Sequence[int]], num_bytes: float) -> float:
+    def ring_s(
+        self, kind: str, groups: Sequence[Sequence[int]], num_bytes: float, gain: float = 1.0
+    ) -> float:
         """Return the seconds in which all ``groups`` move their bytes in a collective.
 
         ``num_bytes`` is the whole message: what is summed, or what all have after a gathering.
-        Groups share the links between nodes.
+        Groups share the links between nodes. What collectives take beyond the links is the work of
+        processors, here ``gain`` times as fast as in the measurement: it does not grow where a link
+        is slower than those were, and shrinks where one is faster.
         """
         size = len(groups[0])
         if size == 1:
@@ -111,7 +117,10 @@ class Network:
         edges = [(g[i], g[(i + 1) % size]) for g in groups for i in range(size)]
         steps = (2 if kind == "all_reduce" else 1) * (size - 1)
         rate = self.least_rate(edges, exchange=size == 2 and kind == "all_gather")
-        return steps / size * num_bytes / rate * self.slower.get(kind, 1.0)
+        moving_s = steps / size * num_bytes / rate
+        ratio, promised_s = self.slower.get(kind, (1.0, 0.0))
+        more_s = (ratio - 1) * min(moving_s, promised_s * num_bytes)
+        return moving_s + (more_s / gain if more_s > 0 else more_s)
 
     def rate(self, a: int, b: int) -> float:
         """Return the bytes per second between two ranks while no others talk."""
@@ -189,11 +198,14 @@ def step_time(
     tokens = min(micro_rows, rows) * work.seq_len
     place = _Placed(layout, ranks, network, compute.sync_s)
     stages_s = [stage_s / gain for stage_s in _stages_s(work, layout, tokens, compute)]
-    once_s = _gathering_s(work, place, compute.unshard_s / gain)
+    sums_s = tensor_s(work, layout, ranks, network, tokens, compute.sync_s)
     if parallel.reshard == "step":
         # A stage begins to gather when its first micro-batch comes: one after the other.
-        begin_s, per_micro_s = layout.pipeline * once_s, 0.0
+        alone = max(gain, min(compute.sharing, gain * layout.pipeline))
+        begin_s = layout.pipeline * _gathering_s(work, place, compute.unshard_s, alone)
+        per_micro_s = 0.0
     else:
+        once_s = _gathering_s(work, place, compute.unshard_s, gain)
         begin_s, per_micro_s = 0.0, once_s * (2 if parallel.reshard == "block" else 1)
     if compute.overlaps and per_micro_s:
         # The next block is gathered while one computes; the first has nothing to hide behind.
@@ -201,7 +213,7 @@ def step_time(
         per_micro_s = max(shown_s, per_micro_s / _units(work, layout))
     passes = _Passes(
         stages_s,
-        _tensor_s(work, place, tokens) + per_micro_s,
+        sums_s + per_micro_s,
         place.hops_s(tokens * work.config.hidden_size * work.wire),
         num_micro,
         parallel.stages_per_rank,
@@ -214,6 +226,25 @@ def step_time(
     update_s = trained * compute.update_s / gain
     comm_s = begin_s + reducing_s + passes.messages_s(sharing)
     return StepTime(begin_s + passes.seconds(sharing) + reducing_s + update_s, comm_s)
+
+
+def tensor_s(
+    work: StepWork,
+    layout: Layout,
+    ranks: Sequence[int],
+    network: Network,
+    tokens: int,
+    sync_s: float,
+) -> float:
+    """Return the seconds of one stage's all-reduces for one micro-batch (arXiv:1909.08053).
+
+    Per block two forward, of products, and two backward, of what flows between blocks.
+    """
+    place = _Placed(layout, ranks, network, sync_s)
+    blocks = math.ceil(work.config.num_hidden_layers / layout.pipeline)
+    num_bytes = 2 * blocks * (work.itemsize + work.wire) * tokens * work.config.hidden_size
+    times = SUMS_OF_A_BLOCK * blocks + _SUMS_OF_THE_ENDS  # of the embedding, and of the loss
+    return place.ring_s("all_reduce", ["tensor"], num_bytes, times)
 
 
 @dataclass(frozen=True)
@@ -234,10 +265,13 @@ class _Placed:
             found.setdefault(tuple(getattr(place, axis) for axis in others), []).append(rank)
         return list(found.values())
 
-    def ring_s(self, kind: str, axes: Sequence[str], num_bytes: float, times: int = 1) -> float:
+    def ring_s(
+        self, kind: str, axes: Sequence[str], num_bytes: float, times: int = 1, gain: float = 1.0
+    ) -> float:
         """Return the seconds of ``times`` collectives along these axes; see ``Network.ring_s``."""
         groups = self.groups(*axes)
-        return self.network.ring_s(kind, groups, num_bytes) + times * self.sync_of(len(groups[0]))
+        moving_s = self.network.ring_s(kind, groups, num_bytes, gain)
+        return moving_s + times * self.sync_of(len(groups[0]))
 
     def sync_of(self, size: int) -> float:
         """Return what it takes ``size`` ranks to wait for each other: as a tree does."""
@@ -306,24 +340,16 @@ def _stages_s(work: StepWork, layout: Layout, tokens: int, compute: Compute) -> 
     return [tokens * stage / layout.tensor for stage in stages]
 
 
-def _tensor_s(work: StepWork, place: _Placed, tokens: int) -> float:
-    """Return the seconds of one stage's all-reduces for one micro-batch (arXiv:1909.08053).
+def _gathering_s(work: StepWork, place: _Placed, unshard_s: float, gain: float) -> float:
+    """Return the seconds in which a stage's weights are gathered once, hidden or not (FSDP2).
 
-    Per block two forward, of products, and two backward, of what flows between blocks.
+    ``gain``: how many times as fast processors are as when all ranks gathered.
     """
-    blocks = math.ceil(work.config.num_hidden_layers / place.layout.pipeline)
-    num_bytes = 2 * blocks * (work.itemsize + work.wire) * tokens * work.config.hidden_size
-    times = SUMS_OF_A_BLOCK * blocks + _SUMS_OF_THE_ENDS  # of the embedding, and of the loss
-    return place.ring_s("all_reduce", ["tensor"], num_bytes, times)
-
-
-def _gathering_s(work: StepWork, place: _Placed, unshard_s: float) -> float:
-    """Return the seconds in which a stage's weights are gathered once, hidden or not (FSDP2)."""
     layout = place.layout
     held = work.size.num_trained * work.itemsize if work.is_full else work.size.frozen_bytes
     part = held / (layout.tensor * layout.pipeline)
-    copying_s = part * unshard_s if layout.shard > 1 else 0.0
-    return copying_s + place.ring_s("all_gather", ["shard"], part, _units(work, layout))
+    copying_s = part * unshard_s / gain if layout.shard > 1 else 0.0
+    return copying_s + place.ring_s("all_gather", ["shard"], part, _units(work, layout), gain)
 
 
 def _units(work: StepWork, layout: Layout) -> int:

@@ -27,7 +27,8 @@ from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.weights import local_region
 from hpc_tune.plan.account import STATE_COPIES, measure
 from hpc_tune.plan.answer import shape_of
-from hpc_tune.plan.speed import SUMS_OF_A_BLOCK, Compute, Network
+from hpc_tune.plan.choose import legal_layouts
+from hpc_tune.plan.speed import SUMS_OF_A_BLOCK, Compute, Network, StepWork, tensor_s
 from hpc_tune.train.saving import together
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session
@@ -68,13 +69,16 @@ def measure_compute(
             once = partial(models.engine(MORE, Layout(1, world.size)).run_once, batch)
             more_s = _slowest_s(once, session) - seconds[MORE] - gathers_s
             unshard_s = max(unshard_s, more_s / models.gathered_bytes)
+        sync_s = _sync_in_blocks_s(config, models, session, batch, seconds[MORE], network, order)
+    if sync_s is None:
+        sync_s = _sync_s(session, block_s / SUMS_OF_A_BLOCK)
     tokens = batch.num_tokens
     return Compute(
         block_s / tokens,
         max(0.0, seconds[FEW] - FEW * block_s) / tokens,
         _update_s(session),
         unshard_s,
-        _sync_s(session, block_s / SUMS_OF_A_BLOCK),
+        sync_s,
         max(1.0, seconds[MORE] / alone_s),
         overlaps=session.device.type == "cuda",
     )
@@ -83,7 +87,9 @@ def measure_compute(
 class _Models:
     """Makes models like the configured one with few blocks and random weights."""
 
-    gathered_bytes = 0.0  # in a forward and a backward pass of the newest, where it is sharded
+    # Of the newest: what a step does, and bytes of a forward and a backward pass if it is sharded.
+    work: StepWork
+    gathered_bytes = 0.0
 
     def __init__(self, config: RunConfig, session: Session, room: int) -> None:
         self._config, self._session, self._room = config, session, room
@@ -112,8 +118,9 @@ class _Models:
         built = build(self._folder, dtype, config.tune, config.train.seed, weights=False)
         _check_room(built, self._room)
         head = built.config.vocab_size * built.config.hidden_size * dtype.itemsize
-        frozen = measure(built.module).frozen_bytes
-        self.gathered_bytes = max(0, 2 * frozen - head)  # the head stays from one to the other
+        size = measure(built.module)
+        self.work = StepWork(size, built.config, 1, config.data.seq_len, dtype.itemsize)
+        self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head stays in between
         parallel = config.parallel.model_copy(update={"reshard": "block", "offload_params": "none"})
         engine = NativeEngine(built, layout, device, config.optim, parallel)
         for parameter in built.module.parameters():
@@ -183,6 +190,28 @@ def _copy_s(session: Session) -> float:
         torch.empty_like(gathered).copy_(gathered)
 
     return _slowest_s(copy, session) / (4 * _VALUES)
+
+
+def _sync_in_blocks_s(
+    config: RunConfig,
+    models: _Models,
+    session: Session,
+    batch: Batch,
+    whole_s: float,
+    network: Network,
+    order: Sequence[int],
+) -> float | None:
+    """Return what a small sum of all ranks adds, in blocks that are cut over all of them.
+
+    ``whole_s``: seconds of ``MORE`` blocks that are not cut. None where they cannot be cut so.
+    """
+    cut = Layout(1, 1, session.world.size)
+    if cut.size == 1 or cut not in legal_layouts(config, models.work.config, cut.size):
+        return None
+    spent_s = _slowest_s(partial(models.engine(MORE, cut).run_once, batch), session)
+    messages_s = partial(tensor_s, models.work, cut, order, network, batch.num_tokens)
+    without_s = whole_s / cut.size + messages_s(0.0)
+    return max(0.0, spent_s - without_s) / (messages_s(1.0) - messages_s(0.0))
 
 
 def _sync_s(session: Session, work_s: float) -> float:

@@ -75,6 +75,7 @@ def test_the_choice_is_as_fast_as_the_best_layout(tmp_path, model, links, base):
             slow_down(made, 0, 1, "100mbit")
         done = mpirun_on(made, "tests.support.every_layout", *settings)
     told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    (tmp_path / "told.json").write_text(json.dumps(told))  # to look into a prediction afterwards
     print(f"\n{links}, base {base}; measuring took {told['measuring_s']:.0f} s")
     for row in told["rows"]:
         off = row["predicted_s"] / row["measured_s"] - 1

@@ -126,6 +126,7 @@ def main():
     if inside.world.rank == 0:
         compute = {name: getattr(measured.compute, name) for name in ("sharing", "sync_s")}
         told = {"rows": rows, "lines": chosen.lines, "measuring_s": measuring_s, **compute}
+        told["measured"] = json.loads(measured.to_json())
         print(json.dumps(told), flush=True)
     shutdown(inside)
 
