@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SMALL_BYTES, FIRST_BYTES, MOST_BYTES = 8, 1 << 18, 1 << 26
 _LONG_ENOUGH_S = 0.03  # a message that takes this is not latency any more
+_EXCHANGE_S = 0.25
 _PINGS = 20
 _SLOW = 4.0  # a link is an outlier below a quarter of the fastest of its kind
 
@@ -181,6 +182,8 @@ def _ping_pong(session: Session, pair: tuple[int, int]) -> tuple[float, float, f
 
     The first of them decides how large the large message is: it grows until it takes long enough.
     """
+    import torch
+
     first = session.world.rank == pair[0]
     other = pair[1] if first else pair[0]
     small = _bytes(session, SMALL_BYTES)
@@ -192,13 +195,17 @@ def _ping_pong(session: Session, pair: tuple[int, int]) -> tuple[float, float, f
         large = _bytes(session, num_bytes)
         _there_and_back(large, other, first, session)
         seconds = min(_there_and_back(large, other, first, session) for _ in range(2)) / 2
-        goes_on = _bytes(session, SMALL_BYTES)
-        goes_on.fill_(int(seconds < _LONG_ENOUGH_S and num_bytes < MOST_BYTES))
-        _send(goes_on, other) if first else _receive(goes_on, other)
-        if not int(goes_on[0]):
-            both_s = min(_exchange(large, other, session) for _ in range(2))
-            return latency_s, num_bytes / seconds, num_bytes / both_s
+        is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MOST_BYTES
+        # Queues fill for a while before data delays what acknowledges the other direction's.
+        both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
+        told = torch.tensor([min(both, MOST_BYTES)], device=session.device)
+        _send(told, other) if first else _receive(told, other)
+        if both := int(told):
+            break
         num_bytes *= 4
+    large = _bytes(session, both)
+    both_s = statistics.mean(_exchange(large, other, session) for _ in range(2))
+    return latency_s, num_bytes / seconds, both / both_s
 
 
 def _there_and_back(data: "torch.Tensor", other: int, first: bool, session: Session) -> float:
