@@ -4,6 +4,7 @@ choose_layout   by memory alone: replicate where the base fits, else shard
 candidates      parallel.layout=auto: every legal layout, by the predicted time of a step
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ def candidates(
     and optimizer state are more, with ``process_bytes`` for the process itself, is left out.
     """
     found = []
+    orders_of = functools.cache(functools.partial(orders, network))
     for layout in legal_layouts(config, work.config, len(network.nodes)):
         if static_bytes(work.size, layout) + process_bytes > room:
             continue
@@ -109,7 +111,7 @@ def candidates(
         best = min(
             (
                 Candidate(layout, ranks, reshard, rows, time)
-                for ranks in orders(network, layout.size)
+                for ranks in orders_of(layout.size)
                 if (time := step_time(work, layout, ranks, parallel, rows, compute, network))
             ),
             # Of orders that are as fast the one whose neighbours have the fastest links.
@@ -171,14 +173,17 @@ def orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
     everyone = range(len(network.nodes))
     if len(everyone) <= _FEW_RANKS:
         return [o for o in itertools.permutations(everyone, num_ranks) if 0 in o]
-    kept = list(everyone)
+    kept = set(everyone)
+    sums = {a: sum(network.rate(a, b) for b in everyone if b != a) for a in everyone if a}
     while len(kept) > num_ranks:
-        sums = {a: sum(network.rate(a, b) for b in kept if b != a) for a in kept if a}
-        kept.remove(min(sums, key=lambda a: (sums[a], -a)))
-    chain = [kept[0]]
-    while rest := [b for b in kept if b not in chain]:
+        slowest = min(sums, key=lambda a: (sums[a], -a))
+        kept.remove(slowest)
+        sums = {a: rates - network.rate(a, slowest) for a, rates in sums.items() if a != slowest}
+    chain, rest = [0], kept - {0}
+    while rest:
         chain.append(max(rest, key=lambda b: (network.rate(chain[-1], b), -b)))
-    return list(dict.fromkeys([tuple(kept), tuple(chain)]))
+        rest.remove(chain[-1])
+    return list(dict.fromkeys([tuple(sorted(kept)), tuple(chain)]))
 
 
 def ring_order(network: Network) -> tuple[int, ...]:

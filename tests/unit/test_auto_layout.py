@@ -1,6 +1,7 @@
 """parallel.layout=auto without ranks: which layouts are looked at, and which is taken."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,17 @@ def test_fewer_ranks_are_taken_where_more_are_slower():
     everything = ModelSize(0, 10**9, 0, 4 * GIB)
     slow = best(64 * GIB, network(4, rate=1e6), everything, {"tune": {"method": "full"}})
     assert slow[0] == Layout(1, 1)
+
+
+def test_among_512_ranks_the_layouts_are_compared_in_seconds():
+    """It took minutes when each order of ranks was looked for again for each layout."""
+    measured = HARDWARE["h100-ib400"].measured(64, 8)
+    net = Network.measured(measured.links, measured.nodes)
+    work = StepWork(ModelSize(10**9, 10**6, 2 * GIB, 4 * 10**6), MODEL, 512, 128, 2)
+    began_s = time.monotonic()
+    found = candidates(config(), work, 64 * GIB, COMPUTE, net)
+    assert len(found) > 100
+    assert time.monotonic() - began_s < 30
 
 
 # --- the plan command -------------------------------------------------------------------------
