@@ -22,9 +22,10 @@ from hpc_tune.memory.host import find_limit, give_back
 from hpc_tune.model.build import read_shape
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.plan.auto import Measured, with_layout
+from hpc_tune.plan.auto import with_layout
 from hpc_tune.plan.choose import ring_order
 from hpc_tune.plan.ledger import Machine
+from hpc_tune.plan.measured import Measured
 from hpc_tune.plan.speed import Network
 from hpc_tune.probe.links import measure_collectives, measure_pairs
 from hpc_tune.train.calibration import measure_compute

@@ -28,6 +28,7 @@ _ABORT_LIMIT_S = 5.0
 _DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
 _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
 _NEIGHBOUR_SPEAKS_WITHIN_S = 1.0  # on another node a rank beside the dead one can name it
+_OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
 _FIRST_SPEAKER_S = 1.5  # before a session, rank 0 speaks first and its end ends the others
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra", "slurmstepd", "pals")
 _BROKEN = (
@@ -208,6 +209,8 @@ def _speaks_first(session: "Session", store_is_gone: bool) -> bool:
 
 
 def _speaks_first_on_host(nonce: str) -> bool:
+    # A rank that has spoken elsewhere may have ended the world, and here rank 0 went first.
+    time.sleep(_OTHERS_END_WITHIN_S)
     # An abstract socket name can be taken once per host and vanishes with its owner.
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

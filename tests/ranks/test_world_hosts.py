@@ -87,7 +87,7 @@ def test_a_rank_killed_on_the_other_host_is_named(two_hosts, tmp_path):
         _, stderr = job.communicate(timeout=15)
         assert job.returncode != 0
         assert re.search(rf"rank 3 \(pid {pids[3]} on host {two_hosts.names[1]}\) is gone", stderr)
-        assert stderr.count("Traceback") == 1
+        assert stderr.count("Traceback") == 1, stderr
         assert test_world_failure.wait_until_gone(pids.values(), 3) == []
 
 

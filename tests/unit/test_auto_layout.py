@@ -13,9 +13,10 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.account import ModelSize
-from hpc_tune.plan.auto import HARDWARE, Measured, as_lines, choose, choose_for
+from hpc_tune.plan.auto import as_lines, choose, choose_for
 from hpc_tune.plan.choose import candidates, legal_layouts, micro_rows, orders, ring_order
 from hpc_tune.plan.ledger import Machine
+from hpc_tune.plan.measured import HARDWARE, Measured
 from hpc_tune.plan.speed import Compute, Network, StepWork
 from hpc_tune.probe.links import Links, Pair
 
