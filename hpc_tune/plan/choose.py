@@ -124,7 +124,7 @@ def candidates(
 def legal_layouts(config: RunConfig, model: Any, num_ranks: int) -> list[Layout]:
     """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
 
-    Axes that are set are kept. Of fewer ranks than more than eight, powers of two alone.
+    Axes that are set are kept. Of more than eight ranks, fewer are looked at in powers of two.
     """
     parallel = config.parallel
     no_slices = config.tune.method in ("dora", "qlora") or config.train.compile
