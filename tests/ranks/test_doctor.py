@@ -4,15 +4,14 @@ import json
 import os
 import pty
 import shlex
-import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.support.hosts import hosts
+from tests.support.launchers import launcher
 from tests.support.ranks import find_mpirun, mpirun, rank_environment, run_ranks
 
 DOCTOR = ["-m", "hpc_tune", "doctor", "run.device=cpu"]
@@ -68,33 +67,26 @@ def test_faults_of_a_node_are_found(tmp_path):
         assert words in done.stdout, done.stdout + done.stderr
 
 
-def mpich(folder):
-    """Return MPICH's mpirun and what makes mpi4py load its library; skip without them."""
-    libraries = [
-        Path(f"/usr/lib/{kind}-linux-gnu/libmpich.so.12") for kind in ("x86_64", "aarch64")
-    ]
-    library = next((path for path in libraries if path.exists()), None)
-    launcher = shutil.which("mpirun.mpich")
-    if library is None or launcher is None:
-        pytest.skip("needs Debian's mpich beside the Open MPI that mpi4py loads otherwise")
+def mpich(of):
+    """Return an MPICH's launcher and its library; skip without them, or without another MPI."""
+    found = launcher(f"MPICH of {of}")
     if "Open MPI" not in mpi_of(find_mpirun()):
         pytest.skip("needs Open MPI as the other one")
-    (folder / "libmpi.so.12").symlink_to(library)
-    return launcher, {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(folder)}
+    return found
 
 
-def mpi_of(launcher):
-    return subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout
+def mpi_of(mpirun):
+    return subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("launcher", ["Open MPI", "MPICH"])
-def test_an_mpi4py_of_another_mpi_than_the_launcher_is_named(tmp_path, launcher):
-    other, variables = mpich(tmp_path)
-    argv = [sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
-    if launcher == "Open MPI":
-        argv, extra, loaded = [find_mpirun(), "-np", "2", *argv], variables, "MPICH Version"
-    else:
-        argv, extra, loaded = [other, "-np", "2", *argv], {}, "Open MPI v"
+@pytest.mark.parametrize("started_by", ["Open MPI", "MPICH"])
+def test_an_mpi4py_of_another_mpi_than_the_launcher_is_named(tmp_path, started_by):
+    words = [*DOCTOR, f"run.dir={tmp_path}"]
+    if started_by == "Open MPI":
+        argv, loaded = [find_mpirun(), "-np", "2", sys.executable, *words], "MPICH Version"
+        extra = mpich("Debian").environment
+    else:  # that of PyPI finds its own libraries
+        argv, extra, loaded = mpich("PyPI").command(2, *words), {}, "Open MPI v"
     done = run_ranks(argv, rank_environment(2, extra), 60)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "says rank 0 of 2, but MPI says rank 0 of 1: mpi4py has loaded" in done.stderr
@@ -104,9 +96,9 @@ def test_an_mpi4py_of_another_mpi_than_the_launcher_is_named(tmp_path, launcher)
 
 
 def test_the_right_library_for_the_same_launcher_has_no_errors(tmp_path):
-    launcher, variables = mpich(tmp_path)
-    argv = [launcher, "-np", "2", sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
-    done = run_ranks(argv, rank_environment(2, variables), 60)
+    right = mpich("Debian")
+    argv = right.command(2, *DOCTOR, f"run.dir={tmp_path}")
+    done = run_ranks(argv, rank_environment(2, right.environment), 60)
     assert done.returncode == 0, done.stderr
     assert "launcher  mpich and MPICH Version: " in done.stdout
 
