@@ -136,7 +136,7 @@ def choose(
                 state = format_bytes(static_bytes(size, one.layout))
                 rows.append(Row(one, f"> {state}", None))
         if not rows:
-            raise ConfigError(_nothing(config, machine, len(found), planned, size))
+            raise ConfigError(_nothing(machine, len(found), planned, size))
         rows.sort(key=preferred)
         layout, _ = choose_layout(config.parallel, num_ranks, size, room, machine.ranks_per_node)
         naive = next((one for one in found if one.layout == layout), None)
@@ -147,7 +147,7 @@ def choose(
 def as_lines(choice: Choice) -> list[str]:
     """Return the table for a person: the five fastest, and why the first is."""
     best, naive, alone = choice.best, choice.naive, choice.alone
-    head = f"auto    {'layout':<48}{'ranks':>6}{'memory':>12}{'step':>10}{'comm':>7}"
+    head = f"auto    {'layout':<54}{'ranks':>6}{'memory':>12}{'step':>12}{'comm':>7}"
     lines = [
         head,
         *(_line(row, "<- this one" if row.candidate is best else "") for row in choice.rows),
@@ -190,10 +190,14 @@ def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
 
 @dataclass(frozen=True)
 class _Planned:
-    """What a layout was found to take in a step beside weights, gradients and optimizer state."""
+    """What a layout was found to take in a step beside weights, gradients and optimizer state.
+
+    ``advice``: what would make it fit.
+    """
 
     candidate: Candidate
     rest_bytes: int
+    advice: Sequence[str]
 
     def at_least(self, other: Candidate, size: ModelSize) -> int:
         """Return the bytes that ``other`` takes at least; 0 if nothing can be said.
@@ -235,7 +239,8 @@ def _row(
     found = answer(chosen, smaller)
     steady = next(phase for phase in found.phases if phase.name == "steady")
     num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
-    planned.append(_Planned(one, num_bytes - static_bytes(work.size, one.layout)))
+    rest_bytes = num_bytes - static_bytes(work.size, one.layout)
+    planned.append(_Planned(one, rest_bytes, found.advice))
     fitting = found.tokens_that_fit // work.seq_len
     if config.batch.micro_size == "auto" and 0 < fitting < one.micro_rows:
         one = dataclasses.replace(one, micro_rows=1 << (fitting.bit_length() - 1))
@@ -259,7 +264,7 @@ def _with_time(
 
 def _line(row: Row, note: str) -> str:
     one = row.candidate
-    text = f"        {one!s:<48}{one.layout.size:>6}{row.memory:>12}{_time(one):>10}"
+    text = f"        {one!s:<54}{one.layout.size:>6}{row.memory:>12}{_time(one):>12}"
     return f"{text}{one.time.comm_share:>7.0%}  {note}".rstrip()
 
 
@@ -277,7 +282,6 @@ def _reason(best: Candidate, other: Candidate) -> str:
 
 
 def _nothing(
-    config: RunConfig,
     machine: Machine,
     num_found: int,
     planned: Sequence[_Planned],
@@ -287,15 +291,10 @@ def _nothing(
     if planned:
         best = min(planned, key=lambda one: one.at_least(one.candidate, size))
         least = format_bytes(best.at_least(best.candidate, size))
-        helps = ["data.seq_len"]
-        if config.batch.micro_size not in ("auto", 1):
-            helps.append("batch.micro_size")
-        more = "" if config.parallel.recompute == "full" else "parallel.recompute=full, or "
         return (
             f"parallel.layout=auto: none of {num_found} layouts fits; the least that a rank's "
             f"steps were found to take is {least} of {format_bytes(room)}, with {best.candidate}. "
-            f"What would help: {more}a smaller {' or '.join(helps)}; `plan` with that layout set "
-            "says how much"
+            f"What would help there:\n  - " + "\n  - ".join(best.advice)
         )
     return (
         f"parallel.layout=auto: no layout of up to {machine.world_size} ranks is possible: the "
