@@ -151,6 +151,10 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     # MPI waits by spinning; ranks that share a core must give it away to be done at all.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     try:
+        import mpi4py
+
+        # Its library is asked for its name before MPI_Init, in which some libraries end the rank.
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if claim.launcher.startswith("srun"):
@@ -161,8 +165,11 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
             f"({_first_line(error)}); install it against this MPI: load the MPI's module, then "
             f"pip install --no-binary=mpi4py mpi4py{_libmpi_hint(claim.launcher, environ)}"
         ) from error
+    library = MPI.Get_library_version()
+    _check_library(claim, library, environ)
+    MPI.Init_thread()
     comm = MPI.COMM_WORLD
-    _check_claim(claim, comm.Get_rank(), comm.Get_size(), MPI.Get_library_version(), environ)
+    _check_claim(claim, comm.Get_rank(), comm.Get_size(), library, environ)
     on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
     lowest = on_node.bcast(comm.Get_rank() if on_node.Get_rank() == 0 else None)
     on_node.Free()
@@ -313,21 +320,37 @@ def _world_of_claim(claim: Claim, environ: Mapping[str, str]) -> World:
     return World(**values, hostname=socket.gethostname(), launcher=claim.launcher)
 
 
+def _check_library(claim: Claim, library: str, environ: Mapping[str, str]) -> None:
+    """Refuse what would end the rank within MPI_Init, without a word of what to do.
+
+    MPICH 5 under Open MPI's launcher: "unsupported PMI version PMIx". Older ones start alone, and
+    are found by ``_check_claim``.
+    """
+    version = re.match(r"MPICH Version:\s*(\d+)", library)
+    if claim.launcher == "openmpi" and version and int(version[1]) >= 5:
+        raise _of_another_mpi(claim, "this library cannot start", library, environ)
+
+
 def _check_claim(
     claim: Claim, rank: int, size: int, library: str, environ: Mapping[str, str]
 ) -> None:
     """Compare MPI's own word with the launcher's variables."""
-    if claim.size in (None, size) and claim.rank in (None, rank):
-        return
+    if claim.size not in (None, size) or claim.rank not in (None, rank):
+        raise _of_another_mpi(claim, f"MPI says rank {rank} of {size}", library, environ)
+
+
+def _of_another_mpi(
+    claim: Claim, found: str, library: str, environ: Mapping[str, str]
+) -> WorldError:
     srun = (
         " Under srun, --mpi=pmix (Open MPI), --mpi=pmi2 (MPICH) or --mpi=none (no MPI is used "
         "then) may be all it needs."
         if claim.launcher.startswith("srun")
         else ""
     )
-    raise WorldError(
-        f"the launcher ({claim.launcher}) says rank {claim.rank} of {claim.size}, but MPI says "
-        f"rank {rank} of {size}: mpi4py has loaded {_first_line(library).partition(',')[0]!r}, "
+    return WorldError(
+        f"the launcher ({claim.launcher}) says rank {claim.rank} of {claim.size}, but {found}: "
+        f"mpi4py has loaded {_first_line(library).partition(',')[0]!r}, "
         "which is not the MPI of this launcher. Start with that MPI's own mpirun, or give mpi4py "
         "the launcher's MPI: load its module and rebuild (pip install --force-reinstall "
         f"--no-binary=mpi4py mpi4py){_libmpi_hint(claim.launcher, environ)}.{srun}"

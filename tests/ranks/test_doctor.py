@@ -83,14 +83,26 @@ def mpi_of(mpirun):
 def test_an_mpi4py_of_another_mpi_than_the_launcher_is_named(tmp_path, started_by):
     words = [*DOCTOR, f"run.dir={tmp_path}"]
     if started_by == "Open MPI":
-        argv, loaded = [find_mpirun(), "-np", "2", sys.executable, *words], "MPICH Version"
-        extra = mpich("Debian").environment
+        # Beside it lies a PMIx that mpirun itself could not use.
+        library = [f"{name}={value}" for name, value in mpich("Debian").environment.items()]
+        argv = [find_mpirun(), "-np", "2", "/usr/bin/env", *library, sys.executable, *words]
+        loaded = "MPICH Version"
     else:  # that of PyPI finds its own libraries
-        argv, extra, loaded = mpich("PyPI").command(2, *words), {}, "Open MPI v"
-    done = run_ranks(argv, rank_environment(2, extra), 60)
+        argv, loaded = mpich("PyPI").command(2, *words), "Open MPI v"
+    done = run_ranks(argv, rank_environment(2), 60)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "says rank 0 of 2, but MPI says rank 0 of 1: mpi4py has loaded" in done.stderr
     assert loaded in done.stderr
+    assert "which is not the MPI of this launcher" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_mpich_that_would_end_its_ranks_within_mpi_init_is_named_before(tmp_path):
+    library = mpich("PyPI").environment
+    argv = [find_mpirun(), "-np", "2", sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
+    done = run_ranks(argv, rank_environment(2, library), 60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "says rank 0 of 2, but this library cannot start: mpi4py has loaded" in done.stderr
     assert "which is not the MPI of this launcher" in done.stderr
     assert "Traceback" not in done.stderr
 
