@@ -40,6 +40,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.low_rank import use_low_rank_products
 from hpc_tune.model.weights import Region, index_checkpoint
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
@@ -98,6 +99,7 @@ class NativeEngine:
             if train.float8:
                 check_float8(device)
                 use_float8(blocks)
+            use_low_rank_products(blocks)
             wrap_blocks(blocks, parallel.recompute, train.compile)
             all_blocks += blocks
             if fsdp:

@@ -43,6 +43,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.low_rank import use_low_rank_products
 from hpc_tune.model.room import ask
 from hpc_tune.model.weights import Region, index_checkpoint
 
@@ -66,9 +67,8 @@ class ZeroEngine:
             weights on disk are damaged or of another model. Each on all ranks.
         """
         assert parallel.zero_stage is not None
-        self._stage, self._device = parallel.zero_stage, device
+        self._stage, self._device, self._size = parallel.zero_stage, device, layout.size
         self._seed, self._module, self._dtype = built.seed, built.module, built.dtype
-        self._size = layout.size
         full = built.tune.method == "full"
         self._autocast = full and built.dtype != torch.float32
         self._traffic = Traffic(device)
@@ -77,6 +77,7 @@ class ZeroEngine:
         if not train.compile:
             use_row_dropout(built.module, built.seed)
         blocks = list(block_list(built.module))
+        use_low_rank_products(blocks if self._stage < 3 else ())
         wrap_blocks(blocks, parallel.recompute, train.compile)
         recompute = Recompute(blocks, parallel.recompute, train.compile)
         self.levers, self.apply = recompute.levers, recompute.apply
@@ -102,11 +103,8 @@ class ZeroEngine:
             coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
         if self._stage == 3 and parallel.recompute == "selective":
             zero_state.gather_unseen(self._zero.parameter_offload.get_param_coordinator())
-        self._trained = {
-            built.saved_names[name]: p
-            for name, p in built.module.named_parameters()
-            if p.requires_grad
-        }
+        named = built.module.named_parameters()
+        self._trained = {built.saved_names[n]: p for n, p in named if p.requires_grad}
         self._partitions = zero_state.partitions(self._zero, self._stage, self._trained)
         self._resident = zero_state.Resident(self._zero, self._stage)
         self.saves_in_background = folder is None
@@ -227,10 +225,10 @@ class ZeroEngine:
     ) -> torch.optim.AdamW:
         """Give the module its weights and return the optimizer. No collectives."""
         trained = [p for p in built.module.parameters() if p.requires_grad]
-        groups = weight_decay_groups(trained, optim)
         num = sum(p.numel() for p in trained)
         names = {p: n for n, p in built.module.named_parameters()}
-        groups = [{**g, "params": [names[p] for p in g["params"]]} for g in groups]
+        found = weight_decay_groups(trained, optim)
+        groups = [{**g, "params": [names[p] for p in g["params"]]} for g in found]
         if self._stage == 3:
             _partition(built, settings, self._device)
         else:

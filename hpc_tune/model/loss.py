@@ -3,9 +3,10 @@
 Shapes: B rows, T tokens, D hidden, N tokens that carry loss, V vocabulary.
 
 Only positions with a label reach the output head, and of those only as many at once as keep their
-fp32 logits under ``LOGITS_BYTES``; with more, each chunk's logits are computed again in the
-backward pass (GPUs with torch >= 2.13 use its fused ``linear_cross_entropy`` instead; on a CPU
-that was slower than plain logits).
+fp32 logits under a bound. A frozen head's logits are turned into the gradient of the hidden states
+where they lie, chunk by chunk, and none is kept. Those of a trained head are computed again in the
+backward pass, chunk by chunk (GPUs with torch >= 2.13 use its ``linear_cross_entropy`` instead; on
+a CPU that was slower than plain logits).
 """
 
 from collections.abc import Callable
@@ -19,7 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.model.dropout import of_rows
 
-LOGITS_BYTES = 512 << 20
+# Of a frozen head: a CPU's chunk stays in its caches, a GPU needs many rows to be busy.
+LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}
+TRAINED_LOGITS_BYTES = 512 << 20
+LEAST_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]
 # transformers keeps the documents of a row apart by their positions, but not in these families.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
@@ -42,6 +46,9 @@ class LossModel(nn.Module):
         self.config = config
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_loss
+        self.logits_bytes: int | None = (
+            None  # what the device's kind does, unless it is planned for
+        )
 
     def causal_lm(self) -> Any:
         """Return the transformers model, with or without adapters inside its layers."""
@@ -76,6 +83,7 @@ class LossModel(nn.Module):
             labels_K[kept_N],
             self.config,
             self.token_loss,
+            self.logits_bytes,
         )
 
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
@@ -107,17 +115,26 @@ def loss_sum(
     labels_N: torch.Tensor,
     config: Any,
     token_loss: TokenLoss = plain_loss,
+    logits_bytes: int | None = None,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of ``labels_N`` under ``head(hidden_ND)``, an fp32 scalar.
 
     ``token_loss`` does it for as many tokens as may have their logits in memory at once.
+    ``logits_bytes`` bounds those of a frozen head; by itself what the device's kind does best.
     """
-    num_tokens, vocab_size = hidden_ND.shape[0], config.vocab_size
-    chunk = max(128, LOGITS_BYTES // (4 * vocab_size))
+    plain = token_loss is plain_loss and _is_plain(head, config)
+    num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
+    if plain and not any(parameter.requires_grad for parameter in head.parameters()):
+        most = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
+        chunk = max(LEAST_TOKENS, most // bytes_per_token)
+        frozen: torch.Tensor = _FrozenHeadLoss.apply(
+            hidden_ND, head.weight, head.bias, labels_N, chunk
+        )
+        return frozen
+    chunk = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
     if num_tokens <= chunk:
         return token_loss(hidden_ND, head, labels_N, config)
-    fused = hidden_ND.is_cuda and token_loss is plain_loss and _is_plain(head, config)
-    if fused and hasattr(F, "linear_cross_entropy"):
+    if hidden_ND.is_cuda and plain and hasattr(F, "linear_cross_entropy"):
         return F.linear_cross_entropy(
             hidden_ND,
             head.weight,
@@ -135,6 +152,50 @@ def loss_sum(
     return total
 
 
+class _FrozenHeadLoss(torch.autograd.Function):
+    """The summed loss of N tokens; the gradient of their hidden states is made along with it.
+
+    A chunk of C tokens has C x V fp32 logits, which become their exponentials in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        chunk: int,
+    ) -> torch.Tensor:
+        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        grad_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
+        num_tokens = hidden_ND.shape[0]
+        room_CV = hidden_ND.new_empty(min(chunk, num_tokens), weight_VD.shape[0])
+        for start in range(0, num_tokens, chunk):
+            part = slice(start, start + chunk)
+            labels_C = labels_N[part]
+            logits_CV = torch.mm(hidden_ND[part], weight_VD.t(), out=room_CV[: len(labels_C)])
+            if bias_V is not None:
+                logits_CV += bias_V
+            exp_CV = logits_CV.float()
+            largest_C1 = exp_CV.amax(1, keepdim=True)
+            label_C1 = exp_CV.gather(1, labels_C.unsqueeze(1))
+            sums_C1 = exp_CV.sub_(largest_C1).exp_().sum(1, keepdim=True)
+            total += (sums_C1.log() + largest_C1 - label_C1).sum()
+            if ctx.needs_input_grad[0]:
+                # (softmax - one-hot) W, the softmax's divisor behind the product: C x D, not C x V.
+                exp_CV.scatter_add_(1, labels_C.unsqueeze(1), -sums_C1)
+                grad_ND[part] = (exp_CV.to(weight_VD.dtype) @ weight_VD) / sums_C1
+        ctx.save_for_backward(grad_ND)
+        ctx.dtype = hidden_ND.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (grad_ND,) = ctx.saved_tensors
+        return (grad_ND * grad).to(ctx.dtype), None, None, None, None
+
+
 def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Apply what some families do to logits after the head (Cohere, Granite, Gemma 2)."""
     if scale := getattr(config, "logit_scale", None):
@@ -147,5 +208,10 @@ def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _is_plain(head: Any, config: Any) -> bool:
+    """Tell whether ``head`` is no more than a matrix that is here as a whole."""
     names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-    return type(head) is nn.Linear and not any(getattr(config, name, None) for name in names)
+    return (
+        type(head) is nn.Linear
+        and head.weight.shape == (config.vocab_size, head.in_features)
+        and not any(getattr(config, name, None) for name in names)
+    )

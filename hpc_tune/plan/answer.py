@@ -5,6 +5,7 @@ config, machine -> layout -> traced step (fake tensors) -> ledger -> table or JS
 
 import contextlib
 import dataclasses
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,9 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
     micro_rows = 1 if config.batch.micro_size == "auto" else config.batch.micro_size
     seq_len = config.data.seq_len
     traced = _as_traced(config)
-    trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
+    shallow = built.config.num_hidden_layers <= _WHOLE_UP_TO
+    on_gpu = machine.device_bytes is not None
+    trace = functools.partial(trace_step if shallow else trace_quickly, for_gpu=on_gpu)
     what = (traced, machine.world_size, shape_dir)
     report = _of_zero(trace_worst(trace, *what, micro_rows, seq_len), config, machine)
     stored = _stored_dtypes(shape_dir, built) or {dtype}
@@ -108,7 +111,7 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
         save,
         is_stored_so=stored == {dtype},
     )
-    peak = "peak_bytes" if machine.device_bytes is not None else "heap_peak_bytes"
+    peak = "peak_bytes" if on_gpu else "heap_peak_bytes"
 
     def peak_at(rows: int, length: int) -> int:
         found = _of_zero(trace(*what, rows, length, report.rank), config, machine)

@@ -42,6 +42,7 @@ from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model.build import DTYPES, BuiltModel, build
+from hpc_tune.model.loss import LOGITS_BYTES
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
@@ -108,12 +109,15 @@ def trace_step(
     micro_rows: int,
     seq_len: int,
     rank: int = 0,
+    *,
+    for_gpu: bool = True,
 ) -> TraceReport:
     """Trace forward, backward and optimizer of one step as ``rank`` of ``world_size`` ranks.
 
     ``shape_dir`` holds a config.json; its weights, if there are any, are not looked at. Each
     micro-batch has ``micro_rows`` rows of ``seq_len`` tokens; every token carries loss and
-    attention has the mask of packed rows: the most that a batch can ask for.
+    attention has the mask of packed rows: the most that a batch can ask for. ``for_gpu`` decides
+    how many tokens have logits at once.
 
     Raises:
         ConfigError: if the layout does not fit the world or the model.
@@ -126,6 +130,8 @@ def trace_step(
     memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MOST_KEPT_BYTES)
     with _fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), memory.watch():
         engine = NativeEngine(built, layout, DEVICE, config.optim, config.parallel)
+        for stage in engine._stages:
+            stage.module.logits_bytes = LOGITS_BYTES["cuda" if for_gpu else "cpu"]
         batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]
         tokens = num_micro * micro_rows * seq_len * layout.data_size
         full, loaded_bytes = config.tune.method == "full", memory.live_bytes
@@ -162,6 +168,8 @@ def trace_quickly(
     micro_rows: int,
     seq_len: int,
     rank: int = 0,
+    *,
+    for_gpu: bool = True,
 ) -> TraceReport:
     """Trace two smaller depths and extend each figure by a straight line.
 
@@ -183,7 +191,8 @@ def trace_quickly(
         for layers in (few, more):
             text = json.dumps({**shape, "num_hidden_layers": layers})
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
-            reports.append(trace_step(config, world_size, Path(folder), micro_rows, seq_len, rank))
+            what = (config, world_size, Path(folder), micro_rows, seq_len, rank)
+            reports.append(trace_step(*what, for_gpu=for_gpu))
     low, high = (dataclasses.asdict(report) for report in reports)
     steps = (num_layers - few) / (more - few)
     extended = {

@@ -167,7 +167,8 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
         ) from error
     library = MPI.Get_library_version()
     _check_library(claim, library, environ)
-    MPI.Init_thread()
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
     comm = MPI.COMM_WORLD
     _check_claim(claim, comm.Get_rank(), comm.Get_size(), library, environ)
     on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())

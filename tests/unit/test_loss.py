@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.model import loss
 from hpc_tune.model.loss import loss_sum, scale_logits
@@ -51,18 +52,19 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 129, 500])
 @pytest.mark.parametrize("bias", [False, True])
-def test_value_and_gradient_are_those_worked_out_by_hand(monkeypatch, family, num_tokens, bias):
-    monkeypatch.setattr(loss, "LOGITS_BYTES", 1)  # the smallest chunk, 128 tokens
+@pytest.mark.parametrize("frozen", [False, True])
+def test_value_and_gradient_are_those_worked_out_by_hand(
+    monkeypatch, family, num_tokens, bias, frozen
+):
+    monkeypatch.setattr(loss, "TRAINED_LOGITS_BYTES", 1)  # the smallest chunk, 128 tokens
     values, scale = FAMILIES[family]
     hidden_ND, head, labels_N = problem(num_tokens, bias)
-    total = loss_sum(hidden_ND, head, labels_N, config(**values))
-    total.backward()
-    got = [hidden_ND.grad, head.weight.grad, *([head.bias.grad] if bias else [])]
-    hidden_ND.grad = None
-    head.zero_grad()
+    head.requires_grad_(not frozen)
+    trained = [hidden_ND, *([] if frozen else head.parameters())]
+    total = loss_sum(hidden_ND, head, labels_N, config(**values), logits_bytes=1)
+    got = torch.autograd.grad(total / 3, trained)
     wanted = by_hand(hidden_ND, head, labels_N, scale)
-    wanted.backward()
-    expected = [hidden_ND.grad, head.weight.grad, *([head.bias.grad] if bias else [])]
+    expected = torch.autograd.grad(wanted / 3, trained)
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(wanted.item(), rel=1e-6)
     for a, b in zip(got, expected, strict=True):
@@ -70,13 +72,67 @@ def test_value_and_gradient_are_those_worked_out_by_hand(monkeypatch, family, nu
 
 
 def test_never_more_logits_at_once_than_the_budget(monkeypatch):
-    monkeypatch.setattr(loss, "LOGITS_BYTES", 200 * 4 * VOCAB)
+    monkeypatch.setattr(loss, "TRAINED_LOGITS_BYTES", 200 * 4 * VOCAB)
     seen = []
     hidden_ND, head, labels_N = problem(450)
     head.register_forward_hook(lambda _, __, logits_NV: seen.append(logits_NV.shape[0]))
     loss_sum(hidden_ND, head, labels_N, config()).backward()
     assert seen[:3] == [200, 200, 50]
     assert sorted(seen[3:]) == [50, 200, 200], "each chunk is computed again in the backward pass"
+
+
+class Widest(TorchDispatchMode):
+    """Remembers the most values that any operation returned."""
+
+    num_values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.num_values = max(self.num_values, out.numel())
+        return out
+
+
+def test_a_frozen_head_never_has_more_logits_than_the_budget_and_none_are_kept():
+    hidden_ND, head, labels_N = problem(450)
+    head.requires_grad_(False)
+    with Widest() as widest:
+        total = loss_sum(hidden_ND, head, labels_N, config(), logits_bytes=200 * 4 * VOCAB)
+        (kept,) = total.grad_fn.saved_tensors
+        total.backward()
+    assert widest.num_values == 200 * VOCAB
+    assert kept.shape == hidden_ND.shape
+
+
+def test_without_a_gradient_a_frozen_head_keeps_nothing():
+    hidden_ND, head, labels_N = problem(300)
+    head.requires_grad_(False)
+    with torch.no_grad():
+        total = loss_sum(hidden_ND, head, labels_N, config())
+    assert total.item() == pytest.approx(by_hand(hidden_ND, head, labels_N).item(), rel=1e-6)
+    assert total.grad_fn is None
+
+
+def test_the_gradient_under_a_bf16_head_is_scaled_in_fp32():
+    hidden_ND, head, labels_N = problem(300)
+    low_ND = hidden_ND.detach().bfloat16().requires_grad_()
+    head = head.bfloat16().requires_grad_(False)
+    [whole] = torch.autograd.grad(loss_sum(low_ND, head, labels_N, config()), low_ND)
+    # 1/255 lies half-way between two numbers of bf16, which would be 0.4% of every value.
+    [part] = torch.autograd.grad(loss_sum(low_ND, head, labels_N, config()) / 255, low_ND)
+    ratio = (part.double() * whole.double()).sum() / whole.double().square().sum()
+    assert 255 * ratio.item() == pytest.approx(1, abs=5e-4)
+
+
+def test_in_bf16_the_small_gradient_of_a_token_that_is_nearly_certain_keeps_its_digits():
+    _, head, _ = problem(0)
+    head = head.bfloat16().requires_grad_(False)
+    labels_N = torch.arange(VOCAB)
+    # Along its own vector a token's logit is far above the others: probabilities of 0.99 and more.
+    low_ND = (30 * head.weight.detach()).requires_grad_()
+    [grad] = torch.autograd.grad(loss_sum(low_ND, head, labels_N, config()), low_ND)
+    [exact] = torch.autograd.grad(by_hand(low_ND, head, labels_N), low_ND)
+    assert (grad - exact).norm() < 0.1 * exact.norm()
 
 
 def test_logits_of_a_bf16_head_are_summed_in_fp32():
