@@ -199,6 +199,7 @@ def _record(
     mfu = tokens_per_s * work.flops_per_token / work.peak_flops if work.peak_flops else None
     work.metrics.step(
         StepMetrics(
+            time=time.time(),
             step=step,
             epoch=round(work.loader.epoch, 6),
             loss=result.loss,

@@ -19,12 +19,14 @@ NOTEWORTHY, MUCH = 0.05, 0.5  # of a step in messages: in the progress line; wor
 class StepMetrics:
     """One line of metrics.jsonl. Seconds, bytes and tokens over all ranks where not said otherwise.
 
-    ``tokens`` are those of the step's documents without padding. ``comm_s``, ``sent_bytes`` and
-    ``expected_bytes``, by kind of collective and by the formulas of the layout, are rank 0's.
-    ``mfu`` and ``device_util`` are None where the device's peak or counters are unknown. Host bytes
-    are the fullest node's; device bytes the fullest rank's.
+    ``time`` is when the step was done, in seconds since 1970. ``tokens`` are those of the step's
+    documents without padding. ``comm_s``, ``sent_bytes`` and ``expected_bytes``, by kind of
+    collective and by the formulas of the layout, are rank 0's. ``mfu`` and ``device_util`` are None
+    where the device's peak or counters are unknown. Host bytes are the fullest node's; device bytes
+    the fullest rank's.
     """
 
+    time: float
     step: int
     epoch: float
     loss: float
@@ -110,7 +112,7 @@ class Metrics:
         scalars = {}
         for name, value in row.items():
             for kind, number in value.items() if isinstance(value, dict) else (("", value),):
-                if name != "step" and number is not None:
+                if name not in ("step", "time") and number is not None:
                     scalars[f"{name}/{kind}" if kind else name] = number
         self._plots.write(step, scalars)
 

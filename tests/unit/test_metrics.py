@@ -7,7 +7,7 @@ from hpc_tune.train.metrics import Metrics, StepMetrics
 
 STEP = StepMetrics(
     **{field.name: None for field in dataclasses.fields(StepMetrics)}
-    | {"loss": 1.0, "tokens_per_s": 10.0, "step_s": 2.0, "sent_bytes": {}, "expected_bytes": {}}
+    | {"loss": 1.0, "tokens_per_s": 10.0, "step_s": 2.0, "sent_bytes": {}, "expected_bytes": {}},
 )
 
 

@@ -1,0 +1,117 @@
+"""What tools/bench.py measures with: a run to its end with its memory watched, a large product."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+POLL_S = 1.0
+RUN_LIMIT_S = 3600
+
+
+def launch(ranks: int) -> list[str]:
+    """Return what starts ``ranks`` ranks: the mpirun beside this Python, or that of the system."""
+    if ranks == 1:
+        return []
+    beside = Path(sys.executable).with_name("mpirun")
+    return [str(beside) if beside.exists() else "mpirun", "-np", str(ranks)]
+
+
+def watched(
+    command: list[str], out: Path, device: str, extra: Mapping[str, str] | None = None
+) -> tuple[int, int | None]:
+    """Run to the end; return the peaks of host and device bytes.
+
+    Raises:
+        SystemExit: with the end of what it printed, if it fails.
+    """
+    log = out / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(extra or {})},
+            cwd=out,
+            start_new_session=True,
+        )
+        peaks, finished = [0, 0], threading.Event()
+        watcher = threading.Thread(target=_watch, args=(process.pid, device, peaks, finished))
+        watcher.start()
+        try:
+            code = process.wait(RUN_LIMIT_S)
+        finally:
+            finished.set()
+            watcher.join()
+            process.kill()
+    if code != 0:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        raise SystemExit(f"{' '.join(command)}\nended with {code}:\n{text[-4000:]}")
+    return peaks[0], peaks[1] if device == "cuda" else None
+
+
+def _watch(pid: int, device: str, peaks: list[int], finished: threading.Event) -> None:
+    while not finished.wait(POLL_S):
+        peaks[0] = max(peaks[0], sum(_own_share(one) for one in _family(pid)))
+        if device == "cuda":
+            peaks[1] = max(peaks[1], _device_bytes())
+
+
+def _family(pid: int) -> Iterator[int]:
+    """Yield a process and all below it."""
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text(encoding="ascii").split()
+        except OSError:
+            continue
+        for child in children:
+            yield from _family(int(child))
+
+
+def _own_share(pid: int) -> int:
+    """Return a process's anonymous and shared bytes, its part of those that others have too."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    parts = [line.split() for line in lines[1:]]
+    return 1024 * sum(int(p[1]) for p in parts if p[0] in ("Pss_Anon:", "Pss_Shmem:"))
+
+
+def _device_bytes() -> int:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    told = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return (1 << 20) * max((int(one) for one in told), default=0)
+
+
+_CEILING = """
+import sys, time, torch
+dtype, device = getattr(torch, sys.argv[1]), sys.argv[2]
+size = 2048 if device == "cpu" else 8192
+a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+seconds = []
+for _ in range(8):
+    began_s = time.perf_counter()
+    a @ b.t()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds.append(time.perf_counter() - began_s)
+print(2 * size**3 / min(seconds))
+"""
+
+
+def ceiling_of(dtype: str, device: str) -> float:
+    """Return the flops per second of a large square product with all threads."""
+    full = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+    command = [sys.executable, "-c", _CEILING, full, device]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
