@@ -1,7 +1,7 @@
 """hpc_tune beside what people would pick instead: same model, same tokens, same machine, one run.
 
-    python tools/bench.py train --model DIR [--data FILE] [--ranks 2] [--dtype bf16] [--ragged]
-    python tools/bench.py scale --config FILE [--ranks 1 2 4] [key=value ...]
+    python tools/bench.py train --model DIR [--data FILE] [--ranks 2] [--dtype fp32] [--ragged]
+    python tools/bench.py scale --config FILE [--ranks 1 2 4] [--set key=value ...]
 
 ``train`` alternates between hpc_tune and the Hugging Face Trainer with peft (peers: ddp, zero2,
 zero3, fsdp2), which get an environment of their own below --work, and prints medians and ratios:
@@ -82,14 +82,14 @@ def main() -> int:
     train.add_argument("--save", action="store_true", help="one checkpoint in the middle")
     train.add_argument("--work", type=Path, default=ROOT / ".bench")
     train.add_argument("--out", type=Path, help="a JSON file for the figures")
-    train.add_argument("settings", nargs="*", metavar="key=value", help="for hpc_tune")
+    train.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
     scale = commands.add_parser("scale", help="how far more ranks pay")
     scale.add_argument("--config", help="default: the embedded one")
     scale.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     scale.add_argument("--steps", type=int, default=6)
     scale.add_argument("--out", type=Path)
-    scale.add_argument("settings", nargs="*", metavar="key=value")
-    asked = parser.parse_intermixed_args() if "train" not in sys.argv[1:2] else parser.parse_args()
+    scale.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
+    asked = parser.parse_args()
     told = run_train(asked) if asked.command == "train" else run_scale(asked)
     if asked.out:
         asked.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
@@ -212,10 +212,8 @@ def _prepare(asked: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
         examples = [json.loads(line) for line in lines]
     # Spread over the whole, so that a file that is ordered gives a fair part of itself.
     examples = examples[:: max(1, len(examples) // asked.examples)][: asked.examples]
-    if not asked.ragged:
-        text = "\n\n".join(word for example in examples for word in _words(example))
-        size = 8 * asked.seq_len  # characters, which are always more than seq_len tokens
-        examples = [{"text": text[i : i + size]} for i in range(0, len(text) - size, size)]
+    if not asked.ragged:  # one long text is cut into rows, of which the last alone is shorter
+        examples = [{"text": "\n\n".join(word for one in examples for word in _words(one))}]
     raw, prepared, tokens = folder / "raw.jsonl", folder / "data.h5", folder / "tokens.json"
     raw.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
     command = [sys.executable, "-m", "hpc_tune", "prepare", "--out", str(prepared)]
