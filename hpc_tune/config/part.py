@@ -1,5 +1,6 @@
 """What every part of the configuration is made of."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -19,6 +20,15 @@ def _number(value: Any, parse: Any) -> Any:
     return value if value is None else parse(value)
 
 
+def _steps(value: Any) -> Any:
+    """Check STEP:COUNT. YAML 1.1 has read 5:2 as a number of base 60."""
+    text = ":".join(map(str, divmod(value, 60))) if type(value) is int else value
+    if value is not None and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", str(text)):
+        raise ValueError(f"{value!r} is not STEP:COUNT, two numbers from 1 on, such as 10:2")
+    return text
+
+
 Bytes = Annotated[int, BeforeValidator(lambda v: _number(v, parse_bytes)), Field(gt=0)]
 Seconds = Annotated[float, BeforeValidator(lambda v: _number(v, parse_seconds)), Field(gt=0)]
+Steps = Annotated[str, BeforeValidator(_steps)]
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from hpc_tune.config.batch_job import SlurmConfig
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.part import Bytes, Part, PositiveInt, Seconds
+from hpc_tune.config.part import Bytes, Part, PositiveInt, Seconds, Steps
 
 _YAML_SWITCH = {True: "on", False: "off"}  # YAML 1.1 reads a plain on and off as booleans
 
@@ -229,6 +229,20 @@ class TrainConfig(Part):
         description="Checkpoint and leave with exit code 75 before so long has passed; under "
         "Slurm the job's own end time is known and needs no setting.",
     )
+    profile: Steps | None = Field(
+        None,
+        description="STEP:COUNT: torch profiler traces of COUNT optimizer steps, the first of them "
+        "STEP, of each rank, and a table of where their time went, in profile/ of the run "
+        "directory. The profiled steps are slower, the losses the same.",
+    )
+
+    @property
+    def profiled_steps(self) -> range:
+        """The optimizer steps, counted from 1, that profile names."""
+        if self.profile is None:
+            return range(0)
+        first, count = map(int, self.profile.split(":"))
+        return range(first, first + count)
 
 
 class CheckpointConfig(Part):

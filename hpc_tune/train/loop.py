@@ -26,6 +26,7 @@ from hpc_tune.memory.host import give_back
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.outcome import Outcome, done, stopped
 from hpc_tune.train.pressure import Pressure
+from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.saving import Saver
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects, max_of, sum_of
@@ -68,6 +69,7 @@ class Work:
     metrics: Metrics
     governor: Governor
     pressure: Pressure
+    profile: StepProfile
     stop: StopFlag
     total_steps: int
     flops_per_token: float
@@ -116,13 +118,15 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         )
         lr = learning_rate(optim, step, work.total_steps)
         num_tokens = max(1, boundary.loss_tokens)
-        result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
+        with work.profile.around(step + 1):
+            result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
         step += 1
         _check_finite(result, step, saver.committed_step)
         step_s = time.monotonic() - began_s
         sample = work.governor.worst()
         work.pressure.see(sample)
         _record(work, step, lr, result, boundary, step_s, data_s, sample)
+        work.profile.after(step, result, data_s)
         is_last = step == work.total_steps
         if work.eval_batches is not None and (
             is_last or _is_every(work.config.train.eval_every_steps, step)

@@ -46,6 +46,7 @@ from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.outcome import Outcome
 from hpc_tune.train.pressure import Before, Pressure, look_back, make_governor
+from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.resuming import find_checkpoint, restore
 from hpc_tune.train.saving import Saver, on_rank_0, together
 from hpc_tune.units import format_bytes
@@ -243,6 +244,7 @@ def _run(
             peak_flops=peak * world.size if peak else None,
             expected_bytes=expected,
             pressure=pressure,
+            profile=StepProfile(training, run_dir, config.train.profiled_steps, step, total_steps),
         ),
         step,
     )

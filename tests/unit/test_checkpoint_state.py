@@ -76,6 +76,7 @@ FREE = {
     "train.max_steps",
     "train.epochs",
     "train.time_limit",
+    "train.profile",
     # what it tells and keeps
     "train.eval_every_steps",
     "train.eval_rows",

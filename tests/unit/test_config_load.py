@@ -193,6 +193,8 @@ def test_an_unknown_key_without_a_near_one_points_to_the_list(write):
         ("batch.micro_size=0", "batch.micro_size=0: Input should be greater than 0"),
         ("memory.host_limit=lots", "memory.host_limit='lots': 'lots' is not a size"),
         ("memory.host_limit=0", "memory.host_limit=0: Input should be greater than 0"),
+        ("train.profile=5", "train.profile=5: 5 is not STEP:COUNT"),
+        ("train.profile=0:2", "train.profile='0:2': '0:2' is not STEP:COUNT"),
         ("train.time_limit=soon", "train.time_limit='soon': 'soon' is not a duration"),
         ("optim.lr=.inf", "optim.lr=inf: Input should be a finite number"),
         ("optim.lr=.nan", "optim.lr=nan: "),

@@ -1,0 +1,185 @@
+"""train.profile=STEP:COUNT: where the time of a few optimizer steps goes, on every rank.
+
+    each rank   torch profiler around its steps -> profile/rank-R.json.gz, for Perfetto
+    all         seconds per step by kind -> rank 0: profile/summary.txt, and the log
+
+Kinds: *compute* is the operators' own time (a GPU's kernels), *copies* that of what only moves
+values, *messages* what the rank waits for others (a GPU's collectives, hidden behind compute or
+not), *data* the wait for the loader, *idle* the rest of the step: Python, launches, waiting.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_tune.engine.base import StepResult
+from hpc_tune.log import log
+from hpc_tune.train.saving import together
+from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.collective import gather_objects
+
+FOLDER = "profile"
+STRAGGLER = 1.1  # x the median rank's work
+_SHOWN = 16
+_COPIES = ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::contiguous", "Memcpy", "Memset")
+_MESSAGES = ("nccl", "gloo", "c10d", "record_param_comms")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Seconds per step of one rank by kind; ``step_s`` is the whole."""
+
+    rank: int
+    host: str
+    compute_s: float
+    messages_s: float
+    copies_s: float
+    data_s: float
+    step_s: float
+
+    @property
+    def work_s(self) -> float:
+        """What the rank does itself."""
+        return self.compute_s + self.copies_s
+
+    @property
+    def idle_s(self) -> float:
+        """What the others leave; 0 where kinds overlap."""
+        known = self.compute_s + self.messages_s + self.copies_s + self.data_s
+        return max(0.0, self.step_s - known)
+
+
+class StepProfile:
+    """Profiles the steps of ``steps`` (the first of a run is 1), on all ranks at once."""
+
+    def __init__(
+        self, session: Session, run_dir: Path, steps: range, done: int, total: int
+    ) -> None:
+        """Profile those of ``steps`` that a run of ``total`` steps with ``done`` behind it does."""
+        if steps and not done < steps[0] <= total:
+            if session.world.rank == 0:
+                log.warning(
+                    "train.profile=%d:%d is not among the steps that this run does, %d to %d: "
+                    "nothing is profiled",
+                    *(steps[0], len(steps), done + 1, total),
+                )
+            steps = range(0)
+        steps = steps[: max(0, total + 1 - steps.start)]
+        self._session, self._folder, self._steps = session, run_dir / FOLDER, steps
+        self._profiler: torch.profiler.profile | None = None
+        self._comm_s = self._data_s = self._step_s = 0.0
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Surround the work of optimizer step ``step``."""
+        if step not in self._steps:
+            yield
+            return
+        on_gpu = self._session.device.type == "cuda"
+        if self._profiler is None:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+            self._profiler = torch.profiler.profile(activities=kinds)
+            self._profiler.start()
+        began_s = time.perf_counter()
+        if on_gpu:
+            torch.cuda.nvtx.range_push(f"step {step}")
+        with torch.profiler.record_function(f"step {step}"):
+            yield
+        if on_gpu:
+            torch.cuda.synchronize(self._session.device)
+            torch.cuda.nvtx.range_pop()
+        self._step_s += time.perf_counter() - began_s
+
+    def after(self, step: int, result: StepResult, data_s: float) -> None:
+        """Count what the loop measured; after the last step write all down. Collective then."""
+        if step not in self._steps:
+            return
+        self._comm_s += result.comm_s
+        self._data_s += data_s
+        self._step_s += data_s
+        if step == self._steps[-1]:
+            self._finish()
+
+    def _finish(self) -> None:
+        profiler, count = self._profiler, len(self._steps)
+        assert profiler is not None
+        profiler.stop()
+        self._profiler = None
+        world = self._session.world
+
+        def write() -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._folder / f"rank-{world.rank}.json.gz"))
+
+        together(self._session, "writing the profile", write)
+        on_gpu = self._session.device.type == "cuda"
+        compute_s, copies_s = by_kind(profiler.key_averages(), on_gpu)
+        mine = Shares(
+            world.rank,
+            world.hostname,
+            compute_s / count,
+            self._comm_s / count,
+            copies_s / count,
+            self._data_s / count,
+            self._step_s / count,
+        )
+        everyone = gather_objects(self._session, mine)
+        first, last = self._steps[0], self._steps[-1]
+        lines = [f"profile of steps {first} to {last}, seconds per step", *table(everyone)]
+        if world.rank == 0:
+            text = "\n".join(lines) + "\n"
+            (self._folder / "summary.txt").write_text(text, encoding="utf-8")
+            for line in lines[: 2 + _SHOWN]:
+                log.info("%s", line)
+            for line in lines[max(2 + _SHOWN, 2 + len(everyone)) :]:
+                log.info("%s", line)
+            log.info("traces of all ranks and this table: %s", self._folder)
+
+
+def by_kind(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
+    """Return the seconds of compute and of copies among a profiler's averaged events."""
+    compute_us = copies_us = 0.0
+    for event in events:
+        name = event.key
+        if on_gpu:
+            if event.device_type == torch.autograd.DeviceType.CPU or event.is_user_annotation:
+                continue
+            own_us = event.self_device_time_total
+        else:
+            own_us = event.self_cpu_time_total
+            if not (name.startswith(("aten::", "bitsandbytes::")) or "Compiled" in name):
+                continue
+        if any(word in name for word in _MESSAGES):
+            continue
+        if name.startswith(_COPIES):
+            copies_us += own_us
+        else:
+            compute_us += own_us
+    return compute_us / 1e6, copies_us / 1e6
+
+
+def table(everyone: Sequence[Shares]) -> list[str]:
+    """Return a header, a line per rank, and a line per rank that the others wait for."""
+    width = max(len(one.host) for one in everyone) + 2
+    names = ("compute", "messages", "copies", "data", "idle", "step")
+    lines = [f"{'rank':>5}  {'host':{width}}" + "".join(f"{name:>10}" for name in names)]
+    for one in everyone:
+        parts = (one.compute_s, one.messages_s, one.copies_s, one.data_s, one.idle_s, one.step_s)
+        numbers = "".join(f"{value:>10.3f}" for value in parts)
+        lines.append(f"{one.rank:>5}  {one.host:{width}}{numbers}")
+    usual = statistics.median(one.work_s for one in everyone)
+    for one in everyone:
+        if one.work_s > STRAGGLER * usual and len(everyone) > 1:
+            lines.append(
+                f"rank {one.rank} on {one.host} works {one.work_s / usual:.2f} x as long as the "
+                "median rank, and the others wait for it: look at its clocks, its memory and what "
+                "else runs there"
+            )
+    return lines
