@@ -10,6 +10,7 @@ VENV   ?= .venv
 PIP     = $(VENV)/bin/python -m pip
 BIN     = $(abspath $(VENV))/bin
 MODEL   = models/smollm2-135m-instruct
+DTYPE   = `python -c 'from hpc_tune.world.device import cpu_has_bf16 as it; print("bf16" if it() else "fp32")'`
 PROMPT  = What does `os.path.join(path, *paths)` do?
 
 # Open MPI wants to be told twice that running as root is meant.
@@ -26,7 +27,7 @@ export DS_BUILD_OPS = 0
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@echo '== before: $(PROMPT)'
 	@python -m hpc_tune generate --model $(MODEL) --prompt '$(PROMPT)' --max-tokens 64
-	mpirun -np 2 python -m hpc_tune --config configs/smollm2_135m_lora.yaml
+	mpirun -np 2 python -m hpc_tune --config configs/smollm2_135m_lora.yaml model.dtype=$(DTYPE)
 	@echo '== after: $(PROMPT)'
 	@python -m hpc_tune generate --run runs/smollm2 --prompt '$(PROMPT)' --max-tokens 64
 

@@ -1,5 +1,7 @@
 """What a run says of itself before the expensive part begins."""
 
+import torch
+
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import Loader
 from hpc_tune.engine.mesh import Layout
@@ -8,6 +10,7 @@ from hpc_tune.log import log
 from hpc_tune.train.inputs import Inputs
 from hpc_tune.units import format_count
 from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.device import cpu_has_bf16
 
 
 def describe(
@@ -32,6 +35,11 @@ def describe(
         adapter,
         str(inputs.built.dtype).removeprefix("torch."),
     )
+    if session.device.type == "cpu" and inputs.built.dtype == torch.bfloat16 and not cpu_has_bf16():
+        log.warning(
+            "model.dtype=bf16: this CPU has no products of bf16 (AVX512-BF16, AMX), and a step may "
+            "take tens of times as long as with model.dtype=fp32"
+        )
     log.info(
         "data    %s: %s documents in %s rows of %d tokens, %.1f%% padding",
         config.data.path,

@@ -20,7 +20,6 @@ import torch
 
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import log
-from hpc_tune.train.saving import together
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects
 
@@ -113,12 +112,9 @@ class StepProfile:
         profiler.stop()
         self._profiler = None
         world = self._session.world
-
-        def write() -> None:
+        with _or_a_warning(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"rank-{world.rank}.json.gz"))
-
-        together(self._session, "writing the profile", write)
         on_gpu = self._session.device.type == "cuda"
         compute_s, copies_s = by_kind(profiler.key_averages(), on_gpu)
         mine = Shares(
@@ -133,14 +129,24 @@ class StepProfile:
         everyone = gather_objects(self._session, mine)
         first, last = self._steps[0], self._steps[-1]
         lines = [f"profile of steps {first} to {last}, seconds per step", *table(everyone)]
-        if world.rank == 0:
+        if world.rank != 0:
+            return
+        with _or_a_warning(self._folder):
             text = "\n".join(lines) + "\n"
             (self._folder / "summary.txt").write_text(text, encoding="utf-8")
-            for line in lines[: 2 + _SHOWN]:
-                log.info("%s", line)
-            for line in lines[max(2 + _SHOWN, 2 + len(everyone)) :]:
-                log.info("%s", line)
-            log.info("traces of all ranks and this table: %s", self._folder)
+        stragglers = lines[2 + len(everyone) :]
+        for line in (*lines[: 2 + min(_SHOWN, len(everyone))], *stragglers):
+            log.info("%s", line)
+        log.info("traces of all ranks and this table: %s", self._folder)
+
+
+@contextmanager
+def _or_a_warning(folder: Path) -> Iterator[None]:
+    """A profile that cannot be written is not worth the run."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s cannot be written: %s", folder, error.strerror or error)
 
 
 def by_kind(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:

@@ -4,6 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hpc_tune.errors import WorldError
@@ -115,3 +116,17 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
         f"{text}; start one rank per GPU, or hide the GPUs that are not meant with "
         "CUDA_VISIBLE_DEVICES"
     )
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether this CPU multiplies bf16 by itself (AVX512-BF16 or AMX); True if it is no x86.
+
+    Without that torch takes 33 x as long for a training step in bf16 as for one in fp32 (SmolLM2 on
+    a CPU with AVX2).
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return True
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
+    return flags is None or bool(flags & {"avx512_bf16", "amx_bf16"})

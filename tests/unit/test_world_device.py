@@ -1,7 +1,7 @@
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world.device import DeviceReport, check_devices, pick_device
+from hpc_tune.world.device import DeviceReport, check_devices, cpu_has_bf16, pick_device
 from hpc_tune.world.discover import World
 
 
@@ -91,3 +91,20 @@ def test_cuda_that_was_asked_for_and_is_missing_is_an_error(monkeypatch):
     with pytest.raises(WorldError, match=r"finds no CUDA device on n0.*run.device=cpu"):
         check_devices([report], launched=False)
     assert pick_device("auto", World(0, 1, 0, 1, 0, 1, "n0", "single"))[1].error is None
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx2 fma\n", False),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        (None, True),
+    ],
+)
+def test_a_cpu_says_whether_it_multiplies_bf16(tmp_path, text, has):
+    file = tmp_path / "cpuinfo"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    assert cpu_has_bf16(file) is has
