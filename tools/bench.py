@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_watch import ceiling_of, launch, lines_of, watched
+from bench_watch import ceiling_of, launch, lines_of, steps_of, watched
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
@@ -254,7 +254,7 @@ def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measu
     program = [sys.executable, "-m", "hpc_tune", "--config", str(out / "config.yaml")]
     command = [*launch(asked.ranks), *program, *asked.settings]
     began, peak = time.time(), watched(command, out, asked.device)
-    steps = lines_of(out / "run" / "metrics.jsonl")
+    steps = steps_of(out / "run")
     counted = steps[WARM:]
     saves = [e for e in lines_of(out / "run" / "events.jsonl") if e["kind"] == "checkpoint"]
     step_s = sum(step["step_s"] for step in counted)
@@ -324,7 +324,7 @@ def run_scale(asked: argparse.Namespace) -> dict[str, Any]:
             words = [f"run.dir={out / 'run'}", f"train.max_steps={asked.steps}", *asked.settings]
             command = [*launch(ranks), sys.executable, "-m", "hpc_tune", *config, *words]
             watched(command, out, "cpu")
-            steps = lines_of(out / "run" / "metrics.jsonl")[WARM:]
+            steps = steps_of(out / "run")[WARM:]
             step_s = sum(step["step_s"] for step in steps)
             comm_share = sum(step["comm_s"] for step in steps) / step_s
             found[ranks] = (sum(step["tokens"] for step in steps) / step_s, comm_share)

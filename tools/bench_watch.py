@@ -115,3 +115,8 @@ def ceiling_of(dtype: str, device: str) -> float:
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSON lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's optimizer steps, without those of evaluations."""
+    return [row for row in lines_of(run_dir / "metrics.jsonl") if "step_s" in row]
