@@ -54,7 +54,15 @@ def phase(said, name):
     return next(p for p in said["phases"] if p["name"] == name)
 
 
-def test_70b_with_lora_on_two_nodes_fits_and_is_answered_in_20_seconds():
+def import_s():
+    """Return the seconds that this machine takes to import what a plan works with."""
+    words = "import torch, transformers.models.llama.modeling_llama, peft"
+    began_s = time.monotonic()
+    subprocess.run([sys.executable, "-c", words], check=True, capture_output=True)
+    return time.monotonic() - began_s
+
+
+def test_70b_with_lora_on_two_nodes_fits_and_is_answered_in_seconds():
     said, took_s, rss = plan(*TWO_NODES, *LLAMA_70B)
     print(f"{took_s:.1f} s, {rss / MIB:.0f} MiB")
     assert said["fits"]
@@ -72,8 +80,9 @@ def test_70b_with_lora_on_two_nodes_fits_and_is_answered_in_20_seconds():
     # An eighth of 141 GB of weights, and the adapters with gradients and two moments.
     load = phase(said, "load")["device_bytes"]
     assert 1.0 < (load - 1.5 * GIB) / (141.1e9 / 8 + 4 * 828.4e6) < 1.035
-    assert 4096 * 4 <= said["tokens_that_fit"] < 4096 * 8
-    assert took_s < 20
+    assert 4096 * 8 <= said["tokens_that_fit"] < 4096 * 16
+    # 20 s where the import takes 4 s; machines differ by more than the plan may.
+    assert took_s < 5 * import_s()
     assert rss < 1.5e9
 
 
