@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_watch import ceiling_of, launch, lines_of, steps_of, watched
+from bench_watch import RUN_LIMIT_S, ceiling_of, launch, lines_of, steps_of, watched
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
@@ -68,7 +68,7 @@ def main() -> int:
     train = commands.add_parser("train", help="hpc_tune beside its peers")
     train.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     train.add_argument("--data", type=Path, help="JSONL; default: builtin:pydocs")
-    train.add_argument("--examples", type=int, default=1000, help="of --data, from its beginning")
+    train.add_argument("--examples", type=int, default=1000, help="of --data, spread over it")
     train.add_argument("--ragged", action="store_true", help="documents as they are")
     train.add_argument("--ranks", type=int, default=1)
     train.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
@@ -90,6 +90,10 @@ def main() -> int:
     scale.add_argument("--out", type=Path)
     scale.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
     asked = parser.parse_args()
+    if asked.steps <= WARM:
+        parser.error(
+            f"--steps {asked.steps}: the first {WARM} do not count; use at least {WARM + 1}"
+        )
     told = run_train(asked) if asked.command == "train" else run_scale(asked)
     if asked.out:
         asked.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
@@ -193,7 +197,7 @@ def _peer_python(work: Path) -> str:
         pinned = ["--constraint", str(ROOT / "constraints.txt")]
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
         for some in (["torch"], list(PEER_PACKAGES), ["setuptools"]):
-            subprocess.run([*pip, *pinned, *some], check=True, env=environment)
+            subprocess.run([*pip, *pinned, *some], check=True, env=environment, timeout=RUN_LIMIT_S)
         done.touch()
     return str(python)
 
@@ -217,8 +221,12 @@ def _prepare(asked: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     raw, prepared, tokens = folder / "raw.jsonl", folder / "data.h5", folder / "tokens.json"
     raw.write_text("".join(json.dumps(e) + "\n" for e in examples), encoding="utf-8")
     command = [sys.executable, "-m", "hpc_tune", "prepare", "--out", str(prepared)]
-    words = [f"model.path={asked.model}", f"data.path={raw}", f"data.seq_len={asked.seq_len}"]
-    subprocess.run([*command, *words], check=True, cwd=folder, stderr=subprocess.DEVNULL)
+    words = [
+        f"model.path={asked.model.resolve()}",
+        f"data.path={raw}",
+        f"data.seq_len={asked.seq_len}",
+    ]
+    watched([*command, *words], folder, "cpu")
     store = TokenStore.open(prepared)
     documents = []
     for number in range(store.num_documents):
@@ -282,10 +290,15 @@ def _run_peer(
         "cpu": asked.device == "cpu",
     }
     (out / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    launch = [python]
+    program = [python]
     if asked.ranks > 1 or mode != "ddp":
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={asked.ranks}"]
-    command = [*launch, str(TOOLS / "bench_peer.py"), str(out / "settings.json"), str(out)]
+        program += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={asked.ranks}",
+        ]
+    command = [*program, str(TOOLS / "bench_peer.py"), str(out / "settings.json"), str(out)]
     # torchrun would give each rank one thread.
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // asked.ranks))}
     began, peak = time.time(), watched(command, out, asked.device, threads)

@@ -1,7 +1,9 @@
 """What tools/bench.py measures with: a run to its end with its memory watched, a large product."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -47,7 +49,8 @@ def watched(
         finally:
             finished.set()
             watcher.join()
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if code != 0:
         text = log.read_text(encoding="utf-8", errors="replace")
         raise SystemExit(f"{' '.join(command)}\nended with {code}:\n{text[-4000:]}")
@@ -85,7 +88,8 @@ def _own_share(pid: int) -> int:
 
 def _device_bytes() -> int:
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    told = done.stdout.split()
     return (1 << 20) * max((int(one) for one in told), default=0)
 
 
@@ -109,7 +113,9 @@ def ceiling_of(dtype: str, device: str) -> float:
     """Return the flops per second of a large square product with all threads."""
     full = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
     command = [sys.executable, "-c", _CEILING, full, device]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    )
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -46,9 +46,8 @@ class LossModel(nn.Module):
         self.config = config
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_loss
-        self.logits_bytes: int | None = (
-            None  # what the device's kind does, unless it is planned for
-        )
+        # A plan sets it to that of the device it is for.
+        self.logits_bytes: int | None = None
 
     def causal_lm(self) -> Any:
         """Return the transformers model, with or without adapters inside its layers."""

@@ -11,13 +11,7 @@ from hpc_tune.model.loss import loss_sum, scale_logits
 VOCAB = 50
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Models this small only lose by more threads, on a busy machine most of all."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config(**values):

@@ -10,13 +10,7 @@ from torch import nn
 from hpc_tune.engine.wrap import wrap_blocks
 from hpc_tune.model.low_rank import use_low_rank_products
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Block(nn.Module):

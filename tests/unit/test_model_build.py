@@ -26,13 +26,7 @@ CPU = torch.device("cpu")
 LENGTHS = (7, 12, 1, 5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Models this small only lose by more threads, on a busy machine most of all."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

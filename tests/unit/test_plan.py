@@ -62,7 +62,7 @@ def import_s():
     return time.monotonic() - began_s
 
 
-def test_70b_with_lora_on_two_nodes_fits_and_is_answered_in_seconds():
+def test_70b_with_lora_on_two_nodes_fits_and_is_answered_in_20_seconds():
     said, took_s, rss = plan(*TWO_NODES, *LLAMA_70B)
     print(f"{took_s:.1f} s, {rss / MIB:.0f} MiB")
     assert said["fits"]
@@ -81,8 +81,8 @@ def test_70b_with_lora_on_two_nodes_fits_and_is_answered_in_seconds():
     load = phase(said, "load")["device_bytes"]
     assert 1.0 < (load - 1.5 * GIB) / (141.1e9 / 8 + 4 * 828.4e6) < 1.035
     assert 4096 * 8 <= said["tokens_that_fit"] < 4096 * 16
-    # 20 s where the import takes 4 s; machines differ by more than the plan may.
-    assert took_s < 5 * import_s()
+    # Where the import takes more than 4 s, all takes longer by as much.
+    assert took_s < 20 * max(1.0, import_s() / 4)
     assert rss < 1.5e9
 
 
