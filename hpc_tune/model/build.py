@@ -43,13 +43,7 @@ def read_shape(directory: Path) -> Any:
     Raises:
         DataError: if the directory or its config.json is missing or is not a causal LM's.
     """
-    if not directory.is_dir():
-        raise DataError(
-            f"model.path={directory}: no such directory. It must be a Hugging Face model directory "
-            "(config.json, *.safetensors, tokenizer.json); models are not downloaded in a run, "
-            "because compute nodes have no internet. On the login node: hf download NAME "
-            "--local-dir DIR"
-        )
+    _require_directory(directory)
     if not (directory / "config.json").is_file():
         raise DataError(f"model.path={directory}: no config.json in it; is it a model directory?")
     from transformers import AutoConfig
@@ -68,8 +62,9 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     """Return the fast tokenizer of a model directory, with ``chat_template`` (a file) if given.
 
     Raises:
-        DataError: if it is missing or has no fast form; or if the template file is missing.
+        DataError: if it or its directory is missing, it has no fast form, or the template is missing.
     """
+    _require_directory(directory)
     from transformers import AutoTokenizer
 
     try:
@@ -85,6 +80,16 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
             why = error.strerror or error
             raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
     return tokenizer
+
+
+def _require_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise DataError(
+            f"model.path={directory}: no such directory. It must be a Hugging Face model directory "
+            "(config.json, *.safetensors, tokenizer.json); models are not downloaded in a run, "
+            "because compute nodes have no internet. On the login node: hf download NAME "
+            "--local-dir DIR"
+        )
 
 
 @dataclass(frozen=True)
