@@ -62,7 +62,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     """Return the fast tokenizer of a model directory, with ``chat_template`` (a file) if given.
 
     Raises:
-        DataError: if it or its directory is missing, it has no fast form, or the template is missing.
+        DataError: if it, its directory or the template is missing, or it has no fast form.
     """
     _require_directory(directory)
     from transformers import AutoTokenizer
