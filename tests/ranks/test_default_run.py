@@ -24,7 +24,7 @@ def test_the_bare_command_trains_and_says_what_it_does(tmp_path):
     assert took_s < 180
     assert (run_dir / "config.resolved.yaml").is_file()
     assert list((run_dir / "tensorboard").iterdir())
-    again = mpirun(2, ["-m", "hpc_tune"], timeout=100, cwd=tmp_path)
+    again = mpirun(2, ["-m", "hpc_tune"], cwd=tmp_path)
     assert again.returncode == 0
     assert "resumed" in again.stderr
     assert len(losses(run_dir)) == 40

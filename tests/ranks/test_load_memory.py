@@ -5,12 +5,12 @@ import json
 import pytest
 
 from tests.support.random_model import SHAPE_1B, SHAPE_SMALL, write_random_llama
-from tests.support.ranks import mpirun
+from tests.support.ranks import HANG_S, mpirun
 
 MIB = 1 << 20
 
 
-def measure(directory, n, axes, timeout=120):
+def measure(directory, n, axes, timeout=HANG_S):
     done = mpirun(n, ["-m", "tests.support.load_memory", str(directory), *axes], timeout=timeout)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])

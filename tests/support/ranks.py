@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# Ends a run that hangs, before pytest ends the test; says nothing about speed. A run of seconds takes
+# a minute on a slow machine with a busy neighbour.
+HANG_S = 280.0
 _LAUNCHER_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_", "TORCHELASTIC_")
 _SET_BY_BOOTSTRAP = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
 
@@ -110,7 +113,7 @@ def run_ranks(
 def mpirun(
     n: int,
     argv: Sequence[str],
-    timeout: float = 60.0,
+    timeout: float = HANG_S,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> "subprocess.CompletedProcess[str]":
@@ -120,7 +123,7 @@ def mpirun(
 
 
 def torchrun(
-    n: int, argv: Sequence[str], timeout: float = 60.0, env: Mapping[str, str] | None = None
+    n: int, argv: Sequence[str], timeout: float = HANG_S, env: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run ``python argv`` on ``n`` ranks of torchrun on this machine."""
     options = ["--standalone", "--nproc-per-node", str(n)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import mpirun, rank_environment, run_ranks
+from tests.support.ranks import HANG_S, mpirun, rank_environment, run_ranks
 
 TRAIN = ["-m", "hpc_tune"]
 STEPS = 10
@@ -27,7 +27,7 @@ def many_runs(
     n: int,
     jobs: Sequence[Mapping[str, Any]],
     folder: Path,
-    timeout: float = 240.0,
+    timeout: float = HANG_S,
     program: str = "tests.support.many_runs",
 ) -> list[int]:
     """Do ``jobs`` (see many_runs.py) on ``n`` ranks of one launch; return their exit codes."""
@@ -38,7 +38,7 @@ def many_runs(
     return json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[0])
 
 
-def train(overrides: Sequence[str], n: int | None = None, timeout: float = 120.0) -> Any:
+def train(overrides: Sequence[str], n: int | None = None, timeout: float = HANG_S) -> Any:
     """Run ``python -m hpc_tune`` with overrides, alone or on ``n`` ranks of mpirun."""
     if n is not None:
         return mpirun(n, [*TRAIN, *overrides], timeout=timeout)
