@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Ends a run that hangs, before pytest ends the test; says nothing about speed. A run of seconds takes
-# a minute on a slow machine with a busy neighbour.
+# Ends a run that hangs, before pytest ends the test. Says nothing about speed: what takes seconds
+# takes minutes on a slow machine with a busy neighbour.
 HANG_S = 280.0
 _LAUNCHER_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_", "TORCHELASTIC_")
 _SET_BY_BOOTSTRAP = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
