@@ -112,13 +112,18 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
         contenders = ["hpc_tune", *asked.peers]
         for number in range(asked.rounds):
             ceilings.append(ceiling_of(asked.dtype, asked.device))
-            for name in contenders if number % 2 == 0 else reversed(contenders):
+            for name in contenders[:: 1 if number % 2 == 0 else -1]:
                 out = Path(folder) / f"{name}-{number}"
                 out.mkdir()
                 if name == "hpc_tune":
                     found = _run_hpc_tune(asked, prepared, out)
                 else:
-                    found = _run_peer(asked, name, peer_python, tokens, out)
+                    try:
+                        found = _run_peer(asked, name, peer_python, tokens, out)
+                    except SystemExit as error:  # the others are worth measuring all the same
+                        print(f"{error}\n{name} fails and is left out", flush=True)
+                        contenders.remove(name)
+                        continue
                 print(f"round {number + 1}/{asked.rounds} {name}: {_sentence(found)}", flush=True)
                 runs.setdefault(name, []).append(found)
                 shutil.rmtree(out)

@@ -109,6 +109,7 @@ def main() -> None:
         remove_unused_columns=False,
         **sharding(mode, dtype),
     )
+    print("training on", arguments.device)  # forms the world, which ZeRO-3 asks for while loading
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=DTYPES[dtype])
     model.config.use_cache = False
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

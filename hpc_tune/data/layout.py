@@ -27,7 +27,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint
+from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
 
 FORMAT = "hpc_tune tokens"
@@ -165,18 +165,20 @@ class TokenStore:
         start, stop = int(self.offsets[document]), int(self.offsets[document + 1])
         return self.tokens[start:stop], self.loss_mask[start:stop]
 
-    def require_tokenizer(self, tokenizer: FastTokenizer) -> None:
+    def require_tokenizer(self, tokenizer: FastTokenizer, mark: str) -> None:
         """Check that ``tokenizer``, chat template included, is the one that the file was made with.
+
+        ``mark`` is its fingerprint.
 
         Raises:
             DataError: if it is another one: its numbers would mean other words.
         """
-        found, made_with = fingerprint(tokenizer), self.attributes.tokenizer_fingerprint
-        if found != made_with:
+        made_with = self.attributes.tokenizer_fingerprint
+        if mark != made_with:
             raise DataError(
                 f"{self.path} was prepared with the tokenizer {self.attributes.tokenizer}"
                 f" (fingerprint {made_with[:12]}, {self.attributes.vocab_size} tokens), but the"
-                f" model's tokenizer is {describe(tokenizer)} ({found[:12]}, {len(tokenizer)}"
+                f" model's tokenizer is {describe(tokenizer)} ({mark[:12]}, {len(tokenizer)}"
                 " tokens); vocabulary, special tokens and chat template must be the same. Set"
                 f" model.path or data.chat_template to what it was made with, or {PREPARE_AGAIN}"
             )

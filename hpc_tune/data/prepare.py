@@ -59,15 +59,13 @@ class Plan:
         return self.parts / f"{number:08d}.part"
 
 
-def cache_name(
-    path: str, tokenizer: FastTokenizer, *, seq_len: int, loss_on: LossOn = "answers"
-) -> str:
-    """Return a file name for data prepared from ``path``.
+def cache_name(path: str, mark: str, *, seq_len: int, loss_on: LossOn = "answers") -> str:
+    """Return a file name for data prepared from ``path`` by the tokenizer of fingerprint ``mark``.
 
     It is another one if the source, the settings or the tokenizer change.
     """
     stem = path.replace(":", "-") if is_builtin(path) else Path(path).stem
-    return f"{stem}-{_key(path, fingerprint(tokenizer), seq_len, loss_on)}.h5"
+    return f"{stem}-{_key(path, mark, seq_len, loss_on)}.h5"
 
 
 def plan(

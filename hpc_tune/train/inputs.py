@@ -1,12 +1,14 @@
 """The model and the data of a run, made ready: builtins written, raw data prepared, shapes read."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.config.schema import DataConfig, RunConfig
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
+from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.log import Progress, log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
@@ -58,17 +60,32 @@ def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: boo
     return built
 
 
+class Tokenizing:
+    """The tokenizer of a run. Rank 0 loads it at the start, another rank when it has to prepare."""
+
+    def __init__(self, model_dir: Path, chat_template: str | None) -> None:
+        self._model_dir, self._chat_template = model_dir, chat_template
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """A fast tokenizer of transformers; DataError if there is none."""
+        return load_tokenizer(self._model_dir, self._chat_template)
+
+    @cached_property
+    def mark(self) -> str:
+        """Its fingerprint: half a second for 50,000 tokens."""
+        return fingerprint(self.tokenizer)
+
+
 def prepare_data(
     data: DataConfig, session: Session, run_dir: Path, model_dir: Path
 ) -> tuple[TokenStore, TokenStore | None]:
     """Open the data and the held-out data, prepared first if raw. Collective."""
-    tokenizer = together(
-        session, "loading the tokenizer", lambda: load_tokenizer(model_dir, data.chat_template)
-    )
-    store = ready_data(data.path, data, tokenizer, session, run_dir)
+    own = Tokenizing(model_dir, data.chat_template)
+    store = ready_data(data.path, data, own, session, run_dir)
     eval_store = None
     if data.eval_path:
-        eval_store = ready_data(data.eval_path, data, tokenizer, session, run_dir)
+        eval_store = ready_data(data.eval_path, data, own, session, run_dir)
     return store, eval_store
 
 
@@ -83,23 +100,30 @@ def ready_model(path: str, session: Session, run_dir: Path) -> Path:
 
 
 def ready_data(
-    path: str, data: DataConfig, tokenizer: Any, session: Session, run_dir: Path
+    path: str, data: DataConfig, own: Tokenizing, session: Session, run_dir: Path
 ) -> TokenStore:
     """Open prepared data; raw data is prepared by all ranks first, once for all later starts."""
+
+    def open_it(file: Path) -> TokenStore:
+        store = TokenStore.open(file)
+        if session.world.rank == 0:
+            store.require_tokenizer(own.tokenizer, own.mark)
+        return store
+
     if path.endswith((".h5", ".hdf5")):
-        return together(session, "opening the data", lambda: _open(Path(path), tokenizer))
+        return together(session, "opening the data", lambda: open_it(Path(path)))
     folder = Path(data.cache) if data.cache else run_dir / "data"
 
     def place() -> Path:
-        name = cache_name(path, tokenizer, seq_len=data.seq_len, loss_on=data.loss_on)
-        return folder / name
+        return folder / cache_name(path, own.mark, seq_len=data.seq_len, loss_on=data.loss_on)
 
     out = on_rank_0(session, "looking at the data", place)
     found = on_rank_0(session, "looking for prepared data", out.exists)
     if not found:
         on_rank_0(session, "making the data folder", lambda: make_folder(folder))
+        tokenizer = together(session, "loading the tokenizer", lambda: own.tokenizer)
         prepare_file(path, out, data, tokenizer, session)
-    return together(session, "opening the data", lambda: _open(out, tokenizer))
+    return together(session, "opening the data", lambda: open_it(out))
 
 
 def prepare_file(path: str, out: Path, data: DataConfig, tokenizer: Any, session: Session) -> None:
@@ -130,12 +154,6 @@ def prepare_file(path: str, out: Path, data: DataConfig, tokenizer: Any, session
     )
     progress.close()
     log.info("prepared %s: %s", path, counters)
-
-
-def _open(path: Path, tokenizer: Any) -> TokenStore:
-    store = TokenStore.open(path)
-    store.require_tokenizer(tokenizer)
-    return store
 
 
 def make_folder(folder: Path) -> None:

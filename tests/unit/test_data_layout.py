@@ -179,9 +179,9 @@ def test_another_tokenizer_is_refused_by_name(tmp_path):
     marks = attributes(tokenizer_fingerprint=fingerprint(right), tokenizer="models/right")
     write_store(tmp_path / "s.h5", [block], {2: 1}, marks)
     store = TokenStore.open(tmp_path / "s.h5")
-    store.require_tokenizer(right)
+    store.require_tokenizer(right, fingerprint(right))
     with pytest.raises(DataError, match=r"models/right .* models/other .* prepare"):
-        store.require_tokenizer(other)
+        store.require_tokenizer(other, fingerprint(other))
 
 
 def test_fingerprint_sees_vocabulary_and_template_but_not_the_settings_of_calls():

@@ -12,6 +12,7 @@ from hpc_tune.data import prepare as module
 from hpc_tune.data import sources
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import assemble, cache_name, plan, prepare, tokenize
+from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import DataError
 
 RECORDS = [chat(f"question {n}", "answer " * (n % 40)) for n in range(300)]
@@ -69,7 +70,7 @@ def test_documents_are_in_the_order_of_the_source_and_counted(source, tmp_path):
     tokenizer = byte_tokenizer()
     counters = prepare(source, tmp_path / "d.h5", tokenizer, seq_len=200)
     store = TokenStore.open(tmp_path / "d.h5")
-    store.require_tokenizer(tokenizer)
+    store.require_tokenizer(tokenizer, fingerprint(tokenizer))
     asked = [tokenizer.decode(store.document(d)[0]) for d in range(store.num_documents)]
     # 40 lengths of answers: the one without words has its end mark only, and is still learned.
     assert len(asked) == 300
@@ -178,19 +179,19 @@ def test_data_without_any_example_are_refused_with_the_reasons(tmp_path):
 
 def test_cache_name_changes_with_everything_that_changes_the_tokens(source):
     tokenizer = byte_tokenizer()
-    name = cache_name(source, tokenizer, seq_len=64)
+    name = cache_name(source, fingerprint(tokenizer), seq_len=64)
     assert name.startswith("raw-")
     assert name.endswith(".h5")
-    assert cache_name(source, tokenizer, seq_len=64) == name
+    assert cache_name(source, fingerprint(tokenizer), seq_len=64) == name
     names = {
         name,
-        cache_name(source, tokenizer, seq_len=65),
-        cache_name(source, tokenizer, seq_len=64, loss_on="all"),
-        cache_name(source, byte_tokenizer(template=None), seq_len=64),
-        cache_name("builtin:pydocs", tokenizer, seq_len=64),
+        cache_name(source, fingerprint(tokenizer), seq_len=65),
+        cache_name(source, fingerprint(tokenizer), seq_len=64, loss_on="all"),
+        cache_name(source, fingerprint(byte_tokenizer(template=None)), seq_len=64),
+        cache_name("builtin:pydocs", fingerprint(tokenizer), seq_len=64),
     }
     Path(source).touch()
-    names.add(cache_name(source, tokenizer, seq_len=64))
+    names.add(cache_name(source, fingerprint(tokenizer), seq_len=64))
     assert len(names) == 6
     assert not any(":" in one or "/" in one for one in names)
 
