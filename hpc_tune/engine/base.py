@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from hpc_tune.batch import Batch
 from hpc_tune.memory.policy import Action
-from hpc_tune.model.weights import Region
+from hpc_tune.model.weights import Region, TensorIndex
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Engine(Protocol):
         Their values are read where they live, and stay as they are until the next update.
         """
 
-    def load(self, directory: Path, step: int) -> None:
+    def load(self, index: TensorIndex, step: int) -> None:
         """Read what any layout saved after ``step`` optimizer steps into this one."""
 
     def levers(self) -> set[Action]:

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.low_rank import use_low_rank_products
-from hpc_tune.model.weights import Region, index_checkpoint
+from hpc_tune.model.weights import Region, TensorIndex
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 NOTHING_WRAPPED = TrainConfig()
@@ -178,17 +177,18 @@ class NativeEngine:
                 regions += [region] if torch.Size(region.shape).numel() else []
         return regions
 
-    def load(self, directory: Path, step: int) -> None:
+    def load(self, index: TensorIndex, step: int) -> None:
         """Read what any layout saved.
 
         Raises:
             CheckpointError: if a tensor is missing or has another shape.
         """
-        index = index_checkpoint(directory)
         for trained in self._trained:
             for name, tensor in self._state_of(trained):
                 if name not in index.pieces:
-                    raise CheckpointError(f"{directory}: it has no {name}; it is of another model")
+                    raise CheckpointError(
+                        f"{index.files[0].parent}: it has no {name}; it is of another model"
+                    )
                 region = trained.stage.region(trained.name, tensor)
                 if region.local.numel():
                     index.fill(region.local, name, region.offset)

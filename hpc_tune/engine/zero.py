@@ -18,7 +18,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.low_rank import use_low_rank_products
 from hpc_tune.model.room import ask
-from hpc_tune.model.weights import Region, index_checkpoint
+from hpc_tune.model.weights import Region, TensorIndex
 
 
 class ZeroEngine:
@@ -165,18 +164,18 @@ class ZeroEngine:
                     regions += zero_state.regions(_named(part, span.name), span, values)
         return regions
 
-    def load(self, directory: Path, step: int) -> None:
+    def load(self, index: TensorIndex, step: int) -> None:
         """Read what any layout saved.
 
         Raises:
             CheckpointError: if a tensor is missing or has another shape.
         """
-        index = index_checkpoint(directory)
         for name in self._trained:
             for part in ("", *STATE_NAMES):
                 if _named(part, name) not in index.pieces:
                     raise CheckpointError(
-                        f"{directory}: it has no {_named(part, name)}; it is of another model"
+                        f"{index.files[0].parent}: it has no {_named(part, name)}; it is of "
+                        "another model"
                     )
         if self._stage == 3:
             self._zero._partition_all_parameters()

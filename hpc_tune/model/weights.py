@@ -76,26 +76,40 @@ class TensorIndex:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.num_bytes = 0
+        self.files = files
         self._error = error
+        self._open: tuple[Path, Any] | None = None
         for file in files:
             self._add(file)
+        self._open = None  # the next opening sees if a file has been changed since
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another rank gets, which opens files of its own."""
+        return self.__dict__ | {"_open": None}
+
+    def _handle(self, file: Path) -> Any:
+        """Return ``file`` opened, until another one is: tensors that follow each other share it."""
+        if self._open is None or self._open[0] != file:
+            self._open = None
+            self._open = file, safe_open(file, "pt")
+        return self._open[1]
 
     def _add(self, file: Path) -> None:
         try:
-            with safe_open(file, "pt") as handle:
-                metadata = handle.metadata() or {}
-                offsets = json.loads(metadata.get(OFFSETS_KEY, "{}"))
-                full_shapes = json.loads(metadata.get(FULL_SHAPES_KEY, "{}"))
-                names = json.loads(metadata.get(NAMES_KEY, "{}"))
-                for stored_name in handle.keys():  # noqa: SIM118 - not a dict
-                    stored = handle.get_slice(stored_name)
-                    shape = tuple(stored.get_shape())
-                    name = names.get(stored_name, stored_name)
-                    self.dtypes[name] = _DTYPES[stored.get_dtype()]
-                    offset = tuple(offsets.get(stored_name, (0,) * len(shape)))
-                    piece = Piece(file, stored_name, offset, shape)
-                    self.pieces.setdefault(name, []).append(piece)
-                    self.shapes[name] = tuple(full_shapes.get(stored_name, shape))
+            handle = self._handle(file)
+            metadata = handle.metadata() or {}
+            offsets = json.loads(metadata.get(OFFSETS_KEY, "{}"))
+            full_shapes = json.loads(metadata.get(FULL_SHAPES_KEY, "{}"))
+            names = json.loads(metadata.get(NAMES_KEY, "{}"))
+            for stored_name in handle.keys():  # noqa: SIM118 - not a dict
+                stored = handle.get_slice(stored_name)
+                shape = tuple(stored.get_shape())
+                name = names.get(stored_name, stored_name)
+                self.dtypes[name] = _DTYPES[stored.get_dtype()]
+                offset = tuple(offsets.get(stored_name, (0,) * len(shape)))
+                piece = Piece(file, stored_name, offset, shape)
+                self.pieces.setdefault(name, []).append(piece)
+                self.shapes[name] = tuple(full_shapes.get(stored_name, shape))
             self.num_bytes += file.stat().st_size
         except FileNotFoundError:
             raise self._error(
@@ -147,9 +161,8 @@ class TensorIndex:
         if len(pieces) != 1 or self.dtypes[name] != dtype or pieces[0].shape != self.shapes[name]:
             return None
         try:
-            with safe_open(pieces[0].file, "pt") as handle:
-                # safetensors maps a file privately and copies nothing on the CPU.
-                tensor: torch.Tensor = handle.get_tensor(pieces[0].stored_name)
+            # safetensors maps a file privately and copies nothing on the CPU.
+            tensor: torch.Tensor = self._handle(pieces[0].file).get_tensor(pieces[0].stored_name)
         except (SafetensorError, OSError) as error:
             raise self._error(f"{pieces[0].file}: {name} cannot be read: {error}") from None
         return tensor
@@ -163,29 +176,29 @@ class TensorIndex:
         if any(a >= b for a, b in zip(start, stop, strict=True)):
             return 0
         try:
-            with safe_open(piece.file, "pt") as handle:
-                stored = handle.get_slice(piece.stored_name)
-                if local.dim() == 0:
-                    local.copy_(handle.get_tensor(piece.stored_name))
-                    return 1
-                for first, last in _row_ranges(start[0], stop[0], start[1:], stop[1:]):
-                    source = (
-                        slice(first - piece.offset[0], last - piece.offset[0]),
-                        *(
-                            slice(a - p, b - p)
-                            for a, b, p in zip(start[1:], stop[1:], piece.offset[1:], strict=True)
-                        ),
-                    )
-                    target = (
-                        slice(first - offset[0], last - offset[0]),
-                        *(
-                            slice(a - o, b - o)
-                            for a, b, o in zip(start[1:], stop[1:], offset[1:], strict=True)
-                        ),
-                    )
-                    part = local[target]
-                    ask(2 * part.nbytes)  # what is filled first here, and what is read for it
-                    part.copy_(stored[source])
+            handle = self._handle(piece.file)
+            stored = handle.get_slice(piece.stored_name)
+            if local.dim() == 0:
+                local.copy_(handle.get_tensor(piece.stored_name))
+                return 1
+            for first, last in _row_ranges(start[0], stop[0], start[1:], stop[1:]):
+                source = (
+                    slice(first - piece.offset[0], last - piece.offset[0]),
+                    *(
+                        slice(a - p, b - p)
+                        for a, b, p in zip(start[1:], stop[1:], piece.offset[1:], strict=True)
+                    ),
+                )
+                target = (
+                    slice(first - offset[0], last - offset[0]),
+                    *(
+                        slice(a - o, b - o)
+                        for a, b, o in zip(start[1:], stop[1:], offset[1:], strict=True)
+                    ),
+                )
+                part = local[target]
+                ask(2 * part.nbytes)  # what is filled first here, and what is read for it
+                part.copy_(stored[source])
         except (SafetensorError, OSError) as error:
             raise self._error(
                 f"{piece.file}: {piece.stored_name} cannot be read: {error}"

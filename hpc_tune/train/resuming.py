@@ -8,6 +8,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
+from hpc_tune.model.weights import index_checkpoint
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects
@@ -53,9 +54,11 @@ def restore(
         for warning in compare(state, config, identity, total_steps):
             if session.world.rank == 0:
                 log.warning("resume: %s", warning)
-        engine.load(path, state.step)
+        engine.load(index, state.step)
         return state
 
+    # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
+    index = on_rank_0(session, "looking at a checkpoint's files", lambda: index_checkpoint(path))
     return together(session, "loading a checkpoint", load)
 
 

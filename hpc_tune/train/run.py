@@ -68,7 +68,9 @@ def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) ->
         session = bootstrap(config.run, partial(fail, run_dir=run_dir))
         configure(session.world.rank)
         if stop is None:
-            stop = StopFlag(run_dir, config.train.time_limit, is_first=session.world.rank == 0)
+            # A file system is not asked for the STOP file by thousands of ranks each second.
+            first = session.world.rank == 0
+            stop = StopFlag(run_dir if first else None, config.train.time_limit, is_first=first)
         stop.install()
         early = EarlyLeave(session, stop, run_dir)
         causes.append(early.cause_of)

@@ -40,6 +40,7 @@ def main() -> None:
     from hpc_tune.log import JsonLines
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
+    from hpc_tune.model.weights import index_checkpoint
     from hpc_tune.plan.account import measure
     from hpc_tune.plan.choose import choose_layout
     from hpc_tune.train.saving import Saver
@@ -63,7 +64,7 @@ def main() -> None:
         parallel = config.parallel.model_copy(update={"reshard": "block"})
         engine = NativeEngine(built, layout, session.device, config.optim, parallel)
         if newest is not None:
-            engine.load(newest, 1)
+            engine.load(index_checkpoint(newest), 1)
         step()
 
     def save(saver: Saver, number: int) -> None:

@@ -1,0 +1,179 @@
+"""A program: ranks of a world that is not there do a whole run one by one, and it is counted.
+
+    python -m tests.support.fake_world FOLDER SIZE [SIZE ...]
+
+Ranks are taken to be alike: a sum is their number times this rank's part, and what is gathered are
+copies of this rank's. What rank 0 broadcasts, the last rank is given, in the same order. Prints
+JSON: per size, for rank 0 and the last, what happened before the first step ("start"), in a steady
+step ("step") and from the last step to the end ("end", with a checkpoint): calls of torch's
+collectives by name, bytes of objects that came from other ranks, process groups made, files opened
+below FOLDER. Files of the governor's clock (last words) are left out.
+"""
+
+import json
+import pickle
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.config.load import load_config
+from hpc_tune.world.discover import World
+
+PER_NODE = 8
+STEPS = 4
+
+
+class Counts:
+    """What one rank has done so far, phase by phase."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.phases = str(folder), [Counter()]
+
+    def add(self, what: str, number: int = 1) -> None:
+        self.phases[-1][what] += number
+
+    def opened(self, path: Any) -> None:
+        if str(path).startswith(self._folder) and "/memory/" not in str(path):
+            self.add("opens")
+
+    def told(self) -> dict[str, Counter]:
+        # start, steps 1 to 4 (the first does more, the last ends with a save)
+        return {"start": self.phases[0], "step": self.phases[2], "end": self.phases[STEPS]}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    counts = Counts(folder)
+    sys.addaudithook(lambda event, args: counts.opened(args[0]) if event == "open" else None)
+    model, data = make_inputs(folder)
+    told = {}
+    for size in map(int, sys.argv[2:]):
+        said: list[Any] = []
+        for rank in (0, size - 1):
+            counts.phases = [Counter()]
+            run_dir = folder / f"run-{size}"
+            words = [
+                f"model.path={model}",
+                f"data.path={data}",
+                "data.eval_path=null",
+                "data.seq_len=64",
+                "tune.method=lora",
+                f"batch.global_size={size}",
+                "batch.micro_size=1",
+                f"train.max_steps={STEPS}",
+                f"parallel.replicate={size}",
+                f"run.dir={run_dir}",
+            ]
+            run_as(rank, size, load_config(None, words), said, counts)
+            told[f"{rank} of {size}"] = counts.told()
+    print(json.dumps(told))
+
+
+def make_inputs(folder: Path) -> tuple[Path, Path]:
+    from hpc_tune.data.prepare import prepare
+    from hpc_tune.model.build import load_tokenizer
+    from hpc_tune.model.builtin import write_tiny
+
+    model, raw, data = folder / "tiny", folder / "raw.jsonl", folder / "data.h5"
+    write_tiny(model)
+    examples = [{"prompt": f"{n}?", "completion": f"{n} and one is {n + 1}"} for n in range(200)]
+    raw.write_text("".join(json.dumps(one) + "\n" for one in examples), encoding="utf-8")
+    prepare(str(raw), data, load_tokenizer(model), seq_len=64)
+    return model, data
+
+
+def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -> None:
+    """Do the run as one rank; ``said`` takes what rank 0 broadcasts, and gives it to another."""
+    import h5py
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from hpc_tune.engine.native import NativeEngine
+    from hpc_tune.model import weights
+    from hpc_tune.train import run
+    from hpc_tune.train.ending import EarlyLeave
+    from hpc_tune.world.bootstrap import Peer, Session
+    from hpc_tune.world.stop import StopFlag
+
+    heard = iter(said)
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        counts.add("all_reduce")
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(dist.get_world_size(group))
+
+    def broadcast_object_list(box, src, group=None):
+        counts.add("broadcast")
+        if rank == src:
+            said.append(box[0])
+        else:
+            box[0] = next(heard)
+            counts.add("object_bytes", len(pickle.dumps(box[0])))
+
+    def all_gather_object(values, value, group=None):
+        counts.add("all_gather")
+        counts.add("object_bytes", size * len(pickle.dumps(value)))
+        # A list is of files: with whole weights on each rank, the first alone writes.
+        values[:] = [[] if isinstance(value, list) else value] * size
+        values[rank] = value
+
+    def counted(owner, name, what, path=False):
+        made = getattr(owner, name)
+
+        def wrapper(*args, **kwargs):
+            counts.opened(args[what]) if path else counts.add(what)
+            return made(*args, **kwargs)
+
+        return owner, name, wrapper
+
+    step = NativeEngine.train_step
+
+    def train_step(*args):
+        counts.phases.append(Counter())
+        return step(*args)
+
+    changes = [
+        (dist, "all_reduce", all_reduce),
+        (dist, "broadcast_object_list", broadcast_object_list),
+        (dist, "all_gather_object", all_gather_object),
+        counted(dist, "barrier", "barrier"),
+        counted(dist, "new_group", "groups"),
+        counted(dist.distributed_c10d, "_new_group_with_tag", "group_calls"),
+        # Libraries that open files without Python's open.
+        counted(h5py.File, "__init__", 1, path=True),
+        counted(weights, "safe_open", 0, path=True),
+        (NativeEngine, "train_step", train_step),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, changed in changes:
+        setattr(owner, name, changed)
+    try:
+        roster = tuple(Peer(r, r // PER_NODE, f"n{r // PER_NODE}", 1) for r in range(size))
+        place = (rank % PER_NODE, min(PER_NODE, size), rank // PER_NODE, -(-size // PER_NODE))
+        session = Session(
+            world=World(rank, size, *place, f"n{rank // PER_NODE}", "fake"),
+            device=torch.device("cpu"),
+            cpu_group=dist.group.WORLD,
+            roster=roster,
+            store=dist.HashStore(),
+            nonce="0",
+            threads=1,
+            sees_local_pids=False,
+        )
+        run_dir = Path(config.run.dir)
+        stop = StopFlag(None)
+        early = EarlyLeave(session, stop, run_dir)
+        result = run._run(config, session, run_dir, stop, early, [], False, None)
+        assert result.status == "done"
+        assert next(heard, None) is None or rank == 0, "the ranks took different ways"
+    finally:
+        for owner, name, old in before:
+            setattr(owner, name, old)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
