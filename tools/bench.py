@@ -15,6 +15,7 @@ zero3, fsdp2), which get an environment of their own below --work, and prints me
     device    peak of a GPU's bytes in use
     save      seconds for which training stood still for one checkpoint
     data      share of the step that is waiting for data (hpc_tune alone tells)
+    rest      share of the time that passes between steps: metrics, logging, agreeing on memory
 
 ``--ragged``: documents as they are, which peers pad to the longest of a batch and hpc_tune packs;
 else rows of --seq-len tokens, all of them full.
@@ -57,6 +58,7 @@ class Measured:
     device_bytes: int | None
     save_s: float | None
     data_share: float | None = None
+    rest_share: float | None = None
 
 
 def main() -> int:
@@ -150,7 +152,7 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
 def table(runs: Mapping[str, Sequence[Measured]], limit: float) -> Iterator[str]:
     """Yield the lines of the comparison: medians, and hpc_tune's ratios to the best peer."""
     header = f"{'':10}{'useful/s':>10}{'limit':>8}{'first':>9}{'host':>11}{'device':>11}"
-    yield header + f"{'save':>8}{'data':>8}"
+    yield header + f"{'save':>8}{'data':>8}{'rest':>8}"
     medians = {name: _median(found) for name, found in runs.items()}
     for name, one in medians.items():
         share = one.tokens_per_s / limit
@@ -158,6 +160,7 @@ def table(runs: Mapping[str, Sequence[Measured]], limit: float) -> Iterator[str]
             f"{name:10}{one.tokens_per_s:>10.0f}{share:>8.2f}{one.first_s:>8.1f}s"
             f"{one.host_bytes / 1e9:>8.2f} GB{_or_dash(one.device_bytes, 1e9, 8, ' GB')}"
             f"{_or_dash(one.save_s, 1, 7, 's')}{_or_dash(one.data_share, 0.01, 7, '%')}"
+            f"{_or_dash(one.rest_share, 0.01, 7, '%')}"
         )
     peers = [one for name, one in medians.items() if name != "hpc_tune"]
     if peers:
@@ -271,12 +274,16 @@ def _run_hpc_tune(asked: argparse.Namespace, prepared: Path, out: Path) -> Measu
     counted = steps[WARM:]
     saves = [e for e in lines_of(out / "run" / "events.jsonl") if e["kind"] == "checkpoint"]
     step_s = sum(step["step_s"] for step in counted)
+    save_s = saves[0]["blocked_s"] if save_at and saves else None
+    # A row is written when its step is done and told.
+    passed_s = steps[-1]["time"] - steps[WARM - 1]["time"] - (save_s or 0.0)
     return Measured(
         sum(step["tokens"] for step in counted) / step_s,
         steps[0]["time"] - began,
         *peak,
-        saves[0]["blocked_s"] if save_at and saves else None,
+        save_s,
         sum(step["data_s"] for step in counted) / step_s,
+        1.0 - step_s / passed_s,
     )
 
 

@@ -94,6 +94,10 @@ def main() -> None:
     out, mode, dtype = Path(sys.argv[2]), settings["mode"], settings["dtype"]
     if settings["cpu"] and mode.startswith("zero"):
         os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        # On a CPU the Trainer does it later than ZeRO-3 asks for it, which is while loading.
+        deepspeed.init_distributed(dist_backend="gloo")
     documents = json.loads(Path(settings["tokens"]).read_text(encoding="utf-8"))
     rows = [{"input_ids": tokens, "labels": labels} for tokens, labels in documents]
     arguments = TrainingArguments(
@@ -109,7 +113,6 @@ def main() -> None:
         remove_unused_columns=False,
         **sharding(mode, dtype),
     )
-    print("training on", arguments.device)  # forms the world, which ZeRO-3 asks for while loading
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=DTYPES[dtype])
     model.config.use_cache = False
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
