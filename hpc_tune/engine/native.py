@@ -99,6 +99,7 @@ class NativeEngine:
                 check_float8(device)
                 use_float8(blocks)
             use_low_rank_products(blocks)
+            stage.module.within_documents &= not train.compile
             wrap_blocks(blocks, parallel.recompute, train.compile)
             all_blocks += blocks
             if fsdp:

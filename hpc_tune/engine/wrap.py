@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.policy import Action
+from hpc_tune.model.attention import remembering_documents
 from hpc_tune.model.dropout import remembering_rows
 
 Forward = Callable[..., Any]
@@ -181,7 +182,8 @@ def _recomputed(forward: Forward, recompute: Literal["none", "selective", "full"
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(remembering_rows(forward), self, *args, **options, **kwargs)
+        again = remembering_documents(remembering_rows(forward))
+        return checkpoint(again, self, *args, **options, **kwargs)
 
     return recomputed
 

@@ -77,6 +77,7 @@ class ZeroEngine:
             use_row_dropout(built.module, built.seed)
         blocks = list(block_list(built.module))
         use_low_rank_products(blocks if self._stage < 3 else ())
+        built.module.within_documents &= not train.compile
         wrap_blocks(blocks, parallel.recompute, train.compile)
         recompute = Recompute(blocks, parallel.recompute, train.compile)
         self.levers, self.apply = recompute.levers, recompute.apply

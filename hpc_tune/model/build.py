@@ -18,6 +18,7 @@ from torch import nn
 
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.model.attention import use_document_attention
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.lean import lean_imports
 from hpc_tune.model.loss import LossModel
@@ -180,13 +181,14 @@ def build(
             config, dtype=DTYPES[tune.param_dtype] if tune.method == "full" else dtype
         )
     model.config.use_cache = False
+    within_documents = use_document_attention(model)
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if tune.method == "qlora":
         quantize_linears(block_list(model), dtype)
     names = {id(t): n for n, t in stored_tensors(model)}
     root: nn.Module = model if tune.method == "full" else _with_adapters(model, tune)
-    module = LossModel(root, config)
+    module = LossModel(root, config, within_documents)
     module.train()
     base_names, missing = {}, []
     for name, tensor in stored_tensors(module):

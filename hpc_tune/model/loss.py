@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
+from hpc_tune.model.attention import documents_in, of_documents
 from hpc_tune.model.dropout import of_rows
 
 # Of a frozen head: a CPU's chunk stays in its caches, a GPU needs many rows to be busy.
@@ -37,13 +38,15 @@ class LossModel(nn.Module):
     """A causal LM whose forward takes a ``Batch`` and returns the fp32 sum of its token losses.
 
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
-    peft model around one.
+    peft model around one. ``within_documents``: its attention may work document by document, which
+    a compiled block and a traced one cannot.
     """
 
-    def __init__(self, model: nn.Module, config: Any) -> None:
+    def __init__(self, model: nn.Module, config: Any, within_documents: bool = False) -> None:
         super().__init__()
         self.model = model
         self.config = config
+        self.within_documents = within_documents
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_loss
         # A plan sets it to that of the device it is for.
@@ -61,7 +64,10 @@ class LossModel(nn.Module):
         unless it is the last.
         """
         lm = self.causal_lm()
-        with of_rows(batch.rows):
+        # On a GPU a kernel per document would wait to be measured; there the mask stays.
+        apart = self.within_documents and batch.positions_BT.device.type == "cpu"
+        documents = documents_in(batch.positions_BT) if apart else ()
+        with of_rows(batch.rows), of_documents(documents):
             hidden_BTD = lm.get_decoder()(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,

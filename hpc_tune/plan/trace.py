@@ -131,6 +131,7 @@ def trace_step(
     with _fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), memory.watch():
         engine = NativeEngine(built, layout, DEVICE, config.optim, config.parallel)
         for stage in engine._stages:
+            stage.module.within_documents = False
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if for_gpu else "cpu"]
         batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]
         tokens = num_micro * micro_rows * seq_len * layout.data_size

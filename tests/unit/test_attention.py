@@ -1,0 +1,90 @@
+"""Attention document by document, against transformers' masks."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
+
+from hpc_tune.batch import Batch
+from hpc_tune.engine.wrap import wrap_blocks
+from hpc_tune.model.attention import documents_in, use_document_attention
+from hpc_tune.model.blocks import block_list
+from hpc_tune.model.loss import LossModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+# Documents of three rows: several, one, and single tokens at an end.
+LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    tokens_BT = torch.randint(0, 64, (3, 16), generator=generator)
+    rows = [torch.cat([torch.arange(length) for length in lengths]) for lengths in LENGTHS]
+    return Batch(tokens_BT, tokens_BT.roll(-1, 1), torch.stack(rows), 48, 48, 0)
+
+
+def model_of(family="llama", recompute="none", **more):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING[family](**shape, **heads, **more)
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(config)
+    module = LossModel(lm, config, use_document_attention(lm)).train()
+    wrap_blocks(list(block_list(module)), recompute, False)
+    return module
+
+
+def loss_and_grads(module):
+    module.zero_grad()
+    loss = module(batch())
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in module.parameters()]
+
+
+def test_documents_of_packed_rows():
+    assert documents_in(batch().positions_BT) == [
+        *((0, 0, 5), (0, 5, 14), (0, 14, 16)),
+        (1, 0, 16),
+        *((2, 0, 14), (2, 14, 15), (2, 15, 16)),
+    ]
+    assert documents_in(torch.arange(4).expand(2, -1)) == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_loss_and_gradients_are_those_of_the_mask(family, recompute):
+    module = model_of(family, recompute)
+    assert module.within_documents
+    loss, grads = loss_and_grads(module)
+    module.within_documents = False
+    wanted, wanted_grads = loss_and_grads(module)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    for grad, other in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
+
+
+def test_no_mask_is_made_where_documents_say_it_all(monkeypatch):
+    made = []
+    sdpa_mask = masking_utils.sdpa_mask
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda **o: made.append(o) or sdpa_mask(**o))
+    module = model_of()
+    module(batch())
+    assert not made
+    module.within_documents = False
+    module(batch())
+    assert len(made) == 1
+
+
+def test_layers_with_a_sliding_window_keep_their_mask():
+    module = model_of("mistral", sliding_window=3)
+    loss, _ = loss_and_grads(module)
+    module.within_documents = False
+    assert loss == pytest.approx(loss_and_grads(module)[0], rel=1e-6)
+    wide = model_of("mistral", sliding_window=None)
+    wide.load_state_dict(module.state_dict())
+    assert loss_and_grads(wide)[0] != pytest.approx(loss, rel=1e-4), "the window does nothing"
+
+
+def test_families_without_sdpa_are_left_alone():
+    module = model_of("gemma2", head_dim=8)
+    assert not module.within_documents
+    assert module.config._attn_implementation == "eager"
