@@ -31,7 +31,7 @@ from hpc_tune.engine.pipeline import Pipeline, cut_stages
 from hpc_tune.engine.shard import before_backward, release_gathered, shard
 from hpc_tune.engine.tensor import Axis, slice_model
 from hpc_tune.engine.traffic import Traffic
-from hpc_tune.engine.wrap import Recompute, wrap_blocks
+from hpc_tune.engine.wrap import Recompute, use_own_layers, wrap_blocks
 from hpc_tune.errors import CheckpointError
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.memory.policy import Action
@@ -39,7 +39,6 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.low_rank import use_low_rank_products
 from hpc_tune.model.weights import Region, TensorIndex
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
@@ -98,8 +97,7 @@ class NativeEngine:
             if train.float8:
                 check_float8(device)
                 use_float8(blocks)
-            use_low_rank_products(blocks)
-            stage.module.within_documents &= not train.compile
+            use_own_layers(stage.module, blocks, train.compile)
             wrap_blocks(blocks, parallel.recompute, train.compile)
             all_blocks += blocks
             if fsdp:

@@ -28,6 +28,9 @@ from hpc_tune.log import log
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.attention import remembering_documents
 from hpc_tune.model.dropout import remembering_rows
+from hpc_tune.model.gated import use_lean_gates
+from hpc_tune.model.loss import LossModel
+from hpc_tune.model.low_rank import use_low_rank_products
 
 Forward = Callable[..., Any]
 # What selective recompute keeps: results that cost a matrix product to make again. Names, because
@@ -57,6 +60,23 @@ WORKERS_SHARE = 8  # an eighth of a rank's host memory may go to compile workers
 # One graph each for: training and evaluation, one row and several, with and without a mask, and
 # for each kind of block that a model mixes. torch gives up at 8.
 MOST_GRAPHS = 64
+
+
+def use_own_layers(
+    module: LossModel,
+    blocks: Sequence[nn.Module],
+    compile_blocks: bool,
+    gathered_by_call: bool = False,
+) -> None:
+    """Let layers do what they do in fewer passes and with less that is kept.
+
+    ``gathered_by_call``: a weight is whole only while its own layer is called (ZeRO-3).
+    """
+    if not gathered_by_call:
+        use_low_rank_products(blocks)
+    if not compile_blocks:  # a compiler weighs by itself what to keep
+        use_lean_gates(blocks)
+    module.within_documents &= not compile_blocks
 
 
 def wrap_blocks(

@@ -33,7 +33,7 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NOTHING_WRAPPED, STATE_NAMES
 from hpc_tune.engine.optim import adamw_of, weight_decay_groups
 from hpc_tune.engine.traffic import Traffic
-from hpc_tune.engine.wrap import Recompute, wrap_blocks
+from hpc_tune.engine.wrap import Recompute, use_own_layers, wrap_blocks
 from hpc_tune.engine.zero_comm import CountedBackend
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
 from hpc_tune.log import log
@@ -42,7 +42,6 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.low_rank import use_low_rank_products
 from hpc_tune.model.room import ask
 from hpc_tune.model.weights import Region, TensorIndex
 
@@ -76,8 +75,7 @@ class ZeroEngine:
         if not train.compile:
             use_row_dropout(built.module, built.seed)
         blocks = list(block_list(built.module))
-        use_low_rank_products(blocks if self._stage < 3 else ())
-        built.module.within_documents &= not train.compile
+        use_own_layers(built.module, blocks, train.compile, gathered_by_call=self._stage == 3)
         wrap_blocks(blocks, parallel.recompute, train.compile)
         recompute = Recompute(blocks, parallel.recompute, train.compile)
         self.levers, self.apply = recompute.levers, recompute.apply
