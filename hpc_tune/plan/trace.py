@@ -41,8 +41,9 @@ from hpc_tune.engine.wrap import outside_modes
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
+from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel, build
-from hpc_tune.model.loss import LOGITS_BYTES
+from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
@@ -79,7 +80,7 @@ class TraceReport:
     ``evaluation_bytes`` is the worst moment of an evaluation, ``loaded_bytes`` what is there before
     the first step, ``idle_bytes`` between two steps; all are whole sums. The two ``heap_`` figures
     are what glibc's heap takes for the worst moments. ``num_micro`` micro-batches were traced, in
-    ``trace_s`` seconds.
+    ``trace_s`` seconds. ``parts``: the two peaks of the step's parts (see ``_tell_parts``).
     """
 
     layout: str
@@ -100,6 +101,7 @@ class TraceReport:
     heap_peak_bytes: int
     heap_evaluation_bytes: int
     trace_s: float
+    parts: dict[str, tuple[int, int]]
 
 
 def trace_step(
@@ -137,10 +139,12 @@ def trace_step(
         tokens = num_micro * micro_rows * seq_len * layout.data_size
         full, loaded_bytes = config.tune.method == "full", memory.live_bytes
         memory.begin(HEAP_FACTOR_FULL if full else HEAP_FACTOR_ADAPTERS)
+        if layout.pipeline == 1:
+            _tell_parts(memory, engine._stages[0].module)
         engine.train_step(batches, tokens, config.optim.lr)
         kinds = _bytes_by_kind(engine, full)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
-        heap_peak_bytes = memory.heap_peak_bytes
+        heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
         memory.begin(HEAP_FACTOR_EVALUATION)
         engine.evaluate(batches)
     return TraceReport(
@@ -159,7 +163,27 @@ def trace_step(
         heap_peak_bytes=heap_peak_bytes,
         heap_evaluation_bytes=memory.heap_peak_bytes,
         trace_s=time.perf_counter() - began_s,
+        parts=parts,
     )
+
+
+def _tell_parts(memory: TracedMemory, module: LossModel) -> None:
+    """Count the peaks of a step's parts: up to the middle block, until it is back there, after.
+
+    The worst moment of a deep model is in the second part, where the activations of all blocks
+    wait. That of a shallow one may be in another, and is then the same at any depth: with the
+    embedding gathered, at the first block's forward or backward pass.
+    """
+    blocks = list(block_list(module))
+
+    def tell(block: Any, args: Any, out: Any) -> None:
+        memory.go_on_to("upper half")
+        hidden_BTD = out[0] if isinstance(out, tuple) else out
+        if hidden_BTD.requires_grad:
+            hidden_BTD.register_hook(lambda grad: memory.go_on_to("backward"))
+
+    module.register_forward_pre_hook(lambda *_: memory.go_on_to("forward"))
+    blocks[len(blocks) // 2].register_forward_hook(tell)
 
 
 def trace_quickly(
@@ -174,11 +198,9 @@ def trace_quickly(
 ) -> TraceReport:
     """Trace two smaller depths and extend each figure by a straight line.
 
-    It takes seconds whatever the depth. In a shallow model the worst moment can be the first
-    block's backward pass, with the embedding gathered, instead of the last one's: the figure is
-    then too low (70B at 4096 tokens from 2 and 4 blocks: 14%; rows shorter than 2048 tokens may
-    need more than 8). Stages are taken to be equally deep. Arguments and errors are those of
-    ``trace_step``.
+    It takes seconds whatever the depth. The parts of a step are extended each by itself, since
+    their worst moments grow with the depth or do not. Stages are taken to be equally deep.
+    Arguments and errors are those of ``trace_step``.
     """
     began_s = time.perf_counter()
     # What a layout keeps gathered depends on the size of the whole model.
@@ -194,15 +216,26 @@ def trace_quickly(
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             what = (config, world_size, Path(folder), micro_rows, seq_len, rank)
             reports.append(trace_step(*what, for_gpu=for_gpu))
-    low, high = (dataclasses.asdict(report) for report in reports)
+    low, high = reports
     steps = (num_layers - few) / (more - few)
-    extended = {
-        name: round(low[name] + steps * (high[name] - low[name]))
-        for name in low
+
+    def extend(one: int, other: int) -> int:
+        return round(one + steps * (other - one))
+
+    extended: dict[str, Any] = {
+        name: extend(getattr(low, name), getattr(high, name))
+        for name in dataclasses.asdict(low)
         if name.endswith("_bytes")
     }
+    peaks, heap_peaks = (
+        [extend(low.parts[part][kind], high.parts[part][kind]) for part in low.parts]
+        for kind in (0, 1)
+    )
+    kinds = ("weight", "adapter", "gradient", "optimizer")
+    extended["peak_bytes"], extended["heap_peak_bytes"] = max(peaks), max(heap_peaks)
+    extended["activation_bytes"] = max(peaks) - sum(extended[f"{kind}_bytes"] for kind in kinds)
     return dataclasses.replace(
-        reports[0], **extended, num_layers=num_layers, trace_s=time.perf_counter() - began_s
+        low, **extended, num_layers=num_layers, trace_s=time.perf_counter() - began_s
     )
 
 

@@ -22,11 +22,14 @@ class TracedMemory(TorchDispatchMode):
     """Adds up the live storages of fake tensors, and answers questions about their values.
 
     Blocks below ``heap_block_bytes`` lie in a heap that never shrinks and is larger by a factor.
+    ``peaks`` holds, for each part of a phase, the most bytes and the most with such a heap.
     """
 
     def __init__(self, heap_block_bytes: int) -> None:
         super().__init__()
-        self.live_bytes = self.peak_bytes = self.heap_peak_bytes = 0
+        self.live_bytes = 0
+        self.peaks: dict[str, tuple[int, int]] = {}
+        self._part = ""
         self._heap_block_bytes, self._heap_factor = heap_block_bytes, 1.0
         self._in_heap = self._in_heap_before = self._most_in_heap = 0
         self._sizes: dict[int, int] = {}
@@ -35,7 +38,23 @@ class TracedMemory(TorchDispatchMode):
         """Begin a phase: its peaks count from here, and what is there already is not fragmented."""
         self._heap_factor, self._in_heap_before = heap_factor, self._in_heap
         self._most_in_heap = 0
-        self.peak_bytes = self.heap_peak_bytes = self.live_bytes
+        self.peaks = {}
+        self.go_on_to("")
+
+    def go_on_to(self, part: str) -> None:
+        """What comes now counts for this part of the phase."""
+        self._part = part
+        self._count()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes since ``begin``."""
+        return max((peak for peak, _ in self.peaks.values()), default=0)
+
+    @property
+    def heap_peak_bytes(self) -> int:
+        """The most bytes since ``begin`` with what the heap takes."""
+        return max((heap for _, heap in self.peaks.values()), default=0)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -74,11 +93,14 @@ class TracedMemory(TorchDispatchMode):
         self._sizes[key] = num_bytes
         self.live_bytes += num_bytes - before
         self._in_heap += self._heap_part(num_bytes) - self._heap_part(before)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._count()
+
+    def _count(self) -> None:
         new_in_heap = self._in_heap - self._in_heap_before
         self._most_in_heap = max(self._most_in_heap, new_in_heap)
-        heap = int(self._heap_factor * self._most_in_heap)
-        self.heap_peak_bytes = max(self.heap_peak_bytes, self.live_bytes - new_in_heap + heap)
+        heap = self.live_bytes - new_in_heap + int(self._heap_factor * self._most_in_heap)
+        peak, heap_peak = self.peaks.get(self._part, (0, 0))
+        self.peaks[self._part] = max(peak, self.live_bytes), max(heap_peak, heap)
 
     def _heap_part(self, num_bytes: int) -> int:
         return num_bytes if num_bytes < self._heap_block_bytes else 0
