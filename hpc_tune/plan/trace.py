@@ -101,7 +101,7 @@ class TraceReport:
     heap_peak_bytes: int
     heap_evaluation_bytes: int
     trace_s: float
-    parts: dict[str, tuple[int, int]]
+    parts: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 def trace_step(
