@@ -272,8 +272,6 @@ def init_groups(
     from torch.distributed import distributed_c10d
 
     limit = timedelta(seconds=timeout_s)
-    # Ranks connect when they first speak: a collective speaks to log(N) others, not to all.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Groups that are made later, in a mesh or by a library, would wait for half an hour.
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
