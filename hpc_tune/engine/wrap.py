@@ -26,8 +26,8 @@ from torch.utils.checkpoint import (
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.policy import Action
-from hpc_tune.model.attention import remembering_documents
-from hpc_tune.model.dropout import remembering_rows
+from hpc_tune.model.attention import DOCUMENTS
+from hpc_tune.model.dropout import ROWS
 from hpc_tune.model.gated import use_lean_gates
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.low_rank import use_low_rank_products
@@ -202,7 +202,7 @@ def _recomputed(forward: Forward, recompute: Literal["none", "selective", "full"
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        again = remembering_documents(remembering_rows(forward))
+        again = DOCUMENTS.remembering(ROWS.remembering(forward))
         return checkpoint(again, self, *args, **options, **kwargs)
 
     return recomputed

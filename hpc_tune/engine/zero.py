@@ -44,6 +44,7 @@ from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.room import ask
 from hpc_tune.model.weights import Region, TensorIndex
+from hpc_tune.world.failure import time_limit
 
 
 class ZeroEngine:
@@ -281,10 +282,13 @@ def _connect(device: torch.device, traffic: Traffic, needs_aio: bool) -> None:
     if needs_aio:
         log.info(
             "loading DeepSpeed's async_io; the first time it is compiled, for some minutes, in "
-            "~/.cache/torch_extensions (if that never ends, remove the file named lock in there)"
+            "~/.cache/torch_extensions"
         )
+        hint = "is a file named lock left there, of a compiler that was killed? Remove it"
         try:
-            AsyncIOBuilder().load(verbose=False)
+            rank, limit_s = f"rank {dist.get_rank()}", zero_settings.AIO_LIMIT_S
+            with time_limit("DeepSpeed's async_io", limit_s, hint, rank):
+                AsyncIOBuilder().load(verbose=False)
         except (RuntimeError, OSError, ImportError) as error:
             raise ConfigError(
                 "offload to nvme: DeepSpeed's async_io cannot be built "

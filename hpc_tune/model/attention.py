@@ -8,40 +8,19 @@ keep transformers' own way, and so does generation, where no documents are known
 Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from hpc_tune.model.current import Current
+
 NAME = "hpc_tune_documents"
 Document = tuple[int, int, int]
 
-# (row, start, stop) of what is being computed with; the backward pass runs in threads of its own.
-_documents: Sequence[Document] = ()
-
-
-@contextmanager
-def of_documents(documents: Sequence[Document]) -> Iterator[None]:
-    """Let attention work within these documents, which make up all rows; none: as stock does."""
-    global _documents
-    before, _documents = _documents, documents
-    try:
-        yield
-    finally:
-        _documents = before
-
-
-def remembering_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward``, to be recomputed later for the documents of now."""
-    documents = _documents
-
-    def again(*args: Any, **kwargs: Any) -> Any:
-        with of_documents(documents):
-            return forward(*args, **kwargs)
-
-    return again
+# (row, start, stop) of each; they make up all rows. None: attention is transformers' own.
+DOCUMENTS: Current[Sequence[Document]] = Current(())
 
 
 def documents_in(positions_BT: torch.Tensor) -> list[Document]:
@@ -70,7 +49,7 @@ def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     says_more = options.get("local_size") is not None or options.get("use_vmap")
-    if _documents and not says_more and options.get("attention_mask") is None:
+    if DOCUMENTS.value and not says_more and options.get("attention_mask") is None:
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     return mask
@@ -86,7 +65,7 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    if attention_mask is not None or not _documents:
+    if attention_mask is not None or not DOCUMENTS.value:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         stock: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -101,7 +80,7 @@ def _attend(
         )
         return stock
     parts = []
-    for row, start, stop in _documents:
+    for row, start, stop in DOCUMENTS.value:
         here = slice(row, row + 1), slice(None), slice(start, stop)
         part_1HLD = F.scaled_dot_product_attention(
             query_BHTD[here],

@@ -7,37 +7,15 @@ width, as packed ones mostly are.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-# The rows that are being computed with; the backward pass runs in threads of its own.
-_rows: Sequence[int] = ()
+from hpc_tune.model.current import Current
 
-
-@contextmanager
-def of_rows(rows: Sequence[int]) -> Iterator[None]:
-    """Make ``rows``, indices of the global stream of rows, those that masks are for."""
-    global _rows
-    before, _rows = _rows, rows
-    try:
-        yield
-    finally:
-        _rows = before
-
-
-def remembering_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward``, to be recomputed later for the rows of now."""
-    rows = _rows
-
-    def again(*args: Any, **kwargs: Any) -> Any:
-        with of_rows(rows):
-            return forward(*args, **kwargs)
-
-    return again
+# Indices of the global stream of rows, those that masks are for.
+ROWS: Current[Sequence[int]] = Current(())
 
 
 class RowDropout(nn.Module):
@@ -53,7 +31,7 @@ class RowDropout(nn.Module):
             return x
         kept = torch.empty_like(x, memory_format=torch.contiguous_format)
         generator = torch.Generator(x.device)
-        for row, mask in zip(_rows, kept.view(len(_rows), -1), strict=True):
+        for row, mask in zip(ROWS.value, kept.view(len(ROWS.value), -1), strict=True):
             digest = hashlib.blake2b(f"{self._key} {row}".encode(), digest_size=7)
             generator.manual_seed(int(digest.hexdigest(), 16))
             mask.bernoulli_(1 - self.p, generator=generator)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
-from hpc_tune.model.attention import documents_in, of_documents
-from hpc_tune.model.dropout import of_rows
+from hpc_tune.model.attention import DOCUMENTS, documents_in
+from hpc_tune.model.dropout import ROWS
 
 # Of a frozen head: a CPU's chunk stays in its caches, a GPU needs many rows to be busy.
 LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}
@@ -64,10 +64,10 @@ class LossModel(nn.Module):
         unless it is the last.
         """
         lm = self.causal_lm()
-        # On a GPU a kernel per document would wait to be measured; there the mask stays.
+        # A kernel per document has not been measured on GPUs: there the mask stays.
         apart = self.within_documents and batch.positions_BT.device.type == "cpu"
         documents = documents_in(batch.positions_BT) if apart else ()
-        with of_rows(batch.rows), of_documents(documents):
+        with ROWS.of(batch.rows), DOCUMENTS.of(documents):
             hidden_BTD = lm.get_decoder()(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,

@@ -227,13 +227,14 @@ def trace_quickly(
         for name in dataclasses.asdict(low)
         if name.endswith("_bytes")
     }
-    peaks, heap_peaks = (
-        [extend(low.parts[part][kind], high.parts[part][kind]) for part in low.parts]
-        for kind in (0, 1)
-    )
+    parts = {
+        part: (extend(peak, high.parts[part][0]), extend(heap_peak, high.parts[part][1]))
+        for part, (peak, heap_peak) in low.parts.items()
+    }
+    peak_bytes, extended["heap_peak_bytes"] = map(max, zip(*parts.values(), strict=True))
     kinds = ("weight", "adapter", "gradient", "optimizer")
-    extended["peak_bytes"], extended["heap_peak_bytes"] = max(peaks), max(heap_peaks)
-    extended["activation_bytes"] = max(peaks) - sum(extended[f"{kind}_bytes"] for kind in kinds)
+    extended["activation_bytes"] = peak_bytes - sum(extended[f"{kind}_bytes"] for kind in kinds)
+    extended |= {"peak_bytes": peak_bytes, "parts": parts}
     return dataclasses.replace(
         low, **extended, num_layers=num_layers, trace_s=time.perf_counter() - began_s
     )

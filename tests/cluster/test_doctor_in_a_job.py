@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 
-from tests.support.ranks import ROOT
+from tests.support.ranks import HANG_S, ROOT
 
 OPTIONS = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=8"]
 
@@ -17,7 +17,7 @@ def test_it_looks_at_both_nodes_and_finds_another_version_on_one(cluster, tmp_pa
     doctor = [sys.executable, "-m", "hpc_tune", "doctor", "--json", "run.device=cpu"]
     command = planted + shlex.join([*doctor, f"run.dir={tmp_path}"])
     script = shlex.join(["srun", *OPTIONS, "--overcommit", "bash", "-c", command])
-    said = cluster.job(script, "doctor", *OPTIONS, f"--chdir={ROOT}", timeout=120)
+    said = cluster.job(script, "doctor", *OPTIONS, f"--chdir={ROOT}", timeout=HANG_S)
     out, err = ((cluster.folder / f"doctor.{kind}").read_text() for kind in ("out", "err"))
     assert said["ExitCode"] == "1:0", out + err
 

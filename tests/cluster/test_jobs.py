@@ -6,7 +6,7 @@ import sys
 import h5py
 
 from tests.support.jobs import SETTINGS, Job, clone, starts
-from tests.support.ranks import rank_environment
+from tests.support.ranks import HANG_S, rank_environment
 from tests.support.training import outcome, train
 
 
@@ -63,7 +63,7 @@ def test_submit_gives_slurm_a_script_that_runs(cluster, tmp_path):
     words = [*SETTINGS, *part, "run.device=cpu", "run.dir=run with a space"]
     argv = [sys.executable, "-m", "hpc_tune", "submit", *words]
     done = subprocess.run(
-        argv, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        argv, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     number = done.stdout.split()[1].rstrip(";")

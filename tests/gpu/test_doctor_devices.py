@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.ranks import mpirun, rank_environment, run_ranks
+from tests.support.ranks import HANG_S, mpirun, rank_environment, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DOCTOR = ["-m", "hpc_tune", "doctor"]
@@ -14,7 +14,7 @@ DOCTOR = ["-m", "hpc_tune", "doctor"]
 
 def test_two_ranks_that_see_the_same_gpu_are_named(tmp_path):
     extra = {"CUDA_VISIBLE_DEVICES": "0"}
-    done = mpirun(2, [*DOCTOR, f"run.dir={tmp_path}"], timeout=120, env=extra)
+    done = mpirun(2, [*DOCTOR, f"run.dir={tmp_path}"], timeout=HANG_S, env=extra)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ranks 0, 1 on " in done.stderr
     assert "share one GPU (" in done.stderr

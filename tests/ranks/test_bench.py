@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hpc_tune.model.builtin import write_tiny
-from tests.support.ranks import ROOT, rank_environment
+from tests.support.ranks import HANG_S, ROOT, rank_environment
 
 BENCH = ROOT / "tools" / "bench.py"
 sys.path.insert(0, str(BENCH.parent))
@@ -22,7 +22,7 @@ def run_bench(tmp_path, *words):
         [sys.executable, str(BENCH), *words, "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
         env=rank_environment(2),
         cwd=tmp_path,
     )

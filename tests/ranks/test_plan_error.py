@@ -10,7 +10,7 @@ import pytest
 
 from hpc_tune.memory.host import own_bytes
 from tests.support.random_model import SHAPE_SMALL, write_random_model
-from tests.support.ranks import mpirun, rank_environment, run_ranks, started
+from tests.support.ranks import HANG_S, mpirun, rank_environment, run_ranks, started
 from tests.support.training import events
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def compare(folder, model, layout, method, batch):
     foreseen = {p["name"]: p["rank_bytes"] or p["first_bytes"] for p in phases}
     run_dir = folder / "run"
     argv = ["-m", "tests.support.planned_run", *settings, f"run.dir={run_dir}"]
-    done = mpirun(RANKS, argv, timeout=280.0)
+    done = mpirun(RANKS, argv, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     exported = peak_of_export(run_dir)
     [measured] = events(run_dir, "memory")

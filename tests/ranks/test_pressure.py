@@ -13,7 +13,7 @@ import pytest
 from hpc_tune.memory.host import HostLimit, Usage
 from hpc_tune.units import format_bytes
 from tests.support.cgroup import memory_group
-from tests.support.ranks import find_mpirun, rank_environment, run_ranks, started
+from tests.support.ranks import HANG_S, find_mpirun, rank_environment, run_ranks, started
 from tests.support.training import SMALL, events, losses, many_runs, outcome, worst_gap
 
 MIB = 1 << 20
@@ -75,7 +75,7 @@ MOST_RELAUNCHES = 4
 REPEATS = 10
 
 
-def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=180.0, neighbour=None):
+def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=HANG_S, neighbour=None):
     words = [*HUNGRY, f"run.dir={run_dir}", f"data.cache={run_dir.parent / 'data'}", *overrides]
     argv = [sys.executable, "-m", "tests.support.greedy", way, str(num_bytes), *words]
     if n > 1:

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from tests.support.random_model import SHAPE_1B, write_random_llama
-from tests.support.ranks import mpirun
+from tests.support.ranks import HANG_S, mpirun
 
 MIB = 1 << 20
 # 21 million values: 61 MiB of weights and optimizer state in bf16 on each of 2 ranks.
@@ -49,7 +49,7 @@ def check(n, axis, folder, shape, num_saves, budget, timeout):
 
 
 def test_saves_of_a_small_model_stay_within_the_budget(tmp_path):
-    check(2, "shard", tmp_path, SHAPE_SMALL, 4, 40 * MIB, 200)
+    check(2, "shard", tmp_path, SHAPE_SMALL, 4, 40 * MIB, HANG_S)
 
 
 @pytest.mark.soak

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import find_mpirun, is_alive, mpirun, rank_environment, started
+from tests.support.ranks import HANG_S, find_mpirun, is_alive, mpirun, rank_environment, started
 
 # The environment variable CAUSE says what rank 2 (of 4) or rank 1 (of 2) does.
 PROGRAM = """
@@ -106,14 +106,14 @@ def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(uncaught):
 
 
 def test_a_foreseen_error_ends_the_job_with_its_message_and_exit_code():
-    done = mpirun(2, ["-c", PROGRAM], timeout=30, env={"CAUSE": "foreseen", "VICTIM": "1"})
+    done = mpirun(2, ["-c", PROGRAM], timeout=HANG_S, env={"CAUSE": "foreseen", "VICTIM": "1"})
     assert done.returncode == 2
     assert "data.path holds no rows" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_wait_that_is_too_long_says_who_waited_for_what():
-    done = mpirun(2, ["-c", PROGRAM], timeout=30, env={"CAUSE": "sleep", "VICTIM": "1"})
+    done = mpirun(2, ["-c", PROGRAM], timeout=HANG_S, env={"CAUSE": "sleep", "VICTIM": "1"})
     assert done.returncode != 0
     assert re.search(r"rank 0 on \S+: waited 2 s for a rank that sleeps", done.stderr)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks import test_world_failure, test_world_launch
 from tests.support.hosts import add_stray, hosts
-from tests.support.ranks import find_mpirun, rank_environment, run_ranks, started
+from tests.support.ranks import HANG_S, find_mpirun, rank_environment, run_ranks, started
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_srun_without_mpi_meets_across_hosts(two_hosts):
     ):
         rows = []
         for rank, process in enumerate([first, second]):
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=HANG_S)
             assert process.returncode == 0, err
             rows += [json.loads(line) for line in out.splitlines() if line.startswith("{")]
             assert rows[rank]["world"] == f"rank {rank}/2 node {rank}/2 local 0/1 via slurm"

@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from tests.support.ranks import find_mpirun, mpirun, rank_environment, run_ranks, started, torchrun
+from tests.support.ranks import (
+    HANG_S,
+    find_mpirun,
+    mpirun,
+    rank_environment,
+    run_ranks,
+    started,
+    torchrun,
+)
 
 MPI = ["openmpi", "mpich", "intelmpi"]
 PROGRAM = """
@@ -139,7 +147,7 @@ def test_srun_without_mpi_makes_a_world():
     try:
         rows = []
         for process in processes:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=HANG_S)
             rows += told_by(subprocess.CompletedProcess(command, process.returncode, out, err))
     finally:
         for process in processes:
@@ -151,7 +159,7 @@ def test_two_jobs_at_the_same_time_do_not_meet():
     command = [find_mpirun(), "-np", "2", sys.executable, "-c", PROGRAM]
     env = rank_environment(4)
     with started(command, env) as first, started(command, env) as second:
-        outs = [(job, *job.communicate(timeout=90)) for job in (first, second)]
+        outs = [(job, *job.communicate(timeout=HANG_S)) for job in (first, second)]
         told = [
             told_by(subprocess.CompletedProcess(command, job.returncode, out, err))
             for job, out, err in outs

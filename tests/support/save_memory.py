@@ -23,7 +23,7 @@ from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.collective import barrier, max_of, sum_of
 from tests.support.peak import Peak
 
-NUM_TOKENS, NUM_MICRO = 128, 2
+NUM_TOKENS, NUM_MICRO = 16, 2
 
 
 def main() -> None:

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hpc_tune.model.dropout import RowDropout, of_rows, remembering_rows, use_row_dropout
+from hpc_tune.model.dropout import ROWS, RowDropout, use_row_dropout
 
 P = 0.25
 
 
 def dropped(rows, seed=0, layer="a", x_BTD=None):
     x_BTD = torch.ones(len(rows), 16, 32) if x_BTD is None else x_BTD
-    with of_rows(rows):
+    with ROWS.of(rows):
         return RowDropout(P, seed, layer)(x_BTD)
 
 
@@ -43,9 +43,9 @@ def test_the_mean_stays_and_evaluation_drops_nothing():
 
 def test_what_is_recomputed_later_drops_the_same():
     layer, x = RowDropout(P, 0, "a"), torch.ones(1, 16, 32, requires_grad=True)
-    with of_rows([5]):
-        y = checkpoint(remembering_rows(lambda v: layer(v).square()), x, use_reentrant=False)
-    with of_rows([9]):  # another micro-batch runs before this one's backward pass
+    with ROWS.of([5]):
+        y = checkpoint(ROWS.remembering(lambda v: layer(v).square()), x, use_reentrant=False)
+    with ROWS.of([9]):  # another micro-batch runs before this one's backward pass
         y.sum().backward()
     assert torch.equal(x.grad.bool(), y.bool())
 

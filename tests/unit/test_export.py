@@ -17,6 +17,7 @@ from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.weights import Region, write_regions
+from tests.support.ranks import HANG_S
 
 TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])
 METHODS = {
@@ -315,7 +316,7 @@ def test_a_merge_holds_one_tensor_at_a_time(tmp_path):
         [sys.executable, "-c", MERGE, *(str(tmp_path / x) for x in ("base", "step", "out"))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr

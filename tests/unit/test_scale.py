@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from tests.support.ranks import ROOT
+from tests.support.ranks import HANG_S, ROOT
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     command = [sys.executable, "-m", "tests.support.fake_world", str(folder), "16", "4096"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     return json.loads(done.stdout.splitlines()[-1])

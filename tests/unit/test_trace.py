@@ -20,6 +20,7 @@ from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure, static_bytes
 from hpc_tune.plan.traced_memory import TracedMemory
+from tests.support.ranks import HANG_S
 
 ROOT = Path(__file__).parents[2]
 R = 16  # tune.rank in all configurations
@@ -34,7 +35,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess:
         env={**os.environ, "SCRATCH": "/scratch"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=HANG_S,
     )
 
 

@@ -23,6 +23,7 @@ from hpc_tune.model.weights import (
     regions_of,
     write_regions,
 )
+from tests.support.ranks import HANG_S
 
 DTYPES = list(weights._DTYPE_NAMES)
 
@@ -330,7 +331,7 @@ def test_reading_takes_little_anonymous_memory_beside_the_result(tmp_path, full,
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
