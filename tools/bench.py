@@ -2,6 +2,7 @@
 
     python tools/bench.py train --model DIR [--data FILE] [--ranks 2] [--dtype fp32] [--ragged]
     python tools/bench.py scale --config FILE [--ranks 1 2 4] [--set key=value ...]
+    python tools/bench.py shape --model shape:llama3-8b --device cuda [--set key=value ...]
 
 ``train`` alternates between hpc_tune and the Hugging Face Trainer with peft (peers: ddp, zero2,
 zero3, fsdp2), which get an environment of their own below --work, and prints medians and ratios:
@@ -21,6 +22,9 @@ zero3, fsdp2), which get an environment of their own below --work, and prints me
 else rows of --seq-len tokens, all of them full.
 
 ``scale`` runs a configuration for a few steps on 1, 2, 4 ... ranks and says how far more ranks pay.
+
+``shape`` trains a model of random weights, for which no file is needed: how fast steps are, what
+share of the limit that is, and the allocator's peak beside the one that ``plan`` foretells.
 """
 
 import argparse
@@ -37,15 +41,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_watch import RUN_LIMIT_S, ceiling_of, launch, lines_of, steps_of, watched
+from bench_scale import run_scale
+from bench_shape import run_shape
+from bench_watch import RUN_LIMIT_S, WARM, ceiling_of, launch, lines_of, steps_of, watched
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 PEERS = ("ddp", "zero2", "zero3", "fsdp2")
 PEER_PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed")
 RANK, ALPHA = 16, 32
-WARM = 2  # steps whose time does not count
-WORTH = 0.5  # more ranks are advised while each added one brings half of its share
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,21 @@ def main() -> int:
     scale.add_argument("--steps", type=int, default=6)
     scale.add_argument("--out", type=Path)
     scale.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
+    shape = commands.add_parser("shape", help="a model of random weights")
+    shape.add_argument("--model", required=True, help="shape:NAME, or a folder with a config.json")
+    shape.add_argument("--seq-len", type=int, default=4096)
+    shape.add_argument("--rows", type=int, default=1, help="per rank and micro-batch")
+    shape.add_argument("--ranks", type=int, default=1)
+    shape.add_argument("--steps", type=int, default=8)
+    shape.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    shape.add_argument("--out", type=Path)
+    shape.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
     asked = parser.parse_args()
     if asked.steps <= WARM:
         parser.error(
             f"--steps {asked.steps}: the first {WARM} do not count; use at least {WARM + 1}"
         )
-    told = run_train(asked) if asked.command == "train" else run_scale(asked)
+    told = {"train": run_train, "scale": run_scale, "shape": run_shape}[asked.command](asked)
     if asked.out:
         asked.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -336,51 +349,6 @@ def _flops_per_token(asked: argparse.Namespace) -> float:
 
     built = build(asked.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
     return flops_per_token(measure(built.module), built.config, asked.seq_len)
-
-
-def run_scale(asked: argparse.Namespace) -> dict[str, Any]:
-    """Run a configuration on more and more ranks; print the table and how far they pay."""
-    found: dict[int, tuple[float, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in sorted(set(asked.ranks)):
-            out = Path(folder) / str(ranks)
-            out.mkdir()
-            config = ["--config", str(Path(asked.config).resolve())] if asked.config else []
-            words = [f"run.dir={out / 'run'}", f"train.max_steps={asked.steps}", *asked.settings]
-            command = [*launch(ranks), sys.executable, "-m", "hpc_tune", *config, *words]
-            watched(command, out, "cpu")
-            steps = steps_of(out / "run")[WARM:]
-            step_s = sum(step["step_s"] for step in steps)
-            comm_share = sum(step["comm_s"] for step in steps) / step_s
-            found[ranks] = (sum(step["tokens"] for step in steps) / step_s, comm_share)
-            print(f"{ranks} ranks: {found[ranks][0]:.0f} tokens/s", flush=True)
-    print()
-    for line in scale_table(found):
-        print(line)
-    return {"settings": asked.settings, "ranks": {str(n): one for n, one in found.items()}}
-
-
-def scale_table(found: Mapping[int, tuple[float, float]]) -> Iterator[str]:
-    """Yield the lines for (tokens per second, communication share) by number of ranks."""
-    few = min(found)
-    one = found[few][0] / few
-    yield f"{'ranks':>6}{'tokens/s':>12}{'speed-up':>10}{'efficiency':>12}{'messages':>10}"
-    for ranks, (tokens_per_s, share) in found.items():
-        ratio = tokens_per_s / one
-        yield (f"{ranks:>6}{tokens_per_s:>12.0f}{ratio:>9.2f}x{ratio / ranks:>12.0%}{share:>10.0%}")
-    best, more = few, few
-    for before, ranks in zip(list(found), list(found)[1:], strict=False):
-        gain = found[ranks][0] / found[before][0] - 1
-        if gain < WORTH * (ranks / before - 1):
-            more = ranks
-            break
-        best = more = ranks
-    if more == best:
-        yield f"up to {best} ranks each added one pays: try more"
-        return
-    gain = found[more][0] / found[best][0]
-    why = "messages" if found[more][1] > 0.2 else "shared cores, or too few rows per rank"
-    yield f"use {best}: {more} ranks are {gain:.2f} x as fast ({why})"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 POLL_S = 1.0
 RUN_LIMIT_S = 3600
+WARM = 2  # steps whose time does not count
 
 
 def launch(ranks: int) -> list[str]:

@@ -1,6 +1,7 @@
 """The benchmark tool on real runs; its peers are tried where an environment has them."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ BENCH = ROOT / "tools" / "bench.py"
 sys.path.insert(0, str(BENCH.parent))
 
 import bench  # noqa: E402 - it lies beside what it imports
+import bench_scale  # noqa: E402
+import bench_shape  # noqa: E402
 
 
 def run_bench(tmp_path, *words):
@@ -61,12 +64,42 @@ def test_a_configuration_on_one_and_two_ranks(tmp_path):
     assert "use 1: 2 ranks are " in shown or "up to 2 ranks each added one pays" in shown
 
 
+@pytest.mark.parametrize(("method", "ranks"), [("lora", "2"), ("qlora", "1")])
+def test_a_model_without_weights_does_its_steps(tmp_path, method, ranks):
+    write_tiny(tmp_path / "tiny")
+    (tmp_path / "tiny" / "model.safetensors").unlink()
+    told, shown = run_bench(
+        tmp_path,
+        *("shape", "--model", str(tmp_path / "tiny"), "--device", "cpu", "--ranks", ranks),
+        *("--seq-len", "64", "--rows", "2", "--steps", "4", "--set", f"tune.method={method}"),
+    )
+    assert told["layout"] == f"replicate {ranks} x shard 1"
+    assert told["tokens"] == 2 * 64 * int(ranks)
+    assert len(told["seconds"]) == 4
+    # Random weights know as much as chance does.
+    vocab_size = json.loads((tmp_path / "tiny" / "config.json").read_text())["vocab_size"]
+    assert told["loss"] == pytest.approx(math.log(vocab_size), rel=0.1)
+    assert "% of what matrix products would allow" in shown
+    assert "planned" not in shown, "that is for GPUs"
+
+
+def test_the_planned_peak_stands_beside_the_allocators():
+    found = bench_shape.Found(9000.0, 12000.0, int(4e9), int(60e9), int(57e9))
+    lines = [" ".join(line.split()) for line in bench_shape.table(found)]
+    assert lines == [
+        "tokens/s 9000, 75% of what matrix products would allow",
+        "host 4.00 GB",
+        "device 60.00 GB at the allocator's peak",
+        "planned 57.00 GB, -5.0%",
+    ]
+
+
 def test_the_verdict_names_the_last_number_of_ranks_that_pays():
-    *_, verdict = bench.scale_table({1: (100.0, 0.0), 2: (190.0, 0.05), 4: (200.0, 0.6)})
+    *_, verdict = bench_scale.scale_table({1: (100.0, 0.0), 2: (190.0, 0.05), 4: (200.0, 0.6)})
     assert verdict == "use 2: 4 ranks are 1.05 x as fast (messages)"
-    *_, verdict = bench.scale_table({1: (100.0, 0.0), 2: (80.0, 0.05)})
+    *_, verdict = bench_scale.scale_table({1: (100.0, 0.0), 2: (80.0, 0.05)})
     assert verdict == "use 1: 2 ranks are 0.80 x as fast (shared cores, or too few rows per rank)"
-    *_, verdict = bench.scale_table({2: (100.0, 0.0), 4: (180.0, 0.05)})
+    *_, verdict = bench_scale.scale_table({2: (100.0, 0.0), 4: (180.0, 0.05)})
     assert verdict == "up to 4 ranks each added one pays: try more"
 
 

@@ -1,0 +1,84 @@
+"""tools/bench.py shape: a model of random weights, its speed and its peak beside the plan's."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bench_watch import RUN_LIMIT_S, WARM, ceiling_of, launch, watched
+
+TOOLS = Path(__file__).resolve().parent
+METHOD = ["tune.method=lora", "tune.rank=16", "tune.alpha=32"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What ``table`` shows; ``planned_bytes`` and ``device_bytes`` are None without a GPU."""
+
+    tokens_per_s: float
+    limit: float
+    host_bytes: int
+    device_bytes: int | None
+    planned_bytes: int | None
+
+
+def run_shape(asked: argparse.Namespace) -> dict[str, Any]:
+    """Do the steps on ``asked.ranks`` ranks, plan the same, print both; return all figures."""
+    is_shape = asked.model.startswith("shape:")
+    words = [
+        f"model.path={asked.model if is_shape else Path(asked.model).resolve()}",
+        f"data.seq_len={asked.seq_len}",
+        f"batch.micro_size={asked.rows}",
+        f"batch.global_size={asked.rows * asked.ranks}",
+        *METHOD,
+        *asked.settings,
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        program = [sys.executable, str(TOOLS / "bench_steps.py"), str(out), str(asked.steps)]
+        where = [f"run.device={asked.device}", f"run.dir={Path(folder) / 'run'}"]
+        command = [*launch(asked.ranks), *program, *words, *where]
+        host_bytes, _ = watched(command, Path(folder), asked.device)
+        told: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    tokens_per_s = told["tokens"] / statistics.median(told["seconds"][WARM:])
+    devices = asked.ranks if asked.device == "cuda" else 1  # a CPU's is of all its cores
+    ceiling = devices * ceiling_of(told["dtype"], asked.device)
+    planned = _planned_bytes(words, asked.ranks, told["device_total"])
+    limit = ceiling / told["flops_per_token"]
+    found = Found(tokens_per_s, limit, host_bytes, told["device_bytes"], planned)
+    print(f"{asked.model} on {asked.ranks} x {told['device']}, {told['layout']}, {told['dtype']}")
+    for line in table(found):
+        print(line)
+    return {"words": words, "ranks": asked.ranks, **vars(found), "ceiling": ceiling, **told}
+
+
+def table(found: Found) -> Iterator[str]:
+    """Yield what is shown of one model."""
+    share = found.tokens_per_s / found.limit
+    yield f"tokens/s     {found.tokens_per_s:.0f}, {share:.0%} of what matrix products would allow"
+    yield f"host         {found.host_bytes / 1e9:.2f} GB"
+    if found.device_bytes is not None and found.planned_bytes is not None:
+        off = found.planned_bytes / found.device_bytes - 1
+        yield f"device       {found.device_bytes / 1e9:.2f} GB at the allocator's peak"
+        yield f"planned      {found.planned_bytes / 1e9:.2f} GB, {off:+.1%}"
+
+
+def _planned_bytes(words: list[str], ranks: int, device_total: int | None) -> int | None:
+    """Return the traced peak of one GPU's allocator; on CPUs the weights would not be a file's."""
+    if device_total is None:
+        return None
+    plan = [sys.executable, "-m", "hpc_tune", "plan", "--json", "--gpus-per-node", str(ranks)]
+    plan += ["--device-memory", str(device_total)]
+    plan += ["--host-memory", str(psutil.virtual_memory().total), *words]
+    done = subprocess.run(plan, capture_output=True, text=True, timeout=RUN_LIMIT_S)
+    if not done.stdout:
+        raise SystemExit(f"{' '.join(plan)}\n{done.stderr}")
+    peak_bytes: int = json.loads(done.stdout)["trace"]["peak_bytes"]
+    return peak_bytes

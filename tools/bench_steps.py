@@ -1,0 +1,130 @@
+"""A program for tools/bench.py: full steps of a model of random weights, through the real engine.
+
+    [mpirun -np N] python tools/bench_steps.py OUT STEPS [key=value ...]
+
+The model is ``model.path``, of which only config.json is read: no file of weights is needed, and a
+70B model is made in 4 bits on the GPU piece by piece. Each row is one document of data.seq_len
+tokens, all with loss. Rank 0 writes OUT: seconds of each step, tokens per step, the loss of the
+last, the layout, flops per token; and of the GPU its name, bytes, and the allocator's peak.
+"""
+
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.config.load import load_config
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.model.build import build, compute_dtype
+from hpc_tune.model.shapes import ShapeIndex, shape_directory
+from hpc_tune.plan.account import measure
+from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, micro_rows
+from hpc_tune.plan.cost import flops_per_token
+from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
+from hpc_tune.world.collective import max_of
+
+STD = 0.02
+NOISE_VALUES = 1 << 24
+
+
+class RandomIndex(ShapeIndex):
+    """A ``ShapeIndex`` with values to give: normal ones for matrices, ones for norms.
+
+    The normal values are drawn once per dtype and device and repeated, which takes the time of a
+    copy. What the model computes from them means nothing; how long it takes does.
+    """
+
+    def __init__(self, known: ShapeIndex) -> None:
+        """Take the names and shapes from ``known``."""
+        super().__init__([])
+        self.pieces, self.shapes, self.dtypes = known.pieces, known.shapes, known.dtypes
+        self._noise: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
+        """Fill a contiguous ``local``."""
+        if local.ndim == 1:
+            local.fill_(1.0)
+            return
+        kind = local.dtype, local.device
+        if kind not in self._noise:
+            generator = torch.Generator(local.device).manual_seed(0)
+            noise = torch.empty(NOISE_VALUES, device=local.device)
+            self._noise[kind] = noise.normal_(0.0, STD, generator=generator).to(local.dtype)
+        for part in local.view(-1).split(NOISE_VALUES):
+            part.copy_(self._noise[kind][: part.numel()])
+
+    def forget(self) -> None:
+        """Free the values to copy from."""
+        self._noise.clear()
+
+
+def main() -> None:
+    """Make the model, do the steps, write what they took."""
+    out, num_steps = Path(sys.argv[1]), int(sys.argv[2])
+    config = load_config(None, sys.argv[3:])
+    session = bootstrap(config.run)
+    found = run(config, session, num_steps)
+    if session.world.rank == 0:
+        out.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    shutdown(session)
+
+
+def run(config: RunConfig, session: Session, num_steps: int) -> dict[str, object]:
+    """Train for ``num_steps`` steps and return what rank 0 writes."""
+    device, on_gpu = session.device, session.device.type == "cuda"
+    dtype = compute_dtype(config.model.dtype, device)
+    directory = shape_directory(config.model.path)
+    built = build(directory, dtype, config.tune, config.train.seed, weights=False)
+    size = measure(built.module)
+    room = torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 60
+    layout, _ = choose_layout(config.parallel, session.world.size, size, room)
+    check_layout(layout, config.parallel, built.config)
+    chosen = {"reshard": keeps_gathered(config.parallel, size, layout, room)}
+    index = RandomIndex(built.index)
+    engine = NativeEngine(
+        replace(built, index=index),
+        layout,
+        device,
+        config.optim,
+        config.parallel.model_copy(update=chosen),
+        config.train,
+    )
+    index.forget()
+    rows, length = micro_rows(config, layout), config.data.seq_len
+    num_micro = math.ceil(config.batch.global_size / (layout.data_size * rows))
+    generator = torch.Generator().manual_seed(session.world.rank)
+    tokens_BT = torch.randint(built.config.vocab_size, (rows, length), generator=generator)
+    positions_BT = torch.arange(length).expand(rows, length).contiguous()
+    batch = Batch(tokens_BT, tokens_BT, positions_BT, rows * length, rows * length, 0)
+    num_tokens = num_micro * rows * length * layout.data_size
+    seconds = []
+    for _ in range(num_steps):
+        began_s = time.perf_counter()
+        # The loss is read at the end of a step: the device has done all of it.
+        result = engine.train_step([batch.to(device)] * num_micro, num_tokens, config.optim.lr)
+        seconds.append(time.perf_counter() - began_s)
+        if session.world.rank == 0:
+            print(f"step {len(seconds)}: {seconds[-1]:.2f} s, loss {result.loss:.3f}", flush=True)
+    peak_bytes = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    [most_bytes] = max_of(session, [float(peak_bytes)])
+    return {
+        "seconds": seconds,
+        "tokens": num_tokens,
+        "loss": result.loss,
+        "layout": str(layout),
+        "dtype": "bf16" if dtype == torch.bfloat16 else "fp32",
+        "flops_per_token": flops_per_token(size, built.config, length),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device_total": room if on_gpu else None,
+        "device_bytes": int(most_bytes) if on_gpu else None,
+    }
+
+
+if __name__ == "__main__":
+    main()
