@@ -66,14 +66,9 @@ def use_own_layers(
     module: LossModel,
     blocks: Sequence[nn.Module],
     compile_blocks: bool,
-    gathered_by_call: bool = False,
 ) -> None:
-    """Let layers do what they do in fewer passes and with less that is kept.
-
-    ``gathered_by_call``: a weight is whole only while its own layer is called (ZeRO-3).
-    """
-    if not gathered_by_call:
-        use_low_rank_products(blocks)
+    """Let layers do what they do in fewer passes and with less that is kept."""
+    use_low_rank_products(blocks)
     if not compile_blocks:  # a compiler weighs by itself what to keep
         use_lean_gates(blocks)
     module.within_documents &= not compile_blocks

@@ -16,8 +16,8 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -76,14 +76,14 @@ class ZeroEngine:
         if not train.compile:
             use_row_dropout(built.module, built.seed)
         blocks = list(block_list(built.module))
-        use_own_layers(built.module, blocks, train.compile, gathered_by_call=self._stage == 3)
+        use_own_layers(built.module, blocks, train.compile)
         wrap_blocks(blocks, parallel.recompute, train.compile)
         recompute = Recompute(blocks, parallel.recompute, train.compile)
         self.levers, self.apply = recompute.levers, recompute.apply
         settings = zero_settings.settings(built, optim, parallel, device)
         node_bytes = zero_settings.node_swap_bytes(built, parallel)
         folder, optimizer, error = None, None, None
-        with _local_rank(device):
+        with zero_settings.local_rank(device):
             try:
                 if "nvme" in (parallel.offload_params, parallel.offload_optimizer):
                     folder = zero_settings.make_swap_folder(parallel, node_bytes)
@@ -331,6 +331,7 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
         PartitionedParamStatus,
         ZeroParamStatus,
         free_param,
+        register_external_parameter,
     )
 
     dtype = next(built.module.parameters()).dtype
@@ -377,24 +378,12 @@ def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device
             swapper.swap_out_and_release([parameter])
         for owner, attribute in owners[meta]:
             owner._parameters[attribute] = parameter
+    for block in block_list(built.module):
+        for parameter in block.parameters():
+            # Else it is gathered when its own layer is called, in a message of its own.
+            register_external_parameter(block, parameter)
     for owner in built.module.modules():
         for attribute, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[attribute] = torch.empty_like(buffer, device=device)
     load_weights(built, parameters=False)
-
-
-@contextmanager
-def _local_rank(device: torch.device) -> Iterator[None]:
-    """Tell DeepSpeed the index of this rank's device in the only way it listens to.
-
-    It reads LOCAL_RANK at every forward pass of stage 3, and while it starts it wants Open MPI's
-    variable, which need not be the index, to say the same.
-    """
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
-    from_mpi = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
-    try:
-        yield
-    finally:
-        if from_mpi is not None:
-            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = from_mpi

@@ -1,7 +1,10 @@
-"""What is asked of DeepSpeed, and the NVMe folder that it needs."""
+"""What is asked of DeepSpeed and told to it, and the NVMe folder that it needs."""
 
+import os
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,3 +144,19 @@ def _gather(value: T) -> list[T]:
     group = dist.group.WORLD
     assert group is not None
     return all_gather(value, group)
+
+
+@contextmanager
+def local_rank(device: torch.device) -> Iterator[None]:
+    """Tell DeepSpeed the index of this rank's device in the only way it listens to.
+
+    It reads LOCAL_RANK at every forward pass of stage 3, and while it starts it wants Open MPI's
+    variable, which need not be the index, to say the same.
+    """
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    from_mpi = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+    try:
+        yield
+    finally:
+        if from_mpi is not None:
+            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = from_mpi

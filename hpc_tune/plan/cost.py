@@ -79,14 +79,13 @@ def zero_bytes(
     """Return the bytes a rank sends per step under ZeRO (arXiv:1910.02054).
 
     Stage 1 adds all gradients up once per step, stage 2 once per micro-batch, both in all-reduces,
-    and both send the updated weights around. Stage 3 gathers all weights forward and backward, and
-    where a frozen block is recomputed once more; gradients are reduce-scattered per micro-batch.
+    and both send the updated weights around. Stage 3 gathers all weights forward and backward;
+    gradients are reduce-scattered per micro-batch.
     """
     grads = size.trained_bytes * (ranks - 1) // ranks
     if parallel.zero_stage == 3:
-        passes = 3 if size.num_frozen and parallel.recompute != "none" else 2
         weights = (size.frozen_bytes or size.trained_bytes) * (ranks - 1) // ranks
-        return {"all_gather": passes * num_micro * weights, "reduce_scatter": num_micro * grads}
+        return {"all_gather": 2 * num_micro * weights, "reduce_scatter": num_micro * grads}
     times = num_micro if parallel.zero_stage == 2 else 1
     return {"all_reduce": 2 * times * grads, "all_gather": grads}
 
