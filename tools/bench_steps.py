@@ -21,6 +21,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.native import NativeEngine
+from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
 from hpc_tune.plan.account import measure
@@ -67,8 +68,11 @@ class RandomIndex(ShapeIndex):
 def main() -> None:
     """Make the model, do the steps, write what they took."""
     out, num_steps = Path(sys.argv[1]), int(sys.argv[2])
-    config = load_config(None, sys.argv[3:])
-    session = bootstrap(config.run)
+    try:
+        config = load_config(None, sys.argv[3:])
+        session = bootstrap(config.run)
+    except HpcTuneError as error:  # later ones are told by the rank that has them
+        sys.exit(str(error))
     found = run(config, session, num_steps)
     if session.world.rank == 0:
         out.write_text(json.dumps(found) + "\n", encoding="utf-8")

@@ -89,7 +89,10 @@ def _own_share(pid: int) -> int:
 
 def _device_bytes() -> int:
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return 0
     told = done.stdout.split()
     return (1 << 20) * max((int(one) for one in told), default=0)
 
