@@ -21,7 +21,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.errors import HpcTuneError
+from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
 from hpc_tune.plan.account import measure
@@ -70,6 +70,8 @@ def main() -> None:
     out, num_steps = Path(sys.argv[1]), int(sys.argv[2])
     try:
         config = load_config(None, sys.argv[3:])
+        if config.parallel.zero_stage is not None:
+            raise ConfigError("parallel.zero_stage: only the native engine is measured here")
         session = bootstrap(config.run)
     except HpcTuneError as error:  # later ones are told by the rank that has them
         sys.exit(str(error))
@@ -90,6 +92,7 @@ def run(config: RunConfig, session: Session, num_steps: int) -> dict[str, object
     layout, _ = choose_layout(config.parallel, session.world.size, size, room)
     check_layout(layout, config.parallel, built.config)
     chosen = {"reshard": keeps_gathered(config.parallel, size, layout, room)}
+    assert isinstance(built.index, ShapeIndex)
     index = RandomIndex(built.index)
     engine = NativeEngine(
         replace(built, index=index),

@@ -62,11 +62,7 @@ WORKERS_SHARE = 8  # an eighth of a rank's host memory may go to compile workers
 MOST_GRAPHS = 64
 
 
-def use_own_layers(
-    module: LossModel,
-    blocks: Sequence[nn.Module],
-    compile_blocks: bool,
-) -> None:
+def use_own_layers(module: LossModel, blocks: Sequence[nn.Module], compile_blocks: bool) -> None:
     """Let layers do what they do in fewer passes and with less that is kept."""
     use_low_rank_products(blocks)
     if not compile_blocks:  # a compiler weighs by itself what to keep
