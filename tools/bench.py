@@ -74,14 +74,14 @@ def main() -> int:
     train = commands.add_parser("train", help="hpc_tune beside its peers")
     train.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     train.add_argument("--data", type=Path, help="JSONL; default: builtin:pydocs")
-    train.add_argument("--examples", type=int, default=1000, help="of --data, spread over it")
+    train.add_argument("--examples", type=_count, default=1000, help="of --data, spread over it")
     train.add_argument("--ragged", action="store_true", help="documents as they are")
-    train.add_argument("--ranks", type=int, default=1)
+    train.add_argument("--ranks", type=_count, default=1)
     train.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    train.add_argument("--seq-len", type=int, default=256)
-    train.add_argument("--rows", type=int, default=4, help="per rank and step")
+    train.add_argument("--seq-len", type=_count, default=256)
+    train.add_argument("--rows", type=_count, default=4, help="per rank and step")
     train.add_argument("--steps", type=int, default=8)
-    train.add_argument("--rounds", type=int, default=3)
+    train.add_argument("--rounds", type=_count, default=3)
     train.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     train.add_argument("--peer-python", help="an interpreter that has the peers' packages")
     train.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -91,15 +91,15 @@ def main() -> int:
     train.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
     scale = commands.add_parser("scale", help="how far more ranks pay")
     scale.add_argument("--config", help="default: the embedded one")
-    scale.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    scale.add_argument("--ranks", type=_count, nargs="+", default=[1, 2, 4])
     scale.add_argument("--steps", type=int, default=6)
     scale.add_argument("--out", type=Path)
     scale.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="settings")
     shape = commands.add_parser("shape", help="a model of random weights")
     shape.add_argument("--model", required=True, help="shape:NAME, or a folder with a config.json")
-    shape.add_argument("--seq-len", type=int, default=4096)
-    shape.add_argument("--rows", type=int, default=1, help="per rank and micro-batch")
-    shape.add_argument("--ranks", type=int, default=1)
+    shape.add_argument("--seq-len", type=_count, default=4096)
+    shape.add_argument("--rows", type=_count, default=1, help="per rank and micro-batch")
+    shape.add_argument("--ranks", type=_count, default=1)
     shape.add_argument("--steps", type=int, default=8)
     shape.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     shape.add_argument("--out", type=Path)
@@ -109,10 +109,22 @@ def main() -> int:
         parser.error(
             f"--steps {asked.steps}: the first {WARM} do not count; use at least {WARM + 1}"
         )
+    if asked.command == "train":  # before peers are installed, which takes minutes
+        if not (asked.model / "config.json").is_file():
+            parser.error(f"--model {asked.model}: no config.json there; name a model's directory")
+        if asked.data is not None and not asked.data.is_file():
+            parser.error(f"--data {asked.data}: no such file; name a JSONL file")
     told = {"train": run_train, "scale": run_scale, "shape": run_shape}[asked.command](asked)
     if asked.out:
         asked.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _count(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word}: expected a whole number from 1 on")
+    return number
 
 
 def run_train(asked: argparse.Namespace) -> dict[str, Any]:

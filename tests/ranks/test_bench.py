@@ -64,6 +64,24 @@ def test_a_configuration_on_one_and_two_ranks(tmp_path):
     assert "use 1: 2 ranks are " in shown or "up to 2 ranks each added one pays" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["scale", "--ranks", "0"], "--ranks: 0: expected a whole number from 1 on"),
+        (["train", "--model", "nowhere"], "--model nowhere: no config.json there"),
+        (["train", "--model", ".", "--data", "no.jsonl"], "--data no.jsonl: no such file"),
+        (["shape", "--model", "shape:nano", "--steps", "2"], "use at least 3"),
+    ],
+)
+def test_wrong_words_are_refused_first(tmp_path, words, said, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("method", "ranks"), [("lora", "2"), ("qlora", "1")])
 def test_a_model_without_weights_does_its_steps(tmp_path, method, ranks):
     write_tiny(tmp_path / "tiny")
