@@ -69,8 +69,8 @@ def has_step(run_dir, step):
 def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path):
     folder, _ = queue
     here = clone(tmp_path / "clone")
-    # supervise keeps a minute for the end.
-    run_dir = submit(queue, here, "run", "00:01:55", 1_000_000)
+    # supervise keeps a minute for the end; four ranks on two busy cores start in 50 s.
+    run_dir = submit(queue, here, "run", "00:02:35", 1_000_000)
     wait(folder, lambda: len(pbs.jobs(folder)) > 1)
     first = starts(run_dir)[0]
     assert (first["reason"], first["job"]) == ("SIGUSR1", "000.stub")
@@ -78,7 +78,7 @@ def test_a_job_of_pbs_submits_the_next_one_before_its_time_ends(queue, tmp_path)
     (run_dir / "STOP").touch()
     done = wait(folder)
     assert [job["exit"] for job in done] == [75] * len(done), said(folder)
-    assert {job["walltime"] for job in done} == {"00:01:55"}
+    assert {job["walltime"] for job in done} == {"00:02:35"}
     assert starts(run_dir)[-1]["reason"] == "STOP file"
     assert starts(run_dir)[-1]["from_step"] >= first["to_step"]
     assert "Traceback" not in said(folder)
