@@ -177,8 +177,9 @@ class _Merged:
         a, b = (_read(self._trained, f"{layer}.lora_{x}.weight") for x in "AB")
         scaling = self._tune.alpha / self._tune.rank
         rows = max(1, PIECE_BYTES // (4 * out.shape[1]))
+        blocks = torch.empty((min(rows, len(out)), out.shape[1]), dtype=torch.float32)
         for start in range(0, out.shape[0], rows):
-            block = torch.empty(out[start : start + rows].shape, dtype=torch.float32)
+            block = blocks[: len(out) - start]
             self._stored.fill(block, name, (start, 0))
             block.addmm_(b[start : start + rows], a, alpha=scaling)
             if self._tune.method == "dora":
