@@ -3,6 +3,7 @@
 # make soak   the long proofs; their figures belong into benchmarks/
 # make slurm  installs Slurm (root, Debian): with it make test tries jobs with a memory limit
 # make launchers  unpacks other MPIs (Debian): with them make test starts ranks by each
+# make browser  installs Chromium (root, Debian): with it make test looks at reports as it shows them
 # make nvme   compiles DeepSpeed's library for NVMe (minutes): with it make test tries offload to disk
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ export PATH := $(BIN):$(PATH)
 # DeepSpeed's C++ parts are compiled where they are used, not at its installation.
 export DS_BUILD_OPS = 0
 
-.PHONY: demo test lint nvme slurm launchers soak clean
+.PHONY: demo test lint nvme slurm launchers browser soak clean
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@echo '== before: $(PROMPT)'
@@ -43,13 +44,16 @@ lint: $(VENV)/.test
 	mypy
 
 nvme: $(VENV)/.test
-	DS_ACCELERATOR=cpu python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder as B; B().load()'
+	DS_ACCELERATOR=cpu python -c 'from hpc_tune.engine.async_io import load_async_io as load; load("make nvme")'
 
 slurm:
 	sh tools/ensure_slurm.sh
 
 launchers: $(VENV)/.test
 	sh tools/ensure_launchers.sh $(VENV) .launchers
+
+browser:
+	command -v chromium || (apt-get update -q && apt-get install -y -q chromium) >/dev/null
 
 soak: $(VENV)/.test nvme
 	python -m pytest -q tests -m soak

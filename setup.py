@@ -24,6 +24,7 @@ setup(
     install_requires=[
         "h5py>=3.10",
         "jinja2>=3.1",
+        "matplotlib>=3.8",
         "mpi4py>=4.0",
         "numpy>=1.26",
         "nvidia-ml-py>=12",
@@ -43,9 +44,11 @@ setup(
         "demo": ["gguf>=0.10"],
         "float8": ["torchao>=0.10"],
         "qlora": ["bitsandbytes>=0.45"],
+        "wandb": ["wandb>=0.31"],
         "test": [
             "accelerate>=1.1",
             "bitsandbytes>=0.45",
+            "datasets>=3",
             "deepspeed>=0.19.8",
             "gguf>=0.10",
             "hypothesis>=6.100",
@@ -57,6 +60,7 @@ setup(
             "ruff>=0.9",
             "torchao>=0.10",
             "types-PyYAML>=6",
+            "wandb>=0.31",
         ],
     },
     entry_points={"console_scripts": ["hpc_tune=hpc_tune.cli:main"]},

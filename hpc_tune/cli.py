@@ -13,6 +13,7 @@ from hpc_tune import __version__
 from hpc_tune.config.load import describe_fields, load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
+from hpc_tune.lean import lean_imports
 from hpc_tune.log import configure
 from hpc_tune.units import parse_bytes
 from hpc_tune.world.discover import rank_hint
@@ -27,6 +28,9 @@ COMMANDS = {
     "export": "write a checkpoint as a peft adapter or a merged model",
     "generate": "answer a prompt with a tuned model",
     "inspect": "list and verify the checkpoints of a run",
+    "report": "write one HTML page about a run, or several side by side",
+    "watch": "show a run in the terminal while it goes on",
+    "completion": 'for a shell: eval "$(hpc_tune completion bash)"',
 }
 OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print what is wrong before the launcher ends it
 
@@ -40,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "train")
     if arguments[0] in ("-h", "--help"):
         print(_overview())
+        return EXIT_DONE
+    if arguments[1:2] == ["--version"]:
+        from hpc_tune.probe.software import for_a_bug_report
+
+        print("\n".join(for_a_bug_report()))
         return EXIT_DONE
     command, rest = arguments[0], arguments[1:]
     configure(rank_hint(os.environ))
@@ -61,8 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _export(rest)
             case "generate":
                 return _generate(rest)
-            case _:
+            case "inspect":
                 return _inspect(rest)
+            case "report":
+                return _report(rest)
+            case "watch":
+                return _watch(rest)
+            case _:
+                return _completion(rest)
     except HpcTuneError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -71,12 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: list[str]) -> int:
     parser = _parser("train", config=True)
-    parser.add_argument("--version", action="version", version=f"hpc_tune {__version__}")
     parser.add_argument(
         "--force", action="store_true", help="start what does not fit into memory by the plan"
     )
     options, config = _options_and_config(parser, arguments)
-    from hpc_tune.train.run import run
+    with lean_imports():
+        from hpc_tune.train.run import run
 
     return run(config, force=options.force)
 
@@ -97,7 +112,8 @@ def _supervise(arguments: list[str]) -> int:
 
     launch = [*_words(options.launch, "--launch"), *_words(options.python, "--python")]
     requeue = _words(options.requeue or "", "--requeue")
-    return Supervisor(launch, _passed_on(options), Path(config.run.dir), requeue).run()
+    run = config.run
+    return Supervisor(launch, _passed_on(options), Path(run.dir), requeue, run.report).run()
 
 
 def _submit(arguments: list[str]) -> int:
@@ -269,6 +285,45 @@ def _inspect(arguments: list[str]) -> int:
         lines += found or ["no setting differs"]
     print("\n".join(lines))
     return EXIT_DONE if all_valid else 1
+
+
+def _report(arguments: list[str]) -> int:
+    parser = _parser("report")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument(
+        "--out", metavar="FILE", help="default: RUN/report.html; of several runs ./report.html"
+    )
+    options = parser.parse_args(arguments)
+    if options.out and not options.out.endswith(".html"):
+        raise ConfigError(f"--out {options.out}: expected the name of an .html file")
+    from hpc_tune.report.write import write_report
+
+    print(write_report([*map(Path, options.runs)], Path(options.out) if options.out else None))
+    return EXIT_DONE
+
+
+def _watch(arguments: list[str]) -> int:
+    parser = _parser("watch")
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="default 2")
+    parser.add_argument("--once", action="store_true", help="show it once and leave")
+    options = parser.parse_args(arguments)
+    if not options.every > 0:
+        raise ConfigError(f"--every {options.every:g}: expected seconds, more than 0")
+    from hpc_tune.report.watch import watch
+
+    watch(Path(options.run), options.every, options.once)
+    return EXIT_DONE
+
+
+def _completion(arguments: list[str]) -> int:
+    parser = _parser("completion")
+    parser.add_argument("shell", help="bash or zsh")
+    options = parser.parse_args(arguments)
+    from hpc_tune.completion import script
+
+    print(script(options.shell, COMMANDS), end="")
+    return EXIT_DONE
 
 
 def _parser(command: str, config: bool = False) -> argparse.ArgumentParser:

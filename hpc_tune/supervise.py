@@ -25,6 +25,7 @@ from typing import Literal
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
 from hpc_tune.log import log
 from hpc_tune.train import outcome
+from hpc_tune.train.reporting import write_report
 from hpc_tune.world.stop import job_end
 
 FILE = "starts.jsonl"
@@ -110,15 +111,17 @@ class Supervisor:
         arguments: Sequence[str],
         run_dir: Path,
         requeue: Sequence[str] | None = None,
+        report: bool = True,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """Know the command: ``launch`` (srun or mpirun with options, and a Python) before
         ``-m hpc_tune train arguments``.
 
         ``requeue`` is the command that puts the job back into its queue; without it Slurm's own
-        where there is one.
+        where there is one. ``report``: write report.html after a start that did not do all.
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
+        self._report = report
         self._run_dir, self._job = run_dir, environ.get("SLURM_JOB_ID", environ.get("PBS_JOBID"))
         self._requeue = list(requeue or [])
         if not self._requeue and "SLURM_JOB_ID" in environ and shutil.which("scontrol"):
@@ -138,6 +141,8 @@ class Supervisor:
             _append(self._run_dir, starts[-1])
             step, (following, why) = starts[-1].to_step, self._decide(starts)
             log.info("step %d: %s: %s", step, following, why)
+            if self._report and following in ("again", "give up") and self._asked is None:
+                write_report(self._run_dir)
             match following:
                 case "done":
                     return EXIT_DONE

@@ -131,6 +131,9 @@ def run_train(asked: argparse.Namespace) -> dict[str, Any]:
     """Run all contenders in turn, ``rounds`` times; return all figures."""
     work: Path = asked.work
     work.mkdir(parents=True, exist_ok=True)
+    if asked.device == "cpu" and "fsdp2" in asked.peers:
+        print("fsdp2 is left out: on CPUs the Trainer does not shard, whatever is asked for")
+        asked.peers = [peer for peer in asked.peers if peer != "fsdp2"]
     peer_python = asked.peer_python or (_peer_python(work) if asked.peers else "")
     with tempfile.TemporaryDirectory(dir=work) as folder:
         prepared, tokens = _prepare(asked, Path(folder))

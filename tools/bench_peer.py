@@ -78,10 +78,11 @@ def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
 def sharding(mode: str, dtype: str) -> dict[str, Any]:
     """Return the Trainer's settings for a mode."""
     if mode.startswith("zero"):
-        stage = {"stage": int(mode[-1])}
-        precision = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+        is_bf16 = dtype == "bf16"
+        stage, precision = {"stage": int(mode[-1])}, {"bf16": {"enabled": is_bf16}}
         sizes = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
-        return {"deepspeed": {"zero_optimization": stage, **precision, **sizes}}
+        # The Trainer refuses a precision that its own arguments do not name.
+        return {"bf16": is_bf16, "deepspeed": {"zero_optimization": stage, **precision, **sizes}}
     if mode == "fsdp2":
         wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
         return {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, **wrap}}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
 from hpc_tune.checkpoint.store import sync_folder, synced
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
@@ -33,6 +34,7 @@ from hpc_tune.model.weights import (
 from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
+_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _ADAPTER_PREFIX = "base_model.model."
 
 
@@ -49,6 +51,7 @@ def export_adapter(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) ->
     with _replacing(out, base) as temporary:
         write_adapter(index, tune, base, temporary)
         _copy_tokenizer(base, temporary)
+        write_card(checkpoint, base, temporary, "adapter")
     return out
 
 
@@ -102,6 +105,7 @@ def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> 
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
                 shutil.copyfile(file_path, temporary / file_path.name)
+        write_card(checkpoint, base, temporary, "merged")
     progress.close()
     return out
 
@@ -243,7 +247,7 @@ def _is_export(out: Path) -> bool:
     weights = (ADAPTER_FILE, "model.safetensors.index.json")
     return not entries or (
         any(entry.name in weights for entry in entries)
-        and all(e.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt") for e in entries)
+        and all(e.suffix in _SUFFIXES or e.name in (CARD, CONFIG) for e in entries)
     )
 
 

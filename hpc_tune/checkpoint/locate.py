@@ -13,8 +13,6 @@ from hpc_tune.memory import aftermath
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.units import format_bytes
 
-ALIVE_S = 30.0  # a run says every few seconds that it is there
-
 
 @dataclass(frozen=True)
 class Found:
@@ -40,7 +38,7 @@ def locate(path: Path) -> Found:
     else:
         checkpoint, run_dir = _newest(path), path
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
-    config = RunConfig.model_validate(state.config)
+    config = state.run_config(str(checkpoint))
     if config.model.path == BUILTIN_TINY:
         return Found(checkpoint, run_dir, config, run_dir / "builtin-tiny")
     return Found(checkpoint, run_dir, config, Path(config.model.path))
@@ -104,7 +102,7 @@ def _outcome_lines(path: Path) -> list[str]:
         words = aftermath.read(path)
     if not words:
         return []
-    if time.time() - max(word.time for word in words) < ALIVE_S:
+    if time.time() - max(word.time for word in words) < aftermath.ALIVE_S:
         return [f"outcome: none yet, it is {words[0].phase}"]
     return [f"outcome: {aftermath.describe(words)}"]
 

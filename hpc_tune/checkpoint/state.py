@@ -5,8 +5,11 @@ continue a different run), it *warns* (the run goes on, but not as the uninterru
 have), or it is *free* (world size, layout, micro-batch, offload, paths, logging).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
 
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
@@ -43,6 +46,8 @@ WARN = (
 class Evals:
     """The first, the newest and the best evaluation of a run, each as (step, mean loss)."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     first: tuple[int, float] | None = None
     last: tuple[int, float] | None = None
     best: tuple[int, float] | None = None
@@ -55,8 +60,13 @@ class Evals:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Evals":
-        """Return the record from JSON types."""
-        return cls(**{key: tuple(value) for key, value in values.items() if value is not None})
+        """Return the record from JSON types.
+
+        Raises:
+            ValueError: if they are of another kind.
+        """
+        adapter: TypeAdapter[Evals] = TypeAdapter(cls)
+        return adapter.validate_python(values)
 
     def loss_at(self, step: int) -> float | None:
         """Return the loss of the newest evaluation if it was at this step."""
@@ -72,6 +82,8 @@ class RunState:
     ``governor`` is what had been done about memory and held, in order.
     ``eval_loss`` is the held-out loss of this very step, where it was measured.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: int
     total_steps: int
@@ -93,12 +105,27 @@ class RunState:
         """Return the state of a manifest.
 
         Raises:
-            CheckpointError: if fields are missing or unknown.
+            CheckpointError: if fields are missing, unknown or of another type.
         """
         try:
-            return cls(**values)
-        except TypeError as error:
-            raise CheckpointError(f"{where}: its state cannot be used: {error}") from None
+            state: RunState = TypeAdapter(cls).validate_python(values)
+            Evals.from_json(state.evals)
+            return state
+        except (ValueError, TypeError) as error:
+            said = " ".join(str(error).split())
+            raise CheckpointError(f"{where}: its state cannot be used: {said}") from None
+
+    def run_config(self, where: str) -> RunConfig:
+        """Return the configuration that it was saved with.
+
+        Raises:
+            CheckpointError: if this version cannot read it.
+        """
+        try:
+            return RunConfig.model_validate(self.config)
+        except ValueError as error:
+            said = " ".join(str(error).split())
+            raise CheckpointError(f"{where}: its configuration cannot be used: {said}") from None
 
 
 def compare(saved: RunState, config: RunConfig, identity: str, total_steps: int) -> list[str]:
@@ -107,26 +134,37 @@ def compare(saved: RunState, config: RunConfig, identity: str, total_steps: int)
     Raises:
         ConfigError: lists every difference that must not be.
     """
-    now = config.model_dump()
-    refused: list[str] = []
-    warnings: list[str] = []
-    if saved.model_identity != identity:
-        refused.append("model.path: it is another model than the checkpoint's")
-    for name in (*MUST_MATCH, *WARN):
-        part, _, field = name.partition(".")
-        before, after = saved.config.get(part, {}).get(field), now[part][field]
-        if before != after:
-            found = f"{name}: {before} in the checkpoint, {after} now"
-            (refused if name in MUST_MATCH else warnings).append(found)
+    require_settings(saved, config, saved.model_identity == identity)
+    warnings = _changed(saved, config, WARN)
     if saved.total_steps != total_steps:
         warnings.append(
             f"the run has {total_steps} steps now and had {saved.total_steps}: "
             "the learning rate follows the new length"
         )
+    return warnings
+
+
+def require_settings(saved: RunState, config: RunConfig, same_model: bool = True) -> None:
+    """Check what must match, which can be known before the data and the model are.
+
+    Raises:
+        ConfigError: lists every difference that must not be.
+    """
+    refused = [] if same_model else ["model.path: it is another model than the checkpoint's"]
+    refused += _changed(saved, config, MUST_MATCH)
     if refused:
         raise ConfigError(
             "the checkpoint is of another run and cannot be resumed:\n"
             + "\n".join(f"  - {line}" for line in refused)
             + "\nUse the old values, another run.dir, or checkpoint.resume=none in an empty one."
         )
-    return warnings
+
+
+def _changed(saved: RunState, config: RunConfig, names: Sequence[str]) -> list[str]:
+    now, found = config.model_dump(), []
+    for name in names:
+        part, _, key = name.partition(".")
+        before, after = saved.config.get(part, {}).get(key), now[part][key]
+        if before != after:
+            found.append(f"{name}: {before} in the checkpoint, {after} now")
+    return found

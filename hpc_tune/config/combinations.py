@@ -5,14 +5,7 @@ from hpc_tune.config.schema import RunConfig
 
 def check(config: RunConfig) -> list[str]:
     """Return what is wrong with a configuration whose fields are each valid."""
-    problems = [
-        f"{name}={value} is not available in hpc_tune yet; {instead}"
-        for name, value, refused, instead in (
-            ("run.wandb", config.run.wandb, True, "use run.tensorboard"),
-        )
-        if value == refused
-    ]
-    problems += _zero_problems(config)
+    problems = _zero_problems(config)
     if config.parallel.layout == "auto" and config.parallel.zero_stage is not None:
         problems.append(
             f"parallel.layout=auto with parallel.zero_stage={config.parallel.zero_stage}: "

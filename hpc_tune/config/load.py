@@ -6,6 +6,7 @@ RunConfig
 """
 
 import difflib
+import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -40,12 +41,13 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
         except ConfigError as error:
             problems.append(str(error))
     try:
-        defaults = OmegaConf.create(RunConfig().model_dump())
-        values = OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
+        values = OmegaConf.to_container(_over_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {_first_line(error)} (key {error.full_key or '?'})")
         raise ConfigError(_list(problems)) from None
     assert isinstance(values, dict)
+    if unwritable := list(_unwritable(values)):
+        raise ConfigError(_list([*problems, *unwritable]))
     config = None
     try:
         config = RunConfig.model_validate(values)
@@ -57,6 +59,27 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(_list(problems))
     assert config is not None
     return config
+
+
+def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
+    """Yield what is wrong with text that no file can hold, such as half a character in YAML."""
+    for part, fields in values.items():
+        for name, value in fields.items() if isinstance(fields, dict) else (("", fields),):
+            try:
+                f"{part}{name}{json.dumps(value, ensure_ascii=False, default=str)}".encode()
+            except UnicodeEncodeError:
+                yield f"{f'{part}.{name}={value}'!a}: expected text that can be written as UTF-8"
+
+
+def _over_defaults(tree: DictConfig) -> DictConfig:
+    """Return the defaults with what ``tree`` says; what is no part at all stays, to be refused."""
+    merged: dict[Any, Any] = RunConfig().model_dump()
+    given = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(given, dict)
+    for part, fields in given.items():
+        known = isinstance(fields, dict) and part in merged
+        merged[part] = merged[part] | fields if known else fields
+    return OmegaConf.create(merged)
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:

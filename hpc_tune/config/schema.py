@@ -322,8 +322,24 @@ class RunSettings(Part):
         description="The folder for compiled code where train.compile=true, which the next start "
         "reuses; default: compile-cache/ in the run directory. Jobs of one model may share it.",
     )
+    name: str | None = Field(
+        None, description="What reports and W&B call the run; default: the run directory's name."
+    )
+    tags: list[str] = Field(
+        [], description="Words to find the run by, in reports and W&B, such as [lora, first-try]."
+    )
+    report: bool = Field(
+        True,
+        description="Write report.html at the end, in some seconds and a process of its own; the "
+        "report command does it at any time.",
+    )
     tensorboard: bool = Field(True, description="Write tensorboard/ in the run directory.")
-    wandb: bool = Field(False, description="Log to Weights & Biases too.")
+    wandb: bool = Field(
+        False,
+        description="Log to Weights & Biases too: into wandb/ of the run directory, for `wandb "
+        "sync` where there is a network; with WANDB_MODE=online in the environment at once. Needs "
+        "pip install 'hpc_tune[wandb]'.",
+    )
 
 
 class RunConfig(Part):

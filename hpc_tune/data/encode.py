@@ -82,10 +82,13 @@ class Encoder:
     def _render_all(self, examples: Iterable[Example]) -> Iterator[_Rendered]:
         for example in examples:
             self.counters.examples += isinstance(example, Chat | Completion) or example.begins
+            rendered: _Rendered | str
             if isinstance(example, Text):
-                yield _Rendered(example.text, None, example.begins, example.ends, split=True)
-                continue
-            rendered = self._render(example)
+                rendered = _Rendered(example.text, None, example.begins, example.ends, split=True)
+            else:
+                rendered = self._render(example)
+            if isinstance(rendered, _Rendered) and not _is_unicode(rendered.text):
+                rendered = "half a character in it (a surrogate alone, as \\ud83d in JSON)"
             if isinstance(rendered, str):
                 self.counters.drop(rendered)
             else:
@@ -269,6 +272,15 @@ class Encoder:
         self.counters.tokens += len(tokens)
         self.counters.loss_tokens += int(mask.sum())
         yield Block(lengths, tokens.astype(self._dtype, copy=False), mask)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written at all: JSON may name halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ is one range of bytes that can be memory-mapped without HDF5::
        +- documents/by_length  uint32 or int64 [num_documents]  numbers, stably sorted by length
        +- lengths/values       int64 [num_lengths]              the distinct lengths, rising
        +- lengths/counts       int64 [num_lengths]              how many documents have each
+    (at the end)           a checksum of all that is not a dataset: seal.py
 
 The reader takes the datasets' places from HDF5, closes it and maps the bytes with numpy: no HDF5
 handle is inherited through a fork, no HDF5 lock is taken on a parallel file system, and opening
@@ -27,14 +28,17 @@ from typing import Any
 import h5py
 import numpy as np
 
+from hpc_tune.data.seal import is_intact
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
 
 FORMAT = "hpc_tune tokens"
-VERSION = 1
+VERSION = 2  # 1 had no seal
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
 
+# What h5py raises where a file's own structure is damaged.
+_HDF5_ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError, ArithmeticError)
 _DTYPES = {
     "tokens": ("uint16", "uint32"),
     "loss_mask": ("uint8",),
@@ -123,18 +127,18 @@ class TokenStore:
         """Map the file at ``path``.
 
         Raises:
-            DataError: if it is missing, no HDF5, another format, cut off, or contradicts itself.
+            DataError: if it is missing, no HDF5, another format, cut off, damaged in its structure,
+                or contradicts itself.
         """
         path = Path(path)
-        _require_hdf5(path)
+        _require_ours(path)
         try:
             with h5py.File(path, "r", locking=False) as opened:
                 attributes = _read_attributes(path, opened)
                 places = {name: _find(path, opened, name) for name in _DTYPES}
-        except OSError as error:
+        except _HDF5_ERRORS as error:
             raise DataError(
-                f"{path} cannot be read as HDF5 ({error}); it may have been cut off while it was"
-                f" copied. Copy it again, or {PREPARE_AGAIN}"
+                f"{path} cannot be read as HDF5 ({error!r}); copy it again, or {PREPARE_AGAIN}"
             ) from error
         with path.open("rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -207,26 +211,27 @@ class TokenStore:
             raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN}")
 
 
-def _require_hdf5(path: Path) -> None:
+def _require_ours(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"there is no prepared data file at {path}; {PREPARE_AGAIN}")
     with path.open("rb") as file:
         start = file.read(len(HDF5_MAGIC))
+        intact = start == HDF5_MAGIC and is_intact(file)
     if start != HDF5_MAGIC:
         raise DataError(
             f"{path} is not an HDF5 file (it starts with {start!r}); data.path takes a file made by"
             " `python -m hpc_tune prepare`, or raw data as .jsonl, .parquet, .txt or .md"
         )
+    if not intact:
+        raise DataError(
+            f"{path} is not as `prepare` wrote it: cut off or damaged since, or written by another"
+            f" program or by an earlier hpc_tune. Copy it again, or {PREPARE_AGAIN}"
+        )
 
 
 def _read_attributes(path: Path, file: h5py.File) -> Attributes:
     found = dict(file.attrs)
-    if found.get("format") != FORMAT:
-        raise DataError(
-            f"{path} is an HDF5 file of another kind (format attribute: {found.get('format')!r},"
-            f" expected {FORMAT!r}); {PREPARE_AGAIN}"
-        )
-    if int(found.get("version", 0)) != VERSION:
+    if found.get("version") != VERSION:
         raise DataError(
             f"{path} has version {found.get('version')} of the format, this hpc_tune reads version"
             f" {VERSION}; {PREPARE_AGAIN}"
@@ -273,11 +278,5 @@ def _find(path: Path, file: h5py.File, name: str) -> tuple[int, Any, int]:
         raise DataError(
             f"{path}: {name} is stored in chunks, compressed, or in another file; it must be"
             f" contiguous. Was the file repacked? {PREPARE_AGAIN}"
-        )
-    end, size = offset + dataset.size * dataset.dtype.itemsize, path.stat().st_size
-    if end > size:
-        raise DataError(
-            f"{path} is cut off: {name} ends at byte {end}, the file at {size}; copy it again, or"
-            f" {PREPARE_AGAIN}"
         )
     return offset, dataset.dtype, dataset.size

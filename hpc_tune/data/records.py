@@ -114,7 +114,7 @@ def _sharegpt(record: dict[str, Any]) -> Chat:
     if record.get("system"):
         messages.append({"role": "system", "content": _string(record, "system")})
     for number, turn in enumerate(turns, 1):
-        role = _SHAREGPT_ROLES.get(turn.get("from", "")) if isinstance(turn, dict) else None
+        role = _SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
         if role is None or not isinstance(turn.get("value"), str):
             raise WrongRecord(
                 f"conversations: turn {number} is {_shown(turn)}, expected from (one of"

@@ -2,7 +2,8 @@
 
     path -> list_chunks -> [Chunk] -> read_chunk -> records -> Example (records.py)
 
-A chunk is a byte range of about 4 MiB, a Parquet row group or a standard-library module. How a
+A chunk is a byte range of about 4 MiB, a Parquet row group, some record batches of an Arrow file
+(what Hugging Face datasets' save_to_disk writes) or a standard-library module. How a
 source is cut depends on the source alone, never on the number of ranks. Byte ranges are nominal: a
 line belongs to the chunk in which it starts, so that cutting reads no data. Memory is bounded by
 one line (for plain text by one chunk, for Parquet by one batch), however large the file.
@@ -18,30 +19,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from hpc_tune.data import pydocs
-from hpc_tune.data.records import COLUMNS, Completion, Example, Text, WrongRecord, to_example
+from hpc_tune.data import pydocs, tables
+from hpc_tune.data.records import Completion, Example, Text, WrongRecord, to_example
 from hpc_tune.errors import DataError
 
-Kind = Literal["jsonl", "array", "parquet", "text", "pydocs"]
+Kind = Literal["jsonl", "array", "parquet", "arrow", "text", "pydocs"]
 KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     ".txt": "text",
     ".md": "text",
 }
 CHUNK_BYTES = 4 << 20
 MAX_CHUNKS_PER_FILE = 1 << 15  # of a very large file the chunks grow instead
 READ_BYTES = 1 << 20
-PARQUET_ROWS = 256
+SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 _GAP = re.compile(r"[\s,]*")
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of work: bytes, a row group or a module, from ``start`` up to ``stop``."""
+    """A piece of work: bytes, row groups, batches or a module, from ``start`` up to ``stop``."""
 
     kind: Kind
     path: str
@@ -80,7 +82,9 @@ def read_chunk(chunk: Chunk) -> Iterator[Example]:
         case "array":
             return _read_array(chunk)
         case "parquet":
-            return _read_parquet(chunk)
+            return tables.read_parquet(Path(chunk.path), chunk.start)
+        case "arrow":
+            return tables.read_arrow(Path(chunk.path), chunk.start, chunk.stop)
         case "text":
             return _read_text(chunk)
         case "pydocs":
@@ -122,6 +126,8 @@ def _list_files(path: Path) -> list[Path]:
                 f" prepared .h5 file or raw data as {', '.join(KINDS)}"
             )
         return [path]
+    if (path / SPLITS_FILE).is_file() or (path / STATE_FILE).is_file():
+        return _saved_dataset(path)
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
@@ -140,6 +146,29 @@ def _list_files(path: Path) -> list[Path]:
     return files
 
 
+def _saved_dataset(path: Path) -> list[Path]:
+    """Return the files of a folder that Hugging Face datasets' ``save_to_disk`` has written."""
+    try:
+        if (path / SPLITS_FILE).is_file():
+            splits = json.loads((path / SPLITS_FILE).read_text(encoding="utf-8"))["splits"]
+            raise DataError(
+                f"{path} holds the splits {', '.join(splits)} of a saved dataset; name one of "
+                f"them, such as {path / splits[0]}"
+            )
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        # Only names: nothing outside of the folder is read.
+        files = [path / Path(one["filename"]).name for one in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"{path} looks like a dataset saved by save_to_disk, but its {STATE_FILE} cannot be "
+            f"read ({error!r}); save it again"
+        ) from None
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise DataError(f"{path}: {', '.join(missing)} is missing; copy the whole folder")
+    return files
+
+
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist either"
@@ -153,8 +182,11 @@ def _near(path: Path) -> str:
 def _cut(file: Path) -> list[Chunk]:
     kind, size = KINDS[file.suffix.lower()], file.stat().st_size
     if kind == "parquet":
-        num_groups = _open_parquet(file).metadata.num_row_groups
+        num_groups = tables.open_parquet(file).metadata.num_row_groups
         return [Chunk(kind, str(file), group, group + 1) for group in range(num_groups)]
+    if kind == "arrow":
+        marks = tables.batch_marks(file, CHUNK_BYTES)
+        return [Chunk(kind, str(file), a, b) for a, b in zip(marks, marks[1:], strict=False)]
     if kind == "jsonl" and _is_array(file):
         return [Chunk("array", str(file), 0, size)]
     step = max(CHUNK_BYTES, -(-size // MAX_CHUNKS_PER_FILE))
@@ -201,6 +233,8 @@ def _read_jsonl(chunk: Chunk) -> Iterator[Example]:
             ) from error
         except WrongRecord as error:
             raise DataError(f"{_where(chunk, place)}: {error}") from error
+        except RecursionError:
+            raise DataError(f"{_where(chunk, place)}: JSON that is nested too deeply") from None
 
 
 def _where(chunk: Chunk, place: int) -> str:
@@ -248,48 +282,8 @@ def _read_array(chunk: Chunk) -> Iterator[Example]:
                 f"{chunk.path}, element {number} of the array: not JSON ({error.msg}); expected an"
                 " array of objects, or one object per line"
             ) from error
-
-
-def _open_parquet(file: Path) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {error}; write it again") from error
-
-
-def _read_parquet(chunk: Chunk) -> Iterator[Example]:
-    import pyarrow
-
-    with _open_parquet(Path(chunk.path)) as parquet:
-        names = parquet.schema_arrow.names
-        columns = [name for name in names if name in COLUMNS]
-        if not columns:
-            raise DataError(
-                f"{chunk.path} has the columns {', '.join(names)}; expected {', '.join(COLUMNS)}"
-                " (some of them, as in README.md)"
-            )
-        number = sum(parquet.metadata.row_group(g).num_rows for g in range(chunk.start))
-        try:
-            for batch in parquet.iter_batches(
-                PARQUET_ROWS, [chunk.start], columns, use_threads=False
-            ):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield to_example(_without_nulls(row))
-        except WrongRecord as error:
-            raise DataError(f"{chunk.path}, row {number}: {error}") from error
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{chunk.path}, after row {number}: cannot be read: {error}") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop the keys that a struct column fills with nulls because other rows have them."""
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        except RecursionError:
+            raise DataError(f"{chunk.path}, element {number}: nested too deeply") from None
 
 
 def _read_text(chunk: Chunk) -> Iterator[Example]:

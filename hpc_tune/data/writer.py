@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 
 from hpc_tune.data.layout import FORMAT, VERSION, Attributes
+from hpc_tune.data.seal import seal
 
 SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
 
@@ -51,6 +52,7 @@ def write_store(
         with temporary.open("r+b", buffering=0) as file:
             content = _fill(file.fileno(), places, blocks, histogram)
         _write_attributes(temporary, replace(attributes, content=content))
+        seal(temporary)
         with temporary.open("r+b") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

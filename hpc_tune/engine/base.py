@@ -15,7 +15,8 @@ class StepResult:
 
     ``loss`` is the mean over the step's global loss tokens. ``grad_norm`` is the L2 norm before
     clipping. ``comm_s`` is the time of this rank's messages, waiting for other ranks included, and
-    ``sent_bytes`` what it sent by kind of collective.
+    of gradients that are added up within a backward pass what is left at its end; ``sent_bytes``
+    what it sent by kind of collective.
     """
 
     loss: float

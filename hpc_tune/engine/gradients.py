@@ -1,5 +1,9 @@
-"""Gradients of the trained weights: flat buffers, the groups that add them up, their norm."""
+"""Gradients of the trained weights: flat buffers, the groups that add them up, their norm.
 
+backward pass -> a piece of a buffer is done -> its all-reduce begins -> ... -> all have ended
+"""
+
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,11 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.engine.mesh import Mesh
+from hpc_tune.engine.traffic import Traffic
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.room import ask
 from hpc_tune.model.weights import local_region
 
 _VALUES_AT_ONCE = 1 << 22
+# Enough for a link to be busy; a model's last piece has nothing to hide behind.
+PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,57 @@ class Bucket:
     group: dist.ProcessGroup | None
     copies: int
     tied: bool
+    parameters: Sequence[nn.Parameter]
+
+
+class EarlySums:
+    """Adds a bucket up piece by piece while the last backward pass of a step still runs.
+
+    Gradients are done from the end of the model to its beginning, and so are the pieces cut. All
+    ranks begin them in that one order, whatever their own backward passes do: a piece waits for the
+    ones before it, and what is left over at the end, as on a rank without a backward pass, begins
+    then. For layouts in which a backward pass has no other messages.
+    """
+
+    def __init__(self, bucket: Bucket, traffic: Traffic) -> None:
+        """Watch the bucket's parameters."""
+        assert bucket.group is not None
+        self._group, self._traffic = bucket.group, traffic
+        self._pieces: list[torch.Tensor] = []
+        self._sizes: list[int] = []  # parameters of each piece
+        self._missing: list[int] = []
+        self._works: list[dist.Work] = []
+        self._is_last = False
+        itemsize, stop = bucket.grads.itemsize, bucket.grads.numel()
+        start, num = stop, 0
+        for parameter in reversed(bucket.parameters):
+            start, num = start - parameter.numel(), num + 1
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(self._done, len(self._pieces))
+            )
+            if (stop - start) * itemsize >= PIECE_BYTES or start == 0:
+                self._pieces.append(bucket.grads[start:stop])
+                self._sizes.append(num)
+                stop, num = start, 0
+
+    def begin(self) -> None:
+        """Send what the backward pass that comes now finishes: it is the step's last."""
+        self._missing, self._is_last = list(self._sizes), True
+
+    def finish(self) -> None:
+        """Begin what has not begun, and wait for all."""
+        self._is_last = False
+        for piece in self._pieces[len(self._works) :]:
+            self._works.append(self._traffic.begin_all_reduce(piece, self._group))
+        self._traffic.finish(self._works)
+        self._works.clear()
+
+    def _done(self, number: int, parameter: torch.Tensor) -> None:
+        if not self._is_last:
+            return
+        self._missing[number] -= 1
+        while (at := len(self._works)) < len(self._pieces) and self._missing[at] == 0:
+            self._works.append(self._traffic.begin_all_reduce(self._pieces[at], self._group))
 
 
 def make_buckets(trained: Iterable[Trained], mesh: Mesh, device: torch.device) -> list[Bucket]:
@@ -101,7 +159,7 @@ def make_buckets(trained: Iterable[Trained], mesh: Mesh, device: torch.device) -
             parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
             position += parameter.numel()
         group = mesh.data_tensor if partial else mesh.data
-        buckets.append(Bucket(flat, group, copies, tied))
+        buckets.append(Bucket(flat, group, copies, tied, parameters))
     return buckets
 
 

@@ -4,7 +4,8 @@
 
 Trained weights are of two kinds. *Replicated* ones (adapters in every layout, all weights where
 nothing is sharded) keep their gradients in flat buffers, each of which is all-reduced once per
-optimizer step: a frozen base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1)
+optimizer step, piece by piece within the last backward pass where that has no other messages: a
+frozen base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1)
 are FSDP2's, whose reduce-scatter runs in each backward pass, or with reshard=step in the last.
 """
 
@@ -23,7 +24,13 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.engine.base import StepResult
 from hpc_tune.engine.float8 import check_float8, use_float8
-from hpc_tune.engine.gradients import Trained, make_buckets, squares_of, trained_of
+from hpc_tune.engine.gradients import (
+    EarlySums,
+    Trained,
+    make_buckets,
+    squares_of,
+    trained_of,
+)
 from hpc_tune.engine.mesh import Layout, Mesh
 from hpc_tune.engine.moved import MovedState
 from hpc_tune.engine.optim import make_adamw
@@ -110,6 +117,8 @@ class NativeEngine:
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, mesh, device)
+        alone = layout.replicate == layout.size and not fsdp
+        self._early = [EarlySums(b, self._traffic) for b in self._buckets if alone and b.group]
         self._adamw = make_adamw([t.parameter for t in self._trained], optim)
         self._moved: MovedState | None = None
         movable = device.type == "cuda" and not offload
@@ -132,7 +141,7 @@ class NativeEngine:
         """Do one optimizer step; see ``base.Engine``."""
         self._zero_grad()
         self._traffic.take()  # an evaluation's is not this step's
-        loss = self._forward_backward(batches, global_tokens)
+        loss = self._forward_backward(batches, global_tokens, self._early)
         self._reduce_gradients()
         self._traffic.all_reduce(loss, None)
         grad_norm = self._clip()
@@ -214,7 +223,9 @@ class NativeEngine:
             self._forward_backward([batch], 1)
         self._zero_grad()
 
-    def _forward_backward(self, batches: Sequence[Batch], global_tokens: int) -> torch.Tensor:
+    def _forward_backward(
+        self, batches: Sequence[Batch], global_tokens: int, early: Sequence[EarlySums] = ()
+    ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the loss sum."""
         total = torch.zeros((), dtype=torch.float32, device=self._device)
 
@@ -235,7 +246,11 @@ class NativeEngine:
             return total
         used = [batch for batch in batches if not self._may_skip(batch)]
         for batch in used:
-            backward(0, batch is used[-1], self._forward(0, batch, None), None)
+            out = self._forward(0, batch, None)
+            if batch is used[-1]:
+                for sums in early:
+                    sums.begin()
+            backward(0, batch is used[-1], out, None)
         return total
 
     def _forward(self, chunk: int, batch: Batch, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
@@ -250,8 +265,10 @@ class NativeEngine:
         return batch.num_loss_tokens == 0 and self._layout.shard == 1
 
     def _reduce_gradients(self) -> None:
+        for sums in self._early:
+            sums.finish()
         for bucket in self._buckets:
-            if bucket.group is not None:
+            if bucket.group is not None and not self._early:
                 self._traffic.all_reduce(bucket.grads, bucket.group)
         for trained in self._sharded:
             if trained.partial:

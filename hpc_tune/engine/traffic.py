@@ -8,7 +8,7 @@ algorithms, which gloo and NCCL use for large messages: over g ranks, n bytes co
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,8 @@ class Traffic:
     """Does the collectives of one rank and keeps count. ``None`` as a group means the world.
 
     Seconds are those in which this rank waits for messages on a CPU, and those in which messages
-    are under way on a GPU, whether or not compute hides them.
+    are under way on a GPU, whether or not compute hides them; but for ``begin_all_reduce``, of
+    which only what is left to wait for counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,6 +45,20 @@ class Traffic:
             return
         with self.counted("all_reduce", 2 * (size - 1) * tensor.nbytes // size):
             dist.all_reduce(tensor, op, group=group)
+
+    def begin_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Begin to add ``tensor`` up over the group, in place; ``finish`` what is returned."""
+        size = group.size()
+        self.count("all_reduce", 2 * (size - 1) * tensor.nbytes // size)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        return work
+
+    def finish(self, works: Iterable[dist.Work]) -> None:
+        """Wait for what was begun."""
+        with self.counted("all_reduce", 0):
+            for work in works:
+                work.wait()
 
     def all_gather(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
         """Return every rank's tensor, all of one shape."""

@@ -4,7 +4,7 @@
     stage 3      meta model -> each parameter becomes this rank's partition, filled from the
                  rank's own region of the files -> DeepSpeed gathers weights as they are used
 
-DeepSpeed runs on the process group that is already there. It is the only file that imports it.
+DeepSpeed runs on the process group that is already there. Only this file and async_io.py import it.
 The arithmetic is that of ``NativeEngine``: DeepSpeed averages gradients over the ranks, so the
 loss is scaled by their number first.
 """
@@ -28,6 +28,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.engine import zero_settings, zero_state
+from hpc_tune.engine.async_io import load_async_io
 from hpc_tune.engine.base import StepResult
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NOTHING_WRAPPED, STATE_NAMES
@@ -36,7 +37,6 @@ from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import Recompute, use_own_layers, wrap_blocks
 from hpc_tune.engine.zero_comm import CountedBackend
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
-from hpc_tune.log import log
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
@@ -44,7 +44,6 @@ from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.room import ask
 from hpc_tune.model.weights import Region, TensorIndex
-from hpc_tune.world.failure import time_limit
 
 
 class ZeroEngine:
@@ -257,7 +256,6 @@ def _connect(device: torch.device, traffic: Traffic, needs_aio: bool) -> None:
         import deepspeed.comm.comm as comm
         from deepspeed.accelerator import real_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-        from deepspeed.ops.op_builder import AsyncIOBuilder
         from deepspeed.utils import groups
     except ImportError as error:
         raise ConfigError(
@@ -280,21 +278,7 @@ def _connect(device: torch.device, traffic: Traffic, needs_aio: bool) -> None:
     # Else it makes a copy of the group, with a timeout of its own.
     groups._WORLD_GROUP = dist.group.WORLD
     if needs_aio:
-        log.info(
-            "loading DeepSpeed's async_io; the first time it is compiled, for some minutes, in "
-            "~/.cache/torch_extensions"
-        )
-        hint = "is a file named lock left there, of a compiler that was killed? Remove it"
-        try:
-            rank, limit_s = f"rank {dist.get_rank()}", zero_settings.AIO_LIMIT_S
-            with time_limit("DeepSpeed's async_io", limit_s, hint, rank):
-                AsyncIOBuilder().load(verbose=False)
-        except (RuntimeError, OSError, ImportError) as error:
-            raise ConfigError(
-                "offload to nvme: DeepSpeed's async_io cannot be built "
-                f"({str(error).splitlines()[0]}); it needs a C++ compiler, ninja and the headers "
-                "of libaio (Debian: libaio-dev, Red Hat: libaio-devel), else use cpu"
-            ) from None
+        load_async_io(f"rank {dist.get_rank()}")
 
 
 def _start(module: nn.Module, optimizer: torch.optim.AdamW, settings: dict[str, Any]) -> Any:

@@ -19,7 +19,6 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.units import format_bytes
 from hpc_tune.world.collective import all_gather
 
-AIO_LIMIT_S = 1200.0  # a slow node compiles it in ten minutes
 BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
 GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32
 NVME_BYTES_PER_TRAINED = 16  # weight, gradient and two moments in fp32

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from hpc_tune.memory.host import HostLimit, oom_kills
 from hpc_tune.units import format_bytes
 
 FOLDER = "memory"
+ALIVE_S = 30.0  # a run says every few seconds that it is there
 NEAR_THE_LIMIT = 0.85  # of it in use: the kernel may have killed for memory
 
 
@@ -32,6 +35,9 @@ class LastWord:
     limit_source: str
     cgroup: str | None
     oom_kills: int
+
+
+_LAST_WORD = TypeAdapter(LastWord)
 
 
 def path_of(run_dir: Path, node: int) -> Path:
@@ -55,9 +61,10 @@ def read(run_dir: Path) -> list[LastWord]:
     words = []
     for file in sorted((run_dir / FOLDER).glob("node-*.json")):
         try:
-            words.append(LastWord(**json.loads(file.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
+            word = _LAST_WORD.validate_json(file.read_bytes())
+        except (OSError, ValueError):
             continue
+        words += [word] if word.limit > 0 else []
     return sorted(words, key=lambda word: -word.used / word.limit)
 
 

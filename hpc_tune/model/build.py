@@ -18,9 +18,9 @@ from torch import nn
 
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.lean import lean_imports
 from hpc_tune.model.attention import use_document_attention
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.lean import lean_imports
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.shapes import ShapeIndex
@@ -47,11 +47,13 @@ def read_shape(directory: Path) -> Any:
     _require_directory(directory)
     if not (directory / "config.json").is_file():
         raise DataError(f"model.path={directory}: no config.json in it; is it a model directory?")
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    with lean_imports():
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with lean_imports():
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise DataError(f"{directory}/config.json cannot be used: {error}") from None
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -71,7 +73,12 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        raise DataError(f"{directory}: no usable tokenizer ({_first_line(error)})") from None
+        found = sorted(file.name for file in directory.glob("*token*"))
+        raise DataError(
+            f"{directory}: no usable tokenizer (found {', '.join(found) or 'no file of one'}: "
+            f"{_first_line(error)}); copy tokenizer.json and tokenizer_config.json of the model "
+            "into it, or fetch it whole: hf download NAME --local-dir DIR"
+        ) from None
     if not tokenizer.is_fast:
         raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
     if chat_template is not None:
@@ -173,9 +180,9 @@ def build(
         )
     config = read_shape(directory)
     stored_index = index_model_directory(directory) if weights else None
-    from transformers import AutoModelForCausalLM
-
     with lean_imports(), torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[tune.param_dtype] if tune.method == "full" else dtype

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def use_low_rank_products(blocks: Iterable[nn.Module]) -> int:
@@ -68,11 +69,14 @@ class _LowRank(torch.autograd.Function):
         narrow_NR = x_NI @ a_RI.to(x.dtype).t()
         ctx.save_for_backward(x_NI, narrow_NR, weight_OI, a_RI, b_OR)
         ctx.scale = scale
-        # The narrow product first: what selective recompute keeps must not be written to again.
         adapter_NO = torch.mm(narrow_NR, (scale * b_OR).to(x.dtype).t())
         if bias_O is not None:
             adapter_NO += bias_O
-        return torch.addmm(adapter_NO, x_NI, weight_OI.t()).view(*x.shape[:-1], -1)
+        # A mode is selective recompute or a trace: they know the product by its other name, and
+        # what they keep must not be written to again.
+        is_watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+        add = torch.addmm if is_watched else torch.Tensor.addmm_
+        return add(adapter_NO, x_NI, weight_OI.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]

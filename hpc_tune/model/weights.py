@@ -226,6 +226,8 @@ def index_model_directory(directory: Path) -> TensorIndex:
     if index_file.exists():
         try:
             names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()
+            if outside := [name for name in names if Path(name).name != name]:
+                raise ValueError(f"it names {outside[0]}, which is not in this folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{index_file}: not a safetensors index ({error})") from None
         return TensorIndex([directory / name for name in sorted(set(names))])

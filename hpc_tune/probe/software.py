@@ -7,10 +7,14 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_tune import __version__
+
+_ASK_LIMIT_S = 10.0
 PACKAGES = ("hpc_tune", "torch", "mpi4py", "deepspeed", "transformers", "peft", "h5py")
 
 
@@ -29,6 +33,23 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def for_a_bug_report() -> list[str]:
+    """Return a line for each thing that a bug report needs; imports and starts nothing of weight.
+
+    The first is ``hpc_tune VERSION``.
+    """
+    found = {"hpc_tune": __version__} | versions()
+    found["platform"] = platform.platform()
+    for name, argv in (("mpirun", ["mpirun", "--version"]), ("slurm", ["srun", "--version"])):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=_ASK_LIMIT_S)
+            found[name] = done.stdout.strip().splitlines()[0]
+    with contextlib.suppress(OSError, IndexError):
+        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+        found["nvidia"] = " ".join(driver.split())
+    return [f"{name} {text}" for name, text in found.items()]
 
 
 def mpi_library() -> str:

@@ -1,4 +1,8 @@
-"""What a run says of itself before the expensive part begins."""
+"""What a run says of itself before the expensive part begins: to a person, and to its report."""
+
+import subprocess
+import sys
+import time
 
 import torch
 
@@ -6,11 +10,14 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import Loader
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.optim import for_batch
-from hpc_tune.log import log
+from hpc_tune.log import JsonLines, log
+from hpc_tune.probe.software import versions
 from hpc_tune.train.inputs import Inputs
 from hpc_tune.units import format_count
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.device import cpu_has_bf16
+
+_GIT_LIMIT_S = 5.0
 
 
 def describe(
@@ -21,49 +28,40 @@ def describe(
     why: str,
     loader: Loader,
     total_steps: int,
+    memory: str,
+    events: JsonLines,
 ) -> None:
-    """Print the world, the model, the data, the layout and the batch, a line each."""
-    size, tune = inputs.size, config.tune
-    adapter = f" r={tune.rank} alpha={tune.alpha:g}" if tune.method != "full" else ""
-    log.info("world   %s, %s", session.world, session.device)
-    log.info(
-        "model   %s: %s parameters, %s trained (%s%s), %s",
-        config.model.path,
-        format_count(size.num_parameters),
-        format_count(size.num_trained),
-        tune.method,
-        adapter,
-        str(inputs.built.dtype).removeprefix("torch."),
+    """Print the world, the model, the data, the layout and the batch, a line each, and write them
+    into ``events`` with what a bug report would ask for (kind ``start``).
+    """
+    told = {
+        "world": _world(session),
+        "model": _model(config, inputs),
+        "data": _data(config, inputs, loader),
+        "layout": f"{layout}: {why}",
+        "memory": memory,
+        "batch": _batch(config, session, layout, loader, total_steps),
+    }
+    for name, text in told.items():
+        log.info("%-7s %s", name, text)
+    events.write(
+        time=time.time(),
+        step=None,
+        rank=0,
+        kind="start",
+        **told,
+        size=session.world.size,
+        num_nodes=session.world.num_nodes,
+        total_steps=total_steps,
+        command=[sys.executable, "-m", "hpc_tune", *sys.argv[1:]],
+        versions=versions(),
+        commit=_commit(),
     )
     if session.device.type == "cpu" and inputs.built.dtype == torch.bfloat16 and not cpu_has_bf16():
         log.warning(
             "model.dtype=bf16: this CPU has no products of bf16 (AVX512-BF16, AMX), and a step may "
             "take tens of times as long as with model.dtype=fp32"
         )
-    log.info(
-        "data    %s: %s documents in %s rows of %d tokens, %.1f%% padding",
-        config.data.path,
-        format_count(inputs.store.num_documents),
-        format_count(loader.num_rows_per_epoch),
-        config.data.seq_len,
-        100 * loader.padding,
-    )
-    log.info("layout  %s: %s", layout, why)
-    ranks = layout.data_size
-    fewest, more = divmod(config.batch.global_size, ranks)
-    uneven = f", {more} ranks one more: the others wait for them" if more else ""
-    alone = ranks == session.world.size
-    who, singular = ("ranks", "rank") if alone else ("groups of ranks", "group of ranks")
-    log.info(
-        "batch   %d rows per step over %d %s: %d each%s; %d steps = %.2f epochs",
-        config.batch.global_size,
-        ranks,
-        who if ranks > 1 else singular,
-        fewest,
-        uneven,
-        total_steps,
-        loader.total_rows / loader.num_rows_per_epoch,
-    )
     optim = config.optim
     if optim.reference_batch is not None:
         log.info(
@@ -74,3 +72,53 @@ def describe(
             optim.batch_scaling,
         )
     log.info("files   %s", config.run.dir)
+
+
+def _world(session: Session) -> str:
+    world = session.world
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
+    nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+    return f"{ranks} on {nodes} via {world.launcher}, {session.device.type}"
+
+
+def _model(config: RunConfig, inputs: Inputs) -> str:
+    size, tune = inputs.size, config.tune
+    adapter = f" r={tune.rank} alpha={tune.alpha:g}" if tune.method != "full" else ""
+    return (
+        f"{config.model.path}: {format_count(size.num_parameters)} parameters, "
+        f"{format_count(size.num_trained)} trained ({tune.method}{adapter}), "
+        f"{str(inputs.built.dtype).removeprefix('torch.')}"
+    )
+
+
+def _data(config: RunConfig, inputs: Inputs, loader: Loader) -> str:
+    return (
+        f"{config.data.path}: {format_count(inputs.store.num_documents)} documents in "
+        f"{format_count(loader.num_rows_per_epoch)} rows of {config.data.seq_len} tokens, "
+        f"{100 * loader.padding:.1f}% padding"
+    )
+
+
+def _batch(
+    config: RunConfig, session: Session, layout: Layout, loader: Loader, total_steps: int
+) -> str:
+    ranks = layout.data_size
+    fewest, more = divmod(config.batch.global_size, ranks)
+    uneven = f", {more} ranks one more: the others wait for them" if more else ""
+    who = "rank" if ranks == session.world.size else "group"
+    who += "s" if ranks > 1 else ""
+    who += "" if ranks == session.world.size else " of ranks"
+    return (
+        f"{config.batch.global_size} rows per step over {ranks} {who}: {fewest} each{uneven}; "
+        f"{total_steps} steps = {loader.total_rows / loader.num_rows_per_epoch:.2f} epochs"
+    )
+
+
+def _commit() -> str | None:
+    """Return the git commit of the folder that the run was started in, where it is in a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

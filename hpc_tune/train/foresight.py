@@ -7,11 +7,11 @@ The trace needs an interpreter to itself, some seconds, and under 1 GB on the fi
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,18 @@ from hpc_tune.train.saving import on_rank_0
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects, max_of
+from hpc_tune.world.discover import unlaunched
 
 _PLAN_LIMIT_S = 300.0
 _PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare
-_LAUNCHED_BY = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_")
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What ``plan --json`` says of a run, None where it surely fits, and the verdict in words."""
+
+    plan: dict[str, Any] | None
+    verdict: str
 
 
 def foresee(
@@ -44,8 +52,8 @@ def foresee(
     model: Any,
     run_dir: Path,
     force: bool,
-) -> dict[str, Any] | None:
-    """Return what ``plan --json`` says of this run, or None where it surely fits. Collective.
+) -> Foreseen:
+    """Return what this run will take. Collective.
 
     ``model`` is the transformers config.
 
@@ -59,8 +67,11 @@ def foresee(
     host, device = -least_host, room if session.device.type == "cuda" else None
     rows = config.batch.micro_size if config.batch.micro_size != "auto" else 1
     tokens = rows * config.data.seq_len
-    if most_bytes(size, layout, model, tokens, bool(device)) < SURE_SHARE * room:
-        return None
+    most = most_bytes(size, layout, model, tokens, bool(device))
+    if most < SURE_SHARE * room:
+        rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
+        verdict = f"fits{rows_too}: at most {format_bytes(most)} of {format_bytes(room)} per rank"
+        return Foreseen(None, verdict)
     words = ["--nodes", session.world.num_nodes, "--gpus-per-node", ranks]
     words += ["--device-memory", device or 0, "--host-memory", host]
     # The other ranks wait for it.
@@ -68,8 +79,10 @@ def foresee(
     said = on_rank_0(session, "planning", lambda: _ask(run_dir, map(str, words), limit_s))
     if said is not None:
         governor.expect(next(p["node_bytes"] for p in said["phases"] if p["name"] == "steady"))
-    if said is None or said["fits"]:
-        return said
+    if said is None:
+        return Foreseen(None, "not planned, see above")
+    if said["fits"]:
+        return Foreseen(said, _verdict(said, device, host))
     bad = [p for p in said["phases"] if not p["fits"] and not p["optional"]]
     text = "this run does not fit into memory:\n" + "\n".join(
         f"  - {phase['name']}: {format_bytes(phase['device_bytes'])} on a device, "
@@ -83,7 +96,18 @@ def foresee(
         raise MemoryBudgetError(text)
     if session.world.rank == 0:
         log.warning("%s", text)
-    return said
+    return Foreseen(said, "does not fit by the plan, and was forced")
+
+
+def _verdict(said: dict[str, Any], device: int | None, host: int) -> str:
+    fullest = max(said["phases"], key=lambda phase: phase["node_bytes"])
+    text = f"fits: {format_bytes(fullest['node_bytes'])} of {format_bytes(host)} on a node"
+    text += f" ({fullest['name']})"
+    if device:
+        fullest = max(said["phases"], key=lambda phase: phase["device_bytes"])
+        text += f", {format_bytes(fullest['device_bytes'])} of {format_bytes(device)} on a device"
+        text += f" ({fullest['name']})"
+    return text
 
 
 def compare(
@@ -111,8 +135,9 @@ def run_plan(
         OSError, subprocess.TimeoutExpired: if it cannot be started, or is not done in time.
     """
     command = [sys.executable, "-m", "hpc_tune", "plan", "--json", "--config", str(config), *words]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED_BY)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=limit_s, env=unlaunched()
+    )
 
 
 def _ask(run_dir: Path, words: Iterable[str], limit_s: float) -> dict[str, Any] | None:

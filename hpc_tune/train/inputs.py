@@ -55,7 +55,9 @@ def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: boo
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and config.data.seq_len > longest:
         log.warning(
-            "data.seq_len=%d is longer than the model's %d positions", config.data.seq_len, longest
+            "data.seq_len=%d is longer than the model's %d positions; what is beyond them it has "
+            "never seen: use %d or less, or a config.json that stretches them (rope_scaling)",
+            *(config.data.seq_len, longest, longest),
         )
     return built
 
@@ -111,7 +113,14 @@ def ready_data(
         return store
 
     if path.endswith((".h5", ".hdf5")):
-        return together(session, "opening the data", lambda: open_it(Path(path)))
+        store = together(session, "opening the data", lambda: open_it(Path(path)))
+        if store.attributes.loss_on != data.loss_on and session.world.rank == 0:
+            log.warning(
+                "data.loss_on=%s has no effect: %s was prepared with data.loss_on=%s; prepare it "
+                "again to change that",
+                *(data.loss_on, path, store.attributes.loss_on),
+            )
+        return store
     folder = Path(data.cache) if data.cache else run_dir / "data"
 
     def place() -> Path:

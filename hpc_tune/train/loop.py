@@ -32,6 +32,8 @@ from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import gather_objects, max_of, sum_of
 from hpc_tune.world.stop import StopFlag
 
+_MOST_RANKS = 1 << 20
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -198,7 +200,7 @@ def _record(
     data_s: float,
     sample: MemorySample | None,
 ) -> None:
-    host_bytes, device_bytes = _worst_of_all(work, sample)
+    worst = _worst_of_all(work, sample, step_s - data_s - result.comm_s)
     tokens_per_s = boundary.tokens / step_s
     mfu = tokens_per_s * work.flops_per_token / work.peak_flops if work.peak_flops else None
     work.metrics.step(
@@ -216,25 +218,47 @@ def _record(
             step_s=step_s,
             data_s=data_s,
             comm_s=result.comm_s,
+            most_work_s=worst.most_work_s,
+            least_work_s=worst.least_work_s,
+            slowest_rank=worst.slowest_rank,
             sent_bytes=result.sent_bytes,
             expected_bytes=work.expected_bytes(work.pressure.micro_size),
             device_util=work.governor.device_utilization(),
-            host_bytes=host_bytes,
+            host_bytes=worst.host_bytes if sample else None,
             host_limit_bytes=sample.host_limit_bytes if sample else None,
-            device_bytes=device_bytes,
+            device_bytes=worst.device_bytes if sample and sample.device else None,
             device_limit_bytes=sample.device.limit_bytes if sample and sample.device else None,
             samples_seen=work.loader.rows,
         )
     )
 
 
-def _worst_of_all(work: Work, sample: MemorySample | None) -> tuple[int | None, int | None]:
-    """Return the fullest node's and the fullest device's bytes; every rank takes part."""
-    if sample is None:
-        return None, None
-    device = sample.device.used_bytes if sample.device else 0
-    host, device = map(int, max_of(work.session, [sample.host_bytes, device]))
-    return host, device if sample.device else None
+@dataclass(frozen=True)
+class _Worst:
+    """The fullest node's and device's bytes, and the slowest and the fastest rank's own time."""
+
+    host_bytes: int
+    device_bytes: int
+    most_work_s: float
+    least_work_s: float
+    slowest_rank: int
+
+
+def _worst_of_all(work: Work, sample: MemorySample | None, work_s: float) -> _Worst:
+    """Find the extremes of all ranks by one collective, whatever their number."""
+    tenths_of_ms = max(0, round(1e4 * work_s))
+    host, device, slowest, least = max_of(
+        work.session,
+        [
+            sample.host_bytes if sample else 0,
+            sample.device.used_bytes if sample and sample.device else 0,
+            # A rank's time and its number in one value, which a float64 holds exactly.
+            tenths_of_ms * _MOST_RANKS + work.session.world.rank,
+            -tenths_of_ms,
+        ],
+    )
+    most, rank = divmod(int(slowest), _MOST_RANKS)
+    return _Worst(int(host), int(device), most / 1e4, -least / 1e4, rank)
 
 
 def _evaluate(work: Work, step: int, before: Evals) -> Evals:

@@ -1,17 +1,22 @@
-"""What a run tells while it runs: metrics.jsonl, TensorBoard and the progress display."""
+"""What a run tells while it runs: metrics.jsonl, TensorBoard, W&B and the progress display."""
 
 import json
+import statistics
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.log import JsonLines, Progress, log
 from hpc_tune.train.event_file import EventFile
-from hpc_tune.units import format_bytes, format_count
+from hpc_tune.train.wandb_log import WandbLog
+from hpc_tune.units import format_bytes, format_count, format_seconds
 
 _REMEMBERED = 1000
+_STEPS_TO_TELL = 3
 NOTEWORTHY, MUCH = 0.05, 0.5  # of a step in messages: in the progress line; worth advice
 
 
@@ -21,9 +26,10 @@ class StepMetrics:
 
     ``time`` is when the step was done, in seconds since 1970. ``tokens`` are those of the step's
     documents without padding. ``comm_s``, ``sent_bytes`` and ``expected_bytes``, by kind of
-    collective and by the formulas of the layout, are rank 0's. ``mfu`` and ``device_util`` are None
-    where the device's peak or counters are unknown. Host bytes are the fullest node's; device bytes
-    the fullest rank's.
+    collective and by the formulas of the layout, are rank 0's. ``most_work_s`` and
+    ``least_work_s`` are what a rank spent neither on messages nor on data, of the slowest and of
+    the fastest rank. ``mfu`` and ``device_util`` are None where the device's peak or counters are
+    unknown. Host bytes are the fullest node's; device bytes the fullest rank's.
     """
 
     time: float
@@ -39,6 +45,9 @@ class StepMetrics:
     step_s: float
     data_s: float
     comm_s: float
+    most_work_s: float
+    least_work_s: float
+    slowest_rank: int
     sent_bytes: dict[str, int]
     expected_bytes: dict[str, int]
     device_util: float | None
@@ -53,25 +62,31 @@ class Metrics:
     """Writes on rank 0 (``run_dir`` given), drops everything elsewhere.
 
     ``steps_s``: seconds of the newest steps. ``advise``: say once if messages take most of a step.
+
+    Raises:
+        ConfigError: if W&B is asked for and cannot be had. OSError: if a file cannot be made.
     """
 
     def __init__(
         self,
         run_dir: Path | None,
-        tensorboard: bool,
+        config: RunConfig,
         total_steps: int,
         start_step: int,
         advise: bool = False,
     ) -> None:
         self._advise = advise and run_dir is not None
+        self._total = total_steps if run_dir is not None else 0
         self.steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
             drop_after(run_dir / "metrics.jsonl", start_step)
         self._lines = JsonLines(run_dir / "metrics.jsonl" if run_dir else None)
-        self._plots: EventFile | None = None
-        if run_dir is not None and tensorboard:
-            self._plots = EventFile(run_dir / "tensorboard", start_step)
+        self._plots: list[EventFile | WandbLog] = []
+        if run_dir is not None and config.run.tensorboard:
+            self._plots.append(EventFile(run_dir / "tensorboard", start_step))
+        if run_dir is not None and config.run.wandb:
+            self._plots.append(WandbLog(run_dir, config))
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
@@ -85,6 +100,8 @@ class Metrics:
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"
         self._progress.update(metrics.step, note)
+        if len(self.steps_s) == _STEPS_TO_TELL and self._total > metrics.step:
+            self._tell_time(self._total - metrics.step)
         if self._advise and len(self.steps_s) == 2 and metrics.comm_s > MUCH * metrics.step_s:
             log.warning(
                 "%.0f%% of a step goes to messages: parallel=auto measures, and takes the layout "
@@ -99,22 +116,33 @@ class Metrics:
         self._plot(step, row)
         self._progress.exclude(eval_s)
 
+    def _tell_time(self, steps: int) -> None:
+        """Say when the run will be done, evaluations and saves left out."""
+        usual_s = statistics.median(self.steps_s)
+        left_s = steps * usual_s
+        log.info(
+            "time    about %s for %d steps of %.3g s, until %s",
+            *(format_seconds(left_s), steps, usual_s),
+            time.strftime("%a %H:%M", time.localtime(time.time() + left_s)),
+        )
+
     def close(self) -> None:
         """Close the files and take the bar off the screen."""
         self._progress.close()
         self._lines.close()
-        if self._plots is not None:
-            self._plots.close()
+        for plots in self._plots:
+            plots.close()
 
     def _plot(self, step: int, row: Mapping[str, Any]) -> None:
-        if self._plots is None:
+        if not self._plots:
             return
         scalars = {}
         for name, value in row.items():
             for kind, number in value.items() if isinstance(value, dict) else (("", value),):
                 if name not in ("step", "time") and number is not None:
                     scalars[f"{name}/{kind}" if kind else name] = number
-        self._plots.write(step, scalars)
+        for plots in self._plots:
+            plots.write(step, scalars)
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -122,12 +150,12 @@ def drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_bytes(b"".join(kept))
     temporary.rename(path)

@@ -27,6 +27,11 @@ class Outcome:
     exit_code: int
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_time(self) -> bool:
+        """Whether the run may do something more that takes seconds: nobody is about to kill it."""
+        return self.status == "done" or self.reason == "STOP file"
+
 
 def done(step: int) -> Outcome:
     """Return the outcome of a run that did all its steps."""

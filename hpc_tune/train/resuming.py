@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hpc_tune.checkpoint.state import RunState, compare
+from hpc_tune.checkpoint.state import RunState, compare, require_settings
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.base import Engine
@@ -19,8 +19,21 @@ def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path |
 
     Raises:
         CheckpointError: if the one that is asked for does not verify. ConfigError: if it is none,
-        or a fresh start is asked for where checkpoints are.
+        or of a run with settings that must be the same, or a fresh start is asked for where
+        checkpoints are.
     """
+    path = _asked_for(session, config, store)
+    if path is not None:
+        # Before anything takes time, such as preparing data for another length of rows.
+        on_rank_0(
+            session,
+            "comparing with the checkpoint's settings",
+            lambda: require_settings(RunState.from_json(read_state(path), str(path)), config),
+        )
+    return path
+
+
+def _asked_for(session: Session, config: RunConfig, store: Store) -> Path | None:
     match config.checkpoint.resume:
         case "auto":
             return _newest_valid(session, store)

@@ -47,8 +47,10 @@ from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.outcome import Outcome
 from hpc_tune.train.pressure import Before, Pressure, look_back, make_governor
 from hpc_tune.train.profile import StepProfile
+from hpc_tune.train.reporting import write_report
 from hpc_tune.train.resuming import find_checkpoint, restore
 from hpc_tune.train.saving import Saver, on_rank_0, together
+from hpc_tune.train.wandb_log import require_wandb
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
 from hpc_tune.world.reform import dismiss, wait_outside
@@ -139,14 +141,15 @@ def _run(
     layout, why, parallel = settle_layout(config, session, governor, built, size)
     if chosen is not None:
         why = f"the shortest step by prediction, {chosen.step_s:.3g} s"
-    planned = foresee(config, session, governor, size, layout, built.config, run_dir, force)
+    foreseen = foresee(config, session, governor, size, layout, built.config, run_dir, force)
     governor.enter("data", "preparing the data", tell=True)
     inputs = Inputs(built, size, *prepare_data(config.data, session, run_dir, built.directory))
     place = layout.place(world.rank)
     loader = _make_loader(config, inputs, layout, place)
     total_steps = math.ceil(loader.total_rows / config.batch.global_size)
     if mine:
-        describe(config, session, inputs, layout, why, loader, total_steps)
+        words = (layout, why, loader, total_steps, foreseen.verdict)
+        describe(config, session, inputs, *words, events)
     if config.train.compile:
         cache = Path(config.run.compile_cache or run_dir / "compile-cache")
         share = governor.limit.num_bytes // world.local_size
@@ -223,8 +226,10 @@ def _run(
     governor.fence()
     name = None if session.device.type == "cpu" else _device_name(session)
     peak = peak_flops(name) if name else None
-    metrics = Metrics(
-        run_dir if mine else None, config.run.tensorboard, total_steps, step, advise=chosen is None
+    metrics = together(
+        session,
+        "opening the metrics",
+        lambda: Metrics(run_dir if mine else None, config, total_steps, step, chosen is None),
     )
     result = run_loop(
         Work(
@@ -251,7 +256,7 @@ def _run(
         step,
     )
     early.close()
-    compare(planned, session, governor, events)
+    compare(foreseen.plan, session, governor, events)
     if chosen is not None:
         events.write(
             time=time.time(), step=None, rank=0, kind="layout", **chosen.compare(metrics.steps_s)
@@ -265,6 +270,8 @@ def _run(
         time=time.time(), step=result.step, rank=0, kind="stop", **{"reason": result.reason}
     )
     events.close()
+    if config.run.report and result.has_time:
+        on_rank_0(session, "writing the report", lambda: write_report(run_dir))
     return result
 
 
@@ -273,6 +280,7 @@ def _make_run_dir(config: RunConfig, run_dir: Path) -> Before:
 
     Returns what the run before this one left there.
     """
+    require_wandb(config.run.wandb)
     before = look_back(run_dir)
     try:
         (run_dir / aftermath.FOLDER).mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from hpc_tune.errors import WorldError
 # Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_LAUNCHED_BY = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_")
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,11 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     return world, comm
 
 
+def unlaunched() -> dict[str, str]:
+    """Return the environment without the launchers' variables, for a process that is no rank."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED_BY)}
+
+
 def nodes_of(
     by_mpi: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
 ) -> list[int]:
@@ -224,7 +230,7 @@ def _claim(
         text = environ.get(name)
         if text is None:
             continue
-        if not re.fullmatch(r"\d+", text):
+        if not re.fullmatch(r"[0-9]{1,9}", text):
             raise WorldError(
                 f"{name}={text!r} in the environment is not a number; {launcher} should have set it"
             )
@@ -239,7 +245,11 @@ def _claim(
 
 def _is_srun_step(environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in environ
+    return (
+        bool(re.fullmatch(r"[0-9]{1,10}", step))
+        and int(step) < _FIRST_SPECIAL_STEP
+        and "SLURM_PROCID" in environ
+    )
 
 
 def _srun_claim(environ: Mapping[str, str]) -> Claim:
@@ -297,7 +307,7 @@ def _tasks_on_node(text: str, node: int | None) -> int | None:
     """Return the tasks of one node from Slurm's run-length list, such as ``"4(x2),3"``."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?", part)
         if match is None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)

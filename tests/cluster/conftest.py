@@ -19,7 +19,7 @@ def undisturbed_run(cluster, tmp_path_factory):
     job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), "tiny_cpu.sh")
     assert job.wait()["JobState"] == "COMPLETED", job.text
     assert outcome(job.run_dir)["status"] == "done"
-    assert "node 0/2" in job.text
+    assert "on 2 nodes" in job.text
     return job.run_dir
 
 

@@ -5,6 +5,7 @@ import sys
 
 import h5py
 
+from hpc_tune.data.seal import seal
 from tests.support.jobs import SETTINGS, Job, clone, starts
 from tests.support.ranks import HANG_S, rank_environment
 from tests.support.training import outcome, train
@@ -17,6 +18,7 @@ def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster,
     assert done.returncode == 0, done.stderr
     with h5py.File(damaged, "r+") as file:
         file["tokens"][::900] = 60000  # of no word
+    seal(damaged)
     crashing = Job(cluster, tmp_path / "crashing", "tiny_cpu.sh", f"data.path={damaged}")
 
     said = missing.wait()

@@ -22,6 +22,7 @@ SETTINGS = [
     "tune.method=lora",
     "run.device=cpu",
     "run.tensorboard=false",
+    "run.report=false",
     "run.threads=1",
     "memory.governor=off",
 ]

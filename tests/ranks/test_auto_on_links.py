@@ -20,7 +20,12 @@ STEP = [
     *("batch.global_size=8", "batch.micro_size=1"),
     *("run.threads=1", "run.device=cpu", "memory.governor=off"),
 ]
-QUIET = ["data.path=builtin:pydocs", "data.eval_path=null", "run.tensorboard=false"]
+QUIET = [
+    "data.path=builtin:pydocs",
+    "data.eval_path=null",
+    "run.tensorboard=false",
+    "run.report=false",
+]
 SPLIT = "memory.host_limit=550MB"  # of which a process takes 226 MiB, and the base 387
 
 

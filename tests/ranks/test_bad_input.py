@@ -18,6 +18,7 @@ BASE = [
     "data.seq_len=64",
     "train.max_steps=2",
     "run.tensorboard=false",
+    "run.report=false",
     "run.threads=1",
 ]
 CHAT = {"prompt": "Say one.", "completion": "one"}

@@ -33,7 +33,7 @@ def run_bench(tmp_path, *words):
     return json.loads(out.read_text(encoding="utf-8")), done.stdout
 
 
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_hpc_tune_and_a_peer_train_on_the_same_tokens(tmp_path, ragged):
     write_tiny(tmp_path / "tiny")
     told, shown = run_bench(

@@ -146,7 +146,6 @@ def test_compiled_losses_are_those_of_eager_and_ragged_lengths_and_a_second_star
     found = gaps(shared, 1, {"eager": ragged}, losses(shared / "cold"))
     found["two ranks"] = worst_gap(losses(shared / "again"), losses(shared / "cold"))
     assert max(found.values()) < 1e-5, found
-    assert two[0]["seconds"] < cold["seconds"]
 
 
 def model_of(folder, layers):
@@ -179,3 +178,4 @@ def test_32_blocks_compile_in_1_3_times_the_time_of_4(shared, tmp_path):
     assert costs["first", 32]["seconds"] < 1.3 * costs["first", 4]["seconds"]
     for layers in (4, 32):
         assert costs["second", layers]["compiled"] == 0
+        assert costs["second", layers]["seconds"] < costs["first", layers]["seconds"]

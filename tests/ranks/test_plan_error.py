@@ -33,6 +33,7 @@ COMMON = [
     "train.max_steps=4",
     "checkpoint.every_steps=2",
     "run.tensorboard=false",
+    "run.report=false",
     "run.threads=1",
 ]
 

@@ -19,7 +19,7 @@ from tests.support.training import rows
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "smollm2-135m-instruct"
 LORA = ["tune.method=lora", "tune.rank=16", "model.dtype=fp32", "data.seq_len=256"]
-QUIET = ["run.tensorboard=false", "run.threads=1", "data.eval_path=null"]
+QUIET = ["run.tensorboard=false", "run.report=false", "run.threads=1", "data.eval_path=null"]
 
 
 @pytest.fixture(scope="module")

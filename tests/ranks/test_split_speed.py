@@ -70,7 +70,13 @@ def test_a_split_1b_model_is_nearly_as_fast_as_a_replicated_one(tmp_path):
             *(f"model.path={model}", "model.dtype=bf16", "tune.method=lora", "tune.rank=8"),
             *("data.path=builtin:pydocs", f"data.cache={tmp_path}", "data.seq_len=128"),
             *("data.eval_path=null", "batch.global_size=16", "batch.micro_size=1"),
-            *("train.max_steps=3", f"run.dir={run_dir}", "run.tensorboard=false", *layout),
+            *(
+                "train.max_steps=3",
+                f"run.dir={run_dir}",
+                "run.tensorboard=false",
+                "run.report=false",
+                *layout,
+            ),
         ]
         found[name] = train(run_dir, words)
         speed, peak = found[name]

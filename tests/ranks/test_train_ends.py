@@ -21,6 +21,7 @@ ENDLESS = [
     "batch.global_size=4",
     "train.max_steps=100000",
     "run.tensorboard=false",
+    "run.report=false",
     "run.threads=1",
     "data.path=builtin:pydocs:heldout",
 ]

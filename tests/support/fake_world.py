@@ -24,6 +24,13 @@ PER_NODE = 8
 STEPS = 4
 
 
+class Done:
+    """A message that has arrived."""
+
+    def wait(self) -> None:
+        pass
+
+
 class Counts:
     """What one rank has done so far, phase by phase."""
 
@@ -104,6 +111,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         counts.add("all_reduce")
         if op == dist.ReduceOp.SUM:
             tensor.mul_(dist.get_world_size(group))
+        return Done() if async_op else None
 
     def broadcast_object_list(box, src, group=None):
         counts.add("broadcast")

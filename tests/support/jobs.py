@@ -24,6 +24,7 @@ SETTINGS = [
     "tune.method=lora",
     "tune.dropout=0.1",
     "run.tensorboard=false",
+    "run.report=false",
     "run.threads=1",
     # Both nodes are one machine.
     "memory.governor=off",

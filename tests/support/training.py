@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.checkpoint import store
+from hpc_tune.config.load import load_config
 from tests.support.ranks import HANG_S, mpirun, rank_environment, run_ranks
 
 TRAIN = ["-m", "hpc_tune"]
@@ -18,6 +20,7 @@ SMALL = [
     "batch.global_size=8",
     f"train.max_steps={STEPS}",
     "run.tensorboard=false",
+    "run.report=false",
     "run.threads=1",
     "optim.warmup_steps=2",
 ]
@@ -64,6 +67,16 @@ def worst_gap(one: Sequence[float], other: Sequence[float]) -> float:
     assert len(one) == len(other)
     assert one
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def give_manifest(checkpoint: Path, *overrides: str, **state: Any) -> None:
+    """Make a folder of tensor files a checkpoint of a run with ``overrides``."""
+    config = load_config(None, overrides).model_dump(mode="json")
+    said = {"step": 7, "total_steps": 9, "model_identity": "", "loader": {}, "layout": {}}
+    said |= {"micro_size": 1, "config": config} | state
+    body = {"format": store.FORMAT, "files": {}, "state": said}
+    text = json.dumps(body | {"sha256": store._hash_of(body)})
+    (checkpoint / store.MANIFEST).write_text(text)
 
 
 def worlds_in(stdout: str) -> list[dict[str, Any]]:

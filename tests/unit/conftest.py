@@ -12,3 +12,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _restore_log():
+    """A command that runs in this process sends the log to a stream that pytest closes."""
+    from hpc_tune.log import log
+
+    before = (log.handlers[:], log.propagate, log.level)
+    yield
+    log.handlers[:], log.propagate = before[0], before[1]
+    log.setLevel(before[2])

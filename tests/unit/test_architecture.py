@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2] / "hpc_tune"
 
 # From the lowest floor to the highest; what is in one row must not know its neighbours.
 FLOORS = (
-    ("errors", "units", "log"),
+    ("errors", "units", "log", "lean"),
     ("config",),
     ("world", "batch"),
     ("memory", "data", "model", "probe"),
     ("engine", "checkpoint"),
     ("plan", "train"),
-    ("slurm", "supervise", "report", "generate", "cli", "__main__"),
+    ("slurm", "supervise", "report", "generate", "completion", "cli", "__main__"),
 )
 # The only places where a floor knows itself.
 SAME_FLOOR = {
@@ -24,6 +24,7 @@ SAME_FLOOR = {
     ("log", "units"),
     ("probe", "memory"),
     ("train", "plan"),
+    ("cli", "completion"),
     ("cli", "generate"),
     ("cli", "report"),
     ("cli", "slurm"),
@@ -33,7 +34,7 @@ SAME_FLOOR = {
 # Which files may import a third party: a trailing slash means a whole package of ours.
 OWNERS = {
     "mpi4py": ("world/",),
-    "deepspeed": ("engine/zero.py",),
+    "deepspeed": ("engine/zero.py", "engine/async_io.py"),
     "h5py": ("data/",),
     "torch.distributed.fsdp": ("engine/",),
     "transformers": ("model/", "checkpoint/export.py", "generate.py"),
@@ -42,6 +43,8 @@ OWNERS = {
     "bitsandbytes": ("model/quantize.py",),
     "torchao": ("engine/float8.py",),
     "psutil": ("memory/", "probe/"),
+    "matplotlib": ("report/",),
+    "wandb": ("train/wandb_log.py",),
     "pynvml": ("memory/", "probe/"),
 }
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -142,6 +145,19 @@ print("CODE", code, [name for name in {heavy!r} if name in sys.modules])
 """
 
 
+def test_a_python_that_is_too_old_is_told_so_before_anything_is_imported():
+    """It could not even read the other files; this one it can: no newer syntax is in it."""
+    program = "import sys, runpy; sys.version_info = (3, 6, 8, 'final', 0); "
+    program += "runpy.run_module('hpc_tune', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT.parent, timeout=60
+    )
+    assert done.returncode == 2
+    assert "this is Python 3.6 at" in done.stderr
+    assert "expected 3.10 or newer" in done.stderr
+    ast.parse((ROOT / "__main__.py").read_text(), feature_version=(3, 6))
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -150,6 +166,8 @@ print("CODE", code, [name for name in {heavy!r} if name in sys.modules])
         (["train.max_stepz=3"], 2, "train.max_steps"),
         (["--config", "nowhere.yaml"], 2, "no such file"),
         (["--cofnig", "x"], 2, "unknown argument"),
+        (["--version"], 0, "platform"),
+        (["completion", "bash"], 0, "tune.method) "),
         (["trian"], 2, "did you mean train"),
         (["generate", "--run", "x", "--prompt", "y", "--max-tokens", "0"], 2, "--max-tokens 0"),
     ],

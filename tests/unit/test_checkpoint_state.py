@@ -92,6 +92,9 @@ FREE = {
     "run.dir",
     "run.tensorboard",
     "run.wandb",
+    "run.name",
+    "run.tags",
+    "run.report",
     # the job around it
     *(f"slurm.{name}" for name in SlurmConfig.model_fields),
 }

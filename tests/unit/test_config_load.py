@@ -264,18 +264,6 @@ def test_bad_yaml_says_where(write, text):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("run.wandb=true", "run.wandb=True is not available"),
-    ],
-)
-def test_what_this_version_cannot_do_is_refused_and_not_ignored(write, override, said):
-    message = problem(write(""), override)
-    assert said in message
-    assert "not available in hpc_tune yet" in message
-
-
-@pytest.mark.parametrize(
     "override",
     [
         "tune.method=lora",
@@ -472,3 +460,16 @@ def test_a_word_in_the_place_of_a_part_is_refused_with_what_belongs_there(word, 
     with pytest.raises(ConfigError) as error:
         load_config(None, [word])
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (r'run.name="\ud83d"', r"run\.name=\\ud83d': expected text that can be written as UTF-8"),
+        ("data.path=caf\udce9.jsonl", "special characters are not allowed"),
+    ],
+)
+def test_text_that_no_file_could_hold_is_refused(text, said):
+    """A half of a character in YAML, and a name on the command line that is not UTF-8."""
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [text])

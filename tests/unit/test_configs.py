@@ -1,6 +1,9 @@
 """The configurations that come with the repository."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +49,20 @@ def test_the_layout_fits_the_launch_line_and_the_model(name):
     check_layout(layout, config.parallel, shape)
     assert config.data.seq_len <= shape.max_position_embeddings
     assert config.batch.global_size % layout.data_size == 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_configuration_fits_the_machine_of_its_launch_line(name):
+    """By the plan command itself: GPUs of 80 GiB, 8 to a node as far as they go, 1 TiB of host."""
+    file = FOLDER / f"{name}.yaml"
+    ranks = int(re.search(r"mpirun -np (\d+)", file.read_text())[1])
+    words = ["plan", "--config", str(file), f"model.path=shape:{SHAPED[name]}", "--json"]
+    words += ["--nodes", str(max(1, ranks // 8)), "--gpus-per-node", str(min(8, ranks))]
+    words += ["--device-memory", "80GiB", "--host-memory", "1024GiB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_tune", *words], capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert json.loads(done.stdout)["fits"]

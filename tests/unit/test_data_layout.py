@@ -1,3 +1,4 @@
+import io
 import os
 import time
 
@@ -7,11 +8,14 @@ import pytest
 from test_data_support import attributes, byte_tokenizer, store_of_lengths
 
 from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.seal import is_intact, seal
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError
 
 LENGTHS = [5, 2, 9, 2, 5, 1, 9, 9]
+DATASETS = ("tokens", "loss_mask", "documents/offsets", "documents/by_length")
+DATASETS += ("lengths/values", "lengths/counts")
 
 
 def test_documents_come_back_as_they_were_written(tmp_path):
@@ -102,7 +106,10 @@ def test_missing_and_foreign_files_are_refused_with_what_to_do(tmp_path):
         TokenStore.open(tmp_path / "text.h5")
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["images"] = np.zeros(3)
-    with pytest.raises(DataError, match="another kind .*None.* expected 'hpc_tune tokens'"):
+    with pytest.raises(DataError, match="written by another program .* prepare"):
+        TokenStore.open(tmp_path / "other.h5")
+    seal(tmp_path / "other.h5")
+    with pytest.raises(DataError, match="has version None of the format"):
         TokenStore.open(tmp_path / "other.h5")
 
 
@@ -116,9 +123,22 @@ def test_a_cut_off_file_is_refused_wherever_it_is_cut(tmp_path, keep):
         TokenStore.open(tmp_path / "s.h5")
 
 
+def test_a_changed_bit_outside_the_datasets_is_noticed_before_hdf5_sees_it(tmp_path):
+    store_of_lengths(tmp_path / "s.h5", LENGTHS)
+    data = (tmp_path / "s.h5").read_bytes()
+    with h5py.File(tmp_path / "s.h5") as file:
+        found = [file[name] for name in DATASETS]
+        inside = {d.id.get_offset() + n for d in found for n in range(d.size * d.dtype.itemsize)}
+    for place in range(0, len(data), 5):
+        changed = io.BytesIO(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+        assert is_intact(changed) == (place in inside), place
+
+
 def _edit(path, change):
+    """Change the file as a program that seals it again would."""
     with h5py.File(path, "r+") as file:
         change(file)
+    seal(path)
 
 
 def _replace(name, make):

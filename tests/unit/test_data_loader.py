@@ -188,14 +188,19 @@ def test_prefetch_stays_within_its_bytes_and_zero_frees_it(store):
 
 def test_error_in_the_thread_comes_out_of_next_step(store):
     loader = _loader(store)
-    loader.next_step()
+    num_read = 0
 
-    def broken(document):
-        raise OSError(f"cannot read document {document}")
+    def breaks_soon(document):
+        nonlocal num_read
+        num_read += 1
+        if num_read > 20:
+            raise OSError(f"cannot read document {document}")
+        return store.document(document)
 
-    loader._store = dataclasses.make_dataclass("Broken", ["document"])(broken)
+    loader._store = dataclasses.make_dataclass("Breaking", ["document"])(breaks_soon)
     with pytest.raises(OSError, match="cannot read document"):
         _all_steps(loader)
+    assert num_read == 21
     loader.close()
 
 
@@ -215,8 +220,7 @@ def test_evaluation_has_the_same_rows_for_any_number_of_ranks(store, size):
     assert len(reference) == 11
 
 
-def test_documents_that_are_cut_are_warned_of_once(store, caplog, monkeypatch):
-    monkeypatch.setattr("hpc_tune.log.log.propagate", True)
+def test_documents_that_are_cut_are_warned_of_once(store, caplog):
     num_longer = sum(length > 32 for length in LENGTHS)
     for rank in range(2):
         _loader(store, seq_len=32, rank=rank, size=2)

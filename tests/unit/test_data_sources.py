@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_data_support import chat, write_jsonl
 
-from hpc_tune.data import pydocs, sources
+from hpc_tune.data import pydocs, sources, tables
 from hpc_tune.data.records import Chat, Completion, Text, WrongRecord, to_example
 from hpc_tune.data.sources import identity, list_chunks, read_chunk
 from hpc_tune.errors import DataError
@@ -246,3 +246,53 @@ def test_pydocs_knows_what_json_dumps_does():
     assert answers[question].startswith("Serialize ``obj`` to a JSON formatted ``str``.")
     examples = [e for c in list_chunks("builtin:pydocs")[:3] for e in read_chunk(c)]
     assert all(isinstance(example, Completion) for example in examples)
+
+
+def test_a_dataset_saved_by_hugging_face_datasets_is_read_however_it_is_cut(tmp_path, monkeypatch):
+    """Shuffled and selected before it was saved, in two files, with columns that are not ours."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [chat(f"q{n}", "a" * n) | {"id": n} for n in range(30)]
+    rows[7]["messages"][1]["tool_calls"] = [{"function": {"name": "f"}}]
+    saved = datasets.Dataset.from_list(rows).shuffle(seed=1).select(range(25))
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    expected = [saved[n]["id"] for n in range(25)]
+    for chunk_bytes, num_chunks in ((1 << 20, 2), (1, 2)):
+        monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
+        found = _read(tmp_path / "one")
+        assert [int(example.messages[0]["content"][1:]) for example in found] == expected
+        assert len(list_chunks(str(tmp_path / "one"))) == num_chunks
+    with_tools = found[expected.index(7)].messages[1]
+    assert with_tools["tool_calls"] == [{"function": {"name": "f"}}]
+    assert all("tool_calls" not in e.messages[1] for e in found if e.messages[1] != with_tools)
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "two")
+    with pytest.raises(DataError, match="the splits train, test .* such as .*two/train"):
+        list_chunks(str(tmp_path / "two"))
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match="data-00001-of-00002.arrow is missing"):
+        list_chunks(str(tmp_path / "one"))
+
+
+def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
+    table = pa.table({"text": [f"t{n}" for n in range(1000)]})
+    with pa.ipc.new_stream(tmp_path / "d.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=30)
+    marks = tables.batch_marks(tmp_path / "d.arrow", 1000)
+    assert marks[0] == 0
+    assert marks[-1] == 34
+    assert len(marks) > 5
+    parts = zip(marks, marks[1:], strict=False)
+    found = [e.text for a, b in parts for e in tables.read_arrow(tmp_path / "d.arrow", a, b)]
+    assert found == [f"t{n}" for n in range(1000)]
+    whole = (tmp_path / "d.arrow").read_bytes()
+    (tmp_path / "d.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="cannot be read as an Arrow stream"):
+        _read(tmp_path / "d.arrow")
+
+
+@pytest.mark.parametrize(
+    "state", ["{", "[]", '{"_data_files": [{"filename": "../../etc/passwd"}]}']
+)
+def test_the_state_of_a_saved_dataset_names_files_of_its_folder_only(tmp_path, state):
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(DataError, match="save it again|passwd is missing"):
+        list_chunks(str(tmp_path))

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hpc_tune.checkpoint import export
 from hpc_tune.checkpoint.export import export_adapter, export_merged
+from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.build import build
@@ -18,6 +20,7 @@ from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.weights import Region, write_regions
 from tests.support.ranks import HANG_S
+from tests.support.training import give_manifest
 
 TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])
 METHODS = {
@@ -91,6 +94,7 @@ def trained(base: Path, tune: TuneConfig, checkpoint: Path) -> torch.nn.Module:
     checkpoint.mkdir(parents=True)
     for rank, regions in enumerate(ranks):
         write_regions(checkpoint / f"rank-{rank:05d}.safetensors", regions)
+    give_manifest(checkpoint)
     return built.module.eval()
 
 
@@ -195,6 +199,26 @@ def test_the_merged_directory_has_the_bases_small_files_and_a_right_index(bases,
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == read_all(out).keys()
     assert all(name in load_file(out / file) for name, file in index.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "write"), [("adapter", export_adapter), ("merged", export_merged)]
+)
+def test_an_export_has_a_model_card_and_the_settings_of_its_training(bases, tmp_path, kind, write):
+    trained(bases / "llama", METHODS["lora"], tmp_path / "step")
+    evals = {"first": [0, 3.0], "last": [7, 2.5], "best": [7, 2.5]}
+    settings = ["optim.lr=0.002", "tune.method=lora", "run.name=mine", "run.tags=[law]"]
+    give_manifest(tmp_path / "step", *settings, f"data.path={tmp_path}/private/d.h5", evals=evals)
+    out = write(tmp_path / "step", METHODS["lora"], bases / "llama", tmp_path / "out")
+    card = (out / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    library = {"adapter": "peft", "merged": "transformers"}[kind]
+    assert (head["base_model"], head["library_name"]) == ("llama", library)
+    assert {"lora", "law", "hpc_tune"} <= set(head["tags"])
+    for words in ("# mine", "7 of 9", "0.002", "3.0000 (step 0) → 2.5000 (step 7)", "d.h5"):
+        assert words in card
+    assert "private" not in card
+    assert load_config(str(out / "training_config.yaml")).optim.lr == 0.002
 
 
 def test_full_fine_tuning_has_no_adapter_to_export(tmp_path):
@@ -312,6 +336,7 @@ def test_a_merge_holds_one_tensor_at_a_time(tmp_path):
             for n, t in tensors.items()
         ],
     )
+    give_manifest(tmp_path / "step")
     done = subprocess.run(
         [sys.executable, "-c", MERGE, *(str(tmp_path / x) for x in ("base", "step", "out"))],
         capture_output=True,

@@ -11,14 +11,6 @@ from hpc_tune.log import JsonLines, Progress, configure, log
 from hpc_tune.train.metrics import drop_after
 
 
-@pytest.fixture(autouse=True)
-def _restore_log():
-    before = (log.handlers[:], log.propagate, log.level)
-    yield
-    log.handlers[:], log.propagate = before[0], before[1]
-    log.setLevel(before[2])
-
-
 def rows(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

@@ -18,6 +18,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import FourBitLinear, fill_packed
 from hpc_tune.model.weights import index_model_directory, regions_of, write_regions
 from hpc_tune.plan.account import measure, static_bytes
+from tests.support.training import give_manifest
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 QLORA = TuneConfig(method="qlora", rank=4, alpha=8.0)
@@ -146,6 +147,7 @@ def test_the_adapter_loads_into_stock_peft_and_merges_into_the_full_precision_ba
         values.add_(0.02 * torch.randn_like(values))
     (tmp_path / "step").mkdir()
     write_regions(tmp_path / "step" / "rank-00000.safetensors", regions_of(adapter))
+    give_manifest(tmp_path / "step")
     out = export_adapter(tmp_path / "step", QLORA, base, tmp_path / "adapter")
     tokens_BT = torch.arange(12).view(1, 12)
     # In evaluation on a CPU with AVX512 bitsandbytes repacks to bf16, and fails at a width of 352.

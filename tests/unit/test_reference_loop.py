@@ -50,6 +50,7 @@ def trained(request, tmp_path_factory):
             f"optim.warmup_steps={WARMUP}",
             "optim.weight_decay=0.1",
             "run.tensorboard=false",
+            "run.report=false",
             "run.threads=1",
         ],
     )

@@ -94,14 +94,15 @@ from hpc_tune import log, supervise
 log.configure(0)
 supervise._LINGER_S, supervise._SETTLE_S, supervise._ASK_S = 1.0, 0.5, 28.0
 launch, run_dir, requeue = sys.argv[1].split("|"), supervise.Path(sys.argv[2]), sys.argv[3].split()
-sys.exit(supervise.Supervisor(launch, ["a=b"], run_dir, requeue).run())
+with_report = len(sys.argv) > 4
+sys.exit(supervise.Supervisor(launch, ["a=b"], run_dir, requeue, with_report).run())
 """
 
 
 class Job:
     """A supervised run whose launcher follows a script."""
 
-    def __init__(self, folder, *script, **environment):
+    def __init__(self, folder, *script, report=False, **environment):
         self.run_dir = folder / "run"
         self.run_dir.mkdir(exist_ok=True)
         (folder / "script").write_text("\n".join(map(json.dumps, script)))
@@ -110,7 +111,7 @@ class Job:
         words = ["|".join(map(str, launch)), str(self.run_dir), f"touch {folder / 'requeued'}"]
         self.requeued = folder / "requeued"
         env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | environment
-        argv = [sys.executable, "-c", SUPERVISE, *words]
+        argv = [sys.executable, "-c", SUPERVISE, *words, *(["report"] if report else [])]
         self.process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
 
     def end(self, limit_s=20.0):
@@ -131,6 +132,14 @@ def wait_for(path, limit_s=20.0):
 
 def says(status, reason, code, step, **more):
     return {"status": status, "reason": reason, "code": code, "step": step, **more}
+
+
+def test_a_run_that_is_given_up_has_its_report(tmp_path):
+    job = Job(tmp_path, says("failed", "KeyError: 'x'", 2, 3), report=True)
+    (job.run_dir / "config.resolved.yaml").write_text("run: {name: mine}")
+    assert job.end(60) == 2, job.stderr
+    assert "KeyError: &#x27;x&#x27;, exit code 2" in (job.run_dir / "report.html").read_text()
+    assert "report.html" in job.stderr
 
 
 def test_it_starts_again_until_all_is_done(tmp_path):

@@ -119,6 +119,14 @@ def test_a_missing_shard_is_named(tmp_path):
         index_model_directory(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", 3])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+    index = {"weight_map": {"a": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="not in this folder|not a safetensors index"):
+        index_model_directory(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 5}', "{}"])
 def test_an_index_that_is_none_is_named(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)

@@ -1,0 +1,71 @@
+"""What an export says of itself: a model card (README.md) and the configuration of its training."""
+
+from pathlib import Path
+
+import yaml
+
+from hpc_tune import __version__
+from hpc_tune.checkpoint.state import Evals, RunState
+from hpc_tune.checkpoint.store import read_state
+from hpc_tune.config.schema import RunConfig
+
+CARD, CONFIG = "README.md", "training_config.yaml"
+
+_USE = {
+    "adapter": """from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("this folder")""",
+    "merged": """from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("this folder")""",
+}
+
+
+def write_card(checkpoint: Path, base: Path, out: Path, kind: str) -> None:
+    """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
+
+    ``kind`` is ``"adapter"`` or ``"merged"``; ``base`` is the base model's directory.
+
+    Raises:
+        CheckpointError: if the checkpoint's state cannot be used. OSError: if the file system
+        refuses.
+    """
+    state = RunState.from_json(read_state(checkpoint), str(checkpoint))
+    config = state.run_config(str(checkpoint))
+    (out / CARD).write_text(_card(state, config, base.resolve().name, kind), encoding="utf-8")
+    text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    (out / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _card(state: RunState, config: RunConfig, base: str, kind: str) -> str:
+    tune, optim = config.tune, config.optim
+    head = {
+        "base_model": base,
+        "library_name": "peft" if kind == "adapter" else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["hpc_tune", tune.method, *config.run.tags],
+    }
+    rows = {"base model": base, "method": tune.method}
+    if tune.method != "full":
+        targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
+        rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}, on {targets}"
+    rows |= {
+        "data": Path(config.data.path).name,
+        "optimizer steps": f"{state.step} of {state.total_steps}",
+        "batch": f"{config.batch.global_size} rows of {config.data.seq_len} tokens",
+        "learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} warm-up steps",
+        "seed": str(config.train.seed),
+    }
+    evals = Evals.from_json(state.evals)
+    if evals.first is not None and evals.last is not None:
+        (first_step, first), (last_step, last) = evals.first, evals.last
+        rows["held-out loss"] = f"{first:.4f} (step {first_step}) → {last:.4f} (step {last_step})"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    name = config.run.name or Path(config.run.dir).absolute().name
+    return (
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {name}\n\n"
+        f"{'A LoRA-type adapter of' if kind == 'adapter' else 'Tuned from'} {base}, made with "
+        f"hpc_tune {__version__}. What the base model's licence and card say holds here too.\n\n"
+        f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
+        f"```python\n{_USE[kind]}\n```\n"
+    )

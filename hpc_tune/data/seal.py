@@ -1,0 +1,94 @@
+"""The seal at the end of a file of prepared data: a checksum of all that is not a dataset.
+
+HDF5's library trusts the structure of a file, and some damaged bytes of it end the process. So the
+structure (superblock, headers, attributes: some kilobytes) is compared with its checksum before the
+library sees it. Datasets are left out: to read them all would take as long as the file is large.
+
+After HDF5's last byte, where its readers do not look::
+
+    {"datasets": [[offset, bytes], ...], "sha256": "..."}   JSON
+    length of that                                          8 bytes, little-endian
+    b"hpctune\\n"
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import h5py
+
+_MAGIC = b"hpctune\n"
+_END = struct.Struct("<Q8s")
+_LONGEST = 1 << 16
+_PIECE = 1 << 20
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def seal(path: Path) -> None:
+    """Append the seal to a file whose structure is final."""
+    datasets = _find_datasets(path)
+    with path.open("r+b") as file:
+        size = file.seek(0, 2)
+        told = {"datasets": datasets, "sha256": _hash(file, datasets, size)}
+        text = json.dumps(told).encode()
+        file.seek(size)
+        file.write(text + _END.pack(len(text), _MAGIC))
+
+
+def is_intact(file: BinaryIO) -> bool:
+    """Tell whether the file ends with a seal and has the structure that it was sealed with."""
+    size = file.seek(0, 2)
+    if size < _END.size:
+        return False
+    file.seek(size - _END.size)
+    length, magic = _END.unpack(file.read(_END.size))
+    end = size - _END.size - length
+    if magic != _MAGIC or length > _LONGEST or end < 0:
+        return False
+    file.seek(end)
+    try:
+        told = json.loads(file.read(length))
+        datasets = [(int(offset), int(num)) for offset, num in told["datasets"]]
+        return bool(told["sha256"] == _hash(file, datasets, end))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return False
+
+
+def _find_datasets(path: Path) -> list[tuple[int, int]]:
+    found = []
+
+    def look(_: str, item: h5py.Group | h5py.Dataset) -> None:
+        if isinstance(item, h5py.Dataset) and (offset := item.id.get_offset()) is not None:
+            found.append((offset, item.size * item.dtype.itemsize))
+
+    with h5py.File(path, "r", locking=False) as opened:
+        opened.visititems(look)
+    return sorted(found)
+
+
+def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
+    """Return the hash of the bytes before ``end`` outside the datasets, and of their places."""
+    hashed = hashlib.sha256(repr([*datasets, end]).encode())
+    for start, stop in _between(datasets, end):
+        file.seek(start)
+        while start < stop:
+            piece = file.read(min(_PIECE, stop - start))
+            if not piece:
+                raise ValueError("the file is shorter than it says")
+            hashed.update(piece)
+            start += len(piece)
+    return hashed.hexdigest()
+
+
+def _between(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
+    place = 0
+    for offset, num in datasets:
+        if not place <= offset <= offset + num <= end:
+            raise ValueError("datasets overlap or are not in the file")
+        yield place, offset
+        place = offset + num
+    yield place, end

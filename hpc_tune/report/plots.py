@@ -1,0 +1,321 @@
+"""Runs -> figures. Each function takes the runs and returns a figure, or None where no run has it.
+
+What is long is averaged to a few hundred points: a report of a million steps stays small.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from hpc_tune.report.read import Row, Run
+from hpc_tune.units import format_count
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_GREY, _RED = "#777777", "#b00020"
+_POINTS = 400
+STEP = "optimizer step"
+_WIDTH, _HEIGHT = 7.2, 3.6  # inches
+_LEGEND = 8.5  # points
+Points = tuple[list[float], list[float]]
+
+
+def all_figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Figure]]:
+    """Yield (file name, what it shows, figure) for what the runs have."""
+    for name, caption, draw in PLOTS:
+        figure = draw(runs)
+        if figure is not None:
+            yield name, caption, figure
+
+
+def _loss(runs: Sequence[Run]) -> Figure | None:
+    figure, axes = _new(STEP, "loss (nats per token)")
+    for run, color in _colored(runs):
+        steps, losses = _points(run.steps, "step", "loss")
+        if len(steps) > 1 or not run.evals:
+            axes.plot(steps, losses, color=color, lw=1.3, label=_label(runs, run, "training"))
+        if run.evals:
+            evals = _points(run.evals, "step", "eval_loss")
+            held_out = _label(runs, run, "held-out")
+            axes.plot(*evals, color=color, lw=1, ls="--", marker="o", ms=4, label=held_out)
+    return _finished(figure, axes)
+
+
+def _rate(runs: Sequence[Run]) -> Figure | None:
+    figure, (above, below) = _two(STEP)
+    above.set_ylabel("learning rate")
+    below.set_ylabel("gradient norm")
+    for run, color in _colored(runs):
+        above.plot(*_points(run.steps, "step", "lr"), color=color, label=_label(runs, run, ""))
+        below.plot(*_points(run.steps, "step", "grad_norm"), color=color, lw=1)
+    above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    return _finished(figure, above, below)
+
+
+def _speed(runs: Sequence[Run]) -> Figure | None:
+    has_mfu = any(row.get("mfu") for run in runs for row in run.steps)
+    if has_mfu:
+        figure, (above, below) = _two(STEP)
+        below.set_ylabel("MFU (% of peak)")
+    else:
+        figure, above = _new(STEP, "")
+        below = above
+    above.set_ylabel("tokens per second")
+    above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    for run, color in _colored(runs):
+        label = _label(runs, run, "")
+        above.plot(*_points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label)
+        if has_mfu:
+            points = _points(run.steps, "step", "mfu", lambda share: 100 * share)
+            below.plot(*points, color=color, lw=1.2)
+    for axes in {above, below}:
+        axes.set_ylim(bottom=0)
+    return _finished(figure, above, *([below] if has_mfu else []))
+
+
+def _parts(runs: Sequence[Run]) -> Figure | None:
+    """Stack what a step's time went into; of several runs the means side by side."""
+    names = ("compute", "messages", "data", "waiting for saves")
+    if len(runs) == 1:
+        figure, axes = _new(STEP, "seconds per step")
+        rows = _means_of(_shares(runs[0]))
+        if len(rows) < 2:
+            return None
+        steps = [row["step"] for row in rows]
+        axes.stackplot(
+            steps, [[row[n] for row in rows] for n in names], labels=names, colors=COLORS, alpha=0.8
+        )
+        axes.set_xlim(steps[0], steps[-1])
+        axes.set_ylim(0, _top([sum(row[name] for name in names) for row in rows]))
+        return _finished(figure, axes)
+    figure, axes = _new("mean seconds per step", "")
+    means = [_mean(_shares(run)) for run in runs if run.steps]
+    if not means:
+        return None
+    left = [0.0] * len(means)
+    for name, color in zip(names, COLORS, strict=False):
+        values = [mean[name] for mean in means]
+        axes.barh(range(len(means)), values, left=left, color=color, label=name, alpha=0.8)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    labels = [_short(run.name) for run in runs if run.steps]
+    axes.set_yticks(range(len(means)), labels)
+    axes.invert_yaxis()
+    return _finished(figure, axes)
+
+
+def _memory(runs: Sequence[Run]) -> Figure | None:
+    """Draw host and device memory over time, limits dashed, saves and the governor marked."""
+    kinds = [
+        (f"{kind} memory ({whose})", f"{kind}_bytes", f"{kind}_limit_bytes")
+        for kind, whose in (("host", "fullest node"), ("device", "fullest rank"))
+        if any(row.get(f"{kind}_bytes") for run in runs for row in run.steps)
+    ]
+    if not kinds:
+        return None
+    longest_s = max(_elapsed(run, run.steps[-1]) for run in runs if run.steps)
+    unit, factor = next(
+        (u, f) for u, f, least in (("hours", 3600, 7200), ("minutes", 60, 180), ("seconds", 1, 0))
+        if longest_s >= least
+    )  # fmt: skip
+    again = any(len(run.segments) > 1 for run in runs)
+    time_label = f"{unit} since the start" + (", waits between starts left out" if again else "")
+    all_axes: Sequence[Axes]
+    figure, all_axes = _two(time_label)
+    if len(kinds) == 1:
+        figure, only = _new(time_label, "")
+        all_axes = (only,)
+    for axes, (label, used, limit) in zip(all_axes, kinds, strict=True):
+        axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
+        for run, color in _colored(runs):
+            rows = _worst_kept(run.steps, used)
+            at = [_elapsed(run, row) / factor for row in rows]
+            axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
+                      label=_label(runs, run, "used"))  # fmt: skip
+            limits = [(a, row[limit] / 2**30) for a, row in zip(at, rows, strict=True)
+                      if row.get(limit)]  # fmt: skip
+            axes.plot(*zip(*limits, strict=True) if limits else ([], []), color=color, ls=":",
+                      lw=1.4, label=_label(runs, run, "limit"))  # fmt: skip
+        if len(runs) == 1:
+            _mark(axes, runs[0], factor)
+        axes.set_ylim(bottom=0)
+    return _finished(figure, *all_axes)
+
+
+def _mark(axes: Axes, run: Run, factor: float) -> None:
+    """Mark saves, the governor's actions, and starts after the first on a time axis."""
+    # Saves can be many: a tick each at the bottom.
+    for kind, color, height, label in (
+        ("governor", _RED, 1.0, "governor acts"),
+        ("checkpoint", COLORS[2], 0.07, "save"),
+    ):
+        places = [run.elapsed_s(event["time"]) / factor for event in run.of_kind(kind)]
+        if places:
+            across = axes.get_xaxis_transform()
+            axes.vlines(places, 0, height, color, lw=1.2, alpha=0.7, label=label, transform=across)
+    for number, segment in enumerate(run.segments[1:]):
+        again = "started again" if number == 0 else None
+        axes.axvline(segment.before_s / factor, color=_GREY, lw=2.5, alpha=0.5, label=again)
+
+
+def _ranks(runs: Sequence[Run]) -> Figure | None:
+    figure, axes = _new(STEP, "seconds of a rank's own work")
+    shown = [(run, color) for run, color in _colored(runs) if (run.start.get("size") or 1) > 1]
+    for run, color in shown:
+        rows = [row for row in run.steps if row.get("most_work_s") is not None]
+        steps, most = _points(rows, "step", "most_work_s")
+        _, least = _points(rows, "step", "least_work_s")
+        axes.fill_between(steps, least, most, color=color, alpha=0.3)
+        axes.plot(steps, most, color=color, lw=1.2, label=_label(runs, run, "slowest rank"))
+        axes.plot(steps, least, color=color, lw=0.8, ls="--",
+                  label=_label(runs, run, "fastest rank"))  # fmt: skip
+    axes.set_ylim(bottom=0)
+    return _finished(figure, axes)
+
+
+def _foreseen(runs: Sequence[Run]) -> Figure | None:
+    """Draw each phase's predicted and measured memory of the fullest rank."""
+    memory = [event for run in runs[:1] for event in run.of_kind("memory")]
+    phases = memory[-1].get("phases", {}) if memory else {}
+    phases = {name: said for name, said in phases.items() if said.get("rank_bytes")}
+    if len(runs) > 1 or not phases:
+        return None
+    figure, axes = _new("GiB on the fullest rank", "")
+    has_plan = any(said.get("planned") for said in phases.values())
+    rows = range(len(phases))
+    measured = [said["rank_bytes"] / 2**30 for said in phases.values()]
+    axes.barh([r + 0.2 for r in rows] if has_plan else rows, measured, height=0.38,
+              color=COLORS[0], label="measured")  # fmt: skip
+    if has_plan:
+        planned = [(said.get("planned") or 0) / 2**30 for said in phases.values()]
+        axes.barh([r - 0.2 for r in rows], planned, height=0.38, color=COLORS[4], label="predicted")
+    axes.set_yticks(rows, list(phases))
+    axes.invert_yaxis()
+    return _finished(figure, axes)
+
+
+PLOTS: tuple[tuple[str, str, Callable[[Sequence[Run]], Figure | None]], ...] = (
+    ("loss", "Loss", _loss),
+    ("speed", "Speed", _speed),
+    ("step-time", "Where a step's time went, on rank 0", _parts),
+    ("memory", "Memory against its limits", _memory),
+    ("rate", "Learning rate and gradient norm", _rate),
+    ("ranks", "The ranks' own work: slowest and fastest", _ranks),
+    ("foreseen", "Memory by phase", _foreseen),
+)
+
+
+def _shares(run: Run) -> list[dict[str, float]]:
+    """Return what each step's time went into, and how long training waited for its save."""
+    saves = run.of_kind("checkpoint")
+    blocked_s = {event.get("step"): event.get("blocked_s") or 0.0 for event in saves}
+    found = []
+    for row in run.steps:
+        step_s, data_s, comm_s = (row.get(key) or 0.0 for key in ("step_s", "data_s", "comm_s"))
+        found.append(
+            {
+                "step": float(row["step"]),
+                "compute": max(0.0, step_s - data_s - comm_s),
+                "messages": comm_s,
+                "data": data_s,
+                "waiting for saves": blocked_s.get(row["step"], 0.0),
+            }
+        )
+    return found
+
+
+def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+def _means_of(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Return a few hundred rows, each the mean of its neighbours, so that no save is left out."""
+    width = max(1, -(-len(rows) // _POINTS))
+    return [_mean(rows[i : i + width]) for i in range(0, len(rows), width)]
+
+
+def _worst_kept(rows: Sequence[Row], key: str) -> list[Row]:
+    """Return a few hundred rows, each the one of the largest value of those around it."""
+    known = [row for row in rows if row.get(key) is not None and row.get("time") is not None]
+    width = max(1, len(known) // _POINTS)
+    return [
+        max(known[i : i + width], key=lambda row: row[key]) for i in range(0, len(known), width)
+    ]
+
+
+def _points(rows: Sequence[Row], x: str, y: str, scale: Callable[[float], float] = float) -> Points:
+    """Return x and y of the rows that have y, as means over neighbours where there are many."""
+    known = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
+    width = max(1, -(-len(known) // _POINTS))
+    groups = [known[i : i + width] for i in range(0, len(known), width)]
+    return (
+        [sum(a for a, _ in group) / len(group) for group in groups],
+        [sum(b for _, b in group) / len(group) for group in groups],
+    )
+
+
+def _top(values: Sequence[float]) -> float:
+    """Return where an axis of seconds ends: a first step that compiles must not hide the rest."""
+    usual = sorted(values)[int(0.95 * (len(values) - 1))]
+    return min(max(values), 2.5 * usual) * 1.05 or 1.0
+
+
+def _elapsed(run: Run, row: Row) -> float:
+    return run.elapsed_s(row["time"]) if row.get("time") else 0.0
+
+
+def _colored(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+    """Yield the runs that have something to draw; a run has one color in all figures."""
+    numbered = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
+    return ((run, color) for run, color in numbered if run.steps or run.evals)
+
+
+def _label(runs: Sequence[Run], run: Run, what: str) -> str:
+    if len(runs) == 1:
+        return what
+    return f"{_short(run.name)}: {what}" if what else _short(run.name)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 24 else f"{name[:11]}…{name[-11:]}"
+
+
+def _new(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return figure, axes
+
+
+def _two(x_label: str) -> tuple[Figure, tuple[Axes, Axes]]:
+    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    below.set_xlabel(x_label)
+    return figure, (above, below)
+
+
+def _finished(figure: Figure, *all_axes: Any) -> Figure | None:
+    """Give the axes what all have; None where nothing was drawn."""
+    if not any(_has_data(axes) for axes in all_axes):
+        return None
+    for axes in all_axes:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if all_axes[-1].get_xlabel() == STEP:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    if any(labels) and len(labels) > 1:
+        # A letter is a little over half as wide as high; the line before it takes four.
+        column = _LEGEND * (0.6 * max(map(len, labels)) + 4) / 72
+        figure.legend(
+            handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND,
+            ncols=max(1, min(4, len(labels), int(_WIDTH / column))),
+        )  # fmt: skip
+    return figure
+
+
+def _has_data(axes: Axes) -> bool:
+    drawn = any(len(line.get_xdata()) for line in axes.lines)  # type: ignore[arg-type]
+    return drawn or bool(axes.patches or axes.collections)

@@ -1,0 +1,264 @@
+"""A run directory -> what it says of itself, as values; also while it runs, and after it died.
+
+Half-written last lines, missing files and fields of other versions are no errors: a report is
+wanted most where something went wrong.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hpc_tune.errors import ConfigError
+from hpc_tune.memory import aftermath
+from hpc_tune.train import outcome
+
+Row = Mapping[str, Any]
+_HUGE, _LAST_TIME = 1e300, 4e9  # the year 2096
+_NUMBERS = frozenset(
+    ("time", "step", "rank", "size", "num_nodes", "total_steps", "bytes", "save_s", "blocked_s")
+    + ("predicted_step_s", "measured_step_s")
+)
+_PARTS = {"command": list, "versions": dict, "phases": dict}  # all else is text
+State = Literal["done", "stopped", "failed", "running", "died", "unknown"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One start of the run: seconds since 1970, and what all starts before it took."""
+
+    begin_s: float
+    end_s: float
+    before_s: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory, read.
+
+    ``settings`` is flat (``"optim.lr"``), ``steps`` and ``evals`` are the lines of metrics.jsonl by
+    kind, ``outcome`` is empty where the run has left none. ``silent_s``: since it wrote anything.
+    """
+
+    path: Path
+    name: str
+    settings: Mapping[str, Any]
+    steps: Sequence[Row]
+    evals: Sequence[Row]
+    events: Sequence[Row]
+    outcome: Row
+    words: Sequence[aftermath.LastWord]
+    segments: Sequence[Segment]
+    silent_s: float
+
+    @property
+    def state(self) -> State:
+        """How it ended, or that it has not."""
+        if self.outcome:
+            told = str(self.outcome.get("status"))
+            return told if told in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
+        longest_s = max((row.get("step_s") or 0.0 for row in self.steps[-20:]), default=0.0)
+        limit_s = aftermath.ALIVE_S + (0 if self.words else 3 * longest_s)
+        if self.silent_s < limit_s:
+            return "running"
+        return "died" if self.words else "unknown"
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in words."""
+        match self.state:
+            case "running":
+                return f"it is {self.words[0].phase}" if self.words else "it is under way"
+            case "died":
+                return aftermath.describe(self.words)
+            case "unknown":
+                return "it left no outcome.json and no last words"
+            case _:
+                return str(self.outcome.get("reason", ""))
+
+    def of_kind(self, kind: str) -> list[Row]:
+        """Return the events of a kind."""
+        return [event for event in self.events if event.get("kind") == kind]
+
+    @property
+    def start(self) -> Row:
+        """What the newest start said of itself."""
+        return next(reversed(self.of_kind("start")), {})
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many optimizer steps it is to do."""
+        total = self.start.get("total_steps")
+        return total if isinstance(total, int) else None
+
+    def elapsed_s(self, at_s: float) -> float:
+        """Return the seconds that the run had been running at a time: waits in a queue are none."""
+        for segment in reversed(self.segments):
+            if at_s >= segment.begin_s:
+                return segment.before_s + min(at_s, segment.end_s) - segment.begin_s
+        return 0.0
+
+
+class Lines:
+    """A growing file of JSON objects. ``read`` reads what is new, and anew what was replaced."""
+
+    def __init__(self, path: Path, clean: Callable[[Row], Row] = dict) -> None:
+        """Read ``path``; ``clean`` returns the fields of an object that can be used."""
+        self._path, self._clean, self._rows = path, clean, list[Row]()
+        self._place, self._rest, self._file = 0, b"", 0
+
+    def read(self) -> list[Row]:
+        """Return the objects of all whole lines; a line that is none is passed over."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._file or status.st_size < self._place:
+                    self._rows, self._place, self._rest = [], 0, b""
+                    self._file = status.st_ino
+                file.seek(self._place)
+                new = file.read()
+        except OSError:
+            return self._rows
+        self._place += len(new)
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        for line in whole:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict):
+                self._rows.append(self._clean(value))
+        return self._rows
+
+
+def read_run(path: Path) -> Run:
+    """Read the run directory at ``path``.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    path = find_run(path)
+    return assemble(path, *(lines.read() for lines in lines_of(path)))
+
+
+def lines_of(path: Path) -> tuple[Lines, Lines]:
+    """Return metrics.jsonl and events.jsonl of the run at ``path``."""
+    return Lines(path / "metrics.jsonl", _numbers), Lines(path / "events.jsonl", _event)
+
+
+def find_run(path: Path) -> Path:
+    """Return the run directory that ``path`` is, or that the checkpoint at ``path`` is of.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    if path.is_dir() and not _is_run(path) and _is_run(path.absolute().parent.parent):
+        path = path.absolute().parent.parent  # one of its checkpoints
+    if not _is_run(path):
+        what = "a folder without config.resolved.yaml" if path.is_dir() else "no folder"
+        raise ConfigError(
+            f"{path} is {what}; expected the run directory (run.dir) of a training run"
+        )
+    return path
+
+
+def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row]) -> Run:
+    """Return the run at ``path`` from what ``lines_of`` read."""
+    steps = [row for row in lines if "step" in row and "step_s" in row]
+    evals = [row for row in lines if "step" in row and "eval_loss" in row]
+    events = [event for event in events if "time" in event]
+    settings = _settings(path / "config.resolved.yaml")
+    return Run(
+        path=path,
+        name=str(settings.get("run.name") or path.absolute().name),
+        settings=settings,
+        steps=steps,
+        evals=evals,
+        events=events,
+        outcome=outcome.read(path) or {},
+        words=(words := aftermath.read(path)),
+        segments=_segments(events, steps),
+        silent_s=_silent_s(path, words),
+    )
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return (setting, its value in each run) where not all runs agree; paths of runs aside."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    found = []
+    for name in names:
+        values = ["unset" if (v := run.settings.get(name)) is None else str(v) for run in runs]
+        if len(set(values)) > 1 and name not in ("run.dir", "run.name"):
+            found.append((name, values))
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("config.resolved.yaml", "metrics.jsonl"))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _HUGE
+
+
+def _numbers(row: Row) -> Row:
+    """Return the fields of a row that hold numbers; what else may stand there is passed over."""
+    return {k: v for k, v in row.items() if _is_number(v) and (k != "time" or 0 <= v < _LAST_TIME)}
+
+
+def _event(event: Row) -> Row:
+    """Return the fields of an event that are of the type that they should be."""
+    numbers = _numbers(event)
+    kept: dict[str, Any] = {k: numbers[k] for k in _NUMBERS & numbers.keys()}
+    for name, value in event.items():
+        if isinstance(value, _PARTS.get(name, str)) and name not in _NUMBERS:
+            kept[name] = value
+    phases = kept.get("phases", {})
+    kept["phases"] = {k: _numbers(v) for k, v in phases.items() if isinstance(v, dict)}
+    return kept
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    parts = tree if isinstance(tree, dict) else {}
+    return {
+        f"{part}.{name}": value
+        for part, fields in parts.items()
+        if isinstance(fields, dict)
+        for name, value in fields.items()
+    }
+
+
+def _silent_s(path: Path, words: Sequence[aftermath.LastWord]) -> float:
+    """Return how long ago the run gave its last sign of life."""
+    signs = [word.time for word in words]
+    for name in ("metrics.jsonl", "events.jsonl"):
+        if (path / name).is_file():
+            signs.append((path / name).stat().st_mtime)
+    return time.time() - max(signs, default=0.0)
+
+
+def _segments(events: Sequence[Row], steps: Sequence[Row]) -> list[Segment]:
+    """Cut the run's life where it was started; what was before a start ends with its last sign."""
+    signs = sorted(
+        [row["time"] for row in (*events, *steps) if "time" in row]
+        + [row["time"] - row["step_s"] for row in steps[:1] if "time" in row]
+    )
+    if not signs:
+        return []
+    starts = sorted(event["time"] for event in events if event.get("kind") == "start") or signs[:1]
+    starts[0] = min(starts[0], signs[0])
+    found, before_s = [], 0.0
+    for begin_s, next_s in zip(starts, [*starts[1:], float("inf")], strict=True):
+        end_s = max((sign for sign in signs if sign < next_s), default=begin_s)
+        found.append(Segment(begin_s, end_s, before_s))
+        before_s += end_s - begin_s
+    return found

@@ -1,0 +1,124 @@
+"""The watch command: a run in the terminal while it goes on, from its files alone.
+
+Nothing is asked of the run itself, so it may be on other nodes; what is new in its files is read.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hpc_tune.report.page import event_words
+from hpc_tune.report.read import Row, Run, assemble, find_run, lines_of
+from hpc_tune.units import format_bytes, format_count, format_seconds
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDE, _EVENTS, _RECENT = 48, 6, 20
+_COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
+
+
+def watch(path: Path, every_s: float, once: bool) -> None:
+    """Show the run at ``path`` until it ends or Ctrl-C, or ``once``.
+
+    Raises:
+        ConfigError: if there is no run directory at ``path``.
+    """
+    path, console = find_run(path), Console()
+    metrics, events = lines_of(path)
+
+    def read() -> Run:
+        return assemble(path, metrics.read(), events.read())
+
+    run = read()
+    if once or not console.is_terminal:
+        console.print(_view(run))
+        return
+    with Live(_view(run), console=console, auto_refresh=False) as live:
+        while run.state == "running":
+            time.sleep(every_s)
+            run = read()
+            live.update(_view(run), refresh=True)
+
+
+def _view(run: Run) -> RenderableType:
+    color = _COLORS.get(run.state, "red")
+    title = Text.assemble((run.name, "bold"), "  ", (run.state, f"bold {color}"))
+    parts: list[RenderableType] = [Text(run.reason)]
+    if run.steps:
+        parts += [_progress(run), _figures(run)]
+    else:
+        parts.append(Text("no optimizer step yet"))
+    return Panel(Group(*parts, *_events(run)), title=title, title_align="left", border_style=color)
+
+
+def _progress(run: Run) -> RenderableType:
+    step = int(run.steps[-1]["step"])
+    total = max(run.total_steps or step, step)
+    # A save or an evaluation now and then is part of what the rest will take.
+    usual_s = statistics.median(row.get("step_s") or 0.0 for row in run.steps[-_RECENT:])
+    left = f"about {format_seconds((total - step) * usual_s)} left" if step < total else ""
+    line = Table.grid(padding=(0, 2))
+    line.add_row(f"step {step}/{total}", ProgressBar(total=total, completed=step, width=40), left)
+    return line
+
+
+def _figures(run: Run) -> RenderableType:
+    last, table = run.steps[-1], Table.grid(padding=(0, 2))
+    losses = [row["loss"] for row in run.steps if row.get("loss") is not None]
+    if losses:
+        table.add_row("loss", f"{losses[-1]:.4f}", sparkline(losses))
+    if run.evals:
+        held_out = [row["eval_loss"] for row in run.evals]
+        table.add_row("held-out loss", f"{held_out[-1]:.4f}", sparkline(held_out))
+    speeds = [row["tokens_per_s"] for row in run.steps[1:] if row.get("tokens_per_s")]
+    if speeds:
+        table.add_row("tokens/s", format_count(speeds[-1]), sparkline(speeds))
+    step_s = last.get("step_s") or 0.0
+    shares = {name: (last.get(key) or 0.0) for name, key in _SHARES.items()}
+    said = ", ".join(f"{value / step_s:.0%} {name}" for name, value in shares.items() if step_s)
+    table.add_row("step", f"{step_s:.3g} s", said)
+    for kind in ("host", "device"):
+        if last.get(f"{kind}_bytes"):
+            table.add_row(*_memory(last, kind))
+    return table
+
+
+_SHARES = {"in messages": "comm_s", "waiting for data": "data_s"}
+
+
+def _memory(row: Row, kind: str) -> list[RenderableType]:
+    used, limit = row[f"{kind}_bytes"], row.get(f"{kind}_limit_bytes")
+    if not limit:
+        return [f"{kind} memory", format_bytes(used)]
+    full = used / limit
+    color = "red" if full > 0.9 else "yellow" if full > 0.8 else "green"
+    bar = ProgressBar(total=limit, completed=used, width=40, complete_style=color,
+                      finished_style=color)  # fmt: skip
+    line = Table.grid(padding=(0, 2))
+    line.add_row(bar, f"{full:.0%} of {format_bytes(limit)}")
+    return [f"{kind} memory", format_bytes(used), line]
+
+
+def _events(run: Run) -> list[RenderableType]:
+    table = Table.grid(padding=(0, 2))
+    for event in [e for e in run.events if e.get("kind") not in ("memory", "start")][-_EVENTS:]:
+        when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        step = "" if event.get("step") is None else f"step {event['step']}"
+        table.add_row(when, step, str(event.get("kind", "")), Text(event_words(event)))
+    return [Text(""), table] if table.row_count else []
+
+
+def sparkline(values: list[Any]) -> str:
+    """Return a line of blocks, each the mean of its part of ``values``."""
+    width = -(-len(values) // _WIDE)
+    means = [statistics.fmean(values[i : i + width]) for i in range(0, len(values), width)]
+    low, high = min(means), max(means)
+    steps = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((mean - low) * steps)] for mean in means)

@@ -1,0 +1,400 @@
+"""Configs of other tools become ours, and no key of theirs goes missing on the way."""
+
+import re
+import sys
+
+import pytest
+import yaml
+
+from hpc_tune.config.load import describe_fields, load_config
+from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+from tests.support.ranks import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import convert_config as tool  # noqa: E402 - it lies beside what it imports
+from convert_llama_factory import LLAMA_FACTORY  # noqa: E402
+from convert_outcomes import Theirs  # noqa: E402
+from convert_torchtune import TORCHTUNE  # noqa: E402
+
+TORCHTUNE_LORA = """
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: [q_proj, v_proj, output_proj]
+  apply_lora_to_mlp: False
+  lora_rank: 64
+  lora_alpha: 128
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 8192}
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: /models/llama/
+  output_dir: ${output_dir}/there
+dataset:
+  _component_: torchtune.datasets.chat_dataset
+  source: json
+  data_files: /data/chats.jsonl
+  packed: True
+  train_on_input: False
+batch_size: 3
+gradient_accumulation_steps: 5
+epochs: 2
+max_steps_per_epoch: null
+optimizer: {_component_: torch.optim.AdamW, lr: 3e-4, fused: True}
+lr_scheduler: {_component_: t.training.get_cosine_schedule_with_warmup, num_warmup_steps: 40}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+clip_grad_norm: 1.5
+seed: 11
+dtype: bf16
+device: cuda
+compile: True
+enable_activation_checkpointing: True
+fsdp_cpu_offload: True
+output_dir: /runs/here
+"""
+LLAMA_FACTORY_LORA = """
+model_name_or_path: /models/qwen
+stage: sft
+finetuning_type: lora
+lora_rank: 4
+lora_target: q_proj, v_proj
+dataset: my_chats
+cutoff_len: 1024
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+max_steps: 200
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+save_steps: 50
+output_dir: /runs/qwen
+"""
+OURS_1 = """
+model: {path: /models/llama, dtype: bf16}
+tune: {method: lora, rank: 64, alpha: 128.0, targets: [q_proj, v_proj, o_proj]}
+data: {path: /data/chats.jsonl, seq_len: 8192, packing: true, loss_on: answers}
+batch: {global_size: 60}  # 3 x 5 x 4
+optim: {lr: 3.0e-4, weight_decay: 0.01, schedule: cosine, min_lr_ratio: 0.0, warmup_steps: 40,
+  clip_norm: 1.5}
+parallel: {recompute: full, offload_params: cpu}
+train: {epochs: 2.0, seed: 11, compile: true}
+run: {dir: /runs/here, device: cuda}
+"""
+OURS_2 = """
+model: {path: /models/qwen, dtype: bf16}
+tune: {method: lora, rank: 4, alpha: 8.0, targets: [q_proj, v_proj]}
+data: {path: FILL_IN, seq_len: 1024, packing: false}
+batch: {global_size: 64}  # 2 x 8 x 4
+optim: {lr: 1.0e-4, schedule: cosine, min_lr_ratio: 0.0, warmup_steps: 20}
+parallel: {recompute: full}
+train: {max_steps: 200}
+checkpoint: {every_steps: 50}
+run: {dir: /runs/qwen}
+"""
+BOTH = ("tune", "factory")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+# The keys of the recipes that each project ships for supervised fine-tuning.
+TORCHTUNE_KEYS = """
+tokenizer._component_ tokenizer.path tokenizer.max_seq_len tokenizer.merges_file
+tokenizer.max_num_tiles model._component_ model.lora_attn_modules model.apply_lora_to_mlp
+model.apply_lora_to_output model.lora_rank model.lora_alpha model.lora_dropout model.use_dora
+model.quantize_base checkpointer._component_ checkpointer.checkpoint_dir
+checkpointer.checkpoint_files checkpointer.checkpoint_files.filename_format
+checkpointer.checkpoint_files.max_filename checkpointer.recipe_checkpoint
+checkpointer.adapter_checkpoint checkpointer.output_dir checkpointer.model_type
+resume_from_checkpoint save_adapter_weights_only save_last_epoch_only epochs_to_save
+save_every_n_steps dataset._component_ dataset.packed dataset.train_on_input dataset.source
+dataset.data_files dataset.split dataset.column_map.input dataset.conversation_column
+dataset.conversation_style dataset.new_system_prompt run_val_every_n_steps dataset_val._component_
+dataset_val.split batch_size_val seed shuffle batch_size optimizer._component_ optimizer.fused
+optimizer.foreach optimizer.weight_decay optimizer.lr lr_scheduler._component_
+lr_scheduler.num_warmup_steps loss._component_ epochs max_steps_per_epoch
+gradient_accumulation_steps clip_grad_norm compile optimizer_in_bwd output_dir
+metric_logger._component_ metric_logger.log_dir log_every_n_steps log_peak_memory_stats log_level
+device dtype enable_activation_checkpointing enable_activation_offloading custom_sharded_layers
+fsdp_cpu_offload fsdp.cpu_offload memory_efficient_fsdp_wrap tensor_parallel_dim
+tensor_parallel_plan._component_ low_cpu_ram profiler._component_ profiler.enabled
+profiler.output_dir profiler.cpu profiler.cuda profiler.profile_memory profiler.with_stack
+profiler.record_shapes profiler.with_flops profiler.wait_steps profiler.warmup_steps
+profiler.active_steps profiler.num_cycles
+"""
+LLAMA_FACTORY_KEYS = """
+model_name_or_path adapter_name_or_path trust_remote_code quantization_bit quantization_method
+double_quantization stage do_train finetuning_type lora_rank lora_alpha lora_dropout lora_target
+deepspeed dataset dataset_dir eval_dataset template cutoff_len packing neat_packing max_samples
+overwrite_cache preprocessing_num_workers dataloader_num_workers tokenized_path output_dir
+logging_steps save_steps plot_loss overwrite_output_dir save_only_model report_to
+per_device_train_batch_size gradient_accumulation_steps learning_rate num_train_epochs max_steps
+lr_scheduler_type warmup_ratio warmup_steps weight_decay max_grad_norm bf16 fp16 pure_bf16
+ddp_timeout resume_from_checkpoint val_size per_device_eval_batch_size eval_strategy eval_steps seed
+ray_run_name ray_storage_path ray_num_workers resources_per_worker.GPU placement_strategy use_ray
+image_max_pixels video_max_pixels freeze_vision_tower freeze_multi_modal_projector
+freeze_language_model use_kt kt_optimize_rule cpu_infer chunk_size flash_attn use_v1_kernels
+enable_liger_kernel do_predict predict_with_generate max_new_tokens top_k top_p pref_beta pref_loss
+reward_model
+"""
+
+
+def theirs(text, **changes):
+    """Return a config with values changed, by key with __ for the dot; None takes one out."""
+    tree = yaml.safe_load(text)
+    for key, value in changes.items():
+        *parts, name = key.split("__")
+        part = tree
+        for step in parts:
+            part = part.setdefault(step, {})
+        if value is None:
+            part.pop(name, None)
+        else:
+            part[name] = value
+    return tree
+
+
+def settings(converted):
+    return {f"{p}.{k}": v for p, part in converted.config.items() for k, v in part.items()}
+
+
+def on_four_ranks(text, changes):
+    return settings(tool.convert(theirs(text, **changes), 4))
+
+
+def line_of(lines, key):
+    found = [line for line in lines if re.match(rf"{re.escape(key)}( =|:|$)", line)]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"), [(TORCHTUNE_LORA, OURS_1), (LLAMA_FACTORY_LORA, OURS_2)], ids=BOTH
+)
+def test_a_config_becomes_ours(text, ours):
+    assert tool.convert(yaml.safe_load(text), 4).config == yaml.safe_load(ours)
+
+
+@pytest.mark.parametrize("text", [TORCHTUNE_LORA, LLAMA_FACTORY_LORA], ids=BOTH)
+def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
+    config = theirs(text, my_own_key=3)
+    converted = tool.convert(config, 1)
+    groups = (converted.taken, converted.decided, converted.left)
+    for key, _ in tool.flatten(config):
+        assert [line_of(lines, key) is not None for lines in groups].count(True) == 1, key
+    assert line_of(converted.left, "my_own_key") == f"my_own_key = 3: {tool.UNKNOWN}"
+
+
+@pytest.mark.parametrize(
+    ("rules", "keys"), [(TORCHTUNE, TORCHTUNE_KEYS), (LLAMA_FACTORY, LLAMA_FACTORY_KEYS)], ids=BOTH
+)
+def test_the_keys_of_published_recipes_are_known(rules, keys):
+    nothing = Theirs({}, 1)
+    assert [key for key in keys.split() if rules.outcome(key, nothing) is None] == []
+    assert rules.outcome("no_such_key", nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model___component_": "t.qlora_llama3_1_8b"}, {"tune.method": "qlora"}),
+        ({"model__use_dora": True}, {"tune.method": "dora"}),
+        (
+            {"model___component_": "t.llama3_8b", "model__lora_rank": None},
+            {"tune.method": "full", "tune.param_dtype": "bf16"}
+            | {"tune.rank": None, "tune.alpha": None, "tune.targets": None},
+        ),
+        ({"model__use_dora": True, "model__quantize_base": True}, {"tune.method": "qlora"}),
+        (
+            {"model__lora_attn_modules": ATTENTION, "model__apply_lora_to_mlp": True},
+            {"tune.targets": "all-linear"},
+        ),
+        (
+            {"model__apply_lora_to_mlp": True, "model__apply_lora_to_output": True},
+            {"tune.targets": ["q_proj", "v_proj", "o_proj", *MLP, "lm_head"]},
+        ),
+        ({"dataset__packed": None}, {"data.packing": False}),
+        ({"dataset__train_on_input": True}, {"data.loss_on": "all"}),
+        (
+            {"dataset___component_": "torchtune.datasets.alpaca_dataset"}
+            | {"dataset__train_on_input": None},
+            {"data.loss_on": "all"},
+        ),
+        ({"clip_grad_norm": None}, {"optim.clip_norm": 0.0}),
+        ({"lr_scheduler": None}, {"optim.schedule": "constant"}),
+        ({"max_steps_per_epoch": 7}, {"train.max_steps": 14}),
+        ({"enable_activation_checkpointing": False}, {"parallel.recompute": "none"}),
+        (
+            {"dataset_val__data_files": "/data/held.jsonl", "run_val_every_n_steps": 9},
+            {"data.eval_path": "/data/held.jsonl", "train.eval_every_steps": 9},
+        ),
+        ({"tensor_parallel_dim": 2}, {"batch.global_size": 3 * 5 * 2}),
+        ({"checkpointer__checkpoint_dir": "${output_dir}"}, {"model.path": "/runs/here"}),
+        ({"output_dir": "${oc.env:HOME}/x"}, {"run.dir": "${oc.env:HOME}/x"}),
+        ({"my_seed": 5, "seed": "${my_seed}"}, {"train.seed": 5}),
+    ],
+)
+def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expected):
+    came = on_four_ranks(TORCHTUNE_LORA, changes)
+    assert {key: came.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"quantization_bit": 4}, {"tune.method": "qlora"}),
+        ({"use_dora": True}, {"tune.method": "dora"}),
+        ({"lora_target": "all"}, {"tune.targets": "all-linear"}),
+        ({"lora_rank": None}, {"tune.rank": 8, "tune.alpha": 16.0}),
+        ({"finetuning_type": "full"}, {"tune.method": "full", "tune.rank": None}),
+        ({"finetuning_type": "full", "pure_bf16": True}, {"tune.param_dtype": "bf16"}),
+        ({"neat_packing": True}, {"data.packing": True}),
+        ({"train_on_prompt": True}, {"data.loss_on": "all"}),
+        ({"max_steps": None}, {"train.epochs": 3.0, "optim.warmup_steps": None}),
+        ({"max_steps": -1}, {"train.epochs": 3.0, "train.max_steps": None}),
+        ({"warmup_ratio": None, "warmup_steps": 30}, {"optim.warmup_steps": 30}),
+        ({"lr_scheduler_type": None}, {"optim.schedule": "linear", "optim.min_lr_ratio": 0.0}),
+        ({"learning_rate": None}, {"optim.lr": 5e-5}),
+        ({"per_device_train_batch_size": None}, {"batch.global_size": 8 * 8 * 4}),
+        ({"disable_gradient_checkpointing": True}, {"parallel.recompute": "none"}),
+        ({"report_to": "none"}, {"run.tensorboard": False}),
+        ({"adapter_name_or_path": "/runs/a/adapter"}, {"tune.init_from": "/runs/a/adapter"}),
+    ],
+)
+def test_what_llama_factory_says_elsewhere_or_by_default_counts_too(changes, expected):
+    came = on_four_ranks(LLAMA_FACTORY_LORA, changes)
+    assert {key: came.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "key", "words"),
+    [
+        (LLAMA_FACTORY_LORA, {"model_name_or_path": "org/name"}, "model_name_or_path", "hub"),
+        (LLAMA_FACTORY_LORA, {}, "dataset", "dataset_info.json"),
+        (LLAMA_FACTORY_LORA, {"max_steps": None}, "warmup_ratio", "0.1 x the steps"),
+        (LLAMA_FACTORY_LORA, {"stage": "dpo"}, "stage", "supervised"),
+        (LLAMA_FACTORY_LORA, {"quantization_bit": 8}, "quantization_bit", "4 bits"),
+        (LLAMA_FACTORY_LORA, {"use_rslora": True}, "use_rslora", "tune.alpha=16"),
+        (TORCHTUNE_LORA, {"tokenizer__max_seq_len": None}, "tokenizer.max_seq_len", "seq_len"),
+        (
+            TORCHTUNE_LORA,
+            {"dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset"}},
+            "dataset._component_",
+            "alpaca_cleaned_dataset",
+        ),
+        (TORCHTUNE_LORA, {"dataset__data_files": "/d/a.csv"}, "dataset.data_files", "JSONL"),
+        (TORCHTUNE_LORA, {"dataset__split": "train[:95%]"}, "dataset.split", "cut"),
+        (
+            TORCHTUNE_LORA,
+            {"checkpointer___component_": "torchtune.training.FullModelMetaCheckpointer"},
+            "checkpointer.checkpoint_dir",
+            "Meta's format",
+        ),
+        (TORCHTUNE_LORA, {"loss___component_": "t.rlhf.loss.DPOLoss"}, "loss._component_", "only"),
+    ],
+)
+def test_what_cannot_be_known_is_to_do_and_has_a_placeholder(text, changes, key, words):
+    converted = tool.convert(theirs(text, lora_alpha=8, **changes), 1)
+    assert words in line_of(converted.left, key)
+    assert line_of(converted.left, key) in converted.to_do
+    for path in ("model.path", "data.path"):
+        assert (settings(converted)[path] == tool.PLACEHOLDER) == any(
+            note.startswith(path) for note in converted.to_do
+        )
+
+
+def test_fp16_is_named_and_the_dtype_left_to_the_device():
+    converted = tool.convert(theirs(LLAMA_FACTORY_LORA, bf16=None, fp16=True), 1)
+    assert "bf16 or fp32" in line_of(converted.left, "fp16")
+    assert "model.dtype" not in settings(converted)
+    converted = tool.convert(theirs(TORCHTUNE_LORA, dtype="fp16"), 1)
+    assert "bf16 or fp32" in line_of(converted.left, "dtype")
+
+
+def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
+    converted = tool.convert(theirs(LLAMA_FACTORY_LORA, warmup_steps=5), 1)
+    assert settings(converted)["optim.warmup_steps"] == 20
+    assert "optim.warmup_steps = 20 already" in line_of(converted.left, "warmup_steps")
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "words"),
+    [
+        ({"base_model": "x", "adapter": "lora"}, 1, "base_model, adapter; expected"),
+        ({"model": {"_component_": "x"}}, 1, "expected a training config of torchtune"),
+        ({}, 1, "found the keys nothing"),
+        (theirs(TORCHTUNE_LORA), 0, "--ranks 0: expected a number from 1 on"),
+        (theirs(TORCHTUNE_LORA, tensor_parallel_dim=4), 6, "give a multiple of 4"),
+        (theirs(TORCHTUNE_LORA, batch_size="many"), 1, "batch_size = 'many' in their config"),
+        (theirs(TORCHTUNE_LORA, optimizer__lr=-1), 1, "optim.lr = -1: Input should be greater"),
+        (theirs(TORCHTUNE_LORA, output_dir="${gone}"), 1, "names ${gone}, which has no value"),
+        (theirs(TORCHTUNE_LORA, a="${b}", b="${a}"), 1, "name each other"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_message(config, ranks, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        tool.convert(config, ranks)
+
+
+@pytest.mark.parametrize("text", [TORCHTUNE_LORA, LLAMA_FACTORY_LORA], ids=BOTH)
+def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, text):
+    source, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    source.write_text(text)
+    assert tool.main([str(source), "--ranks", "4", "--out", str(out)]) == EXIT_DONE
+    assert capsys.readouterr().err.startswith("recognised: a config of ")
+    config = load_config(str(out))
+    tree = yaml.safe_load(text)
+    rows = tree.get("batch_size") or tree["per_device_train_batch_size"]
+    assert config.batch.global_size == rows * tree["gradient_accumulation_steps"] * 4
+
+
+def test_without_ranks_one_is_assumed_and_said_in_the_file_too(tmp_path, capsys):
+    source = tmp_path / "theirs.yaml"
+    source.write_text(TORCHTUNE_LORA)
+    assert tool.main([str(source)]) == EXIT_DONE
+    said = capsys.readouterr()
+    for text in (said.out, said.err):
+        assert "--ranks was not given, so 1 rank is assumed" in text
+    assert yaml.safe_load(said.out)["batch"]["global_size"] == 15
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "no such file"), ("a: [1", "not YAML"), ("- 1", "found list"), ("a: 1", "expected")],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(tmp_path, capsys, content, words):
+    source = tmp_path / "theirs.yaml"
+    if content is not None:
+        source.write_text(content)
+    assert tool.main([str(source)]) == EXIT_USER
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert words in said.err
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
+    source = tmp_path / "theirs.yaml"
+    source.write_text(TORCHTUNE_LORA)
+    assert tool.main([str(source), "--out", str(source)]) == EXIT_USER
+    assert "exists" in capsys.readouterr().err
+    assert source.read_text() == TORCHTUNE_LORA
+
+
+def tables():
+    """Return, for each tool of the page, the cells of the column that is ours."""
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    found = {}
+    for section in page.split("\n## ")[1:]:
+        rows = [line.strip("|").split("|") for line in section.splitlines() if line[:1] == "|"]
+        if rows:
+            assert rows[0][1].strip() == "hpc_tune"
+            assert {len(row) for row in rows} == {3}
+            found[section.splitlines()[0]] = [row[1] for row in rows[2:]]
+    return found
+
+
+def test_the_page_names_only_settings_that_exist():
+    known = {name for name, *_ in describe_fields()}
+    found = tables()
+    assert list(found) == ["torchtune", "LLaMA-Factory", "LitGPT", "axolotl", "TorchTitan"]
+    for name, cells in found.items():
+        named = [code for cell in cells for code in re.findall(r"`([^`]*)`", cell)]
+        assert [code for code in named if code not in known] == [], name
+        assert {"model.path", "batch.global_size", "optim.lr", "run.dir"} <= set(named), name

@@ -1,0 +1,190 @@
+"""Settings, variables, manifests and run directories of any content: a clear error or success.
+
+What stands in data has a file of its own.
+"""
+
+import json
+import subprocess
+
+import yaml
+from hypothesis import strategies as st
+
+from hpc_tune.checkpoint.locate import describe, locate
+from hpc_tune.checkpoint.store import Store
+from hpc_tune.config.load import field_names, load_config
+from hpc_tune.errors import CheckpointError, ConfigError, WorldError
+from hpc_tune.memory import aftermath
+from hpc_tune.report.write import write_report
+from hpc_tune.slurm import render
+from hpc_tune.train import outcome
+from hpc_tune.train.metrics import drop_after
+from hpc_tune.units import parse_bytes, parse_seconds
+from hpc_tune.world.discover import World, claim_of, discover, rank_hint
+from tests.support.fuzz import JSON, damaged, flips, fuzz, said
+from tests.support.training import give_manifest
+
+NAMES = sorted(field_names())
+TREES = st.dictionaries(
+    st.sampled_from(sorted({n.split(".")[0] for n in NAMES})) | st.text(max_size=6),
+    st.dictionaries(
+        st.sampled_from(sorted({n.split(".")[1] for n in NAMES})) | st.text(max_size=6),
+        JSON,
+        max_size=4,
+    )
+    | JSON,
+    max_size=4,
+)
+
+
+@fuzz(TREES.map(lambda tree: yaml.safe_dump(tree).encode()) | st.binary(max_size=80))
+def test_configurations(folder, data):
+    file = folder / "c.yaml"
+    file.write_bytes(data)
+    try:
+        config = load_config(str(file))
+    except ConfigError as error:
+        said(error)
+        return
+    again = yaml.safe_dump(config.model_dump(), sort_keys=False)
+    (folder / "again.yaml").write_text(again, encoding="utf-8")
+    assert load_config(str(folder / "again.yaml")) == config
+
+
+OVERRIDES = st.tuples(st.sampled_from(NAMES), JSON | st.text(max_size=12)).map(
+    lambda pair: f"{pair[0]}={json.dumps(pair[1]) if not isinstance(pair[1], str) else pair[1]}"
+)
+
+
+@fuzz(st.lists(OVERRIDES | st.text(max_size=20), max_size=4))
+def test_overrides(folder, overrides):
+    try:
+        config = load_config(None, overrides)
+    except ConfigError as error:
+        said(error)
+        return
+    try:
+        script = render(config.slurm, overrides, folder)
+    except ConfigError as error:
+        said(error)
+        return
+    parsed = subprocess.run(["bash", "-n"], input=script.encode(), capture_output=True)
+    assert parsed.returncode == 0, (script, parsed.stderr)
+
+
+@fuzz(st.text(max_size=20) | st.from_regex(r"[\d.]{1,8} ?[A-Za-z]{0,3}", fullmatch=True))
+def test_sizes_and_durations(folder, text):
+    for parse in (parse_bytes, parse_seconds):
+        try:
+            assert parse(text) >= 0
+        except ValueError as error:
+            said(error, repr(text))
+
+
+STATES = st.fixed_dictionaries(
+    {},
+    optional={
+        "step": JSON, "config": JSON | TREES, "evals": JSON, "layout": JSON, "eval_loss": JSON,
+        "total_steps": JSON, "surplus": JSON,
+    },
+)  # fmt: skip
+
+
+@fuzz(st.binary(max_size=60) | STATES | flips(2000))
+def test_manifests(folder, drawn):
+    """Bytes that are none, whole ones of another content, and damaged ones."""
+    checkpoint = folder / "run" / "checkpoints" / "step-00000007"
+    checkpoint.mkdir(parents=True)
+    give_manifest(checkpoint, **(drawn if isinstance(drawn, dict) else {}))
+    manifest = checkpoint / "manifest.json"
+    if isinstance(drawn, bytes):
+        manifest.write_bytes(drawn)
+    elif isinstance(drawn, tuple):
+        manifest.write_bytes(damaged(manifest.read_bytes()[:2000], drawn))
+    for look in (lambda: locate(folder / "run"), lambda: describe(folder / "run", True)):
+        try:
+            look()
+        except (CheckpointError, ConfigError) as error:
+            said(error)
+    Store(folder / "run" / "checkpoints", 1, None, True).prune(checkpoint)
+
+
+VARIABLES = st.dictionaries(
+    st.sampled_from(
+        [
+            *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+            *("OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMIX_RANK"),
+            *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES"),
+            *("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
+            *(
+                "SLURM_STEP_TASKS_PER_NODE",
+                "SLURM_STEP_NUM_NODES",
+                "SLURM_JOB_ID",
+                "SLURM_MPI_TYPE",
+            ),
+            *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"),
+            *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_WORLD_SIZE", "SLURM_STEP_NODELIST"),
+        ]
+    ),
+    st.integers(-2, 20).map(str)
+    | st.sampled_from(["", "4(x2)", "2(x3),1", "none", "pmix", "9" * 5000, "4294967291", "٣", "²"])
+    | st.text(max_size=6),
+    max_size=10,
+)
+
+
+@fuzz(VARIABLES)
+def test_variables_of_launchers(folder, environ):
+    assert rank_hint(environ) >= 0
+    try:
+        claim = claim_of(environ)
+        if not claim.speaks_mpi:
+            world, _ = discover(environ)
+            assert isinstance(world, World)
+            assert 0 <= world.rank < world.size
+            assert 0 <= world.local_rank < world.local_size <= world.size
+    except WorldError as error:
+        said(error)
+
+
+LINES = st.lists(
+    (
+        st.fixed_dictionaries(
+            {"step": JSON, "loss": JSON, "time": JSON, "step_s": JSON},
+            optional={"host_bytes": JSON, "comm_s": JSON, "most_work_s": JSON, "eval_loss": JSON},
+        )
+        | st.fixed_dictionaries(
+            {
+                "kind": st.sampled_from(["start", "memory", "layout", "checkpoint", "governor"])
+                | JSON
+            },
+            optional={
+                "time": st.floats(0, 2e9),
+                "phases": JSON,
+                "step": JSON,
+                "versions": JSON,
+                "command": JSON,
+                "size": JSON,
+                "bytes": JSON,
+                "total_steps": JSON,
+            },
+        )  # fmt: skip
+    ).map(lambda row: json.dumps(row).encode())
+    | st.binary(max_size=30),
+    max_size=4,
+).map(b"\n".join)
+
+
+@fuzz(st.tuples(LINES, LINES, JSON, TREES, st.binary(max_size=30)), few=15)  # it draws figures
+def test_what_lies_in_run_directories(folder, drawn):
+    metrics, events, told, tree, words = drawn
+    (folder / "memory").mkdir()
+    (folder / "memory" / "node-0.json").write_bytes(words)
+    (folder / "metrics.jsonl").write_bytes(metrics)
+    (folder / "events.jsonl").write_bytes(events)
+    (folder / "outcome.json").write_text(json.dumps(told))
+    (folder / "config.resolved.yaml").write_text(yaml.safe_dump(tree))
+    outcome.read(folder)
+    aftermath.read(folder)
+    write_report([folder])
+    drop_after(folder / "metrics.jsonl", 3)
+    assert not [f for f in folder.rglob("*") if f.suffix == ".tmp"]

@@ -1,0 +1,165 @@
+"""Data, prepared files and tensors of any content: a clear error or success, nothing else."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import h5py
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from hypothesis import strategies as st
+from test_data_support import byte_tokenizer, store_of_lengths
+
+from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.prepare import prepare
+from hpc_tune.data.records import COLUMNS
+from hpc_tune.errors import CheckpointError, DataError
+from hpc_tune.model.weights import TensorIndex, index_model_directory
+from tests.support.fuzz import JSON, damaged, flips, fuzz, said
+
+MESSAGES = st.lists(
+    st.dictionaries(
+        st.sampled_from(["role", "content", "from", "value", "tool_calls"]),
+        st.sampled_from(["user", "assistant", "human", "gpt", "system"]) | JSON,
+        max_size=3,
+    ),
+    max_size=3,
+)
+RECORDS = st.dictionaries(
+    st.sampled_from(COLUMNS) | st.text(max_size=4),
+    st.text(max_size=30) | MESSAGES | JSON,
+    max_size=4,
+)
+
+
+TOKENIZER = byte_tokenizer()
+HARD_LINES = [
+    b"[" * 100_000,
+    b'{"text": "\\ud800 half a character"}',
+    b'{"messages": [{"role": "user", "content": "\\udfff"}, {"role": "assistant", "content": 1}]}',
+    b'{"prompt": "a\\u0000b", "completion": "<|im_end|>"}',
+]
+
+
+def prepare_all(path):
+    """Prepare ``path`` and read what came of it; nothing half-written may be left."""
+    out = path.with_name(f"{path.name}.h5")
+    try:
+        prepare(str(path), out, TOKENIZER, seq_len=64)
+        store = TokenStore.open(out)
+        for document in range(store.num_documents):
+            tokens, mask = store.document(document)
+            assert 0 < len(tokens) == len(mask) <= 64
+    except DataError as error:
+        said(error, path.name)
+        assert not out.exists()
+    assert not [file for file in path.parent.rglob("*") if file.name.endswith(".tmp")]
+
+
+@fuzz(
+    st.lists(
+        RECORDS.map(json.dumps).map(str.encode)
+        | st.binary(max_size=40)
+        | st.sampled_from(HARD_LINES),
+        max_size=4,
+    ).map(b"\n".join)
+)
+def test_lines_of_json(folder, data):
+    for name in ("d.jsonl", "d.json", "d.txt"):
+        (folder / name).write_bytes(data)
+        prepare_all(folder / name)
+
+
+def table_bytes(write):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "d"
+        write(pa.table({"text": [f"t{n}" * 9 for n in range(40)], "n": list(range(40))}), file)
+        return file.read_bytes()
+
+
+def write_stream(table, file):
+    with pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=10)
+
+
+PARQUET, ARROW = table_bytes(pq.write_table), table_bytes(write_stream)
+
+
+@fuzz(st.tuples(flips(len(PARQUET)), flips(len(ARROW))))
+def test_damaged_parquet_and_arrow(folder, drawn):
+    (folder / "d.parquet").write_bytes(damaged(PARQUET, drawn[0]))
+    (folder / "d.arrow").write_bytes(damaged(ARROW, drawn[1]))
+    prepare_all(folder / "d.parquet")
+    prepare_all(folder / "d.arrow")
+
+
+@fuzz(st.lists(RECORDS, min_size=1, max_size=3))
+def test_rows_of_parquet(folder, rows):
+    try:
+        pq.write_table(pa.Table.from_pylist(rows), folder / "d.parquet")
+    except (pa.ArrowException, ValueError, TypeError, OverflowError, UnicodeEncodeError):
+        return  # not a table at all
+    prepare_all(folder / "d.parquet")
+
+
+def hdf5_bytes():
+    """A prepared file, and where its datasets are."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "s.h5"
+        store_of_lengths(path, [5, 9, 3, 3, 12])
+        with h5py.File(path) as file:
+            found = [file[name] for name in DATASETS]
+            ranges = [(d.id.get_offset(), d.size * d.dtype.itemsize) for d in found]
+        return path.read_bytes(), [at + n for at, size in ranges for n in range(size)]
+
+
+DATASETS = ("tokens", "loss_mask", "documents/offsets", "documents/by_length")
+DATASETS += ("lengths/values", "lengths/counts")
+HDF5, IN_DATASETS = hdf5_bytes()
+
+
+# The datasets are a fiftieth of so small a file.
+anywhere = st.sampled_from(IN_DATASETS) | st.integers(0, len(HDF5) - 1)
+
+
+@fuzz(
+    st.tuples(
+        st.lists(st.tuples(anywhere, st.integers(0, 255)), max_size=8),
+        st.integers(len(HDF5) // 2, len(HDF5)),
+    )
+)
+def test_damaged_prepared_data(folder, drawn):
+    """Anywhere, and cut off: in the structure HDF5's own library would end the process."""
+    (folder / "s.h5").write_bytes(damaged(HDF5, drawn))
+    try:
+        store = TokenStore.open(folder / "s.h5")
+        for document in range(store.num_documents):
+            store.document(document)
+    except DataError as error:
+        said(error, "s.h5")
+
+
+def tensor_bytes():
+    from safetensors.torch import save
+
+    return save({"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)})
+
+
+TENSORS = tensor_bytes()
+
+
+@fuzz(flips(len(TENSORS)) | st.binary(max_size=40))
+def test_damaged_tensors(folder, drawn):
+    data = drawn if isinstance(drawn, bytes) else damaged(TENSORS, drawn)
+    (folder / "model.safetensors").write_bytes(data)
+    for look in (
+        lambda: index_model_directory(folder),
+        lambda: TensorIndex([folder / "model.safetensors"], CheckpointError),
+    ):
+        try:
+            index = look()
+            for name in index.pieces:
+                index.fill(torch.empty(index.shapes[name], dtype=index.dtypes[name]), name)
+        except (DataError, CheckpointError) as error:
+            said(error, "model.safetensors")

@@ -1,0 +1,265 @@
+import base64
+import html.parser
+import io
+import json
+import os
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from rich.console import Console
+
+from hpc_tune import cli
+from hpc_tune.memory import aftermath
+from hpc_tune.report import watch as watching
+from hpc_tune.report.page import facts, straggler, where_time_went
+from hpc_tune.report.plots import PLOTS, all_figures
+from hpc_tune.report.read import Lines, differences, read_run
+from hpc_tune.report.write import write_report
+
+BEGAN_S = 1_700_000_000.0
+LIMIT = 8 << 30
+
+
+def step(number, at_s, **changes):
+    row = {
+        **{"time": at_s, "step": number, "epoch": 0.1, "loss": 3.0 - 0.1 * number, "lr": 1e-4},
+        **{"grad_norm": 1.0, "tokens": 100, "loss_tokens": 50, "tokens_per_s": 50.0, "mfu": 0.4},
+        **{"step_s": 2.0, "data_s": 0.1, "comm_s": 0.5, "most_work_s": 1.4, "least_work_s": 1.0},
+        **{"slowest_rank": 1, "host_bytes": 4 << 30, "host_limit_bytes": LIMIT},
+        **{"device_bytes": 2 << 30, "device_limit_bytes": LIMIT, "samples_seen": 4 * number},
+    }
+    return row | changes
+
+
+def event(kind, at_s, **fields):
+    return {"time": at_s, "step": None, "rank": 0, "kind": kind} | fields
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Write a run directory: ten steps of two seconds, then what ``changes`` say."""
+
+    def make(name="run", steps=None, events=(), outcome=None, evals=True, settings="lr: 0.1"):
+        folder = tmp_path / name
+        (folder / "memory").mkdir(parents=True)
+        (folder / "config.resolved.yaml").write_text(f"optim: {{{settings}}}\nrun: {{name: null}}")
+        rows = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)] if steps is None else steps
+        rows += [{"step": 10, "eval_loss": 2.0, "eval_tokens": 9, "eval_s": 1.0}] if evals else []
+        begun = event("start", BEGAN_S, size=2, total_steps=10, command=["python", "-m", "x y"])
+        for file, lines in (("metrics", rows), ("events", [begun, *events])):
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (folder / f"{file}.jsonl").write_text(text)
+            os.utime(folder / f"{file}.jsonl", (BEGAN_S, BEGAN_S))
+        if outcome is not None:
+            (folder / "outcome.json").write_text(json.dumps(outcome))
+        return folder
+
+    return make
+
+
+DONE = {"status": "done", "reason": "all steps done", "step": 10, "exit_code": 0}
+PHASES = {"steady": {"rank_bytes": 2 << 30, "planned": 1 << 30}, "load": {"rank_bytes": 1 << 30}}
+EVENTS = (
+    event("checkpoint", BEGAN_S + 9, step=4, bytes=1 << 20, save_s=3.0, blocked_s=0.5),
+    event("governor", BEGAN_S + 11, step=5, message="7 GiB of 8 GiB: micro-batches of 1 rows"),
+    event("memory", BEGAN_S + 20, phases=PHASES),
+    event("layout", BEGAN_S + 20, predicted_step_s=1.6, measured_step_s=2.0),
+)
+
+
+class Checker(html.parser.HTMLParser):
+    """Counts what is opened and closed, and what would be fetched."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched, self.text = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and not v.startswith("data:")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def checked(file):
+    checker = Checker()
+    checker.feed(file.read_text())
+    assert checker.open == []
+    assert checker.fetched == []
+    return " ".join(checker.text)
+
+
+def test_the_report_is_one_page_with_each_figure_and_what_matters(make):
+    run = make(events=EVENTS, outcome=DONE)
+    file = write_report([run])
+    text = checked(file)
+    for words in (
+        *("done", "all steps done, exit code 0", "10 of 10", "2.9000 → 2.0000", "50", "40.0%"),
+        *("4.00 GiB of 8.00 GiB", "python -m 'x y'", "micro-batches of 1 rows", "generate --run"),
+        *("1.6 s", "+25%", "+100%", "rank 1 in 9 of 9 steps", "look at that rank's clocks"),
+    ):
+        assert words in text, words
+    names = [name for name, _, _ in PLOTS]
+    assert sorted(p.stem for p in (run / "report").glob("*.png")) == sorted(names)
+    pictures = re.findall(r"data:image/svg\+xml;base64,([^\"]+)", file.read_text())
+    assert len(pictures) == len(names)
+    for picture in pictures:
+        ElementTree.fromstring(base64.b64decode(picture))
+
+
+def test_every_axis_says_what_it_shows_in_which_unit(make):
+    figures = list(all_figures([read_run(make(events=EVENTS, outcome=DONE))]))
+    units = re.compile(r"step|second|GiB|nats|minutes|hours|rate|norm|% of peak")
+    for name, _, figure in figures:
+        assert units.search(figure.axes[-1].get_xlabel()), name
+        assert all(units.search(axes.get_ylabel()) for axes in figure.axes) or name == "foreseen"
+
+
+def test_a_run_that_was_killed_is_told_of_with_its_last_words(make):
+    run = make(events=EVENTS)
+    word = aftermath.LastWord(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
+    aftermath.write(word, aftermath.path_of(run, 0))
+    text = checked(write_report([run]))
+    assert read_run(run).state == "died"
+    assert "it was killed: no outcome.json. Last seen on n1" in text
+    assert "while saving: 7.00 GiB of 8.00 GiB" in text
+
+
+def test_a_run_without_a_step_a_torn_line_or_of_an_older_version_has_its_report_too(make):
+    checked(
+        write_report([make("none", steps=[], evals=False, outcome=DONE | {"status": "failed"})])
+    )
+    torn = make("torn", outcome=DONE)
+    with (torn / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "loss": 1')
+    assert len(read_run(torn).steps) == 10
+    old = [{k: row[k] for k in ("step", "loss", "lr", "step_s")} for row in read_run(torn).steps]
+    checked(write_report([make("old", steps=old, outcome=DONE)]))
+    nulls = make("nulls", steps=[step(1, BEGAN_S, loss=None, grad_norm=None)])
+    (nulls / "events.jsonl").unlink()
+    checked(write_report([nulls]))
+
+
+def test_text_of_a_run_cannot_become_html(make):
+    bad = "<script>alert(1)</script>"
+    run = make(events=[event("warning", BEGAN_S, message=bad)], outcome=DONE | {"reason": bad})
+    assert "<script" not in write_report([run]).read_text()
+
+
+def test_waits_between_starts_are_no_running_time(make):
+    """20 s of work, then 1000 s in a queue, then 10 s more."""
+    later = [step(n, BEGAN_S + 1000 + 2 * n, slowest_rank=0) for n in range(11, 16)]
+    steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)] + later
+    again = [event("start", BEGAN_S + 1020, size=4, total_steps=15)]
+    run = read_run(make(steps=steps, events=again, evals=False))
+    assert facts(run)["time running"] == "30s"
+    assert run.elapsed_s(BEGAN_S + 500) == 20
+    assert run.elapsed_s(BEGAN_S + 1024) == 24
+    parts = dict(where_time_went(run))
+    assert parts["compute"] == "21s (70.0%)"  # 15 x (2 - 0.1 - 0.5)
+    assert parts["messages, waiting for other ranks included"] == "8s (25.0%)"
+    assert parts["in all"] == "30s"
+
+
+def test_a_straggler_is_named_and_even_ranks_are_not_blamed(make):
+    assert "rank 1 in 9 of 9 steps; the slowest worked 1.40 x" in straggler(read_run(make()))
+    even = [step(n, BEGAN_S + n, most_work_s=1.02, slowest_rank=n % 2) for n in range(1, 11)]
+    assert "look at" not in straggler(read_run(make("even", steps=even)))
+
+
+def test_several_runs_lie_over_each_other_with_the_settings_that_differ(make, tmp_path):
+    runs = [make("a", outcome=DONE), make("b", outcome=DONE, settings="lr: 0.2")]
+    assert differences([read_run(run) for run in runs]) == [("optim.lr", ["0.1", "0.2"])]
+    out = write_report(runs, tmp_path / "both.html")
+    text = checked(out)
+    assert "Settings that differ" in text
+    assert "optim.lr" in text
+    assert (tmp_path / "both" / "loss.png").is_file()
+    figures = {name: figure for name, _, figure in all_figures([read_run(run) for run in runs])}
+    labels = [text.get_text() for text in figures["loss"].legends[0].get_texts()]
+    assert labels == ["a: training", "a: held-out", "b: training", "b: held-out"]
+
+
+def test_twenty_thousand_steps_give_a_small_page(make):
+    steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 20_001)]
+    file = write_report([make(steps=steps, outcome=DONE)])
+    assert file.stat().st_size < 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report", "nowhere"], "nowhere is no folder; expected the run directory"),
+        (["report", "."], "is a folder without config.resolved.yaml"),
+        (["report", "run", "--out", "x.pdf"], "expected the name of an .html file"),
+        (["report", "run", "--out", "/proc/x/y.html"], "cannot be written"),
+        (["watch", "nowhere"], "nowhere is no folder"),
+        (["watch", "run", "--every", "0"], "--every 0: expected seconds"),
+    ],
+)
+def test_wrong_uses_are_told_in_one_message(make, tmp_path, monkeypatch, capsys, arguments, said):
+    make()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_leads_to_its_run(make):
+    run = make(outcome=DONE)
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert read_run(run / "checkpoints" / "step-00000010").path == run
+
+
+def test_growing_files_are_read_once_and_replaced_ones_anew(tmp_path):
+    file = tmp_path / "lines"
+    lines = Lines(file)
+    assert lines.read() == []
+    file.write_text('{"a": 1}\n{"a"')
+    assert lines.read() == [{"a": 1}]
+    with file.open("a") as opened:
+        opened.write(': 2}\nno json\n[3]\n{"a": 4}\n')
+    assert lines.read() == [{"a": 1}, {"a": 2}, {"a": 4}]
+    (tmp_path / "other").write_text('{"b": 1}\n')
+    (tmp_path / "other").rename(file)
+    assert lines.read() == [{"b": 1}]
+
+
+def seen(run):
+    console = Console(file=io.StringIO(), width=120)
+    console.print(watching._view(run))
+    return console.file.getvalue()
+
+
+def test_watch_shows_what_a_person_asks_first(make):
+    text = seen(read_run(make(events=EVENTS)))
+    for words in ("step 10/10", "loss", "2.0000", "█▇", "50% of 8.00 GiB", "micro-batches of 1"):
+        assert words in text, words
+    assert "no optimizer step yet" in seen(read_run(make("young", steps=[], evals=False)))
+
+
+def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypatch):
+    run = make()
+    assert read_run(run).state == "unknown"
+    os.utime(run / "metrics.jsonl")
+    assert read_run(run).state == "running"
+    word = aftermath.LastWord(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
+    aftermath.write(word, aftermath.path_of(run, 0))
+    assert read_run(run).reason == "it is training step 3"
+
+
+def test_watch_ends_with_the_run(make, monkeypatch):
+    run = make(outcome=DONE)
+    monkeypatch.setattr(watching.Console, "is_terminal", True)
+    assert cli.main(["watch", str(run)]) == 0
+
+
+@pytest.mark.parametrize(("values", "line"), [([1.0, 2.0, 3.0], "▁▅█"), ([2.0, 2.0], "▁▁")])
+def test_a_sparkline_goes_from_the_least_to_the_most(values, line):
+    assert watching.sparkline(values) == line

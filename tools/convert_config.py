@@ -1,0 +1,288 @@
+"""Turn a config of torchtune or LLaMA-Factory into one of hpc_tune.
+
+    python tools/convert_config.py THEIRS.yaml [--ranks N] [--out OURS.yaml]
+
+    THEIRS.yaml -> which tool? -> a rule for each key -> taken over | decided | not taken over
+                                                      -> OURS.yaml, checked as a run checks it
+
+What became of each key goes to stderr, OURS.yaml to a new file or to stdout. There the number of
+ranks says how many rows a step has: theirs are per rank, batch.global_size is over all of them.
+Tables for other tools are in docs/coming-from.md. Exit codes: 0 written; 2 wrong input.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from convert_llama_factory import LLAMA_FACTORY
+from convert_outcomes import Decided, Left, Outcome, Taken, Theirs, Tool
+from convert_torchtune import TORCHTUNE
+from pydantic import ValidationError
+
+from hpc_tune.config.combinations import check
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+
+PLACEHOLDER = "FILL_IN"
+UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists what there is"
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What came of a config: ``config`` is ours, the rest are lines for people.
+
+    Each of their keys is in exactly one of ``taken``, ``decided`` and ``left``; ``to_do`` is what
+    the user must see to before the first run.
+    """
+
+    tool: str
+    config: dict[str, dict[str, Any]]
+    taken: tuple[str, ...]
+    decided: tuple[str, ...]
+    left: tuple[str, ...]
+    to_do: tuple[str, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="convert_config.py",
+        description="Turn a config of torchtune or LLaMA-Factory into one of hpc_tune, and say "
+        "what became of each key.",
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="their config, YAML")
+    parser.add_argument(
+        "--ranks", type=int, help="the ranks (GPUs) that it was made for; not given: 1"
+    )
+    parser.add_argument("--out", type=Path, help="the file to make; not given: stdout")
+    options = parser.parse_args(argv)
+    try:
+        converted = convert(read(options.file), 1 if options.ranks is None else options.ranks)
+        notes = list(converted.to_do)
+        if options.ranks is None:
+            notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
+        text = render(converted, notes, options.file.name)
+        if options.out is not None:
+            write_new(options.out, text)
+    except ConfigError as error:
+        print(f"convert_config: {error}", file=sys.stderr)
+        return EXIT_USER
+    print("\n".join(report(converted, notes)), file=sys.stderr)
+    if options.out is None:
+        print(text, end="")
+    return EXIT_DONE
+
+
+def convert(theirs: dict[str, Any], ranks: int) -> Converted:
+    """Return what comes of ``theirs``, which was made for ``ranks`` ranks.
+
+    Raises:
+        ConfigError: if it is of no tool that is known, or has values that cannot be.
+    """
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: expected a number from 1 on")
+    tool, given = recognise(theirs), dict(flatten(theirs))
+    values = {key: value for key, value in resolve(given).items() if value is not None}
+    defaults = tool.defaults(Theirs(values, ranks))
+    known = Theirs({**defaults, **values}, ranks)
+    named = {name for value in given.values() for name in _REFERENCE.findall(str(value))}
+    sheet = _Sheet()
+    for key in [*given, *(key for key in defaults if key not in given)]:
+        outcome = tool.outcome(key, known)
+        if outcome is None:
+            outcome = Decided(f"put in for ${{{key}}}") if key in named else Left(UNKNOWN)
+        shown = f"{key} = {_shown(known.get(key))}" if key in known.values else key
+        sheet.enter(
+            f"{shown} (their default)" if key in defaults.keys() - values else shown, outcome
+        )
+    sheet.fill_in("model.path", "data.path")
+    return Converted(
+        tool.name,
+        _validated(sheet.ours),
+        *map(tuple, (sheet.taken, sheet.decided, sheet.left, sheet.to_do)),
+    )
+
+
+def recognise(theirs: dict[str, Any]) -> Tool:
+    """Return the tool that a config is for.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    model = theirs.get("model")
+    if isinstance(model, dict) and "_component_" in model and "optimizer" in theirs:
+        return TORCHTUNE
+    if "model_name_or_path" in theirs and {"stage", "finetuning_type"} & set(theirs):
+        return LLAMA_FACTORY
+    found = ", ".join(map(str, theirs)) or "nothing"
+    raise ConfigError(
+        f"found the keys {found}; expected a training config of torchtune (optimizer, and model "
+        "with _component_) or LLaMA-Factory (model_name_or_path, and stage or finetuning_type). "
+        "docs/coming-from.md has tables for LitGPT, axolotl and TorchTitan"
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file.
+
+    Raises:
+        ConfigError: if there is none, or it is no YAML with keys.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys with values, found {type(content).__name__}")
+    return content
+
+
+def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values; a list, and an empty part, is a value."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def resolve(values: dict[str, Any]) -> dict[str, Any]:
+    """Put values in the place of ``${other.key}``; ``${oc.env:NAME}`` is ours too and stays.
+
+    Raises:
+        ConfigError: if there is no such key, or keys name each other.
+    """
+
+    def value_of(key: str, chain: tuple[str, ...]) -> Any:
+        if key in chain:
+            raise ConfigError(f"{' and '.join(chain)} in their config name each other")
+        if key not in values:
+            raise ConfigError(f"{chain[-1]} in their config names ${{{key}}}, which has no value")
+        value = values[key]
+        if not isinstance(value, str):
+            return value
+        if whole := _REFERENCE.fullmatch(value):
+            return value_of(whole[1], (*chain, key))
+        return _REFERENCE.sub(lambda found: str(value_of(found[1], (*chain, key))), value)
+
+    return {key: value_of(key, ()) for key in values}
+
+
+def render(converted: Converted, notes: Sequence[str], name: str) -> str:
+    """Return our YAML, what is left to do above it."""
+    lines = [f"# From {name}, a config of {converted.tool}, by tools/convert_config.py."]
+    lines += ["# To do before the first run:"] if notes else []
+    lines += [f"#   {' '.join(note.split())}" for note in notes]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(converted.config, sort_keys=False)
+
+
+def report(converted: Converted, notes: Sequence[str]) -> list[str]:
+    """Return what became of each key, in lines; what is left to do has a star."""
+    groups = {
+        "taken over": converted.taken,
+        "decided by hpc_tune itself": converted.decided,
+        "not taken over": converted.left,
+        "further notes": [note for note in notes if note not in converted.left],
+    }
+    lines = [f"recognised: a config of {converted.tool} (* is to do before the first run)"]
+    for title, items in groups.items():
+        lines.append(f"{title} ({len(items)})")
+        lines += [f"{'*' if item in notes else ' '} {item}" for item in items]
+    return lines
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet.
+
+    Raises:
+        ConfigError: if it is, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--out {path} exists; remove it or choose another name") from None
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+@dataclass
+class _Sheet:
+    """What has come of the keys so far."""
+
+    ours: dict[str, Any] = field(default_factory=dict)
+    taken: list[str] = field(default_factory=list)
+    decided: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    to_do: list[str] = field(default_factory=list)
+
+    def enter(self, shown: str, outcome: Outcome) -> None:
+        """Note what becomes of a key."""
+        if isinstance(outcome, Taken):
+            for key, value in outcome.settings.items():
+                if key in self.ours and self.ours[key] != value:
+                    words = f"another key gave {key} = {_shown(self.ours[key])} already"
+                    outcome = Left(words, to_do=True)
+                    break
+        if isinstance(outcome, Taken):
+            self.ours |= outcome.settings
+            settings = ", ".join(f"{k} = {_shown(v)}" for k, v in outcome.settings.items())
+            remark = f" ({outcome.remark})" if outcome.remark else ""
+            self.taken.append(f"{shown} -> {settings}{remark}")
+        elif isinstance(outcome, Decided):
+            self.decided.append(f"{shown}: {outcome.why}")
+        else:
+            self.left.append(f"{shown}: {outcome.instead}")
+            self.to_do += self.left[-1:] if outcome.to_do else []
+
+    def fill_in(self, *keys: str) -> None:
+        """Put a placeholder where a run would take what comes with the package."""
+        for key in keys:
+            if key not in self.ours:
+                self.ours[key] = PLACEHOLDER
+                self.to_do.append(
+                    f"{key}: {PLACEHOLDER} stands for what their config does not tell"
+                )
+
+
+def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return our settings as a tree, with numbers as numbers.
+
+    Raises:
+        ConfigError: if a run would refuse them.
+    """
+    tree: dict[str, dict[str, Any]] = {part: {} for part in RunConfig.model_fields}
+    for key, value in ours.items():
+        part, _, name = key.partition(".")
+        tree[part][name] = value
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        found = {".".join(map(str, e["loc"][:2])): (e["input"], e["msg"]) for e in error.errors()}
+        problems = [f"{key} = {value!r}: {words}" for key, (value, words) in found.items()]
+    else:
+        problems = check(config)
+    if problems:
+        raise ConfigError("their values cannot be ours:\n  " + "\n  ".join(problems))
+    return {
+        part: values for part, values in config.model_dump(exclude_unset=True).items() if values
+    }
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""What can become of a key of another tool's config, and what the rules of all tools share.
+
+key, value -> rule -> Taken | Decided | Left
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from hpc_tune.errors import ConfigError
+
+FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md", ".h5")
+LAYOUT = "the layout follows from memory, or from measured links with parallel: auto"
+_OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", [], {})
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """Another tool's config: values by dotted key, with its defaults, without what is empty.
+
+    ``ranks`` is the number of ranks it was made for.
+    """
+
+    values: dict[str, Any]
+    ranks: int
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, or ``default``."""
+        return self.values.get(key, default)
+
+    def is_on(self, key: str) -> bool:
+        """Say whether a switch is there and on."""
+        return str(self.get(key)).lower() == "true"
+
+    def whole(self, key: str) -> int:
+        """Return a whole number.
+
+        Raises:
+            ConfigError: if it is none from 1 on.
+        """
+        value = self.get(key)
+        text = str(value).removesuffix(".0")
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError(f"{key} = {value!r} in their config is not a whole number from 1 on")
+        return int(text)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Their key gives values to ours; ``remark`` says where the meaning differs."""
+
+    settings: dict[str, Any]
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """hpc_tune decides this itself, for the reason ``why``."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """Their key is not taken over. ``to_do``: the user must act on ``instead`` before a run."""
+
+    instead: str
+    to_do: bool = False
+
+
+NO_ADAPTERS = Decided("there are no adapters in full fine-tuning")
+Outcome = Taken | Decided | Left
+Rule = Outcome | Callable[[Any, Theirs], Outcome]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Another tool: its rules by key (``part.*``: all keys below it).
+
+    ``defaults`` gives what the tool takes for keys that a config leaves out, where hpc_tune would
+    take something else.
+    """
+
+    name: str
+    rules: dict[str, Rule]
+    defaults: Callable[[Theirs], dict[str, Any]]
+
+    def outcome(self, key: str, theirs: Theirs) -> Outcome | None:
+        """Return what becomes of a key; None: it is not known."""
+        parts = key.split(".")
+        names = [key, *(".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))]
+        rule = next((self.rules[name] for name in names if name in self.rules), None)
+        if key not in theirs.values:
+            is_part = any(name.startswith(f"{key}.") for name in self.rules)
+            return Decided("empty in their config") if rule or is_part else None
+        return rule(theirs.values[key], theirs) if callable(rule) else rule
+
+
+def each(rule: Rule, keys: str) -> dict[str, Rule]:
+    """Give one rule to several keys, with spaces between them."""
+    return dict.fromkeys(keys.split(), rule)
+
+
+def same(ours: str, remark: str = "") -> Rule:
+    """Take a value over as it is."""
+    return lambda value, theirs: Taken({ours: value}, remark)
+
+
+def lacking(instead: str, to_do: bool = False) -> Rule:
+    """Something that hpc_tune has not: left, unless their config switches it off."""
+
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        return Decided("off in their config") if value in _OFF else Left(instead, to_do)
+
+    return rule
+
+
+def adapter(ours: str, method: Callable[[Theirs], str]) -> Rule:
+    """Take a value of adapters over, unless all weights are trained."""
+
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        return NO_ADAPTERS if method(theirs) == "full" else Taken({ours: value})
+
+    return rule
+
+
+def dora(method: Callable[[Theirs], str]) -> Rule:
+    """Rule for the switch for DoRA, which tune.method says here."""
+
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if str(value).lower() != "true":
+            return Decided("tune.method says it")
+        match method(theirs):
+            case "full":
+                return NO_ADAPTERS
+            case "qlora":
+                return Left("DoRA on a 4-bit base is not there; tune.method=dora is without 4 bits")
+        return Taken({"tune.method": "dora"})
+
+    return rule
+
+
+def global_batch(theirs: Theirs, rows: str, accumulation: str, ranks_per_row: int = 1) -> Taken:
+    """Return the global batch of rows per rank, accumulation and data-parallel ranks.
+
+    Raises:
+        ConfigError: if the ranks are no multiple of those that share a row.
+    """
+    if theirs.ranks % ranks_per_row:
+        raise ConfigError(
+            f"--ranks {theirs.ranks}: in their config {ranks_per_row} ranks share each row; give a "
+            f"multiple of {ranks_per_row}"
+        )
+    factors = theirs.whole(rows), theirs.whole(accumulation), theirs.ranks // ranks_per_row
+    size = factors[0] * factors[1] * factors[2]
+    words = "{} per rank x {} accumulated x {} ranks".format(*factors)
+    return Taken({"batch.global_size": size}, words)
+
+
+def usable_file(value: Any) -> bool:
+    """Say whether a value names one file, or a folder, of a kind that hpc_tune reads."""
+    if not isinstance(value, str) or "://" in value or "*" in value:
+        return False
+    return PurePosixPath(value).suffix in ("", *FILE_SUFFIXES)
+
+
+def is_path(name: str) -> bool:
+    """Say whether a name is a path rather than one of a hub, such as meta-llama/Llama-3.1-8B."""
+    return name.startswith(("/", ".", "~", "$")) or name.count("/") != 1
+
+
+def packing(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for a packing switch."""
+    if str(value).lower() == "true":
+        return Taken({"data.packing": True}, "documents in a row do not see each other")
+    remark = "true is faster; a row then holds several documents, so make the batch smaller"
+    return Taken({"data.packing": False}, remark)

@@ -1,0 +1,377 @@
+"""The rules for configs of torchtune: full, LoRA and QLoRA recipes, on one device and many."""
+
+from typing import Any
+
+from convert_outcomes import (
+    LAYOUT,
+    NO_ADAPTERS,
+    Decided,
+    Left,
+    Outcome,
+    Rule,
+    Taken,
+    Theirs,
+    Tool,
+    adapter,
+    dora,
+    each,
+    global_batch,
+    is_path,
+    lacking,
+    packing,
+    same,
+    usable_file,
+)
+
+_ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
+_MLP = ["gate_proj", "up_proj", "down_proj"]
+_HUB_DATA = (
+    "compute nodes have no internet: write the records of {name} to a JSONL or Parquet file on a "
+    "login node, and set {ours} to it"
+)
+_LOSS = ("CrossEntropy", "CEWith")
+_NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
+
+
+def _name(value: Any) -> str:
+    return str(value).rpartition(".")[2]
+
+
+def _method(theirs: Theirs) -> str:
+    builder = _name(theirs.get("model._component_"))
+    if builder.startswith("qlora") or theirs.is_on("model.quantize_base"):
+        return "qlora"
+    if theirs.is_on("model.use_dora"):
+        return "dora"
+    return "lora" if builder.startswith("lora") or theirs.get("model.lora_rank") else "full"
+
+
+def _method_rule(value: Any, theirs: Theirs) -> Outcome:
+    remark = "the shape itself is read from config.json of model.path"
+    return Taken({"tune.method": _method(theirs)}, remark)
+
+
+def _targets(value: Any, theirs: Theirs) -> Outcome:
+    if _method(theirs) == "full":
+        return NO_ADAPTERS
+    given = theirs.get("model.lora_attn_modules")
+    given = given if isinstance(given, list) else [given]
+    names = [ours for name, ours in _ATTENTION.items() if name in given]
+    names += _MLP if theirs.is_on("model.apply_lora_to_mlp") else []
+    if theirs.is_on("model.apply_lora_to_output"):
+        return Taken({"tune.targets": [*names, "lm_head"]})
+    if len(names) == len(_ATTENTION) + len(_MLP):
+        return Taken({"tune.targets": "all-linear"})
+    return Taken({"tune.targets": names})
+
+
+def _seq_len(value: Any, theirs: Theirs) -> Outcome:
+    keys = ("tokenizer.max_seq_len", "dataset.max_seq_len")
+    limits = [theirs.whole(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
+    if limits:
+        return Taken({"data.seq_len": min(limits)})
+    return Left(
+        "set data.seq_len to the tokens of your longest document (theirs are never cut); it is "
+        "1024 otherwise, and what that cuts is counted",
+        to_do=True,
+    )
+
+
+def _model_path(value: Any, theirs: Theirs) -> Outcome:
+    if "Meta" in _name(theirs.get("checkpointer._component_")):
+        return Left(
+            "it has weights in Meta's format: fetch the same model in Hugging Face's on a login "
+            "node (hf download NAME --local-dir DIR), and set model.path to DIR",
+            to_do=True,
+        )
+    return Taken({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
+
+
+def _hub_data(name: Any, ours: str) -> Left:
+    return Left(_HUB_DATA.format(name=name, ours=ours), to_do=True)
+
+
+def _path_of(part: str, theirs: Theirs) -> Any:
+    """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
+    files, source = theirs.get(f"{part}.data_files"), str(theirs.get(f"{part}.source", ""))
+    if part == "dataset_val" and theirs.get(f"{part}.split", "train") != "train":
+        return None
+    if files is not None:
+        return files if usable_file(files) else None
+    return source if "/" in source and is_path(source) else None
+
+
+def _component(value: Any, theirs: Theirs) -> Outcome:
+    if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
+        return _hub_data(_name(value), "data.path")
+    if _name(value) == "instruct_dataset":
+        return Left("name the columns prompt and completion, not input and output", to_do=True)
+    return Decided("the form of a record is found by its keys")
+
+
+def _source(part: str, ours: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if theirs.get(f"{part}.data_files"):
+            return Decided("the ending of the file says its kind")
+        path = _path_of(part, theirs)
+        return Taken({ours: path}) if path else _hub_data(value, ours)
+
+    return rule
+
+
+def _files(part: str, ours: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        path = _path_of(part, theirs)
+        if path:
+            return Taken({ours: path})
+        return Left(f"put it as JSONL or Parquet into one file or folder; set {ours}", to_do=True)
+
+    return rule
+
+
+def _split(value: Any, theirs: Theirs) -> Outcome:
+    if value == "train":
+        return Decided("a file is used whole")
+    return Left("files are used whole: cut this part into a file of its own", to_do=True)
+
+
+def _eval_every(value: Any, theirs: Theirs) -> Outcome:
+    if _path_of("dataset_val", theirs):
+        return Taken({"train.eval_every_steps": value})
+    return Left(f"set train.eval_every_steps={value} together with data.eval_path")
+
+
+def _loss_on(value: Any, theirs: Theirs) -> Outcome:
+    choices = {"true": "all", "false": "answers"}
+    choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
+    choice = choices.get(str(value).lower())
+    return Taken({"data.loss_on": choice}) if choice else Left("data.loss_on is answers or all")
+
+
+def _column(*names: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if value in names:
+            return Decided("the form of a record is found by its keys")
+        return Left(f"name that column {' or '.join(names)}", to_do=True)
+
+    return rule
+
+
+def _batch(value: Any, theirs: Theirs) -> Outcome:
+    shared = [k for k in ("tensor_parallel_dim", "context_parallel_dim") if theirs.get(k)]
+    ranks_per_row = 1
+    for key in shared:
+        ranks_per_row *= theirs.whole(key)
+    return global_batch(theirs, "batch_size", "gradient_accumulation_steps", ranks_per_row)
+
+
+def _length(value: Any, theirs: Theirs) -> Outcome:
+    if theirs.get("max_steps_per_epoch") is None:
+        return Taken({"train.epochs": value})
+    steps = theirs.whole("epochs") * theirs.whole("max_steps_per_epoch")
+    return Taken({"train.max_steps": steps}, "if an epoch has that many steps; else leave it out")
+
+
+def _optimizer(value: Any, theirs: Theirs) -> Outcome:
+    if str(value) == "torch.optim.AdamW":
+        return Decided("AdamW is what there is")
+    words = "AdamW is what there is: "
+    if "AdamW" in str(value):
+        return Left(words + "its state is not in 8 bits; plan says whether it fits")
+    return Left(words + "find optim.lr again")
+
+
+def _betas(value: Any, theirs: Theirs) -> Outcome:
+    if isinstance(value, list) and len(value) == 2:
+        return Taken({"optim.beta1": value[0], "optim.beta2": value[1]})
+    return Left("set optim.beta1 and optim.beta2")
+
+
+def _schedule(value: Any, theirs: Theirs) -> Outcome:
+    if value == _NO_SCHEDULER:
+        return Taken({"optim.schedule": "constant"})
+    if _name(value) == "get_cosine_schedule_with_warmup":
+        return Taken({"optim.schedule": "cosine", "optim.min_lr_ratio": 0.0})
+    return Left("optim.schedule is constant, linear or cosine", to_do=True)
+
+
+def _loss(value: Any, theirs: Theirs) -> Outcome:
+    if any(word in str(value) for word in _LOSS):
+        return Decided("cross entropy, whose logits are never held whole")
+    return Left("cross entropy of the next token is the only loss, not preferences", to_do=True)
+
+
+def _clip(value: Any, theirs: Theirs) -> Outcome:
+    return Taken({"optim.clip_norm": 0.0 if str(value).strip(".") == "inf" else value})
+
+
+def _dtype(value: Any, theirs: Theirs) -> Outcome:
+    if value not in ("bf16", "fp32"):
+        return Left("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it")
+    if _method(theirs) == "full" and value == "bf16":
+        remark = "as there; tune.param_dtype=fp32 loses no small updates and takes twice the memory"
+        return Taken({"model.dtype": value, "tune.param_dtype": value}, remark)
+    return Taken({"model.dtype": value})
+
+
+def _device(value: Any, theirs: Theirs) -> Outcome:
+    kind = str(value).partition(":")[0]
+    if kind in ("cuda", "cpu"):
+        return Taken({"run.device": kind})
+    return Left("run.device is cuda or cpu")
+
+
+def _shuffle(value: Any, theirs: Theirs) -> Outcome:
+    if str(value).lower() == "true":
+        return Decided("order follows from seed, epoch and place, on any number of ranks")
+    return Left("rows are always shuffled, by train.seed")
+
+
+def _recompute(value: Any, theirs: Theirs) -> Outcome:
+    kind = "full" if theirs.is_on("enable_activation_checkpointing") else theirs.get("ac_mode")
+    return Taken({"parallel.recompute": kind or "none"})
+
+
+def _offload(value: Any, theirs: Theirs) -> Outcome:
+    if str(value).lower() == "true":
+        return Taken({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along")
+    return Decided("plan says whether the weights need it: parallel.offload_params")
+
+
+def _logger(value: Any, theirs: Theirs) -> Outcome:
+    if "TensorBoard" in str(value):
+        return Taken({"run.tensorboard": True})
+    if _name(value) in ("DiskLogger", "StdoutLogger"):
+        return Decided("metrics.jsonl in run.dir has a line for each step")
+    return Left("metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away")
+
+
+def _resume(value: Any, theirs: Theirs) -> Outcome:
+    if str(value).lower() == "true":
+        return Left("their state cannot be read; tune.init_from begins with a peft adapter")
+    return Decided("checkpoint.resume=auto: the same command goes on")
+
+
+def _defaults(theirs: Theirs) -> dict[str, Any]:
+    """Return what recipes take where a config says nothing."""
+    defaults = {
+        "gradient_accumulation_steps": 1,
+        "clip_grad_norm": 0.0,
+        "lr_scheduler._component_": _NO_SCHEDULER,
+    }
+    if not theirs.get("dataset.max_seq_len"):
+        defaults["tokenizer.max_seq_len"] = _NO_LIMIT
+    if "AdamW" in str(theirs.get("optimizer._component_")):
+        defaults["optimizer.weight_decay"] = 0.01
+    if _method(theirs) != "full":
+        defaults |= {"model.lora_rank": 8, "model.lora_alpha": 16}
+    if isinstance(several := theirs.get("dataset"), list):
+        is_packed = [isinstance(one, dict) and one.get("packed") is True for one in several]
+        return {**defaults, "dataset.packed": any(is_packed)}
+    defaults["dataset.packed"] = False
+    if "alpaca" in str(theirs.get("dataset._component_")) and not theirs.get(
+        "dataset.masking_strategy"
+    ):
+        defaults["dataset.train_on_input"] = True
+    return defaults
+
+
+_TAKEN: dict[str, Rule] = {
+    **each(_method_rule, "model._component_ model.quantize_base"),
+    "model.use_dora": dora(_method),
+    "model.lora_rank": adapter("tune.rank", _method),
+    "model.lora_alpha": adapter("tune.alpha", _method),
+    "model.lora_dropout": adapter("tune.dropout", _method),
+    **each(_targets, "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"),
+    **each(_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
+    "checkpointer.checkpoint_dir": _model_path,
+    "dataset": Left("put the files of all of them into one folder; set data.path", to_do=True),
+    "dataset._component_": _component,
+    "dataset.source": _source("dataset", "data.path"),
+    "dataset.data_files": _files("dataset", "data.path"),
+    "dataset_val.source": _source("dataset_val", "data.eval_path"),
+    "dataset_val.data_files": _files("dataset_val", "data.eval_path"),
+    **each(_split, "dataset.split dataset_val.split"),
+    "dataset.packed": packing,
+    **each(_loss_on, "dataset.train_on_input dataset.masking_strategy"),
+    "dataset.conversation_column": _column("messages", "conversations"),
+    "dataset.column": _column("text"),
+    "run_val_every_n_steps": _eval_every,
+    **each(_batch, "batch_size gradient_accumulation_steps"),
+    **each(_length, "epochs max_steps_per_epoch"),
+    "optimizer._component_": _optimizer,
+    "optimizer.lr": same("optim.lr"),
+    "optimizer.weight_decay": same("optim.weight_decay"),
+    "optimizer.betas": _betas,
+    "optimizer.eps": same("optim.eps"),
+    "lr_scheduler._component_": _schedule,
+    "lr_scheduler.num_warmup_steps": same("optim.warmup_steps"),
+    "loss._component_": _loss,
+    "clip_grad_norm": _clip,
+    **each(same("train.compile"), "compile compile.model"),
+    "dtype": _dtype,
+    "device": _device,
+    "seed": same("train.seed"),
+    "shuffle": _shuffle,
+    **each(_recompute, "enable_activation_checkpointing ac_mode"),
+    **each(_offload, "fsdp_cpu_offload fsdp.cpu_offload"),
+    "metric_logger._component_": _logger,
+    "output_dir": same("run.dir"),
+    "save_every_n_steps": same("checkpoint.every_steps"),
+    "resume_from_checkpoint": _resume,
+}
+_EXPORT = "the adapter alone is saved; python -m hpc_tune export --to merged merges it"
+_DECIDED: dict[str, Rule] = {
+    **each(Decided("the tokenizer is read from model.path"), "tokenizer.*"),
+    **each(Decided("all files of model.path are read, each rank its part"), "checkpointer.*"),
+    **each(Decided("run.dir has all that a run leaves"), "checkpointer.output_dir"),
+    **each(Decided("validation data are read as data.path is"), "dataset_val.*"),
+    **each(Decided("the form of a record is found by its keys"), "dataset.conversation_style"),
+    **each(Decided("the micro-batch is the largest that fits"), "batch_size_val collate_fn"),
+    **each(
+        Decided(LAYOUT),
+        "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* context_parallel_dim "
+        "data_parallel_shard_dim data_parallel_replicate_dim custom_sharded_layers "
+        "memory_efficient_fsdp_wrap fsdp_reshard_after_forward fsdp_sharding_strategy fsdp.*",
+    ),
+    **each(Decided("AdamW is fused"), "optimizer.fused optimizer.foreach"),
+    **each(Decided("cross entropy, whose logits are never held whole"), "loss.num_output_chunks"),
+    **each(Decided("one decoder block is compiled, for all"), "compile.*"),
+    **each(Decided("parallel.recompute says all of it"), "ac_option"),
+    **each(Decided("ranks read their regions of the files"), "low_cpu_ram"),
+    **each(
+        Decided("metrics.jsonl in run.dir has each step, with memory"),
+        "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
+    ),
+    **each(
+        Decided("checkpoints go by time and steps, while training goes on"),
+        "save_last_epoch_only epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",
+    ),
+    **each(Decided(_EXPORT), "save_adapter_weights_only"),
+    **each(Decided("train.profile=10:2 traces two steps"), "profiler.*"),
+}
+_LEFT: dict[str, Rule] = {
+    "tokenizer.prompt_template": lacking("write it as a Jinja file; set data.chat_template"),
+    "checkpointer.recipe_checkpoint": lacking("their state of a run cannot be read"),
+    "checkpointer.adapter_checkpoint": lacking("tune.init_from takes an adapter saved by peft"),
+    "dataset.column_map.*": Left("rename the columns: prompt and completion, or text", to_do=True),
+    "dataset.new_system_prompt": lacking("begin each record's messages with a system message"),
+    **each(
+        lacking("the chat template is applied; data.chat_template names another"),
+        "dataset.template dataset.prompt_template dataset.chat_format",
+    ),
+    "lr_scheduler.num_cycles": lacking("half a cosine is what there is"),
+    **each(lacking("cross entropy is the only loss"), "loss.beta loss.label_smoothing"),
+    "optimizer_in_bwd": lacking("gradients are kept until the step; parallel.shard splits them"),
+    "enable_activation_offloading": lacking("parallel.recompute=full saves that memory"),
+    "activation_offloading_use_streams": lacking("parallel.recompute=full saves that memory"),
+    **each(
+        lacking("set train.float8=true with train.compile=true, if the GPU has it"),
+        "enable_fp8_training fp8_recipe_name",
+    ),
+    "cudnn_deterministic_mode": lacking("set train.deterministic=true"),
+    "profiler.enabled": lacking("set train.profile=10:2"),
+    "quantizer.*": Left("there is no quantization-aware training"),
+    "resize_token_embeddings": lacking("no tokens are added; save the model with them first"),
+}
+TORCHTUNE = Tool("torchtune", {**_TAKEN, **_DECIDED, **_LEFT}, _defaults)
