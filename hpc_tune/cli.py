@@ -13,7 +13,7 @@ from hpc_tune import __version__
 from hpc_tune.config.load import describe_fields, load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
-from hpc_tune.lean import lean_imports
+from hpc_tune.lean import lean_imports, postpone_compiler
 from hpc_tune.log import configure
 from hpc_tune.units import parse_bytes
 from hpc_tune.world.discover import rank_hint
@@ -92,6 +92,8 @@ def _train(arguments: list[str]) -> int:
     options, config = _options_and_config(parser, arguments)
     with lean_imports():
         from hpc_tune.train.run import run
+    if not config.train.compile:
+        postpone_compiler()
 
     return run(config, force=options.force)
 

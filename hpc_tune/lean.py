@@ -4,14 +4,75 @@ A rank imports 2,800 modules. Where many ranks share few cores, that is most of 
 """
 
 import gc
+import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # Two seconds per rank, for layers of its own that hpc_tune does not use: it has others in
 # quantize.py and engine/float8.py.
 _HIDDEN = ("torchao", "bitsandbytes")
+
+_COMPILER = "torch._dynamo"
+_ITEMS = f"{_COMPILER}._trace_wrapped_higher_order_op"
+
+
+class _Compiler(ModuleType):
+    """Stands for torch._dynamo where nothing is compiled; whoever needs more gets the real one.
+
+    What it has is what torch and transformers ask of a compiler in a run without one.
+    """
+
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # at each init_process_group
+
+    @staticmethod
+    def disable(fn: Any = None, *_: Any, **__: Any) -> Any:
+        """Return a function that is not to be compiled as it is."""
+        return fn if fn is not None else lambda function: function
+
+    @staticmethod
+    def allow_in_graph(fn: Any) -> Any:
+        """Return a function that a compiler may take as one operation as it is."""
+        return fn
+
+    @staticmethod
+    def assume_constant_result(fn: Any) -> Any:
+        """Return a function that a compiler may call once as it is."""
+        return fn
+
+    @staticmethod
+    def graph_break(*_: Any, **__: Any) -> None:
+        """End no graph: there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_real_compiler(), name)
+
+
+def postpone_compiler() -> None:
+    """Leave torch's compiler out until something of it is used; for runs that compile nothing.
+
+    It is a fifth of what a rank imports. torch's optimizers and transformers' modules name it only
+    to say which of their functions must not be compiled. torch itself must be there already.
+    """
+    if _COMPILER in sys.modules:
+        return
+    items = ModuleType(_ITEMS)
+    items.TransformGetItemToIndex = _real_items  # type: ignore[attr-defined]
+    sys.modules[_COMPILER], sys.modules[_ITEMS] = _Compiler(_COMPILER), items
+
+
+def _real_compiler() -> ModuleType:
+    if isinstance(sys.modules.get(_COMPILER), _Compiler):
+        del sys.modules[_COMPILER], sys.modules[_ITEMS]
+    return importlib.import_module(_COMPILER)
+
+
+def _real_items() -> Any:
+    _real_compiler()
+    transform: Callable[[], Any] = importlib.import_module(_ITEMS).TransformGetItemToIndex
+    return transform()
 
 
 @contextmanager

@@ -16,17 +16,23 @@ from typing import Any
 import torch
 
 from hpc_tune.errors import CheckpointError
+from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.weights import Region, WrittenFile, write_regions
 
 
 class Writer:
     """One rank's part of one checkpoint, written by a thread of its own."""
 
-    def __init__(self, files: Mapping[Path, Sequence[Region]], budget_bytes: int) -> None:
+    def __init__(
+        self,
+        files: Mapping[Path, Sequence[Region]],
+        budget_bytes: int,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
         """Start to write ``files``; their regions must stay as they are until ``release``."""
         self._files = dict(files)
         self._regions = [region for regions in self._files.values() for region in regions]
-        self._budget_bytes = budget_bytes
+        self._budget_bytes, self._faults = budget_bytes, faults
         self._copies: dict[int, torch.Tensor] = {}
         self._next = 0  # the region that is being written
         self._num_written_pieces = 0
@@ -129,6 +135,7 @@ class Writer:
 
     def _take(self, index: int) -> torch.Tensor:
         self._reach(index)
+        self._faults.write(index, self._copies.keys())
         with self._changed:
             copy = self._copies.pop(index, None)
         return self._regions[index].values() if copy is None else copy

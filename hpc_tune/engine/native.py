@@ -40,6 +40,7 @@ from hpc_tune.engine.tensor import Axis, slice_model
 from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.wrap import Recompute, use_own_layers, wrap_blocks
 from hpc_tune.errors import CheckpointError
+from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.blocks import block_list
@@ -66,6 +67,7 @@ class NativeEngine:
         parallel: ParallelConfig,
         train: TrainConfig = NOTHING_WRAPPED,
         loss_share: float = 1.0,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         """Lay out, allocate and load ``built``. ``parallel.reshard`` must have been decided.
 
@@ -77,7 +79,7 @@ class NativeEngine:
         """
         assert parallel.reshard != "auto"
         self._layout, self._device, self._clip_norm = layout, device, optim.clip_norm
-        self._seed, self._dtype = built.seed, built.dtype
+        self._seed, self._dtype, self._faults = built.seed, built.dtype, faults
         self._keep_gathered = parallel.reshard == "step"
         self._mesh = mesh = Mesh(layout, device)
         self._traffic = Traffic(device)
@@ -114,6 +116,7 @@ class NativeEngine:
             self._stages.append(stage)
             self._trained += trained_of(stage, mesh, partial)
         self._recompute = Recompute(all_blocks, parallel.recompute, train.compile)
+        self._compiles = train.compile
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, mesh, device)
@@ -121,7 +124,7 @@ class NativeEngine:
         self._early = [EarlySums(b, self._traffic) for b in self._buckets if alone and b.group]
         self._adamw = make_adamw([t.parameter for t in self._trained], optim)
         self._moved: MovedState | None = None
-        movable = device.type == "cuda" and not offload
+        movable = (device.type == "cuda" or faults.moves_on_host) and not offload
         self._movable = {Action.MOVE_OPTIMIZER} if movable else set()
         self._pipeline = None
         if layout.pipeline > 1:
@@ -219,7 +222,8 @@ class NativeEngine:
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it; see ``base.Engine``."""
         # One row alone would be compiled apart, and the compiler's memory would count as the row's.
-        with torch.compiler.set_stance("force_eager"):
+        eagerly = torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
+        with eagerly:
             self._forward_backward([batch], 1)
         self._zero_grad()
 
@@ -254,6 +258,7 @@ class NativeEngine:
         return total
 
     def _forward(self, chunk: int, batch: Batch, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
+        self._faults.compute(batch.tokens_BT.shape[0])
         number = chunk * self._layout.pipeline + self._mesh.place.pipeline
         torch.manual_seed((self._seed * 1_000_003 + batch.first_row) ^ (number << 52))
         with self._precision():

@@ -80,6 +80,22 @@ def deal_blocks(
     return [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
 
 
+def stage_blocks(
+    config: Any, block_values: float, layout: Layout, stages_per_rank: int, loss_share: float
+) -> list[range]:
+    """Return the blocks of each stage of a model whose blocks have ``block_values`` values each.
+
+    ``loss_share`` of the tokens reach the output head.
+    """
+    head_values = config.vocab_size * config.hidden_size
+    return deal_blocks(
+        config.num_hidden_layers,
+        layout.pipeline * stages_per_rank,
+        loss_share * head_values / block_values,
+        layout.pipeline,
+    )
+
+
 def cut_stages(
     built: BuiltModel, layout: Layout, rank: int, stages_per_rank: int, loss_share: float
 ) -> list[BuiltModel]:
@@ -88,12 +104,8 @@ def cut_stages(
     ``loss_share`` of the tokens reach the output head.
     """
     num_stages = layout.pipeline * stages_per_rank
-    blocks = block_list(built.module)
-    block_values = sum(p.numel() for p in blocks[0].parameters())
-    head_values = built.config.vocab_size * built.config.hidden_size
-    dealt = deal_blocks(
-        len(blocks), num_stages, loss_share * head_values / block_values, layout.pipeline
-    )
+    block_values = sum(p.numel() for p in block_list(built.module)[0].parameters())
+    dealt = stage_blocks(built.config, block_values, layout, stages_per_rank, loss_share)
     return [
         _cut(built, dealt[stage], stage == 0, stage == num_stages - 1)
         for stage in range(rank, num_stages, layout.pipeline)

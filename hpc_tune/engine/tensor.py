@@ -17,9 +17,9 @@ Shapes: B rows, T tokens, D features, N tokens that carry loss, V vocabulary.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch import nn
 
 from hpc_tune.engine.traffic import Traffic
 from hpc_tune.model.build import BuiltModel, Slice
-from hpc_tune.model.loss import scale_logits
+from hpc_tune.model.loss import LossModel, scale_logits
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Axis:
         return torch.cat(self.traffic.all_gather(x, self.group), dim=-1)
 
 
+Role = Literal["slice", "partial"]
 _STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
     "replicated_with_grad_allreduce",
@@ -119,6 +120,49 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
     slices = {n: cutter.slices[p] for n, p in _named(built) if p in cutter.slices}
     partial = frozenset(n for n, p in _named(built) if p.requires_grad and p in cutter.partial)
     return dataclasses.replace(built, slices=slices), partial
+
+
+def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
+    """Return what ``slice_model`` would do with a model: what a rank holds of each parameter.
+
+    A slice, or all of it with a gradient that is a partial sum. What is not in it stays as it is.
+    """
+    found: dict[nn.Parameter, Role] = {}
+    for layer, style in _styled(module):
+        base, adapters = _parts(layer)
+        if style == "replicated_with_grad_allreduce":
+            found |= {parameter: "partial" for parameter in layer.parameters()}
+            continue
+        is_columns = style.startswith("colwise")
+        found[base.weight] = "slice"
+        if is_columns and base.bias is not None:
+            found[base.bias] = "slice"
+        for a, b in adapters:
+            sliced, whole = (b, a) if is_columns else (a, b)
+            found[sliced.weight], found[whole.weight] = "slice", "partial"
+    lm = module.causal_lm()
+    for layer in (lm.get_input_embeddings(), lm.get_output_embeddings()):
+        found |= {parameter: "slice" for parameter in _parts(layer)[0].parameters()}
+    return found
+
+
+def gathered_features(module: LossModel) -> tuple[int, int]:
+    """Return the features of a token that the axis gathers in all blocks, forward and backward."""
+    layers = [(_parts(layer)[0], style) for layer, style in _styled(module)]
+    return (
+        sum(layer.out_features for layer, style in layers if style == "colwise_gather_output"),
+        sum(layer.in_features for layer, style in layers if style == "rowwise_split_input"),
+    )
+
+
+def _styled(module: LossModel) -> Iterator[tuple[Any, str]]:
+    """Yield the layers that the model's plan names, and its word for each; none without a plan."""
+    plan = getattr(module.config, "base_model_tp_plan", None) or {}
+    if not set(plan.values()) <= _STYLES:
+        return
+    for name, layer in module.causal_lm().get_decoder().named_modules():
+        if (style := _style_of(name, plan)) is not None:
+            yield layer, style
 
 
 def _named(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory import aftermath
 from hpc_tune.memory.device import DeviceSample, sample_device
 from hpc_tune.memory.fence import Fence
@@ -42,7 +43,7 @@ from hpc_tune.memory.policy import (
 )
 from hpc_tune.units import format_bytes
 
-PERIOD_S = 0.1
+_PERIOD_S = 0.1
 _NEAR_PERIOD_S = 0.02
 _NEAR_SHARE = 0.7
 _WINDOW_S = 0.5
@@ -101,6 +102,7 @@ class Governor:
         host: str = "this host",
         pids: Sequence[int] = (),
         last_word: Path | None = None,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
 
@@ -111,6 +113,7 @@ class Governor:
         self._phase, self.words = "start", "starting"
         self._peaks_by_phase: dict[str, int] = {}
         self.mode: Mode = mode
+        self._faults, self._period_s = faults, faults.sample_s or _PERIOD_S
         self._device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
         self._usage, self._reading = Usage(self.limit, pids=self._pids), threading.Lock()
@@ -192,7 +195,7 @@ class Governor:
             if device.retries > self._retries:
                 level = max(level, Level.HIGH)
             self._device_level, self._retries = level, device.retries
-        return self._host_level, self._device_level
+        return Level[self._faults.level(self._host_level.name)], self._device_level
 
     def expect(self, num_bytes: int) -> None:
         """Take growth up to the ``num_bytes`` that a step will have in use for no reason to leave.
@@ -285,7 +288,7 @@ class Governor:
         return sum(own_bytes(pid=pid) for pid in self._pids)
 
     def _run(self) -> None:
-        period_s = PERIOD_S
+        period_s = self._period_s
         while not self._stop.wait(period_s):
             # First what is mapped: the fence is too low and not too high if memory grows between.
             anonymous, mapped = self._usage.own_pages()
@@ -293,7 +296,7 @@ class Governor:
             self._worst_host = max(self._worst_host, used)
             self._note(anonymous)
             is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
-            period_s = _NEAR_PERIOD_S if is_near else PERIOD_S
+            period_s = _NEAR_PERIOD_S if is_near else self._period_s
             if self._last_word is not None and now_s - self._last_word_s > _LAST_WORD_EVERY_S:
                 self._write_last_word(used)
                 self._last_word_s = now_s

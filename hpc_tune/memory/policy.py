@@ -14,7 +14,7 @@ this process could act.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from statistics import median
 from typing import Literal
 
@@ -63,6 +63,7 @@ _CALM_STEPS = 50
 _MOST_CALM_STEPS = 3200
 _REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
 _LEAST_SLOPES = 3
+_TRIMMED = 3 / 8  # at each end; one slope of three, which may be one allocation, is less
 _RESERVE_SHARE, _LEAST_RESERVE = 0.01, 8 << 20
 
 
@@ -166,19 +167,23 @@ def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) 
 def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
     """Return the bytes per second by which memory grows, 0 where too few samples tell.
 
-    The smaller of two: that of the whole time, and that which half of the time at least had. One
-    allocation, however large, is over when it is seen, and what comes and goes does not grow.
+    The smaller of two. The trimmed mean of the slopes between neighbours, weighted by time, of the
+    middle quarter alone: one allocation, however large, is over when it is seen. And the growth of
+    the whole time less its maximum drawdown, the deepest fall from a peak to what came after it:
+    memory that has fallen as far as it rises now swings, wherever in the swing the samples begin
+    and end.
     """
     pairs = [(t - s, (b - a) / (t - s)) for (s, a), (t, b) in pairwise(samples) if t > s]
     if len(pairs) < _LEAST_SLOPES:
         return 0.0
-    (first_s, first), (last_s, last) = samples[0], samples[-1]
-    whole_s, seen_s, lasting = last_s - first_s, 0.0, 0.0
+    used = [num_bytes for _, num_bytes in samples]
+    drawdown = max(peak - low for peak, low in zip(accumulate(used, max), used, strict=True))
+    whole_s, seen_s, middle = samples[-1][0] - samples[0][0], 0.0, 0.0
+    from_s, to_s = _TRIMMED * whole_s, (1 - _TRIMMED) * whole_s
     for span_s, rate in sorted(pairs, key=lambda pair: -pair[1]):
-        if seen_s < whole_s / 2:
-            lasting = rate
+        middle += rate * max(0.0, min(seen_s + span_s, to_s) - max(seen_s, from_s))
         seen_s += span_s
-    return max(0.0, min(lasting, (last - first) / whole_s))
+    return max(0.0, min(middle / (to_s - from_s), (used[-1] - used[0] - drawdown) / whole_s))
 
 
 def reserve_of(limit: int) -> int:

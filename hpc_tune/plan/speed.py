@@ -197,9 +197,11 @@ def step_time(
     rows = math.ceil(work.global_rows / layout.data_size)
     num_micro = math.ceil(rows / micro_rows)
     tokens = min(micro_rows, rows) * work.seq_len
-    place = _Placed(layout, ranks, network, compute.sync_s)
-    stages_s = [stage_s / gain for stage_s in _stages_s(work, layout, tokens, compute)]
-    sums_s = tensor_s(work, layout, ranks, network, tokens, compute.sync_s)
+    blocks = _blocks_of_ranks(work, layout, parallel.stages_per_rank, compute)
+    place = _Placed(layout, ranks, network, compute.sync_s, units=max(blocks) + 1)
+    stages_s = [stage_s / gain for stage_s in _stages_s(blocks, layout, tokens, compute)]
+    sums = (layout, ranks, network, tokens, compute.sync_s)
+    sums_s = {num: tensor_s(work, num, *sums) for num in set(blocks)}
     if parallel.reshard == "step":
         # A stage begins to gather when its first micro-batch comes: one after the other.
         alone = max(gain, min(compute.sharing, gain * layout.pipeline))
@@ -211,10 +213,10 @@ def step_time(
     if compute.overlaps and per_micro_s:
         # The next block is gathered while one computes; the first has nothing to hide behind.
         shown_s = per_micro_s - sum(stages_s) / len(stages_s)
-        per_micro_s = max(shown_s, per_micro_s / _units(work, layout))
+        per_micro_s = max(shown_s, per_micro_s / place.units)
     passes = _Passes(
         stages_s,
-        sums_s + per_micro_s,
+        [sums_s[num] + per_micro_s for num in blocks],
         place.hops_s(tokens * work.config.hidden_size * work.wire),
         num_micro,
         parallel.stages_per_rank,
@@ -236,18 +238,18 @@ def step_time(
 
 def tensor_s(
     work: StepWork,
+    blocks: int,
     layout: Layout,
     ranks: Sequence[int],
     network: Network,
     tokens: int,
     sync_s: float,
 ) -> float:
-    """Return the seconds of one stage's all-reduces for one micro-batch (arXiv:1909.08053).
+    """Return the seconds in which ``blocks`` sum up one micro-batch's work (arXiv:1909.08053).
 
-    Per block two forward, of products, and two backward, of what flows between blocks.
+    Per block two all-reduces forward, of products, and two backward, of what flows between blocks.
     """
     place = _Placed(layout, ranks, network, sync_s)
-    blocks = math.ceil(work.config.num_hidden_layers / layout.pipeline)
     num_bytes = 2 * blocks * (work.itemsize + work.wire) * tokens * work.config.hidden_size
     times = SUMS_OF_A_BLOCK * blocks + _SUMS_OF_THE_ENDS  # of the embedding, and of the loss
     return place.ring_s("all_reduce", ["tensor"], num_bytes, times)
@@ -255,12 +257,16 @@ def tensor_s(
 
 @dataclass(frozen=True)
 class _Placed:
-    """A layout whose positions are taken by ranks."""
+    """A layout whose positions are taken by ranks.
+
+    ``units``: parts of a stage that are gathered each by itself, its blocks and the rest.
+    """
 
     layout: Layout
     ranks: Sequence[int]
     network: Network
     sync_s: float
+    units: int = 1
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the ranks of each group along these axes, in order."""
@@ -297,13 +303,13 @@ class _Placed:
 
 @dataclass(frozen=True)
 class _Passes:
-    """All micro-batches forward and backward: seconds of each stage for one of them.
+    """All micro-batches forward and backward: seconds of each rank's stages for one of them.
 
-    ``waits_s``: those in which a stage waits for messages within itself, for one micro-batch.
+    ``waits_s``: those in which they wait for messages within themselves, for one micro-batch.
     """
 
     stages_s: list[float]
-    waits_s: float
+    waits_s: list[float]
     hops_s: list[float]
     num_micro: int
     stages_per_rank: int
@@ -320,8 +326,8 @@ class _Passes:
         (arXiv:2104.04473).
         """
         if len(self.stages_s) == 1:
-            return self.computing_s + self.num_micro * self.waits_s
-        stages = [stage_s + self.waits_s for stage_s in self.stages_s]
+            return self.computing_s + self.num_micro * self.waits_s[0]
+        stages = [sum(both) for both in zip(self.stages_s, self.waits_s, strict=True)]
         slowest = max(stages)
         steady_s = (self.num_micro - 1) * max(slowest / sharing, *self.hops_s)
         fill_s = (slowest + (sum(stages) - slowest) / self.stages_per_rank) / sharing
@@ -330,18 +336,24 @@ class _Passes:
 
     def messages_s(self, sharing: float) -> float:
         """Return how much of ``seconds`` would not be there if messages took no time."""
-        silent = _Passes(self.stages_s, 0.0, [0.0], self.num_micro, self.stages_per_rank)
+        silent = dataclasses.replace(self, waits_s=[0.0] * len(self.stages_s), hops_s=[0.0])
         return self.seconds(sharing) - silent.seconds(sharing)
 
 
-def _stages_s(work: StepWork, layout: Layout, tokens: int, compute: Compute) -> list[float]:
-    """Return the seconds of each stage for one micro-batch, forward and backward."""
+def _blocks_of_ranks(
+    work: StepWork, layout: Layout, stages_per_rank: int, compute: Compute
+) -> list[int]:
+    """Return how many decoder blocks each rank of the pipeline has."""
     layers, num = work.config.num_hidden_layers, layout.pipeline
-    counts = [layers]
-    if num > 1:
-        dealt = deal_blocks(layers, num, compute.head_s / compute.block_s, num)
-        counts = [len(blocks) for blocks in dealt]
-    stages = [count * compute.block_s for count in counts]
+    if num == 1:
+        return [layers]
+    dealt = deal_blocks(layers, num * stages_per_rank, compute.head_s / compute.block_s, num)
+    return [sum(map(len, dealt[rank::num])) for rank in range(num)]
+
+
+def _stages_s(blocks: Sequence[int], layout: Layout, tokens: int, compute: Compute) -> list[float]:
+    """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
+    stages = [count * compute.block_s for count in blocks]
     stages[-1] += compute.head_s
     return [tokens * stage / layout.tensor for stage in stages]
 
@@ -355,12 +367,7 @@ def _gathering_s(work: StepWork, place: _Placed, unshard_s: float, gain: float) 
     held = work.size.num_trained * work.itemsize if work.is_full else work.size.frozen_bytes
     part = held / (layout.tensor * layout.pipeline)
     copying_s = part * unshard_s / gain if layout.shard > 1 else 0.0
-    return copying_s + place.ring_s("all_gather", ["shard"], part, _units(work, layout), gain)
-
-
-def _units(work: StepWork, layout: Layout) -> int:
-    """Return how many parts of a stage are gathered each by itself: its blocks, and the rest."""
-    return math.ceil(work.config.num_hidden_layers / layout.pipeline) + 1
+    return copying_s + place.ring_s("all_gather", ["shard"], part, place.units, gain)
 
 
 def _reducing_s(work: StepWork, place: _Placed, parallel: ParallelConfig, num_micro: int) -> float:
@@ -371,8 +378,7 @@ def _reducing_s(work: StepWork, place: _Placed, parallel: ParallelConfig, num_mi
         grads = work.size.trained_bytes / cut
         return place.ring_s("all_reduce", ["replicate", "shard"], grads)
     grads = work.size.num_trained / cut * (2 if parallel.reduce_dtype == "bf16" else 4)
-    passes = 1 if parallel.reshard == "step" else num_micro
-    units = _units(work, layout)
+    passes, units = 1 if parallel.reshard == "step" else num_micro, place.units
     scattering_s = place.ring_s("reduce_scatter", ["shard"], passes * grads, passes * units)
     return scattering_s + place.ring_s("all_reduce", ["replicate"], grads / layout.shard, units)
 

@@ -209,7 +209,7 @@ def _sync_in_blocks_s(
     if cut.size == 1 or cut not in legal_layouts(config, models.work.config, cut.size):
         return None
     spent_s = _slowest_s(partial(models.engine(MORE, cut).run_once, batch), session)
-    messages_s = partial(tensor_s, models.work, cut, order, network, batch.num_tokens)
+    messages_s = partial(tensor_s, models.work, MORE, cut, order, network, batch.num_tokens)
     without_s = whole_s / cut.size + messages_s(0.0)
     return max(0.0, spent_s - without_s) / (messages_s(1.0) - messages_s(0.0))
 

@@ -31,6 +31,12 @@ class Inputs:
     store: TokenStore
     eval_store: TokenStore | None
 
+    @property
+    def loss_share(self) -> float:
+        """Which share of the tokens carries loss."""
+        counters = self.store.attributes.counters
+        return counters.loss_tokens / counters.tokens
+
 
 def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: bool) -> BuiltModel:
     """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.

@@ -9,7 +9,7 @@ Control flow depends on agreed values only, so that every rank takes the same br
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,11 @@ from hpc_tune.data.loader import Loader
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.engine.optim import for_batch, learning_rate
 from hpc_tune.errors import HpcTuneError
+from hpc_tune.faults import Faults
 from hpc_tune.log import log
 from hpc_tune.memory.governor import Governor, MemorySample
 from hpc_tune.memory.host import give_back
+from hpc_tune.memory.policy import Action
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.outcome import Outcome, done, stopped
 from hpc_tune.train.pressure import Pressure
@@ -53,7 +55,7 @@ class Work:
 
     ``before_update`` returns when the weights may change. ``state(step, loader_state, evals)`` is
     what a checkpoint of that step says; ``flops_per_token`` and ``peak_flops`` (of all ranks) give
-    MFU, where the peak is known; ``expected_bytes`` takes the rows of a micro-batch.
+    MFU, where the peak is known; ``expected_bytes(micros, recomputes)`` is that of plan/cost.py.
     ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` goes
     on where the resumed run left it.
     """
@@ -76,7 +78,8 @@ class Work:
     total_steps: int
     flops_per_token: float
     peak_flops: float | None
-    expected_bytes: Callable[[int], dict[str, int]]
+    expected_bytes: Callable[[Sequence[tuple[int, int]], bool], dict[str, int]]
+    faults: Faults
 
 
 def run_loop(work: Work, start_step: int) -> Outcome:
@@ -96,6 +99,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         data_s = time.monotonic() - began_s
         # What must still fit before the time limit: another step like the last, and two saves.
         margin_s = step_s + 2 * saver.last_save_s
+        work.faults.at("boundary", step + 1)
         boundary = _agree(work, batches, saved_at_s, margin_s)
         saver.advance(boundary.saves_done)
         micro_size = work.pressure.micro_size
@@ -120,6 +124,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         )
         lr = learning_rate(optim, step, work.total_steps)
         num_tokens = max(1, boundary.loss_tokens)
+        work.faults.at("step", step + 1)
         with work.profile.around(step + 1):
             result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
         step += 1
@@ -127,7 +132,7 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         step_s = time.monotonic() - began_s
         sample = work.governor.worst()
         work.pressure.see(sample)
-        _record(work, step, lr, result, boundary, step_s, data_s, sample)
+        _record(work, step, lr, batches, result, boundary, step_s, data_s, sample)
         work.profile.after(step, result, data_s)
         is_last = step == work.total_steps
         if work.eval_batches is not None and (
@@ -155,6 +160,7 @@ def _start_save(work: Work, state: RunState) -> None:
         phase = "save, training waits"
         give_back()
     work.governor.enter(phase, f"saving step {state.step}")
+    work.faults.at("save", state.step)
     work.saver.start(state)
 
 
@@ -194,12 +200,14 @@ def _record(
     work: Work,
     step: int,
     lr: float,
+    batches: Sequence[Batch],
     result: StepResult,
     boundary: Boundary,
     step_s: float,
     data_s: float,
     sample: MemorySample | None,
 ) -> None:
+    work.faults.at("extremes", step)
     worst = _worst_of_all(work, sample, step_s - data_s - result.comm_s)
     tokens_per_s = boundary.tokens / step_s
     mfu = tokens_per_s * work.flops_per_token / work.peak_flops if work.peak_flops else None
@@ -222,7 +230,10 @@ def _record(
             least_work_s=worst.least_work_s,
             slowest_rank=worst.slowest_rank,
             sent_bytes=result.sent_bytes,
-            expected_bytes=work.expected_bytes(work.pressure.micro_size),
+            expected_bytes=work.expected_bytes(
+                [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in batches],
+                Action.RECOMPUTE.value in work.pressure.taken,
+            ),
             device_util=work.governor.device_utilization(),
             host_bytes=worst.host_bytes if sample else None,
             host_limit_bytes=sample.host_limit_bytes if sample else None,

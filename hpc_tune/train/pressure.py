@@ -18,6 +18,7 @@ from hpc_tune.config.schema import MemoryConfig
 from hpc_tune.data.loader import PREFETCH_BYTES, Loader
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import LeavingError, MemoryBudgetError
+from hpc_tune.faults import Faults
 from hpc_tune.log import JsonLines, log
 from hpc_tune.memory import aftermath
 from hpc_tune.memory.device import give_back_cache, is_out_of_memory
@@ -59,7 +60,9 @@ def look_back(run_dir: Path) -> Before:
     return Before()
 
 
-def make_governor(memory: MemoryConfig, session: Session, run_dir: Path) -> Governor:
+def make_governor(
+    memory: MemoryConfig, session: Session, run_dir: Path, faults: Faults
+) -> Governor:
     """Return this rank's governor; the first rank of each node keeps the node's last words.
 
     Raises:
@@ -74,6 +77,7 @@ def make_governor(memory: MemoryConfig, session: Session, run_dir: Path) -> Gove
         world.hostname,
         [peer.pid for peer in session.roster if peer.node == world.node],
         aftermath.path_of(run_dir, world.node) if world.local_rank == 0 else None,
+        faults,
     )
     asked, limit = memory.host_limit, governor.limit
     if governor.ranks_bytes() >= limit.num_bytes:

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpc_tune.checkpoint.export import export_adapter, pack_adapter
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import Store
@@ -26,6 +28,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.wrap import prepare_compiler
 from hpc_tune.engine.zero import ZeroEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import JsonLines, configure, log
 from hpc_tune.memory import aftermath
 from hpc_tune.memory.governor import Governor
@@ -57,17 +60,22 @@ from hpc_tune.world.reform import dismiss, wait_outside
 from hpc_tune.world.stop import StopFlag
 
 
-def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) -> int:
+def run(
+    config: RunConfig,
+    stop: StopFlag | None = None,
+    force: bool = False,
+    faults: Faults = NO_FAULTS,
+) -> int:
     """Train as configured, with all ranks that the launcher started; return the exit code.
 
     ``stop`` replaces the one that listens to signals, the time limit and the STOP file. ``force``
-    starts what the plan says does not fit into memory.
+    starts what the plan says does not fit into memory. ``faults`` are for tests.
     """
     session = None
     causes: list[Callable[[BaseException], BaseException]] = []
     run_dir = Path(config.run.dir)
     try:
-        session = bootstrap(config.run, partial(fail, run_dir=run_dir))
+        session = (faults.join or bootstrap)(config.run, partial(fail, run_dir=run_dir))
         configure(session.world.rank)
         if stop is None:
             # A file system is not asked for the STOP file by thousands of ranks each second.
@@ -90,7 +98,7 @@ def run(config: RunConfig, stop: StopFlag | None = None, force: bool = False) ->
             configure(session.world.rank)
             early = EarlyLeave(session, stop, run_dir)
             causes.append(early.cause_of)
-        result = _run(config, session, run_dir, stop, early, causes, force, chosen)
+        result = _run(config, session, run_dir, stop, early, causes, force, chosen, faults)
         causes.clear()  # they hold the engine, whose process groups must be gone at the end
         shutdown(session)
         dismiss(store, outside, result.exit_code)
@@ -111,6 +119,7 @@ def _run(
     causes: list[Callable[[BaseException], BaseException]],
     force: bool,
     chosen: Chosen | None,
+    faults: Faults,
 ) -> Outcome:
     """``causes`` takes what tells of an error what it means."""
     world, mine = session.world, session.world.rank == 0
@@ -120,7 +129,7 @@ def _run(
     governor = together(
         session,
         "looking at the memory",
-        lambda: make_governor(config.memory, session, run_dir),
+        lambda: make_governor(config.memory, session, run_dir, faults),
     )
     training = session.in_training()
     pressure = Pressure(
@@ -163,7 +172,7 @@ def _run(
         engine = together(
             session,
             "loading the model",
-            lambda: _make_engine(inputs, layout, session, config, parallel),
+            lambda: _make_engine(inputs, layout, session, config, parallel, faults),
         )
     saved = None
     if checkpoint is not None:
@@ -179,12 +188,8 @@ def _run(
     micro_size = _micro_size(config, session, engine, governor, layout, saved)
     loader.set_micro_size(micro_size)
 
-    def expected(micro_size: int) -> dict[str, int]:
-        length, num_micro = config.data.seq_len, -(-rows // micro_size)
-        itemsize = built.dtype.itemsize
-        return expected_bytes(
-            size, built.config, layout, parallel, rows * length, num_micro, itemsize
-        )
+    model = (size, built.config, layout, parallel, built.dtype.itemsize)
+    expected = partial(expected_bytes, *model, inputs.loss_share)
 
     def state(step: int, place: dict[str, Any], evals: Evals) -> RunState:
         return RunState(
@@ -200,17 +205,17 @@ def _run(
             pressure.taken,
         )
 
-    limit_s = config.run.timeout
-    pack = None
-    if config.tune.method != "full":
-        pack = partial(pack_adapter, tune=config.tune, base=built.directory)
+    full, limit_s = config.tune.method == "full", config.run.timeout
+    pack = None if full else partial(pack_adapter, tune=config.tune, base=built.directory)
     saver = Saver(
-        training, store, engine, events, config.checkpoint, limit_s, step, pack, governor.admit
+        training, store, engine, events, kept, limit_s, step, pack, governor.admit, faults
     )
     if saved is not None and not before.taken:  # a run that was killed left it there alone
         before = replace(before, taken=tuple(saved.governor))
     pressure.attach(engine, loader, saver, micro_size, inputs.store.path, before)
-    sent = sum(expected(pressure.micro_size).values())
+    tokens, num_micro = rows * config.data.seq_len, -(-rows // pressure.micro_size)
+    micro = (tokens // num_micro, round(inputs.loss_share * tokens / num_micro))
+    sent = sum(expected([micro] * num_micro).values())
     log.info(
         "micro-batches of %d x %d tokens%s",
         min(pressure.micro_size, rows),
@@ -224,8 +229,8 @@ def _run(
 
     governor.enter("first step", "beginning the first step", tell=True)
     governor.fence()
-    name = None if session.device.type == "cpu" else _device_name(session)
-    peak = peak_flops(name) if name else None
+    on_cpu = session.device.type == "cpu"
+    peak = None if on_cpu else peak_flops(torch.cuda.get_device_name(session.device))
     metrics = together(
         session,
         "opening the metrics",
@@ -252,6 +257,7 @@ def _run(
             expected_bytes=expected,
             pressure=pressure,
             profile=StepProfile(training, run_dir, config.train.profiled_steps, step, total_steps),
+            faults=faults,
         ),
         step,
     )
@@ -266,9 +272,7 @@ def _run(
     stop.close()
     on_rank_0(session, "ending the run", lambda: _finish(config, run_dir, store, built, result))
     governor.close()
-    events.write(
-        time=time.time(), step=result.step, rank=0, kind="stop", **{"reason": result.reason}
-    )
+    events.write(time=time.time(), step=result.step, rank=0, kind="stop", reason=result.reason)
     events.close()
     if config.run.report and result.has_time:
         on_rank_0(session, "writing the report", lambda: write_report(run_dir))
@@ -296,8 +300,6 @@ def _make_run_dir(config: RunConfig, run_dir: Path) -> Before:
 
 
 def _make_deterministic() -> None:
-    import torch
-
     # cuBLAS reads it at its first use; without it deterministic matrix products are refused.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -309,18 +311,12 @@ def _make_engine(
     session: Session,
     config: RunConfig,
     parallel: ParallelConfig,
+    faults: Faults,
 ) -> Engine:
     common = (layout, session.device, config.optim, parallel, config.train)
     if parallel.zero_stage is not None:
         return ZeroEngine(inputs.built, *common)
-    counters = inputs.store.attributes.counters
-    return NativeEngine(inputs.built, *common, loss_share=counters.loss_tokens / counters.tokens)
-
-
-def _device_name(session: Session) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(session.device)
+    return NativeEngine(inputs.built, *common, loss_share=inputs.loss_share, faults=faults)
 
 
 def _make_loader(config: RunConfig, inputs: Inputs, layout: Layout, place: Place) -> Loader:

@@ -16,6 +16,7 @@ from hpc_tune.config.schema import CheckpointConfig
 from hpc_tune.engine.base import Engine
 from hpc_tune.engine.native import STATE_NAMES
 from hpc_tune.errors import CheckpointError, HpcTuneError
+from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import JsonLines, log
 from hpc_tune.model.weights import Region, WrittenFile
 from hpc_tune.world.bootstrap import Session
@@ -69,13 +70,14 @@ class Saver:
         step: int,
         pack: Callable[[Path, Sequence[str]], list[WrittenFile]] | None,
         admit: Callable[[int, str], bool] = lambda num_bytes, why: True,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         """Save by ``settings``; ``limit_s``: how long a file system may take no byte.
 
         ``step`` is that of the last checkpoint. ``pack`` makes the adapter folder of a checkpoint
         from the files that hold its weights. ``admit`` is asked for the memory of copies.
         """
-        self._admit = admit
+        self._admit, self._faults = admit, faults
         self._pack = pack
         self.committed_step = step
         self._session, self._store, self._engine, self._events = session, store, engine, events
@@ -120,7 +122,7 @@ class Saver:
                 self._give_up(state.step, error)
                 return
             self._state = state
-            self._writer = Writer(self._parts(), self._staging_bytes())
+            self._writer = Writer(self._parts(), self._staging_bytes(), self._faults)
             self._seen, self._seen_at_s = -1, self._began_s
         if self.waits:
             self.finish()

@@ -4,7 +4,11 @@ import json
 import shlex
 import sys
 
+import pytest
+
 from tests.support.ranks import HANG_S, ROOT
+
+pytestmark = pytest.mark.full
 
 OPTIONS = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=8"]
 

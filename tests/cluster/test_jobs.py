@@ -4,11 +4,14 @@ import subprocess
 import sys
 
 import h5py
+import pytest
 
 from hpc_tune.data.seal import seal
 from tests.support.jobs import SETTINGS, Job, clone, starts
 from tests.support.ranks import HANG_S, rank_environment
 from tests.support.training import outcome, train
+
+pytestmark = pytest.mark.full
 
 
 def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster, tmp_path):

@@ -13,6 +13,8 @@ from tests.support.ranks import rank_environment, run_ranks
 from tests.support.slurm import slurm
 from tests.support.training import losses, outcome, worlds_in, worst_gap
 
+pytestmark = pytest.mark.full
+
 SETTINGS = [
     "train.max_steps=4",
     "data.path=builtin:pydocs:heldout",
@@ -39,7 +41,7 @@ def cluster(tmp_path_factory):
 def train(started_by, n, folder, more=()):
     """Train with ``n`` ranks, without a launcher if None; return the worlds found, by rank."""
     words = [*SETTINGS, f"run.dir={folder / 'run'}", f"data.cache={folder / 'data'}"]
-    argv = started_by.command(n, "-m", "tests.support.told_run", *words)
+    argv = started_by.command(n, "-m", "tests.support.train_and_print_world", *words)
     environment = rank_environment(n or 1, {**started_by.environment, **dict(more)})
     done = run_ranks(argv, environment, RUN_S)
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,8 @@ from tests.support.jobs import SETTINGS, adapter, clone, launch_by, starts
 from tests.support.ranks import descendants, rank_environment
 from tests.support.training import events, outcome, rows
 
+pytestmark = pytest.mark.full
+
 LIMIT_S = 200.0
 LAYOUT = ["model.path=builtin:tiny", "run.device=cpu"]
 LAYOUT += ["parallel.replicate=2", "parallel.shard=2"]

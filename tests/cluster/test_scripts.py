@@ -14,6 +14,8 @@ import pytest
 from tests.support.jobs import Job, adapter, starts
 from tests.support.training import events, outcome, rows
 
+pytestmark = pytest.mark.full
+
 BY_BOTH = pytest.mark.parametrize(
     "launcher", ["srun", pytest.param("mpirun", marks=pytest.mark.soak)]
 )

@@ -1,11 +1,9 @@
 """Models that tests of several modules share."""
 
-import sys
-
 import pytest
 
 from tests.support.random_model import SHAPE_SMALL, write_random_model
-from tests.support.ranks import rank_environment, run_ranks
+from tests.support.ranks import python, rank_environment, run_ranks
 from tests.support.training import SMALL
 
 
@@ -25,7 +23,7 @@ def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
     write_random_model(folder / "model", **SHAPE_SMALL)
     words = [*SMALL, f"model.path={folder / 'model'}", "train.max_steps=1", "tune.method=lora"]
-    argv = [sys.executable, "-m", "hpc_tune", *words, f"run.dir={folder / 'run'}"]
+    argv = [*python(), "-m", "hpc_tune", *words, f"run.dir={folder / 'run'}"]
     done = run_ranks([*argv, f"data.cache={folder / 'data'}"], rank_environment(1), 180.0)
     assert done.returncode == 0, done.stderr
     return folder

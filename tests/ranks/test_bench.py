@@ -33,6 +33,7 @@ def run_bench(tmp_path, *words):
     return json.loads(out.read_text(encoding="utf-8")), done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_hpc_tune_and_a_peer_train_on_the_same_tokens(tmp_path, ragged):
     write_tiny(tmp_path / "tiny")
@@ -54,6 +55,7 @@ def test_hpc_tune_and_a_peer_train_on_the_same_tokens(tmp_path, ragged):
     assert os.listdir(tmp_path / "work") == [], "nothing of the runs is left"
 
 
+@pytest.mark.full
 def test_a_configuration_on_one_and_two_ranks(tmp_path):
     told, shown = run_bench(
         tmp_path,
@@ -82,6 +84,7 @@ def test_wrong_words_are_refused_first(tmp_path, words, said, capsys, monkeypatc
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "ranks"), [("lora", "2"), ("qlora", "1")])
 def test_a_model_without_weights_does_its_steps(tmp_path, method, ranks):
     write_tiny(tmp_path / "tiny")

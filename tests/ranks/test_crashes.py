@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from random import Random
@@ -15,7 +14,7 @@ from hpc_tune.checkpoint.store import Store, verify
 from hpc_tune.errors import CheckpointError
 from tests.ranks.test_bad_input import mounted
 from tests.ranks.test_train_ends import ENDLESS, Job
-from tests.support.ranks import rank_environment, run_ranks
+from tests.support.ranks import python, rank_environment, run_ranks
 from tests.support.training import SMALL, events, losses, many_runs, rows, train, worst_gap
 
 METHODS = ("lora", "full")
@@ -30,7 +29,7 @@ def points_of(folder, run_dir, way, method, every):
     settings = [*SAVES, f"tune.method={method}", f"data.cache={folder / 'data'}"]
     out = folder / "points.json"
     program = ["-m", "tests.support.crash_points", str(out), way, str(every), "4"]
-    command = [sys.executable, *program, *settings, f"run.dir={run_dir}"]
+    command = [*python(), *program, *settings, f"run.dir={run_dir}"]
     done = run_ranks(command, rank_environment(1), 1800.0)
     assert done.returncode == 0, done.stderr
     points = json.loads(out.read_text())
@@ -73,6 +72,7 @@ def test_a_save_may_end_at_each_37th_of_its_operations(tmp_path):
     check_ends(tmp_path, "lora", 37)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a small tmpfs")
 def test_the_disk_may_be_full_at_each_37th_operation_of_a_save(tmp_path):
     check_full_disk(tmp_path, "lora", 37)
@@ -145,6 +145,7 @@ def final_adapter(run_dir):
     return (run_dir / "export" / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_twice_ends_with_the_same_bits(tmp_path):
     check_kills(tmp_path, 2, 2, (True,))
 
@@ -155,6 +156,7 @@ def test_a_run_that_is_killed_a_hundred_times_ends_with_the_same_bits(tmp_path):
     check_kills(tmp_path, 4, 100, (True, False))
 
 
+@pytest.mark.full
 def test_an_elastic_run_with_dropout_loses_nothing(tmp_path):
     """1 -> 4 -> 2 -> 3 ranks, ddp -> fsdp -> zero2 -> zero3, each sample once per epoch."""
     legs = [(1, []), (4, ["shard=4"]), (2, ["zero_stage=2"]), (3, ["zero_stage=3"])]
@@ -181,6 +183,7 @@ def flip(file, bit):
         opened.write(bytes([byte ^ 1 << bit % 8]))
 
 
+@pytest.mark.full
 def test_100_flipped_bits_are_all_found_and_none_is_resumed_from(tmp_path):
     random, run_dir = Random(0), tmp_path / "run"
     settings = [*SAVES, "checkpoint.keep=2", "tune.method=lora", f"data.cache={tmp_path}"]
@@ -202,7 +205,7 @@ def test_100_flipped_bits_are_all_found_and_none_is_resumed_from(tmp_path):
         if number < 99:
             flip(file, bit)
     inspected = run_ranks(
-        [sys.executable, "-m", "hpc_tune", "inspect", str(run_dir), "--verify"],
+        [*python(), "-m", "hpc_tune", "inspect", str(run_dir), "--verify"],
         rank_environment(1),
         60.0,
     )

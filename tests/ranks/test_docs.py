@@ -55,22 +55,22 @@ def environment(text):
     folders = [Path(sys.executable).parent]
     folders += [Path(find_mpirun()).parent] if "mpirun" in text else []
     path = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
-    # Threads that wait must not keep the cores from what runs beside a test.
-    return rank_environment(2, {"PATH": path, "OMP_WAIT_POLICY": "PASSIVE"})
+    return rank_environment(2, {"PATH": path})
 
 
-# The others are followed by make soak: together they take minutes.
-SHORT = ("coming-from", "data", "extending", "report", "resume", "slurm")
+QUICK = ("coming-from", "extending")
+SHORT = ("data", "report", "resume", "slurm")
+
+
+def marks_of(page):
+    """The long pages are followed by make soak: together they take minutes."""
+    if page.stem in QUICK:
+        return ()
+    return pytest.mark.full if page.stem in SHORT else pytest.mark.soak
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(p, marks=() if p.stem in SHORT else pytest.mark.soak, id=p.stem)
-        for p in pages()
-    ],
-)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=marks_of(p), id=p.stem) for p in pages()])
 def test_what_a_page_says_can_be_typed(page, clone):
     run = [command for command in commands_of(page) if command.not_run is None]
     script = script_of(run)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.hosts import hosts
 from tests.support.launchers import launcher
-from tests.support.ranks import find_mpirun, mpirun, rank_environment, run_ranks
+from tests.support.ranks import HANG_S, find_mpirun, mpirun, rank_environment, run_ranks
 
 DOCTOR = ["-m", "hpc_tune", "doctor", "run.device=cpu"]
 
@@ -32,13 +32,15 @@ def test_two_good_ranks_have_a_link_and_no_errors(tmp_path):
     assert list(tmp_path.iterdir()) == [], "the test of the folder leaves nothing"
 
 
+@pytest.mark.full
 def test_one_process_alone_is_told_without_links(tmp_path):
-    done = run_ranks([sys.executable, *DOCTOR, f"run.dir={tmp_path}"], rank_environment(1), 60)
+    done = run_ranks([sys.executable, *DOCTOR, f"run.dir={tmp_path}"], rank_environment(1), HANG_S)
     assert done.returncode == 0, done.stderr
     assert "rank 0" in done.stdout
     assert "links" not in done.stdout
 
 
+@pytest.mark.full
 def test_faults_of_a_node_are_found(tmp_path):
     if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"]).returncode:
         pytest.skip("mounts need root")
@@ -54,7 +56,7 @@ def test_faults_of_a_node_are_found(tmp_path):
     # Open MPI itself would fail at the full folder.
     environment = rank_environment(2, {"OMPI_MCA_btl": "self,tcp"})
     shell = ["unshare", "--mount", "sh", "-c", faults + shlex.join(argv)]
-    done = run_ranks(shell, environment, 120)
+    done = run_ranks(shell, environment, HANG_S)
     assert done.returncode not in (0, 2), done.stdout + done.stderr
     for words in (
         f"data.cache {cache} on ",
@@ -79,6 +81,7 @@ def mpi_of(mpirun):
     return subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("started_by", ["Open MPI", "MPICH"])
 def test_an_mpi4py_of_another_mpi_than_the_launcher_is_named(tmp_path, started_by):
     words = [*DOCTOR, f"run.dir={tmp_path}"]
@@ -89,7 +92,7 @@ def test_an_mpi4py_of_another_mpi_than_the_launcher_is_named(tmp_path, started_b
         loaded = "MPICH Version"
     else:  # that of PyPI finds its own libraries
         argv, loaded = mpich("PyPI").command(2, *words), "Open MPI v"
-    done = run_ranks(argv, rank_environment(2), 60)
+    done = run_ranks(argv, rank_environment(2), HANG_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "says rank 0 of 2, but MPI says rank 0 of 1: mpi4py has loaded" in done.stderr
     assert loaded in done.stderr
@@ -97,20 +100,22 @@ def test_an_mpi4py_of_another_mpi_than_the_launcher_is_named(tmp_path, started_b
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_an_mpich_that_would_end_its_ranks_within_mpi_init_is_named_before(tmp_path):
     library = mpich("PyPI").environment
     argv = [find_mpirun(), "-np", "2", sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
-    done = run_ranks(argv, rank_environment(2, library), 60)
+    done = run_ranks(argv, rank_environment(2, library), HANG_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "says rank 0 of 2, but this library cannot start: mpi4py has loaded" in done.stderr
     assert "which is not the MPI of this launcher" in done.stderr
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_the_right_library_for_the_same_launcher_has_no_errors(tmp_path):
     right = mpich("Debian")
     argv = right.command(2, *DOCTOR, f"run.dir={tmp_path}")
-    done = run_ranks(argv, rank_environment(2, right.environment), 60)
+    done = run_ranks(argv, rank_environment(2, right.environment), HANG_S)
     assert done.returncode == 0, done.stderr
     assert "launcher  mpich and MPICH Version: " in done.stdout
 
@@ -139,6 +144,7 @@ def test_two_ranks_on_one_device_are_named(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_rank_with_another_version_is_named(tmp_path):
     told = tmp_path / "torch-1.0.dist-info" / "METADATA"
     told.parent.mkdir()
@@ -146,11 +152,12 @@ def test_a_rank_with_another_version_is_named(tmp_path):
     rank = [sys.executable, *DOCTOR, f"run.dir={tmp_path}"]
     env = rank_environment(2)
     other = ["env", f"PYTHONPATH={tmp_path}:{env['PYTHONPATH']}", *rank]
-    done = run_ranks([find_mpirun(), "-np", "1", *rank, ":", "-np", "1", *other], env, 60)
+    done = run_ranks([find_mpirun(), "-np", "1", *rank, ":", "-np", "1", *other], env, HANG_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ERROR  torch differs: 1.0 on " in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launched", [False, True])
 def test_there_are_colours_where_a_person_looks(tmp_path, launched):
     """Open MPI shows every rank a terminal, so who looks is told by mpirun's own output."""
@@ -159,7 +166,7 @@ def test_there_are_colours_where_a_person_looks(tmp_path, launched):
     seen = on_terminal(argv, rank_environment(2))
     assert "\033[" in seen
     assert "\033[" not in on_terminal(argv, rank_environment(2, {"NO_COLOR": "1"}))
-    piped = run_ranks(argv, rank_environment(2), 60).stdout
+    piped = run_ranks(argv, rank_environment(2), HANG_S).stdout
     assert "launcher  " in piped
     assert "\033[" not in piped
 
@@ -178,7 +185,7 @@ def on_terminal(argv, environment):
     except OSError:  # so the end of a terminal shows
         pass
     os.close(reads)
-    assert process.wait(60) in (0, 1)
+    assert process.wait(HANG_S) in (0, 1)
     return b"".join(shown).decode()
 
 
@@ -194,12 +201,13 @@ def test_sixteen_ranks_take_less_than_a_minute(tmp_path):
 
 def test_a_loopback_master_is_said_before_anyone_waits(tmp_path):
     extra = {"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"}
-    done = run_ranks([sys.executable, *DOCTOR], rank_environment(1, extra), 60)
+    done = run_ranks([sys.executable, *DOCTOR], rank_environment(1, extra), HANG_S)
     assert done.returncode == 1
     assert "each node's own address, on 2 nodes" in done.stderr
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_slow_host_among_four_is_named(tmp_path):
     with hosts(4, tmp_path) as made:
         if not find_mpirun().endswith("mpirun"):
@@ -215,7 +223,7 @@ def test_a_slow_host_among_four_is_named(tmp_path):
         options += f" --mca btl_tcp_if_include {made.network} -x PYTHONPATH"
         command = [sys.executable, *DOCTOR, f"run.dir={tmp_path}", "run.threads=1"]
         argv = made.on(0, find_mpirun(), *options.split(), shlex.join(command))
-        done = run_ranks(argv, rank_environment(4), 120)
+        done = run_ranks(argv, rank_environment(4), HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all links of node 2: " in done.stdout, done.stdout
     assert done.stdout.count("slow link") == 1, done.stdout

@@ -3,14 +3,13 @@
 import itertools
 import json
 import shutil
-import sys
 
 import pytest
 import torch
 
 from hpc_tune.model.builtin import write_tiny
 from tests.support.random_model import write_random_llama
-from tests.support.ranks import mpirun, rank_environment, run_ranks
+from tests.support.ranks import mpirun, python, rank_environment, run_ranks
 from tests.support.training import SMALL, losses, many_runs, worst_gap
 
 RECOMPUTE = ("none", "selective", "full")
@@ -63,7 +62,7 @@ def variant(n, recompute, accumulation, compiled=False):
     ]
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_recompute_and_accumulation_change_no_loss(shared, references, n):
     runs = {
         f"{recompute} {accumulation}": variant(n, recompute, accumulation)
@@ -107,6 +106,7 @@ def test_4_bit_bases_and_learned_magnitudes_give_the_same_losses_in_every_layout
     assert worst_gap(references["lora"], references["qlora"]) > 1e-3, "nothing was rounded"
 
 
+@pytest.mark.full
 def test_an_adapter_to_begin_with_is_the_same_in_every_layout(shared, references):
     start = f"tune.init_from={shared / 'lora' / 'export' / 'adapter'}"
     runs = {"replicate": "replicate=2", "shard": "shard=2", "zero 3": "zero_stage=3"}
@@ -124,13 +124,14 @@ def compile_cost(overrides, n=1):
     """Return what compiling cost each rank of a run."""
     program = ["-m", "tests.support.compile_cost", *overrides]
     if n == 1:
-        done = run_ranks([sys.executable, *program], rank_environment(1), 600.0)
+        done = run_ranks([*python(), *program], rank_environment(1), 600.0)
     else:
         done = mpirun(n, program, timeout=600.0)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.full
 def test_compiled_losses_are_those_of_eager_and_ragged_lengths_and_a_second_start_compile_nothing(
     shared, references
 ):

@@ -17,28 +17,31 @@ from tests.support.ranks import HANG_S, find_mpirun, rank_environment, run_ranks
 from tests.support.training import SMALL, events, losses, many_runs, outcome, worst_gap
 
 MIB = 1 << 20
-LAYOUTS = {
-    1: ("single",),
-    2: ("replicate=2", "shard=2", "pipeline=2", "tensor=2", "zero_stage=2", "zero_stage=3"),
-}
+LAYOUTS = [
+    (2, ("shard=2", "pipeline=2")),
+    pytest.param(1, ("single",), marks=pytest.mark.full),
+    pytest.param(
+        2, ("replicate=2", "tensor=2", "zero_stage=2", "zero_stage=3"), marks=pytest.mark.full
+    ),
+]
 # Two rows per step and rank at the least; each rung has a step to show what it gives.
 PRESSED = ["CALM", *["HIGH"] * 14, "CALM"]
 SETTINGS = [*SMALL, "train.max_steps=20", "batch.micro_size=4", "tune.method=lora"]
 SETTINGS.append("tune.dropout=0.1")
 
 
-@pytest.mark.parametrize("n", list(LAYOUTS))
-def test_a_run_that_is_pushed_down_the_ladder_has_the_same_losses(tmp_path, n):
+@pytest.mark.parametrize(("n", "layouts"), LAYOUTS)
+def test_a_run_that_is_pushed_down_the_ladder_has_the_same_losses(tmp_path, n, layouts):
     common = [*SETTINGS, "checkpoint.every_steps=5", f"data.cache={tmp_path / 'data'}"]
     jobs = []
-    for layout in LAYOUTS[n]:
+    for layout in layouts:
         axis = [] if layout == "single" else [f"parallel.{layout}"]
         for name, levels in (("pressed", PRESSED), ("calm", ["CALM"])):
             overrides = [*common, *axis, f"run.dir={tmp_path / layout / name}"]
             jobs.append({"overrides": overrides, "levels": levels})
-    codes = many_runs(n, jobs, tmp_path, 600, "tests.support.pressed_runs")
+    codes = many_runs(n, jobs, tmp_path, 600, "tests.support.runs_at_levels")
     assert codes == [0] * len(jobs)
-    for layout in LAYOUTS[n]:
+    for layout in layouts:
         pressed = tmp_path / layout / "pressed"
         gap = worst_gap(losses(pressed), losses(tmp_path / layout / "calm"))
         done = [event["action"] for event in events(pressed, "governor") if "action" in event]
@@ -77,7 +80,7 @@ REPEATS = 10
 
 def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=HANG_S, neighbour=None):
     words = [*HUNGRY, f"run.dir={run_dir}", f"data.cache={run_dir.parent / 'data'}", *overrides]
-    argv = [sys.executable, "-m", "tests.support.greedy", way, str(num_bytes), *words]
+    argv = [sys.executable, "-m", "tests.support.memory_hog", way, str(num_bytes), *words]
     if n > 1:
         argv = [find_mpirun(), "-np", str(n), *argv]
     return group.run(argv, n, timeout, neighbour)
@@ -208,7 +211,7 @@ def check_merge(limited, tmp_path, tuned):
         assert group.kills == 0
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [SHORT[0], pytest.param(SHORT[1], marks=pytest.mark.full)])
 def test_where_the_kernel_would_have_killed_the_run_leaves_and_then_finishes(tmp_path, name):
     check_way(memory_group, tmp_path, name)
 
@@ -259,6 +262,7 @@ def test_merging_holds_one_tensor_where_the_whole_model_does_not_fit(tmp_path, t
         check_merge(memory_group, tmp_path / str(number), tuned)
 
 
+@pytest.mark.soak
 def test_what_a_group_far_below_takes_is_seen_within_a_second(tmp_path):
     metrics = tmp_path / "metrics"
     metrics.write_text("1\n2\n3\n")
@@ -286,6 +290,7 @@ for _ in range(25):
 """
 
 
+@pytest.mark.soak
 def test_what_a_rank_takes_and_frees_is_not_counted_twice(tmp_path):
     with memory_group(LIMIT) as group, group.below("step", "task") as task:
         limit = HostLimit(LIMIT, "the test", group.folder)
@@ -306,6 +311,7 @@ def test_what_a_rank_takes_and_frees_is_not_counted_twice(tmp_path):
     assert most < len(errors) / 20
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_is_told_of_by_the_next_start_and_by_inspect(tmp_path):
     with memory_group(LIMIT) as group:
         run_dir = tmp_path / "run"

@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import pytest
+
 from tests.support.ranks import mpirun
 
 STEPS = ["train.max_steps=6", "data.seq_len=128", "batch.global_size=4", "train.eval_rows=4"]
@@ -15,6 +17,7 @@ def run(folder, *words):
     return done, [row["loss"] for row in map(json.loads, lines) if "loss" in row]
 
 
+@pytest.mark.full
 def test_two_steps_are_traced_on_each_rank_and_told_by_kind_without_another_loss(tmp_path):
     done, losses = run(tmp_path / "profiled", "train.profile=4:2")
     folder = tmp_path / "profiled" / "profile"
@@ -39,6 +42,7 @@ def test_two_steps_are_traced_on_each_rank_and_told_by_kind_without_another_loss
     assert losses == plain
 
 
+@pytest.mark.full
 def test_steps_that_the_run_does_not_do_are_told_and_nothing_is_profiled(tmp_path):
     done, _ = run(tmp_path / "run", "train.profile=7:1")
     assert done.stderr.count("train.profile=7:1 is not among the steps that this run does") == 1

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.support.ranks import find_mpirun, mpirun, rank_environment, started
+from tests.support.ranks import HANG_S, find_mpirun, mpirun, rank_environment, started
 
 PROGRAM = """
 import json, os, sys, time
@@ -60,7 +60,13 @@ def told(text):
 
 @pytest.mark.parametrize(
     ("n", "ranks"),
-    [(1, [0]), (2, [1, 0]), (4, [0, 1, 2, 3]), (4, [2, 0]), (4, [0]), (3, [2, 0, 1])],
+    [
+        (4, [2, 0]),
+        *(
+            pytest.param(n, ranks, marks=pytest.mark.full)
+            for n, ranks in ((1, [0]), (2, [1, 0]), (4, [0, 1, 2, 3]), (4, [0]), (3, [2, 0, 1]))
+        ),
+    ],
 )
 def test_some_ranks_in_any_order_are_a_world_of_their_own(n, ranks):
     done = mpirun(n, ["-c", PROGRAM], env=environment(ranks))
@@ -81,12 +87,14 @@ def test_some_ranks_in_any_order_are_a_world_of_their_own(n, ranks):
         assert row["mesh"] == size
 
 
+@pytest.mark.full
 def test_those_outside_leave_with_the_exit_code_of_the_run():
     done = mpirun(3, ["-c", PROGRAM], env=environment([0, 2], code=75))
     assert done.returncode == 75, done.stderr
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_those_outside_leave_when_a_rank_inside_fails():
     began_s = time.monotonic()
     done = mpirun(3, ["-c", PROGRAM], env=environment([0, 2], fails="1", work_s=0.5))
@@ -95,12 +103,13 @@ def test_those_outside_leave_when_a_rank_inside_fails():
     assert time.monotonic() - began_s < 45
 
 
+@pytest.mark.full
 def test_nobody_stays_when_a_rank_inside_is_killed():
     argv = [find_mpirun(), "-np", "3", sys.executable, "-c", PROGRAM]
     with started(argv, rank_environment(3, environment([0, 2], work_s=100.0))) as job:
         rows = [json.loads(job.stdout.readline()) for _ in range(3)]
         os.kill(next(row["pid"] for row in rows if row.get("is") == 0), signal.SIGKILL)
-        job.communicate(timeout=30)
+        job.communicate(timeout=HANG_S)
         assert job.returncode != 0
         for row in rows:
             until_s = time.monotonic() + 10

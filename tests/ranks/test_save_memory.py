@@ -23,7 +23,7 @@ SHAPE_SMALL = {
 def measure(n, axis, model, folder, num_saves, budget, timeout):
     program = ["-m", "tests.support.save_memory", str(model), str(folder), str(num_saves)]
     settings = [f"parallel.{axis}={n}", f"checkpoint.staging_bytes={budget}"]
-    done = mpirun(n, [*program, *settings], timeout=timeout)
+    done = mpirun(n, [*program, *settings], timeout=timeout, cold=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -48,6 +48,7 @@ def check(n, axis, folder, shape, num_saves, budget, timeout):
     return waits
 
 
+@pytest.mark.full
 def test_saves_of_a_small_model_stay_within_the_budget(tmp_path):
     check(2, "shard", tmp_path, SHAPE_SMALL, 4, 40 * MIB, HANG_S)
 

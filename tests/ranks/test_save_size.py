@@ -1,5 +1,6 @@
 """How many bytes the checkpoint of an adapter takes."""
 
+import pytest
 from safetensors.torch import load_file
 
 from hpc_tune.checkpoint.locate import describe
@@ -10,6 +11,7 @@ from tests.support.training import SMALL, many_runs
 LAYOUTS = ("shard=2", "pipeline=2", "zero_stage=3")
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_the_adapter_and_its_optimizer_state(tmp_path):
     settings = [*SMALL, "tune.method=lora", "tune.rank=64", "train.max_steps=1"]
     settings.append(f"data.cache={tmp_path / 'data'}")

@@ -44,6 +44,7 @@ def leave(run_dir, phase, number, background=True):
     return took_s
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("phase", "number"),
     [

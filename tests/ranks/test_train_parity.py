@@ -38,6 +38,7 @@ def references(shared):
     return {m: losses(shared / f"one-{m}") for m in METHODS}
 
 
+@pytest.mark.full
 def test_losses_do_not_depend_on_the_number_of_ranks(shared, references):
     """3 ranks do not divide the 8 rows of a step. (tests/ranks/test_layouts.py has the layouts.)"""
     layouts = ["full replicate", "full shard", "lora shard"]
@@ -58,7 +59,9 @@ def test_training_reduces_the_loss(references):
         assert curve[-1] < curve[0] - 0.3, method
 
 
-@pytest.mark.parametrize(("n", "axis"), [(1, "replicate"), (2, "shard")])
+@pytest.mark.parametrize(
+    ("n", "axis"), [pytest.param(1, "replicate", marks=pytest.mark.full), (2, "shard")]
+)
 def test_a_run_stopped_at_every_step_goes_on_with_bitwise_the_same_losses(shared, n, axis):
     layout = [*METHODS["lora"], f"parallel.{axis}={n}", "tune.dropout=0.1"]
     stops = range(1, STEPS) if n == 1 else (1, 4, 7)

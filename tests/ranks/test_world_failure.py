@@ -97,7 +97,7 @@ def test_a_killed_rank_ends_the_job_in_seconds_and_is_named(victim, tmp_path):
 def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(uncaught):
     env = {"CAUSE": "raise", "VICTIM": "2", "UNCAUGHT": uncaught}
     began_s = time.monotonic()
-    done = mpirun(4, ["-c", PROGRAM], timeout=30, env=env)
+    done = mpirun(4, ["-c", PROGRAM], timeout=30, env=env, cold=True)
     assert time.monotonic() - began_s < 25
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1, done.stderr

@@ -45,8 +45,7 @@ def test_ranks_meet_on_the_network_that_every_host_reaches(two_hosts, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(test_world_launch.PROGRAM)
     env = rank_environment(4, {"CAUSE": "", "VICTIM": "0"})
-    began_s = time.monotonic()
-    done = run_ranks(command_on(two_hosts, 4, program), env, 90)
+    done = run_ranks(command_on(two_hosts, 4, program), env, HANG_S)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(row["world"] for row in rows) == [
@@ -55,9 +54,9 @@ def test_ranks_meet_on_the_network_that_every_host_reaches(two_hosts, tmp_path):
     assert {row["interface"] for row in rows} == {"eth0"}
     assert rows[0]["sum"] == [4, 6, 2]
     assert "4 ranks on 2 nodes" in done.stderr
-    assert time.monotonic() - began_s < 60
 
 
+@pytest.mark.full
 def test_hosts_whose_first_interface_has_no_cable_come_up(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(test_world_launch.PROGRAM)
@@ -67,7 +66,7 @@ def test_hosts_whose_first_interface_has_no_cable_come_up(tmp_path):
         shell = made.on(0, sys.executable, "-c", shlex.quote(names))
         assert run_ranks(shell, rank_environment(1), 30).stdout.split() == ["lo", "eno1", "eth0"]
         env = rank_environment(2, {"CAUSE": "", "VICTIM": "0"})
-        done = run_ranks(command_on(made, 2, program), env, 90)
+        done = run_ranks(command_on(made, 2, program), env, HANG_S)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert sorted(row["world"] for row in rows) == [
@@ -76,6 +75,7 @@ def test_hosts_whose_first_interface_has_no_cable_come_up(tmp_path):
     assert {row["interface"] for row in rows} == {"eth0"}
 
 
+@pytest.mark.full
 def test_a_rank_killed_on_the_other_host_is_named(two_hosts, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(test_world_failure.PROGRAM)
@@ -84,13 +84,14 @@ def test_a_rank_killed_on_the_other_host_is_named(two_hosts, tmp_path):
         pids = test_world_failure.pids_of(job, 4)
         time.sleep(0.5)
         os.kill(pids[3], signal.SIGKILL)
-        _, stderr = job.communicate(timeout=15)
+        _, stderr = job.communicate(timeout=HANG_S)
         assert job.returncode != 0
         assert re.search(rf"rank 3 \(pid {pids[3]} on host {two_hosts.names[1]}\) is gone", stderr)
         assert stderr.count("Traceback") == 1, stderr
         assert test_world_failure.wait_until_gone(pids.values(), 3) == []
 
 
+@pytest.mark.full
 def test_srun_without_mpi_meets_across_hosts(two_hosts):
     add_stray(two_hosts.names[0], "ib0", "10.250.1.1/24")
     step = {

@@ -95,9 +95,9 @@ def check_world(rows, n, launcher):
         assert row["nonce"] == rows[0]["nonce"]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 5)), 4])
 def test_mpirun_makes_a_world(n):
-    done = mpirun(n, ["-c", PROGRAM])
+    done = mpirun(n, ["-c", PROGRAM], cold=True)
     check_world(told_by(done), n, MPI)
     nodes = "1 rank" if n == 1 else f"{n} ranks"
     assert done.stderr.count(f"{nodes} on 1 node, ") == 1
@@ -110,7 +110,7 @@ def test_torchrun_makes_a_world(tmp_path):
 
 
 def test_a_single_process_is_a_world_of_one():
-    done = run_ranks([sys.executable, "-c", PROGRAM], rank_environment(1), 60)
+    done = run_ranks([sys.executable, "-c", PROGRAM], rank_environment(1), HANG_S)
     rows = told_by(done)
     check_world(rows, 1, ["single"])
     assert rows[0]["cpus"] == sorted(os.sched_getaffinity(0))
@@ -155,6 +155,7 @@ def test_srun_without_mpi_makes_a_world():
     check_world(rows, n, ["slurm"])
 
 
+@pytest.mark.full
 def test_two_jobs_at_the_same_time_do_not_meet():
     command = [find_mpirun(), "-np", "2", sys.executable, "-c", PROGRAM]
     env = rank_environment(4)
@@ -195,7 +196,7 @@ def test_an_mpi4py_of_another_mpi_is_found_and_explained():
     find_mpirun()
     env = rank_environment(1, {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"})
     program = FAILING.format(before="", settings="")
-    done = run_ranks([sys.executable, "-c", program], env, 60)
+    done = run_ranks([sys.executable, "-c", program], env, HANG_S)
     assert done.returncode == 1
     assert "the launcher (openmpi) says rank 2 of 4, but MPI says rank 0 of 1" in done.stderr
     assert re.search("mpi4py has loaded '(Open MPI v|MPICH|Intel)", done.stderr)
@@ -203,6 +204,7 @@ def test_an_mpi4py_of_another_mpi_is_found_and_explained():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_missing_mpi4py_is_explained_once():
     before = "sys.modules['mpi4py'] = None"
     done = mpirun(2, ["-c", FAILING.format(before=before, settings="")])
@@ -214,6 +216,7 @@ def test_a_missing_mpi4py_is_explained_once():
     assert "pip install --no-binary=mpi4py mpi4py" in done.stderr
 
 
+@pytest.mark.full
 def test_an_unknown_interface_ends_the_world_with_one_message():
     done = mpirun(2, ["-c", FAILING.format(before="", settings="interface='ib77'")])
     assert done.returncode == 1

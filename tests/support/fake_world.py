@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.config.load import load_config
+from hpc_tune.faults import Faults, Place
 from hpc_tune.world.discover import World
 
 PER_NODE = 8
@@ -44,6 +45,10 @@ class Counts:
         if str(path).startswith(self._folder) and "/memory/" not in str(path):
             self.add("opens")
 
+    def at(self, place: Place, step: int) -> None:
+        if place == "step":
+            self.phases.append(Counter())
+
     def told(self) -> dict[str, Counter]:
         # start, steps 1 to 4 (the first does more, the last ends with a save)
         return {"start": self.phases[0], "step": self.phases[2], "end": self.phases[STEPS]}
@@ -53,6 +58,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     counts = Counts(folder)
     sys.addaudithook(lambda event, args: counts.opened(args[0]) if event == "open" else None)
+    count_libraries(counts)
     model, data = make_inputs(folder)
     told = {}
     for size in map(int, sys.argv[2:]):
@@ -77,6 +83,24 @@ def main() -> None:
     print(json.dumps(told))
 
 
+def count_libraries(counts: Counts) -> None:
+    """Count the files of those that open them without Python's open."""
+    import h5py
+    import safetensors
+
+    real_init, real_open = h5py.File.__init__, safetensors.safe_open
+
+    def init(self, name, *more, **options):
+        counts.opened(name)
+        real_init(self, name, *more, **options)
+
+    def safe_open(name, *more, **options):
+        counts.opened(name)
+        return real_open(name, *more, **options)
+
+    h5py.File.__init__, safetensors.safe_open = init, safe_open
+
+
 def make_inputs(folder: Path) -> tuple[Path, Path]:
     from hpc_tune.data.prepare import prepare
     from hpc_tune.model.build import load_tokenizer
@@ -92,20 +116,29 @@ def make_inputs(folder: Path) -> tuple[Path, Path]:
 
 def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -> None:
     """Do the run as one rank; ``said`` takes what rank 0 broadcasts, and gives it to another."""
-    import h5py
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from hpc_tune.engine.native import NativeEngine
-    from hpc_tune.model import weights
-    from hpc_tune.train import run
-    from hpc_tune.train.ending import EarlyLeave
+    from hpc_tune.train.run import run
     from hpc_tune.world.bootstrap import Peer, Session
     from hpc_tune.world.stop import StopFlag
 
     heard = iter(said)
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+    def join(settings, lost):
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        place = (rank % PER_NODE, min(PER_NODE, size), rank // PER_NODE, -(-size // PER_NODE))
+        return Session(
+            world=World(rank, size, *place, f"n{rank // PER_NODE}", "fake"),
+            device=torch.device("cpu"),
+            cpu_group=dist.group.WORLD,
+            roster=tuple(Peer(r, r // PER_NODE, f"n{r // PER_NODE}", 1) for r in range(size)),
+            store=dist.HashStore(),
+            nonce="0",
+            threads=1,
+            sees_local_pids=False,
+        )
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         counts.add("all_reduce")
@@ -128,20 +161,14 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         values[:] = [[] if isinstance(value, list) else value] * size
         values[rank] = value
 
-    def counted(owner, name, what, path=False):
+    def counted(owner, name, what):
         made = getattr(owner, name)
 
         def wrapper(*args, **kwargs):
-            counts.opened(args[what]) if path else counts.add(what)
+            counts.add(what)
             return made(*args, **kwargs)
 
         return owner, name, wrapper
-
-    step = NativeEngine.train_step
-
-    def train_step(*args):
-        counts.phases.append(Counter())
-        return step(*args)
 
     changes = [
         (dist, "all_reduce", all_reduce),
@@ -150,37 +177,16 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         counted(dist, "barrier", "barrier"),
         counted(dist, "new_group", "groups"),
         counted(dist.distributed_c10d, "_new_group_with_tag", "group_calls"),
-        # Libraries that open files without Python's open.
-        counted(h5py.File, "__init__", 1, path=True),
-        counted(weights, "safe_open", 0, path=True),
-        (NativeEngine, "train_step", train_step),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     for owner, name, changed in changes:
         setattr(owner, name, changed)
     try:
-        roster = tuple(Peer(r, r // PER_NODE, f"n{r // PER_NODE}", 1) for r in range(size))
-        place = (rank % PER_NODE, min(PER_NODE, size), rank // PER_NODE, -(-size // PER_NODE))
-        session = Session(
-            world=World(rank, size, *place, f"n{rank // PER_NODE}", "fake"),
-            device=torch.device("cpu"),
-            cpu_group=dist.group.WORLD,
-            roster=roster,
-            store=dist.HashStore(),
-            nonce="0",
-            threads=1,
-            sees_local_pids=False,
-        )
-        run_dir = Path(config.run.dir)
-        stop = StopFlag(None)
-        early = EarlyLeave(session, stop, run_dir)
-        result = run._run(config, session, run_dir, stop, early, [], False, None)
-        assert result.status == "done"
+        assert run(config, StopFlag(None), faults=Faults(join=join, at=counts.at)) == 0
         assert next(heard, None) is None or rank == 0, "the ranks took different ways"
     finally:
         for owner, name, old in before:
             setattr(owner, name, old)
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

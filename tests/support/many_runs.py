@@ -1,18 +1,26 @@
 """A program for the ranks of one launch: does several training runs one after another.
 
-    python -m tests.support.many_runs JOBS.json
+    python -m tests.support.many_runs JOBS.json RESULTS FIRST
 
 JOBS.json is a list of {"overrides": [...], "stop_after": steps or null}. Each rank trains each of
-them as ``python -m hpc_tune`` would; one launch instead of many saves the seconds of importing.
+them, from number FIRST on, as ``python -m hpc_tune`` would. Rank 0 announces each on stderr, so
+that what is printed can be told apart, and appends its exit code to the file RESULTS.
 """
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hpc_tune.config.load import load_config
+from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.train.run import run
+from hpc_tune.world.discover import rank_hint
 from hpc_tune.world.stop import StopFlag
+
+ROW = "== run"
 
 
 class StopAfter(StopFlag):
@@ -32,12 +40,24 @@ class StopAfter(StopFlag):
         return "the test's stop" if self._left < 0 else None
 
 
-def main() -> None:
-    codes = []
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        config = load_config(job.get("config"), job["overrides"])
-        codes.append(run(config, StopAfter(job.get("stop_after"))))
-    print(json.dumps(codes))
+def train(job: dict[str, Any], faults: Faults = NO_FAULTS) -> int:
+    """Do one job; return its exit code."""
+    config = load_config(job.get("config"), job["overrides"])
+    return run(config, StopAfter(job.get("stop_after")), faults=faults)
+
+
+def main(do: Callable[[dict[str, Any]], int] = train) -> None:
+    jobs, results, first = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    is_first_rank = rank_hint(os.environ) == 0
+    for number, job in enumerate(json.loads(jobs.read_text())):
+        if number < first:
+            continue
+        if is_first_rank:
+            print(f"{ROW} {number}", file=sys.stderr, flush=True)
+        code = do(job)
+        if is_first_rank:
+            with results.open("a") as out:
+                out.write(f"{code}\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 # Ends a run that hangs, before pytest ends the test. Says nothing about speed: what takes seconds
 # takes minutes on a slow machine with a busy neighbour.
@@ -34,6 +36,16 @@ def find_mpirun() -> str:
     return found
 
 
+def python(cold: bool = False) -> list[str]:
+    """Return what runs Python programs in a rank's place.
+
+    Warm (see warm.py) where nothing of the test depends on how the process came to be;
+    HPC_TUNE_TEST_COLD=1 starts all of them cold, as users do.
+    """
+    is_cold = cold or os.environ.get("HPC_TUNE_TEST_COLD") == "1"
+    return [sys.executable] if is_cold else [*warm.command()]
+
+
 def rank_environment(num_ranks: int, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment in which any user may start more ranks than there are cores.
 
@@ -47,6 +59,8 @@ def rank_environment(num_ranks: int, extra: Mapping[str, str] | None = None) -> 
     env |= {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
+        # Threads that wait must not keep the cores from what runs beside a test.
+        "OMP_WAIT_POLICY": "PASSIVE",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -116,9 +130,10 @@ def mpirun(
     timeout: float = HANG_S,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    cold: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
     """Run ``python argv`` on ``n`` ranks and return its exit code and output."""
-    command = [find_mpirun(), "-np", str(n), sys.executable, *argv]
+    command = [find_mpirun(), "-np", str(n), *python(cold), *argv]
     return run_ranks(command, rank_environment(n, env), timeout, cwd)
 
 

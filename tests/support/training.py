@@ -2,14 +2,17 @@
 
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hpc_tune.checkpoint import store
 from hpc_tune.config.load import load_config
-from tests.support.ranks import HANG_S, mpirun, rank_environment, run_ranks
+from tests.support.many_runs import ROW
+from tests.support.ranks import HANG_S, mpirun, python, rank_environment, run_ranks
 
 TRAIN = ["-m", "hpc_tune"]
 STEPS = 10
@@ -26,6 +29,45 @@ SMALL = [
 ]
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How one run of a shared launch ended, and what its ranks printed."""
+
+    code: int
+    output: str
+
+
+def launch_runs(
+    n: int,
+    jobs: Sequence[Mapping[str, Any]],
+    folder: Path,
+    timeout: float = HANG_S,
+    program: str = "tests.support.many_runs",
+) -> list[Ended]:
+    """Do ``jobs`` (see many_runs.py) on ``n`` ranks of one launch; return how each ended.
+
+    One that dies takes the launch with it: the others go on in another launch.
+    """
+    file, results = folder / f"jobs-{n}.json", folder / f"results-{n}.jsonl"
+    file.write_text(json.dumps(list(jobs)))
+    results.write_text("")
+    ended: list[Ended] = []
+    while len(ended) < len(jobs):
+        words = ["-m", program, str(file), str(results), str(len(ended))]
+        try:
+            done = mpirun(n, words, timeout=timeout)
+        except pytest.fail.Exception as hung:
+            ended += [Ended(1, f"it hung, or one before it: {hung}")] * (len(jobs) - len(ended))
+            return ended
+        _, *printed = re.split(rf"^{ROW} \d+$", done.stderr, flags=re.MULTILINE)
+        codes = [*map(int, results.read_text().split())][len(ended) :]
+        ended += [Ended(*both) for both in zip(codes, printed, strict=False)]
+        if len(ended) < len(jobs):
+            last = printed[len(codes)] if len(codes) < len(printed) else done.stderr
+            ended.append(Ended(done.returncode or 1, last))
+    return ended
+
+
 def many_runs(
     n: int,
     jobs: Sequence[Mapping[str, Any]],
@@ -33,19 +75,21 @@ def many_runs(
     timeout: float = HANG_S,
     program: str = "tests.support.many_runs",
 ) -> list[int]:
-    """Do ``jobs`` (see many_runs.py) on ``n`` ranks of one launch; return their exit codes."""
-    file = folder / f"jobs-{n}.json"
-    file.write_text(json.dumps(list(jobs)))
-    done = mpirun(n, ["-m", program, str(file)], timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    return json.loads(re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)[0])
+    """Return the exit codes of ``jobs`` (see ``launch_runs``); print what failed ones said."""
+    ended = launch_runs(n, jobs, folder, timeout, program)
+    for number, one in enumerate(ended):
+        if one.code not in (0, 75):
+            print(f"run {number} of this launch ended with {one.code}:\n{one.output}")
+    return [one.code for one in ended]
 
 
-def train(overrides: Sequence[str], n: int | None = None, timeout: float = HANG_S) -> Any:
+def train(
+    overrides: Sequence[str], n: int | None = None, timeout: float = HANG_S, cold: bool = False
+) -> Any:
     """Run ``python -m hpc_tune`` with overrides, alone or on ``n`` ranks of mpirun."""
     if n is not None:
-        return mpirun(n, [*TRAIN, *overrides], timeout=timeout)
-    return run_ranks([sys.executable, *TRAIN, *overrides], rank_environment(1), timeout)
+        return mpirun(n, [*TRAIN, *overrides], timeout=timeout, cold=cold)
+    return run_ranks([*python(cold), *TRAIN, *overrides], rank_environment(1), timeout)
 
 
 def rows(run_dir: Path, key: str) -> dict[int, Any]:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2] / "hpc_tune"
 
 # From the lowest floor to the highest; what is in one row must not know its neighbours.
 FLOORS = (
-    ("errors", "units", "log", "lean"),
+    ("errors", "units", "log", "lean", "faults"),
     ("config",),
     ("world", "batch"),
     ("memory", "data", "model", "probe"),

@@ -6,6 +6,8 @@ import time
 
 from hpc_tune.engine.async_io import wait_for_compiler
 
+LIMIT_S = 60.0
+
 
 def test_the_lock_of_a_killed_compiler_is_removed(tmp_path):
     lock = tmp_path / "lock"
@@ -22,23 +24,28 @@ def test_a_compiler_at_work_is_waited_for(tmp_path):
     os.utime(lock, (time.time() - 400,) * 2)
     part.touch()
 
-    def finish():
-        time.sleep(0.5)
-        assert lock.exists()
-        lock.unlink()
-
-    compiler = threading.Thread(target=finish)
-    compiler.start()
-    begun = time.monotonic()
-    wait_for_compiler(lock, every_s=0.05)
-    assert time.monotonic() - begun >= 0.45
-    compiler.join()
+    waiting = threading.Thread(
+        target=wait_for_compiler, args=(lock,), kwargs={"every_s": 0.05}, daemon=True
+    )
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    assert lock.exists()
+    lock.unlink()
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
 
 
 def test_a_lock_that_nobody_writes_beside_ends_the_wait(tmp_path):
     lock = tmp_path / "lock"
     lock.touch()
-    begun = time.monotonic()
-    wait_for_compiler(lock, dead_after_s=0.4, every_s=0.05)
-    assert 0.3 < time.monotonic() - begun < 5
+    waiting = threading.Thread(
+        target=wait_for_compiler,
+        args=(lock,),
+        kwargs={"dead_after_s": 0.4, "every_s": 0.05},
+        daemon=True,
+    )
+    waiting.start()
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
     assert not lock.exists()

@@ -128,6 +128,7 @@ def test_fewer_ranks_are_taken_where_more_are_slower():
     assert slow[0] == Layout(1, 1)
 
 
+@pytest.mark.soak
 def test_among_512_ranks_the_layouts_are_compared_in_seconds():
     """It took minutes when each order of ranks was looked for again for each layout."""
     measured = HARDWARE["h100-ib400"].measured(64, 8)

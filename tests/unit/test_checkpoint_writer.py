@@ -20,7 +20,7 @@ def tensors(num=8):
     return {f"t{i}": torch.full((1000,), float(i)) for i in range(num)}
 
 
-def finished(writer, limit_s=10.0):
+def finished(writer, limit_s=120.0):
     until_s = time.monotonic() + limit_s
     while not writer.over:
         assert time.monotonic() < until_s
@@ -65,18 +65,19 @@ def test_release_copies_no_more_than_the_budget(tmp_path):
         finished(writer)
 
 
+@pytest.mark.full  # of times
 def test_one_large_tensor_that_is_written_slowly_is_no_hung_file_system(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(weights, "SYNC_BYTES", 1 << 16)
     os.mkfifo(tmp_path / "pipe")
     writer = Writer({tmp_path / "pipe": regions_of({"w": torch.zeros(1 << 18)})}, 0)
-    released = threading.Thread(target=writer.release, args=(0.3,))
+    released = threading.Thread(target=writer.release, args=(1.0,))
     released.start()
     received = 0
     with (tmp_path / "pipe").open("rb") as reader:
         while some := reader.read(1 << 16):
             received += len(some)
-            time.sleep(0.1)
+            time.sleep(0.25)
     released.join()
     assert received > 1 << 20
     with pytest.raises(CheckpointError, match="Invalid argument"):  # of syncing a pipe

@@ -28,7 +28,7 @@ def test_bash_is_offered_what_can_stand_there(tmp_path, words, there, absent):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=20,
+        timeout=120,
     )
     offered = done.stdout.split()
     assert set(there) <= set(offered), done.stderr

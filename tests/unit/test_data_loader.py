@@ -239,6 +239,7 @@ def test_evaluation_of_all_rows_has_each_document_once(store):
     assert total == sum(length - 1 for length in LENGTHS)
 
 
+@pytest.mark.soak
 def test_ten_million_documents_open_and_resume_anywhere_in_less_than_a_second(tmp_path):
     num_documents = 10_000_000
     lengths = np.random.default_rng(0).integers(2, 5, num_documents)

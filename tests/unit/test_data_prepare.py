@@ -226,7 +226,7 @@ def test_progress_counts_the_chunks_of_this_rank(source, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-@pytest.mark.parametrize("kind", ["chats", "one long text"])
+@pytest.mark.parametrize("kind", ["chats", pytest.param("one long text", marks=pytest.mark.full)])
 def test_memory_of_preparing_does_not_grow_with_the_file(tmp_path, kind):
     line = json.dumps(chat("why? " * 40, "because " * 200)) + "\n"
     if kind == "chats":

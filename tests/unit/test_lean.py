@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from hpc_tune import lean
+from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 
 def test_nothing_is_collected_meanwhile_and_all_is_as_before_afterwards(monkeypatch):
@@ -35,3 +36,27 @@ def test_one_within_another_ends_with_the_outer_one():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+WITHOUT_COMPILER = """
+import sys
+from hpc_tune.cli import main
+
+def is_there():
+    return "torch._dynamo.convert_frame" in sys.modules
+
+found = [main(sys.argv[1:]), is_there()]
+import torch
+found += [torch.compile(lambda x: 2 * x, backend="eager")(torch.ones(1)).item(), is_there()]
+print(*found)
+"""
+
+
+def test_a_run_imports_no_compiler_and_who_wants_it_later_has_it(tmp_path):
+    words = ["train.max_steps=1", "data.seq_len=64", "batch.global_size=1", f"run.dir={tmp_path}"]
+    words += ["data.path=builtin:pydocs:heldout", "data.eval_path=null", "tune.method=lora"]
+    words += ["run.report=false", "run.tensorboard=false"]
+    argv = [*python(cold=True), "-c", WITHOUT_COMPILER, *words]
+    done = run_ranks(argv, rank_environment(1), HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "False", "2.0", "True"]

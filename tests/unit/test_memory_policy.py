@@ -1,5 +1,7 @@
 """The governor's decisions, as tables."""
 
+from itertools import count, cycle, islice, product
+
 import pytest
 
 from hpc_tune.memory.policy import (
@@ -218,6 +220,14 @@ MIB = 1 << 20
         ([300, 300, 400, 500, 580], 600, 0, True),
         ([592], 600, 0, True),
         ([100], 600, 0, False),
+        *(([300, 420] * 3, limit, 0, False) for limit in range(500, 541, 10)),
+        ([420, 300, 420, 300, 420], 500, 0, False),
+        ([360, 420, 300, 360, 420], 500, 0, False),
+        # 200 MiB/s, and 20 MiB more in every other sample
+        ([380, 380, 420, 420, 460], 600, 0, False),
+        ([400, 440, 440, 480, 480], 600, 0, False),
+        ([420, 420, 460, 460, 500], 600, 0, True),
+        ([420, 460, 460, 500, 500], 600, 0, True),
     ],
 )
 def test_within_a_step_it_leaves_when_the_limit_is_half_a_second_away(
@@ -235,11 +245,43 @@ def test_samples_that_come_faster_near_the_limit_do_not_make_one_allocation_a_le
     assert lasting_rate(samples[3:]) == pytest.approx(2000 * MIB)
 
 
-def test_what_comes_and_goes_does_not_grow():
-    samples = [(n / 10, (300 + 120 * (n % 2)) * MIB) for n in range(6)]
-    assert lasting_rate(samples) == pytest.approx(240 * MIB)
-    assert lasting_rate(samples[:5]) == 0
-    assert lasting_rate(samples[:3]) == 0
+@pytest.mark.parametrize(
+    "cycle_mib",
+    [
+        (300, 420),
+        (300, 360, 420),
+        (300, 420, 360),
+        (300, 400, 420),
+        (300, 320, 420),
+        (300, 300, 420, 420),
+        (300, 360, 420, 360),
+    ],
+)
+@pytest.mark.parametrize("num_samples", range(3, 9))
+def test_what_comes_and_goes_does_not_grow(cycle_mib, num_samples):
+    for begins_at in range(len(cycle_mib)):
+        used = islice(cycle(cycle_mib), begins_at, begins_at + num_samples)
+        samples = [(n / 10, mib * MIB) for n, mib in enumerate(used)]
+        assert lasting_rate(samples) == 0, samples
+
+
+@pytest.mark.parametrize("period_s", [0.05, 0.1, 0.2, 0.3, 0.5])
+def test_a_leak_on_which_memory_swings_is_seen_before_it_is_too_late(period_s):
+    """200 MiB/s and a swing of 20 MiB, sampled as the governor does; a leak alone has 0.5 s."""
+    for phase, begins_s in product(range(10), (0.0, 0.03, 0.07)):
+
+        def used_mib(time_s, shift_s=phase / 10 * period_s):
+            return 200 + 200 * time_s + 20 * ((time_s + shift_s) % period_s < period_s / 2)
+
+        time_s, samples = begins_s, []
+        while not samples or not must_leave(samples, 600 * MIB, 0):
+            samples.append((time_s, int(used_mib(time_s) * MIB)))
+            samples = [(then_s, used) for then_s, used in samples if time_s - then_s <= 0.5]
+            seen_s = time_s
+            time_s += 0.02 if used_mib(time_s) > 420 else 0.1
+        times_s = (seen_s + n / 1000 for n in count())
+        reached_s = next(time_s for time_s in times_s if used_mib(time_s) >= 600)
+        assert 0.3 < reached_s - seen_s < 0.8
 
 
 def test_a_reserve_is_a_hundredth_and_at_least_8_mib():

@@ -83,8 +83,9 @@ def test_a_pipeline_fills_and_drains_once():
     # Four stages of ten units: 3, 2, 2 and a head with one block; 8 micro-batches.
     found = seconds(Layout(1, 1, 1, 4), network(4, 1e15))
     assert found.seconds == pytest.approx((7 * 0.03 + 0.1) * 10)
+    # Eight stages of a block each, the last one with the head: the ranks have 2, 2, 2 and 4 units.
     interleaved = seconds(Layout(1, 1, 1, 4), network(4, 1e15), stages_per_rank=2)
-    assert interleaved.seconds == pytest.approx((7 * 0.03 + 0.03 + 0.07 / 2) * 10)
+    assert interleaved.seconds == pytest.approx((7 * 0.04 + 0.04 + 0.06 / 2) * 10)
 
 
 def test_stages_gather_one_after_the_other_or_with_each_micro_batch():
@@ -114,6 +115,22 @@ def test_the_tensor_axis_sums_four_times_per_block_and_micro_batch():
     one_s = 2 * 1 / 2 * 20_000 / 1e6
     assert found.comm_s == pytest.approx(8 * 8 * 4 * one_s)
     assert found.seconds == pytest.approx(8 * 10 * 0.1 / 2 + found.comm_s)
+
+
+def test_each_stage_of_a_pipeline_sums_up_its_own_blocks():
+    """Of ten blocks and a head that costs as much as 2.4, or nothing, on four stages."""
+    model = SimpleNamespace(num_hidden_layers=10, hidden_size=1000)
+    one_s = 2 * 1 / 2 * 20_000 / 1e6  # 10 tokens x 1000 values x 2 bytes, over 2 ranks at 1 MB/s
+    net, layout = network(8, 1e6), Layout(1, 1, 2, 4)
+    settings = ParallelConfig(reshard="block")
+    for head_s, blocks in ((0.024, (3, 3, 3, 1)), (0.0, (3, 3, 2, 2))):
+        compute = Compute(block_s=0.01, head_s=head_s, update_s=0.0)
+        work = StepWork(ADAPTERS, model, 8, 10, 2)
+        found = step_time(work, layout, range(8), settings, 1, compute, net)
+        stages_s = [num * (10 * 0.01 / 2 + 4 * one_s) for num in blocks]
+        stages_s[-1] += 10 * head_s / 2
+        hops_s = 3 * 20_000 / 1e6
+        assert found.seconds == pytest.approx(7 * max(stages_s) + sum(stages_s) + 2 * hops_s)
 
 
 def test_where_processors_are_shared_a_waiting_rank_gives_its_own_away():

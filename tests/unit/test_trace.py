@@ -5,9 +5,7 @@ A fake process group is the process's only one, so every trace has an interprete
 
 import functools
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import measure, static_bytes
 from hpc_tune.plan.traced_memory import TracedMemory
-from tests.support.ranks import HANG_S
+from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[2]
 R = 16  # tune.rank in all configurations
@@ -28,21 +26,15 @@ VOCAB = 128256
 STATE = ("weight_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes")
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "SCRATCH": "/scratch"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+def run_python(*arguments: str) -> subprocess.CompletedProcess:
+    environment = rank_environment(1, {"SCRATCH": "/scratch"})
+    return run_ranks([*python(), *arguments], environment, HANG_S, cwd=ROOT)
 
 
 @functools.cache
 def trace(name: str, world: int, *arguments: str) -> dict:
     """The report on configs/NAME_lora.yaml with the shape of that name."""
-    done = python(
+    done = run_python(
         *("-m", "hpc_tune.plan.trace", f"configs/{name}_lora.yaml", "--world", str(world)),
         *(f"model.path=shape:{name.replace('_', '-')}", *arguments),
     )
@@ -64,6 +56,7 @@ def llama_block(hidden: int, wide: int, tensor: int = 1) -> tuple[int, int]:
     return products // tensor + 2 * hidden, R * (columns + rows)
 
 
+@pytest.mark.full
 def test_8b_on_8_ranks_is_the_arithmetic_of_replicas():
     report = trace("llama3_8b", 8)
     frozen, adapter = llama_block(4096, 14336)
@@ -76,6 +69,7 @@ def test_8b_on_8_ranks_is_the_arithmetic_of_replicas():
     assert 1 < report["activation_bytes"] / (32 * 2 * 4096 * 4096) < 100
 
 
+@pytest.mark.full
 def test_70b_on_16_ranks_is_the_arithmetic_of_two_sharded_copies():
     report = trace("llama3_70b", 16)
     frozen, adapter = llama_block(8192, 28672)
@@ -116,6 +110,7 @@ def stage_bytes(blocks: float, extra: int) -> tuple[float, float]:
     return 2 * (blocks * frozen + extra) / 8, 4 * blocks * adapter
 
 
+@pytest.mark.full
 def test_405b_on_512_ranks_is_the_arithmetic_of_its_first_stage():
     report = trace("llama3_405b", 512, "--quick", "--rank", "0")
     assert report["layout"] == "replicate 1 x shard 8 x tensor 8 x pipeline 8"
@@ -154,6 +149,7 @@ def test_the_other_configurations_fit_their_gpus(name, world, most):
     assert report["peak_bytes"] < most
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "world", "layout"),
     [("llama3_8b", 8, Layout(8, 1)), ("llama3_70b", 16, Layout(2, 8))],
@@ -196,7 +192,7 @@ def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
         ("tune.method=full", "parallel.recompute=full", "parallel.shard=4"),
         ("tune.method=full", "parallel.recompute=none", "parallel.tensor=2"),
     ]
-    done = python("-c", REAL, str(tmp_path), json.dumps(settings))
+    done = run_python("-c", REAL, str(tmp_path), json.dumps(settings))
     assert done.returncode == 0, done.stderr
     pairs = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(pairs) == len(settings)
@@ -207,7 +203,7 @@ def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
 def test_zero_is_refused():
     arguments = ("--world", "8", "parallel.replicate=null", "parallel.zero_stage=3")
     shape = "model.path=shape:llama3-8b"
-    done = python("-m", "hpc_tune.plan.trace", "configs/llama3_8b_lora.yaml", shape, *arguments)
+    done = run_python("-m", "hpc_tune.plan.trace", "configs/llama3_8b_lora.yaml", shape, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("parallel.zero_stage cannot be traced")
 

@@ -23,7 +23,7 @@ class ThreadChannel:
     """An all-gather among threads of this process."""
 
     def __init__(self, size):
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=120)
         self._values = [None] * size
 
     def of(self, rank):

@@ -3,19 +3,19 @@
 import dataclasses
 import json
 import sys
+from typing import Any
 
 from hpc_tune.config.load import load_config
-from hpc_tune.train import run
+from hpc_tune.faults import Faults
+from hpc_tune.train.run import run
+from hpc_tune.world.bootstrap import Session, bootstrap
 
-_bootstrap = run.bootstrap
 
-
-def _telling(*arguments):
-    session = _bootstrap(*arguments)
+def join(*arguments: Any) -> Session:
+    session = bootstrap(*arguments)
     sys.stdout.write(json.dumps(dataclasses.asdict(session.world)) + "\n")
     return session
 
 
 if __name__ == "__main__":
-    run.bootstrap = _telling
-    sys.exit(run.run(load_config(None, sys.argv[1:])))
+    sys.exit(run(load_config(None, sys.argv[1:]), faults=Faults(join=join)))

@@ -1,0 +1,54 @@
+"""What goes wrong in a run, and where: an argument of ``train.run.run``, made by tests.
+
+At each of its seams a run asks whether something is planted there, as the failpoints of FreeBSD's
+fail(9) do. What is planted may raise, wait, take memory, or end the process.
+"""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Place = Literal["boundary", "step", "extremes", "save"]
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _same(level: str) -> str:
+    return level
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is planted; by default nothing is.
+
+    ``join`` forms the world in the place of ``world.bootstrap.bootstrap``.
+
+    ``at(place, step)`` is called by the loop: before the ranks agree on what to do (boundary),
+    before the engine's work (step), before the extremes of all ranks are found (extremes), and
+    before a save of that step begins (save).
+
+    ``compute(rows)`` is called by the PyTorch engine before each micro-batch, in evaluation too,
+    where gradients are off.
+
+    ``write(index, copies)`` is called by the thread that writes a checkpoint before each of the
+    rank's values: its number, and the numbers of which there are copies, as they are at any moment.
+
+    ``level(name)`` is given the level of host memory after each step and returns the one that is
+    acted upon, both by their names in ``memory.policy.Level``.
+
+    ``sample_s`` is the time between two samples of memory, where not the governor's own.
+    ``moves_on_host`` offers to move optimizer state without a GPU, from the host to the host.
+    """
+
+    join: Callable[..., Any] | None = None
+    at: Callable[[Place, int], None] = _nothing
+    compute: Callable[[int], None] = _nothing
+    write: Callable[[int, Set[int]], None] = _nothing
+    level: Callable[[str], str] = _same
+    sample_s: float | None = None
+    moves_on_host: bool = False
+
+
+NO_FAULTS = Faults()

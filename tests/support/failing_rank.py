@@ -1,0 +1,34 @@
+"""Trains as ``python -m hpc_tune`` does, until one rank fails at a place of the loop.
+
+    python -m tests.support.failing_rank HOW RANK PLACE STEP [key=value ...]
+
+HOW is ``raise``, an exception that nobody expects, or ``stop``: the process is there and answers no
+more. PLACE and STEP are those of ``hpc_tune.faults``.
+"""
+
+import os
+import signal
+import sys
+
+import torch.distributed as dist
+
+from hpc_tune.config.load import load_config
+from hpc_tune.faults import Faults, Place
+from hpc_tune.train.run import run
+
+
+def fail_at(how: str, rank: int, place: str, step: int) -> Faults:
+    def at(reached: Place, number: int) -> None:
+        if (reached, number) != (place, step) or dist.get_rank() != rank:
+            return
+        if how == "raise":
+            raise KeyError(f"planted on rank {rank}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return Faults(at=at)
+
+
+if __name__ == "__main__":
+    how, rank, place, step, *overrides = sys.argv[1:]
+    faults = fail_at(how, int(rank), place, int(step))
+    sys.exit(run(load_config(None, overrides), faults=faults))

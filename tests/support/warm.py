@@ -1,0 +1,223 @@
+"""Ranks that have done their imports already: a launch of them takes a moment, not seconds.
+
+    mpirun -> shim (warm_shim.py), one per rank -> server -> a fork of the server, which is the rank
+
+The server imports what every rank imports and does nothing else: no MPI, no thread, no process
+group. A shim stands where the launcher wants a rank: it hands its arguments, environment, folder,
+cores and open files to the server and lives as long as the rank does. Signals that it gets are
+passed on; where it dies its rank is killed, and it ends as its rank ends.
+
+What a rank does is what ``python argv`` would do, from MPI_Init on. What this cannot stand for is
+started cold: the imports and their order, the command line of a process, its parent and its memory,
+what a namespace, a cgroup or a limit gives it, and other MPI libraries.
+"""
+
+import array
+import atexit
+import contextlib
+import fcntl
+import functools
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHIM = Path(__file__).with_name("warm_shim.py")
+SOCKET = "HPC_TUNE_WARM_SOCKET"
+# Not mpi4py.MPI, which would initialise it.
+_IMPORTED = (
+    "mpi4py",
+    "hpc_tune.cli",
+    "hpc_tune.train.run",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "safetensors.numpy",
+    "transformers.integrations.sdpa_attention",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "jinja2",
+)
+_START_LIMIT_S = 280.0
+
+
+@functools.cache
+def command() -> tuple[str, ...]:
+    """Return the words in front of a rank's own (``-m module ...``); starts the server once."""
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    path = os.path.join(folder.name, "socket")
+    # A thread does not survive a fork, and these two libraries start some when they are imported.
+    alone = {"OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.warm", path],
+        stdin=subprocess.PIPE,  # its end tells the server that nobody is left
+        stdout=subprocess.PIPE,
+        env={**os.environ, **alone, "PYTHONUNBUFFERED": "1"},
+        cwd=Path(__file__).resolve().parents[2],
+        start_new_session=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def end() -> None:
+        server.stdin.close()
+        server.wait(_START_LIMIT_S)
+        folder.cleanup()
+
+    atexit.register(end)
+    assert server.stdout.readline() == b"ready\n", "the server of warm ranks did not start"
+    return sys.executable, "-IS", str(SHIM), path
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a shim was asked to run, and where."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    folder: str
+    cores: list[int]
+    files: list[int]
+
+
+def receive(connection: socket.socket) -> Request | None:
+    """Read a request: its length in 8 bytes with three descriptors, then JSON."""
+    data, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * 4))
+    if len(data) < 8:
+        return None
+    files = array.array("i")
+    files.frombytes(ancillary[0][2])
+    with connection.makefile("rb") as stream:
+        words = json.loads(stream.read(int.from_bytes(data, "little")))
+    return Request(**words, files=list(files))
+
+
+def serve(path: str) -> Request:
+    """Fork a child for each request; return in the child with what it has to run."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(128)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ, "new")
+    selector.register(sys.stdin, selectors.EVENT_READ, "over")
+    ranks: dict[int, tuple[socket.socket, int]] = {}  # by pid: its shim, and its pidfd
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+
+    def forget(pid: int) -> None:
+        shim, pidfd = ranks.pop(pid)
+        for file in (shim, pidfd):
+            with contextlib.suppress(KeyError):
+                selector.unregister(file)
+        shim.close()
+        os.close(pidfd)
+
+    while True:
+        for key, _ in selector.select():
+            what, pid = key.data if isinstance(key.data, tuple) else (key.data, 0)
+            match what:
+                case "over":
+                    for rank in ranks:
+                        os.kill(rank, signal.SIGKILL)
+                    os._exit(0)
+                case "new":
+                    shim, _ = listener.accept()
+                    request = receive(shim)
+                    if request is None:
+                        shim.close()
+                        continue
+                    pid = os.fork()
+                    if pid == 0:
+                        selector.close()
+                        for file in (listener, shim, *(s for s, _ in ranks.values())):
+                            file.close()
+                        for _, pidfd in ranks.values():
+                            os.close(pidfd)
+                        return request
+                    for file in request.files:
+                        os.close(file)
+                    shim.sendall(pid.to_bytes(4, "little"))
+                    ranks[pid] = shim, os.pidfd_open(pid)
+                    selector.register(shim, selectors.EVENT_READ, ("signal", pid))
+                    selector.register(ranks[pid][1], selectors.EVENT_READ, ("ended", pid))
+                case "signal" if pid in ranks:
+                    numbers = b""
+                    with contextlib.suppress(ConnectionError):
+                        numbers = ranks[pid][0].recv(64)
+                    if not numbers:
+                        selector.unregister(ranks[pid][0])
+                        numbers = bytes([signal.SIGKILL])
+                    for number in numbers:
+                        os.kill(pid, number)
+                case "ended" if pid in ranks:
+                    _, status = os.waitpid(pid, 0)
+                    with contextlib.suppress(OSError):
+                        ranks[pid][0].sendall(status.to_bytes(4, "little"))
+                    forget(pid)
+
+
+def become(request: Request) -> types.CodeType:
+    """Make this process what ``python argv`` would be, but for its imports; return its program."""
+    for number, file in enumerate(request.files):
+        os.dup2(file, number)
+        fcntl.fcntl(number, fcntl.F_SETFD, 0)
+        os.close(file)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.sched_setaffinity(0, request.cores)
+    paths = [p for p in request.environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    sys.path[:0] = [path for path in paths if path not in sys.path]
+    sys.orig_argv = [sys.executable, *request.argv]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    match request.argv:
+        case ["-c", code, *words]:
+            sys.argv, sys.path[0] = ["-c", *words], request.folder
+            return compile(code, "<string>", "exec")
+        case ["-m", module, *words]:
+            sys.argv, sys.path[0] = [module, *words], request.folder
+            # The import system alone knows where a module is. Here it may be imported already.
+            warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
+            code = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+            return compile(f"import runpy\n{code}", "<warm>", "exec")
+        case [file, *words]:
+            sys.argv, sys.path[0] = [file, *words], str(Path(file).resolve().parent)
+            main.__dict__["__file__"] = file
+            return compile(Path(file).read_bytes(), file, "exec")
+    raise AssertionError(f"nothing to run in {request.argv}")
+
+
+def import_all() -> None:
+    """Import what a rank of a training run imports before its first step."""
+    from hpc_tune.lean import lean_imports
+
+    with lean_imports():
+        for name in _IMPORTED:
+            importlib.import_module(name)
+
+
+def main() -> Any:
+    """Serve; in each child, return the program and its namespace."""
+    path = sys.argv[1]
+    import_all()
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork"
+    program = become(serve(path))
+    return program, sys.modules["__main__"].__dict__
+
+
+if __name__ == "__main__":
+    # At the top, so that a rank ends as a process does: by the interpreter's own end.
+    exec(*main())
