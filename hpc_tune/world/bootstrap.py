@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from hpc_tune.world.discover import World, claim_of, discover, rank_hint
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
 from hpc_tune.world.reach import HostWatch, Lost
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
+from hpc_tune.world.session import Peer, Session
 
 if TYPE_CHECKING:
     import torch
@@ -39,50 +40,6 @@ CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours wh
 END_LIMIT_S = 300.0
 _SETTLE_LIMIT_S = 5.0
 _GLOO_THREAD = "pt_gloo_runloop"
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One rank as a process."""
-
-    rank: int
-    node: int
-    hostname: str
-    pid: int
-
-
-@dataclass(frozen=True)
-class Session:
-    """A bootstrapped world.
-
-    ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a world of
-    one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
-    to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
-    processes. ``reformed``: how often its ranks were chosen and numbered anew.
-    """
-
-    world: World
-    device: "torch.device"
-    cpu_group: "ProcessGroup"
-    roster: tuple[Peer, ...]
-    store: "Store"
-    nonce: str
-    threads: int
-    sees_local_pids: bool
-    watch: HostWatch | None = None
-    reformed: int = 0
-
-    def in_training(self) -> "Session":
-        """Return this session with control traffic that waits no longer than run.timeout.
-
-        Before training and after it one rank may work for hours; in between all go step by step,
-        and one that does not come never will.
-        """
-        import torch.distributed as dist
-
-        everyone = dist.group.WORLD
-        assert everyone is not None, "a session has process groups"
-        return replace(self, cpu_group=everyone)
 
 
 def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Session:

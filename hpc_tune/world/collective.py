@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpc_tune.errors import HpcTuneError, RemoteError
 from hpc_tune.world.failure import time_limit
+from hpc_tune.world.session import Session
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from hpc_tune.world.bootstrap import Session
 
 T = TypeVar("T")
 
@@ -29,7 +28,7 @@ def all_gather(value: T, group: "ProcessGroup") -> list[T]:
     return values
 
 
-def broadcast_object(session: "Session", value: T, src: int = 0) -> T:
+def broadcast_object(session: Session, value: T, src: int = 0) -> T:
     """Return the object of rank ``src``; the others' is ignored."""
     import torch.distributed as dist
 
@@ -40,26 +39,26 @@ def broadcast_object(session: "Session", value: T, src: int = 0) -> T:
     return box[0]  # type: ignore[return-value]
 
 
-def gather_objects(session: "Session", value: T) -> list[T]:
+def gather_objects(session: Session, value: T) -> list[T]:
     """Return every rank's object, by rank, on all ranks."""
     return all_gather(value, session.cpu_group)
 
 
-def sum_of(session: "Session", values: Sequence[float]) -> list[float]:
+def sum_of(session: Session, values: Sequence[float]) -> list[float]:
     """Return the element-wise sum over the ranks, added in fp64."""
     import torch.distributed as dist
 
     return _reduce(session, values, dist.ReduceOp.SUM)
 
 
-def max_of(session: "Session", values: Sequence[float]) -> list[float]:
+def max_of(session: Session, values: Sequence[float]) -> list[float]:
     """Return the element-wise maximum over the ranks."""
     import torch.distributed as dist
 
     return _reduce(session, values, dist.ReduceOp.MAX)
 
 
-def barrier(session: "Session", what: str, limit_s: float | None = None) -> None:
+def barrier(session: Session, what: str, limit_s: float | None = None) -> None:
     """Wait until every rank is here; after ``limit_s`` the world ends, saying ``what`` it was.
 
     Without a limit the CPU group's long timeout holds.
@@ -76,7 +75,7 @@ def barrier(session: "Session", what: str, limit_s: float | None = None) -> None
         dist.barrier(group=session.cpu_group)
 
 
-def agree(session: "Session", error: HpcTuneError | None, what: str) -> None:
+def agree(session: Session, error: HpcTuneError | None, what: str) -> None:
     """Raise on every rank if any rank brings an error; call it outside ``except`` and ``finally``.
 
     The lowest rank that has an error raises its own; all others raise ``RemoteError`` with its
@@ -96,7 +95,7 @@ def agree(session: "Session", error: HpcTuneError | None, what: str) -> None:
     raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
 
 
-def _reduce(session: "Session", values: Sequence[float], op: Any) -> list[float]:
+def _reduce(session: Session, values: Sequence[float], op: Any) -> list[float]:
     import torch
     import torch.distributed as dist
 

@@ -15,13 +15,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, RemoteError
 from hpc_tune.world.discover import rank_hint
-
-if TYPE_CHECKING:
-    from hpc_tune.world.bootstrap import Peer, Session
+from hpc_tune.world.session import Peer, Session
 
 _STORE_LIMIT_S = 2.0
 _ABORT_LIMIT_S = 5.0
@@ -45,7 +43,7 @@ _BROKEN = (
 )
 
 
-def die(session: "Session | None", exit_code: int = EXIT_FAILED) -> NoReturn:
+def die(session: Session | None, exit_code: int = EXIT_FAILED) -> NoReturn:
     """End the whole world now with this exit code; never returns."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -69,7 +67,7 @@ def die(session: "Session | None", exit_code: int = EXIT_FAILED) -> NoReturn:
     os._exit(exit_code)
 
 
-def report_failure(session: "Session | None", error: BaseException) -> str | None:
+def report_failure(session: Session | None, error: BaseException) -> str | None:
     """Return what this rank should print about its error, or ``None`` if another rank speaks.
 
     One rank speaks for the world: the first that adds to a counter in the store, or, where the
@@ -89,7 +87,7 @@ def report_failure(session: "Session | None", error: BaseException) -> str | Non
     return _text(f"rank {session.world.rank} on {session.world.hostname}", error, dead)
 
 
-def dead_peers(session: "Session") -> "list[Peer]":
+def dead_peers(session: Session) -> list[Peer]:
     """Return the ranks of this node whose process is gone or a zombie."""
     mine = session.world
     if not session.sees_local_pids:
@@ -143,7 +141,7 @@ def watch_launcher(who: str, every_s: float = 1.0) -> None:
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
-def end_world_on_uncaught(session: "Session | None") -> None:
+def end_world_on_uncaught(session: Session | None) -> None:
     """Make an exception that nobody caught end the world, instead of hanging in MPI's Finalize."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -152,7 +150,7 @@ def end_world_on_uncaught(session: "Session | None") -> None:
     sys.excepthook = hook
 
 
-def end_world(session: "Session | None", error: BaseException) -> NoReturn:
+def end_world(session: Session | None, error: BaseException) -> NoReturn:
     """Say once for the world what went wrong and end every rank."""
     text = report_failure(session, error)
     if text is not None:
@@ -167,7 +165,7 @@ def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
     return timer
 
 
-def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
+def _text(who: str, error: BaseException, dead: list[Peer]) -> str:
     if isinstance(error, LeavingError):
         return f"{who}: {error}"
     if isinstance(error, HpcTuneError):
@@ -181,7 +179,7 @@ def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
     return text
 
 
-def _wait_for_dead(session: "Session") -> "list[Peer]":
+def _wait_for_dead(session: Session) -> list[Peer]:
     elsewhere = [peer.node for peer in session.roster if peer.node != session.world.node]
     has_neighbours = len(elsewhere) > len(set(elsewhere))
     limit_s = _NEIGHBOUR_SPEAKS_WITHIN_S if has_neighbours else _DEATH_SHOWS_WITHIN_S
@@ -191,7 +189,7 @@ def _wait_for_dead(session: "Session") -> "list[Peer]":
     return dead
 
 
-def _speaks_first(session: "Session", store_is_gone: bool) -> bool:
+def _speaks_first(session: Session, store_is_gone: bool) -> bool:
     if session.world.size == 1:
         return True
     if store_is_gone:

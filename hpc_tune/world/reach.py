@@ -18,15 +18,12 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LostHostError, RemoteError, WorldError
 from hpc_tune.world.rendezvous import local_addresses
+from hpc_tune.world.session import Session
 
-if TYPE_CHECKING:
-    from hpc_tune.world.bootstrap import Session
-
-Lost = Callable[["Session", HpcTuneError], None]
+Lost = Callable[[Session, HpcTuneError], None]
 # A lost packet or two are no outage; each probe has a quarter of the limit.
 NUM_PROBES = 3
 _CONNECT_LIMIT_S = 30.0
@@ -45,7 +42,7 @@ _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 class HostWatch:
     """Watches the hosts of a world of several nodes, until ``close``."""
 
-    def __init__(self, session: "Session", address: str, limit_s: float, lost: Lost) -> None:
+    def __init__(self, session: Session, address: str, limit_s: float, lost: Lost) -> None:
         """Connect this rank; ``address`` is where all ranks reach rank 0's host.
 
         ``lost`` ends the world. It is called in a thread, once, when a host has not answered for

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpc_tune.errors import EXIT_FAILED
-from hpc_tune.world.bootstrap import Peer, Session, init_groups, settle
+from hpc_tune.world.bootstrap import init_groups, settle
 from hpc_tune.world.collective import barrier
 from hpc_tune.world.failure import end_world_on_uncaught
+from hpc_tune.world.session import Peer, Session
 
 if TYPE_CHECKING:
     from torch.distributed import Store

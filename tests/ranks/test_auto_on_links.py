@@ -11,7 +11,7 @@ import torch
 from tests.support.hosts import hosts
 from tests.support.random_model import SHAPE_SMALL, write_random_model
 from tests.support.ranks import find_mpirun, rank_environment, run_ranks
-from tests.support.training import events, losses, rows, worst_gap
+from tests.support.training import SMALL, events, losses, rows, train, worst_gap
 
 # 0.1B values in fp32, 400 MB: a step of 512 tokens computes for about as long as 1 Gbit/s needs to
 # gather them.
@@ -96,6 +96,21 @@ def test_the_choice_is_as_fast_as_the_best_layout(tmp_path, model, links, base):
     assert far == []
 
 
+def test_auto_says_what_it_chose_and_how_far_off_it_was_and_the_losses_are_those_of_one(tmp_path):
+    words = [*SMALL, "tune.method=lora", f"data.cache={tmp_path / 'data'}"]
+    done = train([*words, "parallel=auto", f"run.dir={tmp_path / 'auto'}"], n=2)
+    assert done.returncode == 0, done.stderr
+    [layout] = events(tmp_path / "auto", "layout")
+    assert f"{layout['layout']}: the shortest step by prediction" in done.stderr
+    assert "<- this one" in done.stderr
+    assert "predicted were" in done.stderr
+    assert layout["measured_step_s"] > 0
+    done = train([*words, f"run.dir={tmp_path / 'one'}"])
+    assert done.returncode == 0, done.stderr
+    assert worst_gap(losses(tmp_path / "auto"), losses(tmp_path / "one")) < 1e-5
+
+
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_run_goes_around_a_slow_link_and_says_why_and_how_far_off_it_was(tmp_path, model):
     axes = ["parallel=auto", "parallel.pipeline=3", "train.max_steps=4"]

@@ -124,7 +124,7 @@ def give_manifest(checkpoint: Path, *overrides: str, **state: Any) -> None:
 
 
 def worlds_in(stdout: str) -> list[dict[str, Any]]:
-    """Return what the ranks of told_run.py found, by rank."""
+    """Return what the ranks of train_and_print_world.py found, by rank."""
     told = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
     return sorted(told, key=lambda world: world["rank"])
 

@@ -30,11 +30,11 @@ def write_shape(folder, name="llama3-8b", blocks=BLOCKS, **more):
     return folder
 
 
-def expected(folder, method, layout, micros, loss_share=1.0, **parallel):
+def expected(folder, method, layout, micros, loss_share=1.0, recomputes=False, **parallel):
     built = build(folder, torch.float32, TuneConfig(method=method), 0, weights=False)
     settings = ParallelConfig(reshard="block", **parallel)
     words = (measure(built.module), built.config, layout, settings, 4, loss_share)
-    return expected_bytes(*words, micros)
+    return expected_bytes(*words, micros, recomputes)
 
 
 MICROS = [(32, 20)] * 4
@@ -91,6 +91,7 @@ def test_a_stage_of_a_heavy_head_has_fewer_blocks_and_rank_0_more(tied):
 def test_blocks_that_run_again_do_their_first_sum_again(tied):
     once = expected(tied, "full", Layout(1, 1, 2), MICROS)
     again = expected(tied, "full", Layout(1, 1, 2), MICROS, recompute="full")
+    assert expected(tied, "full", Layout(1, 1, 2), MICROS, recomputes=True) == again
     assert again["all_reduce"] - once["all_reduce"] == BLOCKS * TOKENS * HIDDEN * 4
 
 
@@ -143,22 +144,25 @@ CASES = [
     ("phi", [LORA, FP32, "parallel.tensor=2", "parallel.recompute=selective"]),
 ]
 MORE_CASES = [
-    (shape, [method, *dtypes, *(f"parallel.{axis}" for axis in axes)])
-    for shape, dtypes in (("tied", [FP32]), ("llama", [BF16, IN_FP32]), ("qwen", [FP32]))
-    for method in (FULL, LORA)
-    for axes in (
-        ["replicate=4"],
-        ["replicate=2", "shard=2", "reshard=block"],
-        ["shard=2", "reshard=micro", "recompute=full"],
-        ["shard=2", "reshard=step"],
-        ["replicate=2", "shard=1", "offload_params=cpu"],
-        ["tensor=2", "replicate=2"],
-        ["pipeline=2", "tensor=2", "shard=2", "reshard=block", "recompute=selective"],
-        ["pipeline=4", "replicate=2"],
-        ["pipeline=2", "stages_per_rank=2"],
-    )
+    ("tied", [FULL, FP32, "parallel.shard=2", "parallel.reduce_dtype=bf16", BLOCK]),
+    ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.recompute=full"]),
+    ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
+    *(
+        ("llama", [method, BF16, IN_FP32, *(f"parallel.{axis}" for axis in axes)])
+        for method in (FULL, LORA)
+        for axes in (
+            ["replicate=4"],
+            ["replicate=2", "shard=2", "reshard=block"],
+            ["shard=2", "reshard=micro", "recompute=full"],
+            ["shard=2", "reshard=step"],
+            ["replicate=2", "shard=1", "offload_params=cpu"],
+            ["tensor=2", "replicate=2"],
+            ["pipeline=2", "tensor=2", "shard=2", "reshard=block", "recompute=selective"],
+            ["pipeline=4", "replicate=2"],
+            ["pipeline=2", "stages_per_rank=2"],
+        )
+    ),
 ]
-MORE_CASES.append(("tied", [FULL, FP32, "parallel.shard=2", "parallel.reduce_dtype=bf16", BLOCK]))
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_a_long_text_is_split_into_pieces_and_all_of_it_is_kept():
     assert all(mask.tolist() == [0] + [1] * (len(mask) - 1) for _, mask in documents)
 
 
-def test_a_text_that_goes_on_in_the_next_chunk_has_no_marks_between(monkeypatch):
+def test_a_text_that_goes_on_in_the_next_chunk_has_no_marks_between():
     parts = [Text("ab ", ends=False), Text("cd", begins=False)]
     found, counters = _encode(byte_tokenizer(bos=True), parts)
     assert [document[0] for document in found] == ["<|im_start|>ab ", "cd<|im_end|>"]

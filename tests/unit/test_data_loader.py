@@ -77,6 +77,7 @@ def test_last_step_is_cut_at_the_end_of_the_stream_on_all_ranks(store):
 
 
 def test_labels_and_positions_do_not_cross_documents(store):
+    num_documents = 0
     for batches in _all_steps(_loader(store)):
         for batch in batches:
             assert batch.tokens_BT.dtype == torch.int64
@@ -97,6 +98,8 @@ def test_labels_and_positions_do_not_cross_documents(store):
                             labels[start : stop - 1].tolist() == tokens[start + 1 : stop].tolist()
                         )
                         assert tokens[start + 1] == tokens[start] + 1
+                        num_documents += 1
+    assert num_documents > len(LENGTHS), "more rows than an epoch has"
 
 
 def test_loss_mask_and_cut_at_seq_len_by_hand():

@@ -26,18 +26,21 @@ def asked(tmp_path):
     return StopFlag(tmp_path, environ={})
 
 
-def wait_until_unwatched(limit_s=10.0):
+def wait_until(what, limit_s=60.0):
     until_s = time.monotonic() + limit_s
-    while "early-leave" in {thread.name for thread in threading.enumerate()}:
+    while not what():
         assert time.monotonic() < until_s
         time.sleep(0.02)
+
+
+def wait_until_unwatched():
+    wait_until(lambda: "early-leave" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
     early = EarlyLeave(None, asked(tmp_path), tmp_path)
     early.step = 7
-    while not left:
-        time.sleep(0.02)
+    wait_until(lambda: left)
     early.close()
     assert [(e.reason, e.step, e.exit_code) for e in left[:1]] == [("STOP file", 7, EXIT_RESUMABLE)]
     wait_until_unwatched()

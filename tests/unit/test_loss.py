@@ -134,7 +134,8 @@ def test_logits_of_a_bf16_head_are_summed_in_fp32():
     low = loss_sum(hidden_ND.bfloat16(), head.bfloat16(), labels_N, config())
     exact = by_hand(hidden_ND.bfloat16(), head, labels_N)
     assert low.dtype == torch.float32
-    assert low.item() == pytest.approx(exact.item(), rel=1e-3)
+    # Summed in bf16 it is 2e-3 off.
+    assert low.item() == pytest.approx(exact.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

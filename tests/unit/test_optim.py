@@ -57,8 +57,12 @@ def test_the_rate_follows_the_batch_where_a_reference_is_given(values, global_si
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_the_last_step_has_the_lowest_rate_and_nothing_goes_below_it(schedule):
     optim = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=10, min_lr_ratio=0.1)
-    assert learning_rate(optim, 99, 100) == pytest.approx(0.1)
-    assert learning_rate(optim, 150, 100) == pytest.approx(0.1)
+    falling = [learning_rate(optim, step, 100) for step in range(9, 151)]
+    assert falling[0] == 1.0
+    assert falling[99 - 9] == pytest.approx(0.1)
+    assert min(falling) == pytest.approx(0.1)
+    assert falling[: 99 - 9] == sorted(falling[: 99 - 9], reverse=True)
+    assert falling[150 - 9] == pytest.approx(0.1)
 
 
 def test_matrices_decay_and_vectors_do_not():

@@ -37,7 +37,7 @@ def plan(*words, code=None):
 
 
 def measured(*words):
-    """Return the seconds of a plan that fits, and its peak RSS in bytes."""
+    """Return the seconds of a plan, whether it fits or not, and its peak RSS in bytes."""
     began_s = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "hpc_tune", "plan", *words],

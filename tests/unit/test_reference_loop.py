@@ -151,9 +151,9 @@ def test_losses_and_gradient_norms_equal_a_plain_loop(trained):
         assert norms[step] == pytest.approx(norm, rel=1e-4), step
 
 
-def test_the_documents_are_ragged_and_the_steps_accumulate(trained):
+def test_the_documents_are_ragged_and_some_rows_hold_several(trained):
     _, _, run_dir = trained
     steps = list(documents_of_each_step(run_dir))
     lengths = {len(tokens) for documents in steps for tokens, _ in documents}
     assert len(lengths) > 20
-    assert {len(documents) for documents in steps} != {GLOBAL}, "some rows hold several documents"
+    assert max(len(documents) for documents in steps) > GLOBAL

@@ -116,6 +116,7 @@ def test_the_report_is_one_page_with_each_figure_and_what_matters(make):
 
 def test_every_axis_says_what_it_shows_in_which_unit(make):
     figures = list(all_figures([read_run(make(events=EVENTS, outcome=DONE))]))
+    assert len(figures) == len(PLOTS)
     units = re.compile(r"step|second|GiB|nats|minutes|hours|rate|norm|% of peak")
     for name, _, figure in figures:
         assert units.search(figure.axes[-1].get_xlabel()), name
@@ -150,7 +151,9 @@ def test_a_run_without_a_step_a_torn_line_or_of_an_older_version_has_its_report_
 def test_text_of_a_run_cannot_become_html(make):
     bad = "<script>alert(1)</script>"
     run = make(events=[event("warning", BEGAN_S, message=bad)], outcome=DONE | {"reason": bad})
-    assert "<script" not in write_report([run]).read_text()
+    page = write_report([run]).read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)") >= 2, "the warning and the reason are both there"
 
 
 def test_waits_between_starts_are_no_running_time(make):

@@ -223,7 +223,6 @@ def test_size_and_hash_are_those_of_the_file(tmp_path, monkeypatch, piece_bytes)
     assert written.name == "x.safetensors"
     assert written.num_bytes == len(content)
     assert written.sha256 == hashlib.sha256(content).hexdigest()
-    save_file({"a": torch.zeros(9, 9), "b": torch.zeros(5)}, tmp_path / "stock.safetensors")
     header_bytes = int.from_bytes(content[:8], "little")
     assert header_bytes % 8 == 0, "tensors are to be aligned"
     assert len(content) == 8 + header_bytes + 4 * (81 + 5)

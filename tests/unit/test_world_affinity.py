@@ -97,12 +97,23 @@ def test_an_inherited_thread_count_is_overridden_aloud(monkeypatch):
     assert affinity.apply(share, 2) is None
 
 
-def test_looking_for_wider_masks_leaves_the_mask_as_it_was():
+@pytest.fixture
+def narrowed(monkeypatch):
+    """Pin this thread to one CPU; give the CPUs that it had, and could have again."""
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
     before = os.sched_getaffinity(0)
-    assert affinity.reachable_cpus() >= before
-    assert os.sched_getaffinity(0) == before
+    if len(before) == 1:
+        pytest.skip("needs two CPUs")
+    os.sched_setaffinity(0, {min(before)})
+    yield before
+    os.sched_setaffinity(0, before)
 
 
-def test_a_slurm_share_of_the_node_is_not_widened(monkeypatch):
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "0")
-    assert affinity.reachable_cpus() == os.sched_getaffinity(0)
+def test_looking_for_wider_masks_leaves_the_mask_as_it_was(narrowed):
+    assert affinity.reachable_cpus() >= narrowed
+    assert os.sched_getaffinity(0) == {min(narrowed)}
+
+
+def test_a_slurm_share_of_the_node_is_not_widened(narrowed, monkeypatch):
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
+    assert affinity.reachable_cpus() == {min(narrowed)}

@@ -9,8 +9,8 @@ import pytest
 
 from hpc_tune.errors import RemoteError, WorldError
 from hpc_tune.world import reach
-from hpc_tune.world.bootstrap import Peer
 from hpc_tune.world.reach import HostWatch
+from hpc_tune.world.session import Peer
 
 NUM_RANKS = 3
 
@@ -95,6 +95,6 @@ def test_it_listens_on_one_interface_unless_the_address_is_no_own_one():
     with reach._listen("127.0.0.1", 1) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
     own = [a.ip for a in reach.local_addresses() if not a.ip.startswith("127.") and "." in a.ip]
-    for address in own[:1]:
-        with reach._listen(address, 1) as listener:
-            assert listener.getsockname()[0] == address
+    assert own, "this machine has no network but its loopback"
+    with reach._listen(own[0], 1) as listener:
+        assert listener.getsockname()[0] == own[0]

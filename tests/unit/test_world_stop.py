@@ -77,7 +77,7 @@ def test_slurm_is_asked_for_the_end_once_and_only_if_allowed(tmp_path, monkeypat
     assert (tmp_path / "calls").read_text() == "called\n"
 
 
-def test_a_failing_or_endless_scontrol_means_no_limit(monkeypatch):
+def test_a_failing_scontrol_and_a_job_without_an_end_mean_no_limit(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     assert StopFlag(environ={"SLURM_JOB_ID": "7"}, is_first=True).seconds_left() is None
     assert stop._end_in("EndTime=Unknown") is None
