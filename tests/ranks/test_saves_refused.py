@@ -56,7 +56,9 @@ TROUBLES = {
 }
 
 
-@pytest.fixture(params=list(TROUBLES))
+@pytest.fixture(
+    params=[pytest.param(t, marks=() if t == "full" else pytest.mark.full) for t in TROUBLES]
+)
 def trouble(request, tmp_path):
     """A run directory on a tmpfs, what brings trouble to its checkpoints, and what ends it.
 
@@ -90,6 +92,7 @@ def wait_for_checkpoint(run_dir, after=0):
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_where_checkpoints_are_not_required_training_goes_on_and_saves_again(trouble):
     run_dir, bring, end, said = trouble
     settings = [*SAVES, "checkpoint.required=false", "tune.method=full", "run.tensorboard=true"]
@@ -127,6 +130,7 @@ def test_where_they_are_the_run_ends_with_one_message_and_the_old_one_stays(trou
     assert left or said == "No such file or directory"
 
 
+@pytest.mark.full
 def test_a_run_whose_last_save_is_refused_is_not_done_and_goes_on_from_the_one_before(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()

@@ -231,19 +231,28 @@ def test_a_python_that_is_too_old_is_told_so_before_anything_is_imported():
     ],
 )
 def test_help_and_mistakes_answer_without_importing_torch(arguments, code, said):
+    done = entered(arguments)
+    assert done.stdout.splitlines()[-1] == f"CODE {code} []", done.stderr
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("arguments", [["--help"], ["train.max_stepz=3"], ["--version"]])
+def test_help_and_mistakes_answer_in_a_second(arguments):
     times_s = []
     for _ in range(3):
         began_s = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-c", ENTRY.format(arguments=arguments, heavy=HEAVY)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=ROOT.parent,
-        )
+        entered(arguments)
         times_s.append(time.monotonic() - began_s)
-        assert done.stdout.splitlines()[-1] == f"CODE {code} []", done.stderr
-        assert said in done.stdout + done.stderr
-        if times_s[-1] < 1.0:
-            break
     assert min(times_s) < 1.0
+
+
+def entered(arguments):
+    """Run ``python -m hpc_tune`` with arguments; it says at its end what is imported."""
+    return subprocess.run(
+        [sys.executable, "-c", ENTRY.format(arguments=arguments, heavy=HEAVY)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT.parent,
+    )
