@@ -10,6 +10,7 @@ from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
+from hpc_tune.lean import import_transformers
 from hpc_tune.log import Progress, log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
@@ -44,6 +45,7 @@ def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: boo
     Raises:
         ConfigError: if the data's settings are not for such a model.
     """
+    import_transformers()
     model_dir = ready_model(config.model.path, session, run_dir)
     dtype = compute_dtype(config.model.dtype, session.device)
 

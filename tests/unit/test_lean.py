@@ -60,3 +60,32 @@ def test_a_run_imports_no_compiler_and_who_wants_it_later_has_it(tmp_path):
     done = run_ranks(argv, rank_environment(1), HANG_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "False", "2.0", "True"]
+
+
+SCANS = """
+import sys
+read = []
+
+def note(event, arguments):
+    if event == "open" and "transformers/models/" in str(arguments[0]):
+        read.append(arguments[0])
+
+sys.addaudithook(note)
+if sys.argv[1] == "ours":
+    from hpc_tune.lean import import_transformers
+    import_transformers()
+import transformers.models
+scanned = [name for name in read if not name.endswith(".pyc")]
+print(len(scanned), len(set(scanned)), sorted(transformers.models._import_structure))
+"""
+
+
+def test_transformers_reads_each_of_its_models_once_and_finds_the_same():
+    found = {}
+    for who in ("ours", "stock"):
+        argv = [*python(cold=True), "-c", SCANS, who]
+        done = run_ranks(argv, rank_environment(1), HANG_S)
+        assert done.returncode == 0, done.stderr
+        num_read, num_files, found[who] = done.stdout.split(maxsplit=2)
+        assert int(num_read) < 1.1 * int(num_files) or who == "stock"
+    assert found["ours"] == found["stock"]
