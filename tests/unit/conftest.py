@@ -3,17 +3,6 @@
 import pytest
 
 
-@pytest.fixture(scope="module")
-def one_thread():
-    """Models this small only lose by more threads, on a busy machine most of all."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def _restore_log():
     """A command that runs in this process sends the log to a stream that pytest closes."""

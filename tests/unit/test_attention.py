@@ -15,7 +15,6 @@ from hpc_tune.model.attention import (
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.loss import LossModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 # Documents of three rows: several, one, and single tokens at an end.
 LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
 

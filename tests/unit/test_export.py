@@ -30,9 +30,6 @@ METHODS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def write_llama(directory: Path, dtype: torch.dtype) -> None:
     """Two layers, an untied head, and several safetensors files."""
     torch.manual_seed(7)

@@ -9,8 +9,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hpc_tune.model.gated import use_lean_gates
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def block_of(family, **more):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}

@@ -11,9 +11,6 @@ from hpc_tune.model.loss import loss_sum, scale_logits
 VOCAB = 50
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def config(**values):
     return SimpleNamespace(vocab_size=VOCAB, **values)
 

@@ -10,8 +10,6 @@ from torch import nn
 from hpc_tune.engine.wrap import wrap_blocks
 from hpc_tune.model.low_rank import use_low_rank_products
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Block(nn.Module):
     """Two layers with adapters, one of them with a bias, and something between them."""

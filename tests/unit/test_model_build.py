@@ -26,9 +26,6 @@ CPU = torch.device("cpu")
 LENGTHS = (7, 12, 1, 5)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny")
