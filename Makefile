@@ -26,7 +26,7 @@ export DS_BUILD_OPS = 0
 
 .PHONY: demo test test-all lint nvme slurm launchers browser soak clean
 
-PYTEST = python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
+PYTEST = python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 demo: $(VENV)/.demo $(MODEL)/config.json
 	@echo '== before: $(PROMPT)'
