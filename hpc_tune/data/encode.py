@@ -2,47 +2,30 @@
 
     examples -> rendered text with the spans to learn -> tokenised in batches -> documents -> Blocks
 
-A chat is rendered as one text by the chat template and tokenised once. What the assistant says in
-turn i is the text between render(messages[:i], with the generation prompt) and render(messages[:i +
-1]): exactly what the model will have to write after the prompt that it gets in use. Both must be
-beginnings of the whole text. Templates that render a turn differently once others follow (they drop
-earlier reasoning) break that: then only the last answer is learned. A token is learned if its last
-character lies in such a span. The first token of a document never is.
+A text is tokenised once, whole. A token is learned if it overlaps an answer (see ``chats.py``); a
+control token only if it begins in one, since some swallow the white space behind them. The first
+token of a document never is.
 """
 
-import os
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 
+from hpc_tune.data.answers import Span
+from hpc_tune.data.chats import LossOn, Rendered, Renderer
 from hpc_tune.data.layout import Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
-from hpc_tune.data.tokenizer import FastTokenizer, describe, require_fast
+from hpc_tune.data.tokenizer import FastTokenizer, require_fast
 from hpc_tune.data.writer import Block, token_dtype
-from hpc_tune.errors import DataError
 
-LossOn = Literal["answers", "all"]
 # One call of the tokenizer gets about this much text. A token costs it some 200 bytes while it
 # works, so a call peaks at about 25 MB even where each byte is a token; that is also enough text to
 # keep several cores busy.
 BATCH_CHARS = 128 << 10
 PARTS_PER_BATCH = 4  # of a long text, for as many cores
-_Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    """Text ready for the tokenizer; ``spans`` (characters) are learned, None means all."""
-
-    text: str
-    spans: list[_Span] | None
-    bos: bool
-    eos: bool
-    split: bool
 
 
 class Encoder:
@@ -50,18 +33,25 @@ class Encoder:
 
     def __init__(self, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn) -> None:
         """Take a fast tokenizer; its truncation and padding are switched off."""
-        self._tokenizer = require_fast(tokenizer)
-        self._backend = tokenizer.backend_tokenizer
+        self._backend = require_fast(tokenizer).backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._seq_len, self._loss_on = seq_len, loss_on
+        self._seq_len = seq_len
         self._dtype = token_dtype(len(tokenizer))
         own = self._backend.encode("", add_special_tokens=True).ids
         self._bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id in own else []
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        added = self._backend.get_added_tokens_decoder().values()
-        self._ends = (*tokenizer.all_special_tokens, *(t.content for t in added if t.special))
+        added = self._backend.get_added_tokens_decoder()
+        controls = {
+            *tokenizer.all_special_tokens,
+            *(t.content for t in added.values() if t.special),
+        }
+        self._control_ids = {number for number, token in added.items() if token.special}
+        self._plain_ids: dict[str, list[int]] = {}
         self.counters = Counters()
+        self._renderer = Renderer(tokenizer, [*filter(None, controls)], loss_on, self.counters)
+        self._control_of = {char: token for token, char in self._renderer.stand_ins.items()}
+        self._stand_in = re.compile(f"([{''.join(self._control_of)}])")
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Block]:
         """Yield blocks; the documents do not depend on how the examples are grouped into blocks.
@@ -69,7 +59,7 @@ class Encoder:
         Raises:
             DataError: for messages where the tokenizer has no chat template.
         """
-        held: list[_Rendered] = []
+        held: list[Rendered] = []
         num_chars = 0
         for rendered in self._render_all(examples):
             held.append(rendered)
@@ -79,117 +69,24 @@ class Encoder:
                 held, num_chars = [], 0
         yield from self._tokenize(held)
 
-    def _render_all(self, examples: Iterable[Example]) -> Iterator[_Rendered]:
+    def _render_all(self, examples: Iterable[Example]) -> Iterator[Rendered]:
         for example in examples:
             self.counters.examples += isinstance(example, Chat | Completion) or example.begins
-            rendered: _Rendered | str
+            rendered: Rendered | str
             if isinstance(example, Text):
-                rendered = _Rendered(example.text, None, example.begins, example.ends, split=True)
+                rendered = Rendered(example.text, None, example.begins, example.ends, split=True)
             else:
-                rendered = self._render(example)
-            if isinstance(rendered, _Rendered) and not _is_unicode(rendered.text):
+                rendered = self._renderer.render(example)
+            if isinstance(rendered, Rendered) and not _is_unicode(rendered.text):
                 rendered = "half a character in it (a surrogate alone, as \\ud83d in JSON)"
             if isinstance(rendered, str):
                 self.counters.drop(rendered)
             else:
                 yield rendered
 
-    def _render(self, example: Chat | Completion) -> _Rendered | str:
-        """Return the text and its spans, or the reason to drop the example."""
-        if isinstance(example, Completion):
-            if not self._tokenizer.chat_template:
-                return self._render_plain(example)
-            turns = [("system", example.system)] if example.system else []
-            turns += [("user", example.prompt), ("assistant", example.completion)]
-            example = Chat([{"role": role, "content": text} for role, text in turns])
-        if not self._tokenizer.chat_template:
-            raise DataError(
-                f"the data are chats (messages), but the tokenizer {describe(self._tokenizer)} has"
-                " no chat template; set data.chat_template to a Jinja file, or use the instruct"
-                " model's"
-            )
-        full = self._template(example, len(example.messages))
-        if full is None:
-            return "the chat template refused the messages"
-        if self._loss_on == "all":
-            return _Rendered(full, None, bos=False, eos=False, split=False)
-        answers = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
-        if not answers:
-            return "no answer of the assistant"
-        spans = [self._answer_span(example, number, full) for number in answers]
-        if None in spans:
-            spans = [spans[-1] or self._loose_span(example, answers[-1], full)]
-            self.counters.last_answer_only += len(answers) > 1 and None not in spans
-        found = [span for span in spans if span is not None]
-        if not found:
-            return "the chat template does not show where the answer begins"
-        return _Rendered(full, found, bos=False, eos=False, split=False)
-
-    def _render_plain(self, example: Completion) -> _Rendered:
-        prompt = (
-            f"{example.system}\n\n{example.plain_prompt}"
-            if example.system
-            else example.plain_prompt
-        )
-        text = prompt + example.completion
-        spans = None if self._loss_on == "all" else [(len(prompt), len(text))]
-        return _Rendered(text, spans, bos=True, eos=True, split=False)
-
-    def _template(self, chat: Chat, stop: int, generation: bool = False) -> str | None:
-        """Render the first ``stop`` messages; None if the template refuses them."""
-        try:
-            return self._tokenizer.apply_chat_template(
-                chat.messages[:stop],
-                tools=chat.tools,
-                add_generation_prompt=generation,
-                tokenize=False,
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-            return None
-
-    def _answer_span(self, chat: Chat, number: int, full: str) -> _Span | None:
-        """Return the characters of message ``number`` in the whole text; None if unsure."""
-        if number == 0:
-            return self._first_span(chat, full)
-        before = self._template(chat, number, generation=True)
-        is_last = number + 1 == len(chat.messages)
-        after = full if is_last else self._template(chat, number + 1)
-        if before is None or after is None or not full.startswith(after):
-            return None
-        return self._trim(full, len(before), len(after)) if after.startswith(before) else None
-
-    def _first_span(self, chat: Chat, full: str) -> _Span | None:
-        """Find an answer that begins the chat: templates render no empty list to compare with."""
-        after, prompt = self._template(chat, 1), self._template(chat, 1, generation=True)
-        if not after or not prompt or not (full.startswith(after) and prompt.startswith(after)):
-            return None
-        header = prompt[len(after) :]
-        start = after.find(header) + len(header)
-        return self._trim(full, start, len(after)) if header and header in after else None
-
-    def _loose_span(self, chat: Chat, number: int, full: str) -> _Span | None:
-        """Find the last answer where the generation prompt itself is not part of the whole text.
-
-        That is so where it opens a block of reasoning that the finished turn does not have. What
-        both texts share is the prompt then.
-        """
-        before, prompt = self._template(chat, number), self._template(chat, number, generation=True)
-        after = self._template(chat, number + 1)
-        if before is None or prompt is None or after is None:
-            return None
-        if not (full.startswith(after) and after.startswith(before)):
-            return None
-        start = len(os.path.commonprefix([prompt, after]))
-        return self._trim(full, start, len(after)) if start >= len(before) else None
-
-    def _trim(self, full: str, start: int, stop: int) -> _Span:
-        """Leave out white space behind the end-of-turn token: that token ends the answer."""
-        trimmed = full[start:stop].rstrip()
-        return (start, start + len(trimmed)) if trimmed.endswith(self._ends) else (start, stop)
-
-    def _tokenize(self, rendered: list[_Rendered]) -> Iterator[Block]:
+    def _tokenize(self, rendered: list[Rendered]) -> Iterator[Block]:
         """Yield the documents of some texts as one block, long plain texts apart from it."""
-        short: list[_Rendered] = []
+        short: list[Rendered] = []
         for item in rendered:
             if len(item.text) <= BATCH_CHARS or not item.split:
                 short.append(item)
@@ -199,7 +96,7 @@ class Encoder:
             yield from self._block(self._pieces(self._long_text(item)))
         yield from self._short_block(short)
 
-    def _long_text(self, item: _Rendered) -> np.ndarray:
+    def _long_text(self, item: Rendered) -> np.ndarray:
         """Tokenise a text of any length, part by part."""
         parts = [np.array(self._bos if item.bos else [], dtype=self._dtype)]
         texts = _parts(item.text)
@@ -209,29 +106,62 @@ class Encoder:
         parts.append(np.array(self._eos if item.eos else [], dtype=self._dtype))
         return np.concatenate(parts)
 
-    def _short_block(self, rendered: list[_Rendered]) -> Iterator[Block]:
+    def _short_block(self, rendered: list[Rendered]) -> Iterator[Block]:
         if not rendered:
             return
         texts = [item.text for item in rendered]
         encodings = self._backend.encode_batch(texts, add_special_tokens=False)
         documents: list[tuple[np.ndarray, np.ndarray]] = []
         for item, encoding in zip(rendered, encodings, strict=True):
-            tokens, mask = self._with_mask(item, encoding)
+            tokens, mask = self._with_mask(item, *self._ids_of(item.text, encoding))
             documents += self._pieces(tokens) if item.split else self._cut(tokens, mask)
         yield from self._block(documents)
 
-    def _with_mask(self, item: _Rendered, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
-        ids = [*(self._bos if item.bos else []), *encoding.ids, *(self._eos if item.eos else [])]
-        mask = np.ones(len(ids), dtype=np.uint8)
-        if item.spans is not None and encoding.ids:
-            first = len(self._bos) if item.bos else 0
-            stops = np.array(encoding.offsets)[:, 1]
-            inside = np.zeros(len(stops), dtype=bool)
+    def _ids_of(self, text: str, encoding: Any) -> tuple[list[int], list[Span]]:
+        """Return tokens and their characters, with the stand-ins of control tokens as text."""
+        pieces = self._stand_in.split(text) if self._control_of else [text]
+        if len(pieces) == 1:
+            return encoding.ids, encoding.offsets
+        ids: list[int] = []
+        offsets: list[Span] = []
+        at = 0
+        for piece in pieces:
+            if piece in self._control_of:
+                plain = self._as_plain_text(self._control_of[piece])
+                ids += plain
+                offsets += [(at, at + 1)] * len(plain)
+            elif piece:
+                part = self._backend.encode(piece, add_special_tokens=False)
+                ids += part.ids
+                offsets += [(at + start, at + stop) for start, stop in part.offsets]
+            at += len(piece)
+        return ids, offsets
+
+    def _as_plain_text(self, token: str) -> list[int]:
+        """Return the tokens of what a control token looks like."""
+        if token not in self._plain_ids:
+            self._backend.encode_special_tokens = True
+            self._plain_ids[token] = self._backend.encode(token, add_special_tokens=False).ids
+            self._backend.encode_special_tokens = False
+        return self._plain_ids[token]
+
+    def _with_mask(
+        self, item: Rendered, ids: list[int], offsets: list[Span]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        bos = self._bos if item.bos and ids[:1] != self._bos else []
+        eos = self._eos if item.eos and ids[-1:] != self._eos else []
+        whole = np.array([*bos, *ids, *eos], dtype=np.int64)
+        mask = np.ones(len(whole), dtype=np.uint8)
+        if item.spans is not None and ids:
+            begins, ends = np.array(offsets).T
+            is_control = np.isin(ids, [*self._control_ids])
+            inside = np.zeros(len(ids), dtype=bool)
             for start, stop in item.spans:
-                inside |= (stops > start) & (stops <= stop)
-            mask[first : first + len(stops)] = inside
+                overlaps = (begins < stop) & (ends > start)
+                inside |= overlaps & ((begins >= start) | ~is_control)
+            mask[len(bos) : len(bos) + len(ids)] = inside
         mask[:1] = 0
-        return np.array(ids, dtype=np.int64), mask
+        return whole, mask
 
     def _pieces(self, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Split plain text into documents of at most ``seq_len`` tokens."""

@@ -33,7 +33,7 @@ from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
 
 FORMAT = "hpc_tune tokens"
-VERSION = 2  # 1 had no seal
+VERSION = 3  # 1 had no seal, 2 missed answers of templates that write earlier turns anew
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
 
@@ -49,6 +49,18 @@ _DTYPES = {
 }
 
 
+_MOST_REASONS = 20
+_SAID = {
+    "unclear_answers": "answers not learned: the chat template does not show where they are",
+    "unended_answers": "answers end with no control token: the model will not learn where to stop"
+    " (let the chat template end the assistant's turns with one)",
+    "empty_answers": "empty answers not learned",
+    "marked_answers": "answers not learned, as their data say",
+    "lost_reasoning": "answers whose reasoning the chat template leaves out",
+    "control_texts": "control tokens in people's text, taken as plain text",
+}
+
+
 @dataclass
 class Counters:
     """What became of the examples of a source."""
@@ -59,11 +71,18 @@ class Counters:
     loss_tokens: int = 0
     truncated: int = 0
     split: int = 0
-    last_answer_only: int = 0
+    unclear_answers: int = 0
+    unended_answers: int = 0
+    empty_answers: int = 0
+    marked_answers: int = 0
+    lost_reasoning: int = 0
+    control_texts: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str) -> None:
         """Count one example that gives no document."""
+        if reason not in self.dropped and len(self.dropped) >= _MOST_REASONS:
+            reason = "other reasons"
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
     def add(self, other: "Counters") -> None:
@@ -84,11 +103,11 @@ class Counters:
             parts.append(f"{self.truncated:,} cut at seq_len")
         if self.split:
             parts.append(f"{self.split:,} texts split into pieces of seq_len")
-        if self.last_answer_only:
-            parts.append(
-                f"{self.last_answer_only:,} learn only their last answer"
-                " (the chat template renders earlier turns differently later)"
-            )
+        parts += [
+            f"{getattr(self, name):,} {words}"
+            for name, words in _SAID.items()
+            if getattr(self, name)
+        ]
         parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
         return "; ".join(parts)
 

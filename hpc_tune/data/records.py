@@ -7,7 +7,8 @@ from typing import Any
 
 COLUMNS = (
     "messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text",
-    "tools", "system",
+    "tools", "system", "history", "chosen", "rejected", "label", "kto_tag", "weight", "train",
+    "loss", "loss_mask", "training",
 )  # fmt: skip
 _EXPECTED = (
     "expected one of: messages (chat), conversations (ShareGPT), instruction and output (alpaca),"
@@ -22,7 +23,11 @@ _SHAREGPT_ROLES = {
     "chatgpt": "assistant",
     "tool": "tool",
     "observation": "tool",
+    "function_call": "assistant",
 }
+# How trainers mark a turn that is not to be learned: OpenAI and Mistral, axolotl, ms-swift, verl.
+_FLAGS = ("weight", "train", "training", "loss", "loss_mask")
+_PREFERENCES = ("chosen", "rejected", "kto_tag")
 
 
 class WrongRecord(ValueError):
@@ -31,23 +36,30 @@ class WrongRecord(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for the chat template, with whatever further keys they carry."""
+    """Messages for the chat template, with whatever further keys they carry.
+
+    ``unlearned``: numbers of messages of the assistant whose data say that they are not learned.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    unlearned: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Completion:
     """A prompt and what is to be learned after it.
 
-    ``plain_prompt`` takes the prompt's place where the tokenizer has no chat template.
+    ``plain_prompt`` takes the prompt's place where the tokenizer has no chat template. ``history``:
+    earlier questions and answers, in order, and ``plain_answers`` where those answers lie in it.
     """
 
     prompt: str
     completion: str
     plain_prompt: str
     system: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+    plain_answers: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ def to_example(record: Any) -> Example:
         "prompt": _completion,
         "text": lambda fields: Text(_string(fields, "text")),
     }
+    _refuse_preferences(record)
     for field, reader in readers.items():
         if record.get(field) is not None:
             return reader(record)
@@ -84,8 +97,102 @@ def to_example(record: Any) -> Example:
     raise WrongRecord(f"found the fields {found}; {_EXPECTED}")
 
 
+def _refuse_preferences(record: dict[str, Any]) -> None:
+    """Refuse rows for another kind of tuning, of which half are examples of what not to say."""
+    found = [name for name in _PREFERENCES if record.get(name) is not None]
+    if isinstance(record.get("label"), bool) and record.get("completion") is not None:
+        found.append("label")
+    if found:
+        raise WrongRecord(
+            f"{' and '.join(found)}: rows of preferences (DPO, KTO) are not for this kind of"
+            " tuning; keep the answers to be learned, as prompt and completion or messages"
+        )
+
+
 def _chat(record: dict[str, Any]) -> Chat:
-    return Chat(_messages(record["messages"], "messages"), _tools(record))
+    return _as_chat(record["messages"], "messages", record)
+
+
+def _as_chat(messages: Any, field: str, record: dict[str, Any]) -> Chat:
+    """Check messages and bring them to the form that chat templates expect."""
+    checked, unlearned = [], set()
+    row = _flag_of(record, "the row")
+    for number, message in enumerate(_messages(messages, field)):
+        where = f"{field}: message {number + 1} ({message['role']})"
+        flag = _flag_of(message, where)
+        if flag and message["role"] != "assistant":
+            raise WrongRecord(
+                f"{where} is marked to be learned; only the assistant's are, or all text with "
+                "data.loss_on=all: take the mark away"
+            )
+        if (flag is False or (flag is None and row is False)) and message["role"] == "assistant":
+            unlearned.add(number)
+        plain = {key: value for key, value in message.items() if key not in _FLAGS}
+        if "content" in plain:
+            plain["content"] = _content(plain["content"], where)
+        if plain.get("tool_calls"):
+            plain["tool_calls"] = [_call(call, where) for call in _list(plain["tool_calls"], where)]
+        checked.append(plain)
+    return Chat(checked, _tools(record), frozenset(unlearned))
+
+
+def _flag_of(fields: dict[str, Any], where: str) -> bool | None:
+    """Return whether a turn, or a row, is marked to be learned; None without a mark."""
+    flags = {name: fields[name] for name in _FLAGS if fields.get(name) is not None}
+    for name, value in flags.items():
+        if value not in (0, 1):
+            raise WrongRecord(
+                f"{where}: {name} is {_shown(value)}, expected 0 or 1, false or true: an answer is "
+                "learned or not"
+            )
+    if len(set(map(bool, flags.values()))) > 1:
+        raise WrongRecord(f"{where}: {' and '.join(flags)} contradict each other")
+    return bool(next(iter(flags.values()))) if flags else None
+
+
+def _content(content: Any, where: str) -> str | None:
+    """Return the text of a message, parts of text joined."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise WrongRecord(f"{where}: content is {_name(content)}, expected text")
+    texts = []
+    for part in content:
+        if isinstance(part, dict):
+            kind = part.get("type", "text")
+            if kind != "text":
+                raise WrongRecord(
+                    f"{where}: a part of its content is of type {kind}; only text is taught"
+                )
+            part = part.get("text")
+        if not isinstance(part, str):
+            raise WrongRecord(f"{where}: a part of its content is {_name(part)}, expected text")
+        texts.append(part)
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """Return a call of a tool with its arguments as an object: templates write them as JSON."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise WrongRecord(f"{where}: a tool call is {_shown(call)}, expected a name and arguments")
+    if not isinstance(function.get("arguments"), str):
+        return dict(call)
+    function = {**function, "arguments": _json(function["arguments"], f"{where}: arguments")}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else {}
+    except json.JSONDecodeError as error:
+        raise WrongRecord(f"{where} are text that is not JSON ({error.msg})") from error
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise WrongRecord(f"{where}: tool_calls is {_name(value)}, expected a list")
+    return value
 
 
 def _messages(messages: Any, field: str) -> list[dict[str, Any]]:
@@ -109,8 +216,8 @@ def _sharegpt(record: dict[str, Any]) -> Chat:
     if not isinstance(turns, list) or not turns:
         raise WrongRecord(f"conversations is {_name(turns)}, expected a list with turns")
     if isinstance(turns[0], dict) and "role" in turns[0]:
-        return Chat(_messages(turns, "conversations"), _tools(record))
-    messages = []
+        return _as_chat(turns, "conversations", record)
+    messages: list[dict[str, Any]] = []
     if record.get("system"):
         messages.append({"role": "system", "content": _string(record, "system")})
     for number, turn in enumerate(turns, 1):
@@ -120,15 +227,27 @@ def _sharegpt(record: dict[str, Any]) -> Chat:
                 f"conversations: turn {number} is {_shown(turn)}, expected from (one of"
                 f" {', '.join(_SHAREGPT_ROLES)}) and value (text)"
             )
+        said: dict[str, Any] = {"content": turn["value"]}
+        if turn["from"] == "function_call":
+            calls = _json(turn["value"], f"conversations: turn {number} (function_call)")
+            calls = calls if isinstance(calls, list) else [calls]
+            calls = [{"type": "function", "function": call} for call in calls]
+            said = {"content": "", "tool_calls": calls}
         others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        messages.append({"role": role, "content": turn["value"], **others})
-    return Chat(messages, _tools(record))
+        messages.append({"role": role, **said, **others})
+    return _as_chat(messages, "conversations", record)
 
 
 def _alpaca(record: dict[str, Any]) -> Completion:
     instruction, output = _string(record, "instruction"), _string(record, "output")
     given = _string(record, "input") if record.get("input") else ""
-    plain = f"Carry out the task that follows.\n\n### Instruction:\n{instruction}\n\n"
+    plain = "Carry out the task that follows.\n\n"
+    history, answers = _history(record.get("history")), []
+    for question, answer in history:
+        plain += f"### Instruction:\n{question}\n\n### Response:\n"
+        answers.append((len(plain), len(plain) + len(answer)))
+        plain += f"{answer}\n\n"
+    plain += f"### Instruction:\n{instruction}\n\n"
     if given:
         plain += f"### Input:\n{given}\n\n"
     return Completion(
@@ -136,13 +255,25 @@ def _alpaca(record: dict[str, Any]) -> Completion:
         completion=output,
         plain_prompt=f"{plain}### Response:\n",
         system=_string(record, "system") if record.get("system") else "",
+        history=history,
+        plain_answers=tuple(answers),
     )
+
+
+def _history(turns: Any) -> tuple[tuple[str, str], ...]:
+    """Return alpaca's earlier turns: a list of [question, answer]."""
+    for turn in turns or ():
+        if not isinstance(turn, list | tuple) or [*map(type, turn)] != [str, str]:
+            raise WrongRecord(f"history has {_shown(turn)}, expected [question, answer]")
+    return tuple((question, answer) for question, answer in turns or ())
 
 
 def _completion(record: dict[str, Any]) -> Example:
     if isinstance(record["prompt"], list):
         prompt = _messages(record["prompt"], "prompt")
-        return Chat(prompt + _messages(record.get("completion"), "completion"), _tools(record))
+        answer = _messages(record.get("completion"), "completion")
+        asked = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in prompt]
+        return _as_chat(asked + answer, "prompt and completion", record)
     prompt_text, completion = _string(record, "prompt"), _string(record, "completion")
     system = _string(record, "system") if record.get("system") else ""
     return Completion(prompt_text, completion, plain_prompt=prompt_text, system=system)

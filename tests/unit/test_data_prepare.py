@@ -72,10 +72,13 @@ def test_documents_are_in_the_order_of_the_source_and_counted(source, tmp_path):
     store = TokenStore.open(tmp_path / "d.h5")
     store.require_tokenizer(tokenizer, fingerprint(tokenizer))
     asked = [tokenizer.decode(store.document(d)[0]) for d in range(store.num_documents)]
-    # 40 lengths of answers: the one without words has its end mark only, and is still learned.
-    assert len(asked) == 300
-    assert all(f"user\nquestion {n}<|im_end|>" in text for n, text in enumerate(asked))
-    whole = [len(tokenizer.apply_chat_template(r["messages"])["input_ids"]) for r in RECORDS]
+    # 40 lengths of answers: the one without words teaches nothing.
+    used = [n for n, record in enumerate(RECORDS) if record["messages"][-1]["content"]]
+    assert len(asked) == len(used) == 300 - counters.dropped["empty answer"]
+    assert len(used) < 300
+    assert all(f"user\nquestion {n}<|im_end|>" in text for n, text in zip(used, asked, strict=True))
+    lengths = [len(tokenizer.apply_chat_template(r["messages"])["input_ids"]) for r in RECORDS]
+    whole = [lengths[n] for n in used]
     assert counters.truncated == sum(length > 200 for length in whole)
     assert counters.tokens == store.num_tokens == sum(min(length, 200) for length in whole)
     assert counters.loss_tokens == int(store.loss_mask.sum())

@@ -1,0 +1,176 @@
+"""Which characters of a rendered chat the assistant wrote.
+
+    {% generation %} blocks of the template -> beginnings -> probes: the first that fits
+
+*Blocks* are the template's own word. *Beginnings*: answer i is the text between
+render(messages[:i], with the generation prompt) and render(messages[:i + 1]), where both are
+beginnings of the whole text: what the model has to write after the prompt that it gets in use.
+Templates that render a turn differently once others follow (they drop earlier reasoning, or append
+an end to the whole) break that. *Probes*: the whole chat is rendered again with another text in
+place of answer i. What the two have in common in front of it and behind it is not the answer's.
+
+An answer ends with the control token that ends its turn, which the model has to learn as well.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+Span = tuple[int, int]
+Messages = Sequence[dict[str, Any]]
+PROBE = "xPr0be7Qx"
+_MARKED = re.compile(r"\{%-?\s*generation\b")
+
+
+class Render(Protocol):
+    """Renders messages to text; None where the template refuses them."""
+
+    def __call__(self, messages: Messages, generation: bool = False) -> str | None:
+        """Return the text, with the prompt for another answer at its end if ``generation``."""
+
+
+def has_blocks(template: Any) -> bool:
+    """Say whether a chat template marks what the assistant says."""
+    return isinstance(template, str) and _MARKED.search(template) is not None
+
+
+class AnswerFinder:
+    """Finds answers in texts of one template, whose control tokens are ``controls``."""
+
+    def __init__(self, controls: Sequence[str]) -> None:
+        """Know the control tokens."""
+        longest_first = sorted(filter(None, set(controls)), key=len, reverse=True)
+        self._controls = tuple(longest_first)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._next_control = re.compile(rf"\s*({self._control.pattern})")
+
+    def find(
+        self, render: Render, messages: Messages, answers: Sequence[int], full: str
+    ) -> list[Span | None]:
+        """Return the characters of each of ``answers`` (numbers of messages); None if unsure.
+
+        ``full`` is ``render(messages)``.
+        """
+        found = [self._by_beginnings(render, messages, number, full) for number in answers]
+        if None in found:
+            opening = self._opening(render, messages, full)
+            found = [
+                self._by_probe(render, messages, number, full, opening) or known
+                for number, known in zip(answers, found, strict=True)
+            ]
+        end = 0
+        for at, span in enumerate(found):
+            if span is not None and span[0] < end:
+                found[at] = None
+            elif span is not None:
+                end = span[1]
+        return found
+
+    def is_ended(self, full: str, span: Span) -> bool:
+        """Say whether an answer ends with a control token, at which a model stops."""
+        return full[span[0] : span[1]].endswith(self._controls)
+
+    def _by_beginnings(
+        self, render: Render, messages: Messages, number: int, full: str
+    ) -> Span | None:
+        if number == 0:
+            return None  # templates render no empty list to compare with
+        before = render(messages[:number], generation=True)
+        is_last = number + 1 == len(messages)
+        after = full if is_last else render(messages[: number + 1])
+        if before is None or after is None or not full.startswith(after):
+            return None
+        if not after.startswith(before) or after == before:
+            return None
+        # White space behind the end of the turn is not the answer's.
+        answer = full[len(before) : len(after)]
+        trimmed = answer.rstrip()
+        stop = len(before) + len(trimmed if trimmed.endswith(self._controls) else answer)
+        return len(before), stop
+
+    def _by_probe(
+        self, render: Render, messages: Messages, number: int, full: str, opening: str
+    ) -> Span | None:
+        # Calls are written behind the content, and belong to the answer.
+        own = {key: value for key, value in messages[number].items() if key != "tool_calls"}
+        probed = [*messages[:number], {**own, "content": PROBE}, *messages[number + 1 :]]
+        whole, alone = render(probed), render(probed[: number + 1])
+        if whole is None or whole.count(PROBE) != 1:
+            return None
+        before, _, after = whole.partition(PROBE)
+        prompt = render(messages[:number], generation=True) if number else None
+        start = self._start(before, prompt, opening)
+        if full[:start] != before[:start]:
+            return None
+        ends = self._common_run(after, (alone or "").partition(PROBE)[2])
+        ends = ends or self._end_of_any_turn(whole, messages, after)
+        if full.endswith(after):
+            stop = len(full) - len(after) + ends
+        else:  # the turn ends with another token: calls of tools have their own in some templates
+            first = self._next_control.match(after)
+            rest = after[first.end() :] if first else after
+            stop = len(full) - len(rest)
+            if not full.endswith(rest) or not full[:stop].endswith(self._controls):
+                return None
+        return (start, stop) if start < stop else None
+
+    def _start(self, before: str, prompt: str | None, opening: str) -> int:
+        """Return where an answer begins in ``before``, the text up to its content.
+
+        Behind the prompt that the model gets in use; where that opens a block of reasoning that a
+        finished turn does not have, behind what both have.
+        """
+        if prompt and before.startswith(prompt):
+            return len(prompt)
+        pieces = [m.end() for m in re.finditer(rf"{self._control.pattern}|\n", opening)]
+        for length in sorted({*pieces, len(opening)} - {0}, reverse=True):
+            at = before.rfind(opening[:length])
+            if at >= 0 and not self._control.search(before, at + length):
+                return at + length
+        return len(before)
+
+    def _opening(self, render: Render, messages: Messages, full: str) -> str:
+        """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end."""
+        asked = render(messages, generation=True) or full
+        at = len(os.path.commonprefix([full, asked]))
+        for control in self._control.finditer(asked):
+            if control.start() < at < control.end():
+                at = control.start()  # two tokens that begin alike
+        return asked[at:]
+
+    def _end_of_any_turn(self, whole: str, messages: Messages, after: str) -> int:
+        """Return the length of a control token in front of ``after`` that ends others' turns too.
+
+        Some templates end the last answer by a token of its own, and what follows an answer may be
+        the opening of the next turn.
+        """
+        first = self._next_control.match(after)
+        for message in messages if first else ():
+            said = message.get("content")
+            if message["role"] != "assistant" and isinstance(said, str) and said.strip():
+                end = whole.find(said.strip()) + len(said.strip())
+                other = self._next_control.match(whole, end)
+                if other and first and other[1] == first[1]:
+                    return first.end()
+        return 0
+
+    def _common_run(self, one: str, other: str) -> int:
+        """Return how far the same control tokens begin both texts."""
+        end = 0
+        while (a := self._next_control.match(one, end)) and other.startswith(a[0], end):
+            end = a.end()
+        return end
+
+
+def spans_of_tokens(offsets: Sequence[Span], mask: Sequence[int]) -> list[Span]:
+    """Return the characters of each run of marked tokens."""
+    spans: list[Span] = []
+    was_on = False
+    for (start, stop), on in zip(offsets, mask, strict=True):
+        if on and was_on:
+            spans[-1] = (spans[-1][0], stop)
+        elif on:
+            spans.append((start, stop))
+        was_on = bool(on)
+    return spans

@@ -1,0 +1,241 @@
+"""Examples -> text, with the characters of it that are learned.
+
+A chat is rendered as one text by the chat template; ``answers.py`` finds what the assistant says in
+it. Control tokens that people have written into a message are text there, and no control tokens:
+other characters stand for them until the text is tokenised.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from hpc_tune.data.answers import AnswerFinder, Span, has_blocks, spans_of_tokens
+from hpc_tune.data.layout import Counters
+from hpc_tune.data.records import Chat, Completion
+from hpc_tune.data.tokenizer import FastTokenizer, describe
+from hpc_tune.errors import DataError
+
+LossOn = Literal["answers", "all"]
+# What templates that print today's date get, so that the same data are the same bytes tomorrow.
+TEMPLATE_DATE = datetime(2026, 1, 1)
+_FIRST_STAND_IN = 0xF0000  # characters that no text has
+_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_REASON_CHARS = 120
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Text ready for the tokenizer; ``spans`` (characters) are learned, None means all."""
+
+    text: str
+    spans: list[Span] | None
+    bos: bool
+    eos: bool
+    split: bool
+
+
+class Renderer:
+    """Renders chats, prompts and answers by a tokenizer's chat template, counting what it drops.
+
+    ``stand_ins`` are the characters that stand for control tokens in people's text, by token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: FastTokenizer,
+        controls: Sequence[str],
+        loss_on: LossOn,
+        counters: Counters,
+    ) -> None:
+        """Take the tokenizer, and its control tokens as text."""
+        self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
+        self.stand_ins = {
+            token: chr(_FIRST_STAND_IN + at) for at, token in enumerate(sorted(controls))
+        }
+        self._answers = AnswerFinder(controls)
+        self._chat_template = with_fixed_date(tokenizer.chat_template)
+        self._has_blocks = has_blocks(tokenizer.chat_template)
+
+    def render(self, example: Chat | Completion) -> Rendered | str:
+        """Return the text and its spans, or the reason to drop the example.
+
+        Raises:
+            DataError: for messages where the tokenizer has no chat template.
+        """
+        if isinstance(example, Completion):
+            if not self._tokenizer.chat_template:
+                return self._render_plain(example)
+            turns = [("system", example.system)] if example.system else []
+            for question, answer in (*example.history, (example.prompt, example.completion)):
+                turns += [("user", question), ("assistant", answer)]
+            example = Chat([{"role": role, "content": text} for role, text in turns])
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"the data are chats (messages), but the tokenizer {describe(self._tokenizer)} has"
+                " no chat template; set data.chat_template to a Jinja file, or use the instruct"
+                " model's"
+            )
+        example = self._without_controls(example)
+        messages = example.messages
+        full = self._template(messages, tools=example.tools)
+        if full is None:
+            return f"the chat template refused the messages{self._why(example)}"
+        if self._loss_on == "all" and not example.unlearned:
+            return Rendered(full, None, bos=False, eos=False, split=False)
+        numbers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        if not numbers:
+            return "no answer of the assistant"
+        spans = self._spans(example, numbers, full)
+        if self._loss_on == "all":
+            return self._all_but(example, numbers, spans, full)
+        learned = []
+        for number, span in zip(numbers, spans, strict=True):
+            if number in example.unlearned:
+                self._counters.marked_answers += 1
+            elif _is_empty(messages[number]):
+                self._counters.empty_answers += 1
+            elif span is None:
+                self._counters.unclear_answers += 1
+            else:
+                learned.append(span)
+                self._counters.unended_answers += not self._answers.is_ended(full, span)
+                said = full[span[0] : span[1]]
+                self._counters.lost_reasoning += _reasoning(messages[number]) not in said
+        if learned:
+            return Rendered(full, learned, bos=False, eos=False, split=False)
+        if all(map(_is_empty, (messages[n] for n in numbers))):
+            return "empty answer"
+        if all(n in example.unlearned or _is_empty(messages[n]) for n in numbers):
+            return "no answer that is to be learned"
+        return "the chat template does not show where the answer begins"
+
+    def _spans(self, chat: Chat, numbers: list[int], full: str) -> list[Span | None]:
+        """Return the characters of the answers with these numbers; None where that is unsure."""
+        if self._has_blocks:
+            found = self._blocks(chat, full)
+            if len(found) == len(numbers):
+                return [*found]
+
+        def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
+            return self._template(messages, generation, chat.tools)
+
+        return self._answers.find(render, chat.messages, numbers, full)
+
+    def _blocks(self, chat: Chat, full: str) -> list[Span]:
+        """Return what lies in the template's {% generation %} blocks."""
+        marked = self._tokenizer.apply_chat_template(
+            chat.messages,
+            tools=chat.tools,
+            chat_template=self._chat_template,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+        )
+        offsets = self._tokenizer.backend_tokenizer.encode(full, add_special_tokens=False).offsets
+        return spans_of_tokens(offsets, marked["assistant_masks"])
+
+    def _all_but(
+        self, chat: Chat, numbers: list[int], spans: list[Span | None], full: str
+    ) -> Rendered | str:
+        """Learn all of a chat but the answers that are marked not to be."""
+        learned, at = [], 0
+        for number, span in zip(numbers, spans, strict=True):
+            if number in chat.unlearned:
+                if span is None:
+                    return "the chat template does not show where an answer that is left out begins"
+                learned.append((at, span[0]))
+                at = span[1]
+                self._counters.marked_answers += 1
+        return Rendered(full, [*learned, (at, len(full))], bos=False, eos=False, split=False)
+
+    def _without_controls(self, chat: Chat) -> Chat:
+        """Put a character that stands for it in the place of each control token in a message."""
+        found = [
+            token
+            for token in self.stand_ins
+            if any(token in (m.get("content") or "") for m in chat.messages)
+        ]
+        if not found:
+            return chat
+        messages = []
+        for message in chat.messages:
+            content = message.get("content") or ""
+            for token in sorted(found, key=len, reverse=True):
+                self._counters.control_texts += content.count(token)
+                content = content.replace(token, self.stand_ins[token])
+            messages.append({**message, "content": content} if content else message)
+        return replace(chat, messages=messages)
+
+    def _render_plain(self, example: Completion) -> Rendered | str:
+        prompt = (
+            f"{example.system}\n\n{example.plain_prompt}"
+            if example.system
+            else example.plain_prompt
+        )
+        text = prompt + example.completion
+        shift = len(prompt) - len(example.plain_prompt)
+        spans = [(shift + start, shift + stop) for start, stop in example.plain_answers]
+        spans.append((len(prompt), len(text)))
+        if not example.completion:
+            return "empty answer"
+        if self._loss_on == "all":
+            return Rendered(text, None, bos=True, eos=True, split=False)
+        return Rendered(text, spans, bos=True, eos=True, split=False)
+
+    def _template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        generation: bool = False,
+        tools: list[Any] | None = None,
+    ) -> str | None:
+        """Render messages; None if the template refuses them."""
+        try:
+            return self._apply(messages, generation, tools)
+        except _REFUSALS:
+            return None
+
+    def _apply(
+        self, messages: Sequence[dict[str, Any]], generation: bool, tools: list[Any] | None
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=self._chat_template,
+            add_generation_prompt=generation,
+            tokenize=False,
+        )
+        return text
+
+    def _why(self, chat: Chat) -> str:
+        """Return what a template says of messages that it refuses, short enough to be counted."""
+        try:
+            self._apply(chat.messages, False, chat.tools)
+        except TemplateError as error:
+            return f" ({str(error)[:_REASON_CHARS]})"
+        except _REFUSALS as error:
+            return f" ({type(error).__name__}: {str(error)[:_REASON_CHARS]})"
+        return ""
+
+
+def with_fixed_date(template: Any) -> Any:
+    """Return a chat template that prints TEMPLATE_DATE where it would print today's date."""
+    if not isinstance(template, str):
+        return None  # of several, transformers chooses
+    return _DATE.sub(lambda found: repr(TEMPLATE_DATE.strftime(found["format"])), template)
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    return not (message.get("content") or message.get("tool_calls") or _reasoning(message))
+
+
+def _reasoning(message: dict[str, Any]) -> str:
+    """Return the reasoning of an answer, as a field of its own or as a block in front of it."""
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(message.get(name), str):
+            return str(message[name]).strip()
+    head, mark, _ = (message.get("content") or "").partition("</think>")
+    return head.removeprefix("<think>").strip() if mark else ""
