@@ -226,21 +226,23 @@ def _export(arguments: list[str]) -> int:
         "--to", choices=("adapter", "merged"), required=True, help="peft's form, or a whole model"
     )
     parser.add_argument("--out", help="the directory to write; default: RUN/export/adapter|merged")
+    parser.add_argument("--base", metavar="DIR", help="where the run's base model has moved to")
     options = parser.parse_args(arguments)
     from hpc_tune.checkpoint.export import export_adapter, export_merged
-    from hpc_tune.checkpoint.locate import locate
+    from hpc_tune.checkpoint.locate import locate, require_base
 
-    found = locate(Path(options.run))
+    found = locate(Path(options.run), Path(options.base) if options.base else None)
+    base = require_base(found, "--base")
     out = Path(options.out) if options.out else found.run_dir / "export" / options.to
     write = export_adapter if options.to == "adapter" else export_merged
-    print(write(found.checkpoint, found.config.tune, found.base, out))
+    print(write(found.checkpoint, found.config.tune, base, out, found.template))
     return EXIT_DONE
 
 
 def _generate(arguments: list[str]) -> int:
     parser = _parser("generate")
     parser.add_argument("--run", help="a run directory or one of its checkpoints")
-    parser.add_argument("--model", help="a model directory, instead of --run")
+    parser.add_argument("--model", help="a model directory; with --run: where its base is now")
     parser.add_argument("--base", action="store_true", help="with --run: without the adapter")
     parser.add_argument("--prompt", required=True, help="what the user says; - reads stdin")
     parser.add_argument("--max-tokens", type=int, default=128, help="default 128")
@@ -249,8 +251,8 @@ def _generate(arguments: list[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     options = parser.parse_args(arguments)
-    if (options.run is None) == (options.model is None):
-        raise ConfigError("generate needs --run RUN_DIR or --model MODEL_DIR, one of them")
+    if options.run is None and options.model is None:
+        raise ConfigError("generate needs --run RUN_DIR or --model MODEL_DIR")
     if options.max_tokens < 1 or options.temperature < 0:
         raise ConfigError(
             f"--max-tokens {options.max_tokens} --temperature {options.temperature}: expected at "

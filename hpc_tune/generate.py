@@ -1,12 +1,14 @@
 """Answer one prompt with a model, with or without the adapter of a run, in one process."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpc_tune.checkpoint.locate import locate
+from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.schema import TuneConfig
+from hpc_tune.data.chats import end_of_answer
 from hpc_tune.model.build import build, compute_dtype, load_tokenizer
 from hpc_tune.model.load import allocate, load_trained, load_weights
 
@@ -22,8 +24,10 @@ def answer(
 ) -> str:
     """Return what the model says to ``prompt``.
 
-    ``run`` is a run directory or checkpoint, ``model`` a model directory; one of them is given.
-    ``temperature`` 0 takes the likeliest token each time.
+    ``run`` is a run directory or checkpoint, ``model`` a model directory, with ``run`` that of its
+    base. ``temperature`` 0 takes the likeliest token each time. The answer ends with a token that
+    ends a turn: the tokenizer's, one of generation_config.json's, or what the chat template writes
+    behind an answer.
 
     Raises:
         HpcTuneError: if files are missing or damaged.
@@ -31,14 +35,15 @@ def answer(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tune, dtype_name, template = TuneConfig(method="full"), "auto", None
     directory = model
-    found = locate(run) if run is not None else None
+    found = locate(run, model) if run is not None else None
     if found is not None:
-        directory, dtype_name = found.base, found.config.model.dtype
-        template = found.config.data.chat_template
+        directory, dtype_name = require_base(found, "--model"), found.config.model.dtype
+        template = found.template
         tune = found.config.tune if with_adapter else tune
     assert directory is not None
     dtype = compute_dtype(dtype_name, device)
-    tokenizer = load_tokenizer(directory, template)
+    tokenizer = load_tokenizer(directory)
+    tokenizer.chat_template = template or tokenizer.chat_template
     built = build(directory, dtype, tune, seed=0)
     allocate(built.module, device)
     load_weights(built)
@@ -55,12 +60,22 @@ def answer(
         attention_mask=torch.ones_like(ids_BT),
         max_new_tokens=max_tokens,
         use_cache=True,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=_ends(tokenizer, directory),
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
         **sampling,
     )
     text: str = tokenizer.decode(out_BT[0, ids_BT.shape[1] :], skip_special_tokens=True)
     return text.strip()
+
+
+def _ends(tokenizer: Any, directory: Path) -> list[int]:
+    """Return the tokens after which a model has said what it says."""
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_of_answer(tokenizer))}
+    file = directory / "generation_config.json"
+    if file.is_file():
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        ends |= {*named} if isinstance(named, list) else {named}
+    return sorted(ends - {None})
 
 
 def _encode(tokenizer: Any, prompt: str) -> torch.Tensor:

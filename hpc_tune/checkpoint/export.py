@@ -38,8 +38,12 @@ _SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _ADAPTER_PREFIX = "base_model.model."
 
 
-def export_adapter(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> Path:
+def export_adapter(
+    checkpoint: Path, tune: TuneConfig, base: Path, out: Path, template: str | None = None
+) -> Path:
     """Write the adapter of a checkpoint as a directory that stock peft loads.
+
+    ``template``: the chat template that was trained with, where it is not the base's.
 
     Raises:
         ConfigError: if the run had no adapter, or ``out`` holds something that is not an export.
@@ -51,6 +55,7 @@ def export_adapter(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) ->
     with _replacing(out, base) as temporary:
         write_adapter(index, tune, base, temporary)
         _copy_tokenizer(base, temporary)
+        _write_template(template, temporary)
         write_card(checkpoint, base, temporary, "adapter")
     return out
 
@@ -78,9 +83,13 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     return written
 
 
-def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> Path:
+def export_merged(
+    checkpoint: Path, tune: TuneConfig, base: Path, out: Path, template: str | None = None
+) -> Path:
     """Write base plus adapter (or the fully tuned weights) as a Hugging Face model directory.
 
+    ``template``: the chat template that was trained with, where it is not the base's. A head that
+    the base stores although it is the embedding is left out: it would be the one before tuning.
     Each tensor keeps the dtype it has in the base. One tensor is held at a time.
 
     Raises:
@@ -91,8 +100,9 @@ def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> 
     trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
     _check_room(stored)
     merged = _Merged(trained, stored, tune)
-    shards = _shards(stored)
-    progress = Progress("merging", len(stored.pieces))
+    shards = _shards(stored, _tied_head(base, stored))
+    num_tensors = sum(map(len, shards))
+    progress = Progress("merging", num_tensors)
     weight_map: dict[str, str] = {}
     with _replacing(out, base) as temporary:
         for number, names in enumerate(shards, 1):
@@ -100,11 +110,13 @@ def export_merged(checkpoint: Path, tune: TuneConfig, base: Path, out: Path) -> 
             write_regions(temporary / file, [merged.region(name) for name in names])
             weight_map |= dict.fromkeys(names, file)
             progress.update(len(weight_map))
-        index = {"metadata": {"total_size": stored.num_bytes}, "weight_map": weight_map}
+        total = sum(map(stored.bytes_of, weight_map))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
                 shutil.copyfile(file_path, temporary / file_path.name)
+        _write_template(template, temporary)
         write_card(checkpoint, base, temporary, "merged")
     progress.close()
     return out
@@ -212,11 +224,11 @@ def _read(index: TensorIndex, name: str) -> torch.Tensor:
     return tensor
 
 
-def _shards(stored: TensorIndex) -> list[list[str]]:
-    """Cut the tensors into files of about SHARD_BYTES, in name order."""
+def _shards(stored: TensorIndex, left_out: str | None) -> list[list[str]]:
+    """Cut the tensors, but one, into files of about SHARD_BYTES, in name order."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name in sorted(stored.pieces):
+    for name in sorted(stored.pieces.keys() - {left_out}):
         num_bytes = stored.bytes_of(name)
         if shards[-1] and filled + num_bytes > SHARD_BYTES:
             shards.append([])
@@ -237,6 +249,28 @@ def _copy_tokenizer(base: Path, out: Path) -> None:
     for file in sorted(base.iterdir()):
         if _is_companion(file) and file.name.startswith(("tokenizer", "special", "chat_template")):
             shutil.copyfile(file, out / file.name)
+
+
+def _write_template(template: str | None, out: Path) -> None:
+    """Put a chat template into an export, also where older transformers look for it."""
+    if template is None:
+        return
+    (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    settings = out / "tokenizer_config.json"
+    if settings.is_file():
+        said = json.loads(settings.read_text(encoding="utf-8")) | {"chat_template": template}
+        settings.write_text(json.dumps(said, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _tied_head(base: Path, stored: TensorIndex) -> str | None:
+    """Return the name of an output head that is stored beside the embedding that it is."""
+    from hpc_tune.model.build import read_shape
+
+    head = "lm_head.weight"
+    if head not in stored.pieces or not read_shape(base).tie_word_embeddings:
+        return None
+    alike = [n for n, shape in stored.shapes.items() if shape == stored.shapes[head] and n != head]
+    return head if any("emb" in name or "wte" in name for name in alike) else None
 
 
 def _is_export(out: Path) -> bool:

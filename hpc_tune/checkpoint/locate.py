@@ -10,27 +10,35 @@ from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.memory import aftermath
+from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.model.weights import index_model_directory
 from hpc_tune.units import format_bytes
+
+TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A verified checkpoint, the run it is of, the configuration it was saved with, and its base
-    model's directory.
+    """A verified checkpoint, the run it is of, the configuration it was saved with, its base
+    model's directory, and the chat template it was trained with where that is not the base's.
     """
 
     checkpoint: Path
     run_dir: Path
     config: RunConfig
     base: Path
+    template: str | None
 
 
-def locate(path: Path) -> Found:
+def locate(path: Path, moved_base: Path | None = None) -> Found:
     """Return the checkpoint at ``path``, or the newest valid one of the run at ``path``.
 
+    ``moved_base`` is where its base model is now.
+
     Raises:
-        ConfigError: if ``path`` is neither. CheckpointError: if nothing there verifies.
+        ConfigError: if ``path`` is neither, or ``moved_base`` another model. CheckpointError: if
+        nothing there verifies.
     """
     if (path / MANIFEST).is_file():
         checkpoint, run_dir = path, path.absolute().parent.parent
@@ -39,9 +47,41 @@ def locate(path: Path) -> Found:
         checkpoint, run_dir = _newest(path), path
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     config = state.run_config(str(checkpoint))
-    if config.model.path == BUILTIN_TINY:
-        return Found(checkpoint, run_dir, config, run_dir / "builtin-tiny")
-    return Found(checkpoint, run_dir, config, Path(config.model.path))
+    is_builtin = config.model.path == BUILTIN_TINY
+    base = run_dir / "builtin-tiny" if is_builtin else Path(config.model.path)
+    if moved_base is not None:
+        base = moved_base
+        if identity_of(base, index_model_directory(base)) != state.model_identity:
+            raise ConfigError(f"{base} is not the model that {checkpoint} was made from")
+    return Found(checkpoint, run_dir, config, base, template_of(run_dir, config))
+
+
+def require_base(found: Found, option: str) -> Path:
+    """Return the folder of the base model; ``option`` is how the user can name another.
+
+    Raises:
+        ConfigError: if it is not there.
+    """
+    if not found.base.is_dir():
+        raise ConfigError(
+            f"the base model of {found.run_dir}, {found.base}, is not there; if it has moved, name "
+            f"its folder with {option} DIR"
+        )
+    return found.base
+
+
+def template_of(run_dir: Path, config: RunConfig) -> str | None:
+    """Return the chat template of a run that had one of its own: what it has kept of it."""
+    if config.data.chat_template is None:
+        return None
+    kept, given = run_dir / TEMPLATE_FILE, Path(config.data.chat_template)
+    try:
+        return (kept if kept.is_file() else given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the chat template of this run, {given}, cannot be read ({error}), and {run_dir} has "
+            f"kept none; put it there as {TEMPLATE_FILE}"
+        ) from None
 
 
 def describe(path: Path, check_bytes: bool) -> tuple[list[str], bool]:

@@ -5,6 +5,7 @@ continue a different run), it *warns* (the run goes on, but not as the uninterru
 have), or it is *free* (world size, layout, micro-batch, offload, paths, logging).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -53,9 +54,10 @@ class Evals:
     best: tuple[int, float] | None = None
 
     def with_(self, step: int, loss: float) -> "Evals":
-        """Return the record with one more evaluation."""
-        now = (step, loss)
-        best = now if self.best is None or loss < self.best[1] else self.best
+        """Return the record with one more evaluation; one that is not finite is never the best."""
+        now, best = (step, loss), self.best
+        if math.isfinite(loss) and (best is None or loss < best[1]):
+            best = now
         return Evals(self.first or now, now, best)
 
     @classmethod

@@ -6,10 +6,14 @@ RunConfig
 """
 
 import difflib
+import functools
 import json
+import os
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from datetime import date
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,13 @@ from yaml import YAMLError
 from hpc_tune.config.combinations import check
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
+
+# What may begin with ~ or hold $SCRATCH.
+_PATHS = (
+    "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
+    "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
+)  # fmt: skip
+_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -46,6 +57,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
         problems.append(f"{source}: {_first_line(error)} (key {error.full_key or '?'})")
         raise ConfigError(_list(problems)) from None
     assert isinstance(values, dict)
+    problems += _expand_paths(values)
     if unwritable := list(_unwritable(values)):
         raise ConfigError(_list([*problems, *unwritable]))
     config = None
@@ -69,6 +81,19 @@ def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
                 f"{part}{name}{json.dumps(value, ensure_ascii=False, default=str)}".encode()
             except UnicodeEncodeError:
                 yield f"{f'{part}.{name}={value}'!a}: expected text that can be written as UTF-8"
+
+
+def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
+    """Put home folders and the environment into paths, in place; yield what is not set there."""
+    for name in _PATHS:
+        part, _, key = name.partition(".")
+        fields = values.get(part)
+        if isinstance(fields, dict) and isinstance(path := fields.get(key), str):
+            expanded = os.path.expandvars(os.path.expanduser(path))
+            fields[key] = expanded
+            for left in _VARIABLE.findall(expanded):
+                yield f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name"
+                " the folder"
 
 
 def _over_defaults(tree: DictConfig) -> DictConfig:
@@ -127,7 +152,7 @@ def _read_yaml(path: str | None) -> DictConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     try:
-        content = yaml.safe_load(text)
+        content = _as_written(yaml.safe_load(text), yaml.load(text, yaml.BaseLoader))
         if content is not None and not isinstance(content, dict):
             raise ConfigError(
                 f"{path}: expected 'part:' with 'key: value' below it, found a list or a single "
@@ -142,6 +167,31 @@ def _read_yaml(path: str | None) -> DictConfig:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
 
 
+def _as_written(content: Any, words: Any) -> Any:
+    """Return YAML's values with fields of text as they were written.
+
+    YAML 1.1 reads 12:00:00 as 43200, 2026-11-25 as a date and 0123 as 83.
+    """
+    texts = _text_fields()
+    for part, fields in content.items() if isinstance(content, dict) else ():
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            is_scalar = isinstance(value, int | float | date) and not isinstance(value, bool)
+            if is_scalar and f"{part}.{name}" in texts:
+                fields[name] = words[str(part)][str(name)]
+    return content
+
+
+@functools.cache
+def _text_fields() -> frozenset[str]:
+    """Return the names of the fields that take any text."""
+    return frozenset(
+        f"{part_name}.{name}"
+        for part_name, part in RunConfig.model_fields.items()
+        for name, field in part.annotation.model_fields.items()  # type: ignore[union-attr]
+        if str in (field.annotation, *typing.get_args(field.annotation))
+    )
+
+
 def _names_beside(path: str) -> list[str]:
     folder = Path(path).parent
     return [p.name for p in folder.iterdir()] if folder.is_dir() else []
@@ -154,7 +204,10 @@ def _apply_override(tree: DictConfig, override: str) -> None:
     if (key, text) == ("parallel", "auto"):
         key = "parallel.layout"
     try:
-        OmegaConf.update(tree, key, yaml.safe_load(text) if text else None, force_add=True)
+        value = yaml.safe_load(text) if text else None
+        if key in _text_fields() and value is not None:
+            value = yaml.load(text, yaml.BaseLoader)
+        OmegaConf.update(tree, key, value, force_add=True)
     except (YAMLError, OmegaConfBaseException, AssertionError) as error:
         raise ConfigError(f"{override!r} cannot be applied: {_first_line(error)}") from None
 

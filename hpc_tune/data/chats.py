@@ -54,9 +54,7 @@ class Renderer:
     ) -> None:
         """Take the tokenizer, and its control tokens as text."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
-        self.stand_ins = {
-            token: chr(_FIRST_STAND_IN + at) for at, token in enumerate(sorted(controls))
-        }
+        self.stand_ins = {token: chr(_FIRST_STAND_IN + at) for at, token in enumerate(controls)}
         self._answers = AnswerFinder(controls)
         self._chat_template = with_fixed_date(tokenizer.chat_template)
         self._has_blocks = has_blocks(tokenizer.chat_template)
@@ -219,6 +217,26 @@ class Renderer:
         except _REFUSALS as error:
             return f" ({type(error).__name__}: {str(error)[:_REASON_CHARS]})"
         return ""
+
+
+def end_of_answer(tokenizer: FastTokenizer) -> str | None:
+    """Return the control token that a chat template writes behind an answer; None without one."""
+    if not tokenizer.chat_template:
+        return None
+    renderer = Renderer(tokenizer, controls_of(tokenizer), "answers", Counters())
+    asked, said = {"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}
+    rendered = renderer.render(Chat([asked, said, asked, said]))
+    if isinstance(rendered, str) or not rendered.spans:
+        return None
+    answer = rendered.text[slice(*rendered.spans[0])]
+    return next((c for c in renderer.stand_ins if answer.endswith(c)), None)
+
+
+def controls_of(tokenizer: FastTokenizer) -> list[str]:
+    """Return the control tokens of a tokenizer, as text."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+    marked = {token.content for token in added if token.special}
+    return sorted(filter(None, marked | {*tokenizer.all_special_tokens}))
 
 
 def with_fixed_date(template: Any) -> Any:

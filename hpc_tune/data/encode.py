@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.data.answers import Span
-from hpc_tune.data.chats import LossOn, Rendered, Renderer
+from hpc_tune.data.chats import LossOn, Rendered, Renderer, controls_of
 from hpc_tune.data.layout import Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
 from hpc_tune.data.tokenizer import FastTokenizer, require_fast
@@ -42,14 +42,10 @@ class Encoder:
         self._bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id in own else []
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         added = self._backend.get_added_tokens_decoder()
-        controls = {
-            *tokenizer.all_special_tokens,
-            *(t.content for t in added.values() if t.special),
-        }
         self._control_ids = {number for number, token in added.items() if token.special}
         self._plain_ids: dict[str, list[int]] = {}
         self.counters = Counters()
-        self._renderer = Renderer(tokenizer, [*filter(None, controls)], loss_on, self.counters)
+        self._renderer = Renderer(tokenizer, controls_of(tokenizer), loss_on, self.counters)
         self._control_of = {char: token for token, char in self._renderer.stand_ins.items()}
         self._stand_in = re.compile(f"([{''.join(self._control_of)}])")
 

@@ -81,6 +81,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         ) from None
     if not tokenizer.is_fast:
         raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
+    _require_embeddings(directory, tokenizer)
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -88,6 +89,30 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
             why = error.strerror or error
             raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
     return tokenizer
+
+
+def _require_embeddings(directory: Path, tokenizer: Any) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for.
+
+    Those for images and sound, which text never has, are no reason: Gemma 3's small ones have one.
+    """
+    try:
+        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        rows = (said.get("text_config") or said).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return  # told of where the model is built
+    names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")
+    media = {str(tokenizer.init_kwargs.get(name)) for name in names}
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    if not isinstance(rows, int) or max(vocabulary.values(), default=-1) < rows:
+        return
+    beyond = sorted(word for word, number in vocabulary.items() if number >= rows)
+    if left := [word for word in beyond if word not in media]:
+        raise DataError(
+            f"{directory}: its tokenizer has {max(vocabulary.values()) + 1} tokens and the model "
+            f"embeddings for {rows}; there is none for {', '.join(left[:3])}. Take the model's own "
+            "tokenizer, or resize the model's embeddings first (resize_token_embeddings)"
+        )
 
 
 def _require_directory(directory: Path) -> None:
@@ -154,11 +179,16 @@ class BuiltModel:
 
     @property
     def identity(self) -> str:
-        """A hash over the names and shapes of the base's tensors and what its config.json says."""
-        shapes = sorted((name, list(shape)) for name, shape in self.index.shapes.items())
-        said = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
-        kept = {key: value for key, value in said.items() if key not in _NOT_THE_MODEL}
-        return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
+        """See ``identity_of``."""
+        return identity_of(self.directory, self.index)
+
+
+def identity_of(directory: Path, index: TensorIndex | ShapeIndex) -> str:
+    """Return a hash over names and shapes of a model's tensors and what its config.json says."""
+    shapes = sorted((name, list(shape)) for name, shape in index.shapes.items())
+    said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    kept = {key: value for key, value in said.items() if key not in _NOT_THE_MODEL}
+    return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
 
 
 def build(
@@ -226,6 +256,11 @@ def build(
     }
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding.weight is getattr(head, "weight", None)
+    if tied and hasattr(head, "lora_A"):
+        raise ConfigError(
+            f"tune.targets={tune.targets}: the output head of this model is its embedding, which "
+            "an adapter would change too; leave it out of tune.targets"
+        )
     return BuiltModel(
         module,
         config,

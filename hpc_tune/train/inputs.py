@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.config.schema import DataConfig, RunConfig
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
@@ -37,6 +38,15 @@ class Inputs:
         """Which share of the tokens carries loss."""
         counters = self.store.attributes.counters
         return counters.loss_tokens / counters.tokens
+
+
+def with_absolute_base(config: RunConfig) -> RunConfig:
+    """Name the base model by its whole path: an export may be made from another folder."""
+    path = Path(config.model.path)
+    if path.is_absolute() or not path.is_dir():
+        return config
+    model = config.model.model_copy(update={"path": str(path.absolute())})
+    return config.model_copy(update={"model": model})
 
 
 def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: bool) -> BuiltModel:
@@ -92,6 +102,12 @@ def prepare_data(
 ) -> tuple[TokenStore, TokenStore | None]:
     """Open the data and the held-out data, prepared first if raw. Collective."""
     own = Tokenizing(model_dir, data.chat_template)
+    if data.chat_template:  # exports carry it, and the user's file may be gone by then
+        on_rank_0(
+            session,
+            "keeping the chat template",
+            lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
+        )
     store = ready_data(data.path, data, own, session, run_dir)
     eval_store = None
     if data.eval_path:
@@ -122,11 +138,10 @@ def ready_data(
 
     if path.endswith((".h5", ".hdf5")):
         store = together(session, "opening the data", lambda: open_it(Path(path)))
-        if store.attributes.loss_on != data.loss_on and session.world.rank == 0:
-            log.warning(
-                "data.loss_on=%s has no effect: %s was prepared with data.loss_on=%s; prepare it "
-                "again to change that",
-                *(data.loss_on, path, store.attributes.loss_on),
+        if store.attributes.loss_on != data.loss_on:
+            raise DataError(
+                f"data.loss_on={data.loss_on}, but {path} was prepared with data.loss_on="
+                f"{store.attributes.loss_on}: prepare it again, or set that"
             )
         return store
     folder = Path(data.cache) if data.cache else run_dir / "data"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hpc_tune.checkpoint.export import export_adapter, pack_adapter
+from hpc_tune.checkpoint.locate import template_of
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
@@ -42,7 +43,7 @@ from hpc_tune.train.choosing import Chosen, choose
 from hpc_tune.train.describe import describe
 from hpc_tune.train.ending import EarlyLeave, fail
 from hpc_tune.train.foresight import compare, foresee
-from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model
+from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model, with_absolute_base
 from hpc_tune.train.layout import settle_layout
 from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
@@ -72,6 +73,7 @@ def run(
     starts what the plan says does not fit into memory. ``faults`` are for tests.
     """
     session = None
+    config = with_absolute_base(config)
     causes: list[Callable[[BaseException], BaseException]] = []
     run_dir = Path(config.run.dir)
     try:
@@ -376,7 +378,8 @@ def _finish(
     if result.status == "done" and config.tune.method != "full":
         out = run_dir / "export" / "adapter"
         try:
-            out = export_adapter(store.steps()[-1], config.tune, built.directory, out)
+            template = template_of(run_dir, config)
+            out = export_adapter(store.steps()[-1], config.tune, built.directory, out, template)
         except OSError as error:
             raise HpcTuneError(f"{out} cannot be written: {error}") from None
         log.info("adapter exported to %s", out)

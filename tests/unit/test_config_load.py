@@ -462,3 +462,32 @@ def test_text_that_no_file_could_hold_is_refused(text, said):
     """A half of a character in YAML, and a name on the command line that is not UTF-8."""
     with pytest.raises(ConfigError, match=said):
         load_config(None, [text])
+
+
+def test_fields_of_text_take_what_is_written(tmp_path):
+    """YAML 1.1 reads a time as seconds, a date as a date and 0123 as 83."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "slurm: {time: 12:00:00, job_name: 0123, account: 2026-11-25, memory: 700}\n"
+        "run: {tags: [a], name: 1e3}\ntrain: {max_steps: 12}\n"
+    )
+    config = load_config(str(file), ["run.dir=20261125", "slurm.qos=1_000", "run.tags=[x, 01]"])
+    slurm, run = config.slurm, config.run
+    assert (slurm.time, slurm.job_name, slurm.account) == ("12:00:00", "0123", "2026-11-25")
+    assert (slurm.memory, slurm.qos) == ("700", "1_000")
+    assert (run.dir, run.name, run.tags) == ("20261125", "1e3", ["x", "01"])
+    assert config.train.max_steps == 12
+    assert load_config(None, ["data.eval_path=null"]).data.eval_path is None
+
+
+def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    file = tmp_path / "c.yaml"
+    file.write_text("run: {dir: ~/runs/x}\ndata: {cache: '$SCRATCH/data'}\n")
+    config = load_config(str(file), ["model.path=${oc.env:SCRATCH}/m", "slurm.container=$NOBODY"])
+    assert (config.run.dir, config.data.cache) == ("/home/me/runs/x", "/scratch/me/data")
+    assert (config.model.path, config.slurm.container) == ("/scratch/me/m", "$NOBODY")
+    monkeypatch.delenv("SCRATCH")
+    with pytest.raises(ConfigError, match=r"data\.cache=\$SCRATCH/data: the environment has no SC"):
+        load_config(str(file))
