@@ -38,6 +38,7 @@ MAX_CHUNKS_PER_FILE = 1 << 15  # of a very large file the chunks grow instead
 READ_BYTES = 1 << 20
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 _GAP = re.compile(r"[\s,]*")
+_SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)", re.I)
 BOM = b"\xef\xbb\xbf"
 
 
@@ -143,7 +144,23 @@ def _list_files(path: Path) -> list[Path]:
     if len(kinds) > 1:
         found = " and ".join(f"{name} ({kind})" for kind, name in sorted(kinds.items()))
         raise DataError(f"{path} mixes kinds of data: {found}; keep one kind in a folder")
-    return files
+    held_out = _held_out(files)
+    return [file for file in files if file not in held_out]
+
+
+def left_out(path: str) -> list[Path]:
+    """Return the files of a folder that are named after a split to be held out, and not read."""
+    folder = Path(path)
+    return _held_out(sorted(folder.iterdir())) if folder.is_dir() else []
+
+
+def _held_out(files: list[Path]) -> list[Path]:
+    """Return files such as test-00000-of-00001.parquet, where one for training is beside them."""
+    known = [file for file in files if file.suffix.lower() in KINDS]
+    split_of = {file: found[1].lower() for file in known if (found := _SPLIT.search(file.stem))}
+    if "train" not in split_of.values():
+        return []
+    return [file for file, split in split_of.items() if split != "train"]
 
 
 def _saved_dataset(path: Path) -> list[Path]:

@@ -1,15 +1,17 @@
 """What a run says of itself before the expensive part begins: to a person, and to its report."""
 
+import math
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import Loader
 from hpc_tune.engine.mesh import Layout
-from hpc_tune.engine.optim import for_batch
+from hpc_tune.engine.optim import for_batch, learning_rate
 from hpc_tune.log import JsonLines, log
 from hpc_tune.probe.software import versions
 from hpc_tune.train.inputs import Inputs
@@ -18,6 +20,7 @@ from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.device import cpu_has_bf16
 
 _GIT_LIMIT_S = 5.0
+_FEW_STEPS = 5  # updates in an epoch
 
 
 def describe(
@@ -62,6 +65,8 @@ def describe(
             "model.dtype=bf16: this CPU has no products of bf16 (AVX512-BF16, AMX), and a step may "
             "take tens of times as long as with model.dtype=fp32"
         )
+    for words in few_steps(config, total_steps, loader.num_rows_per_epoch):
+        log.warning("%s", words)
     optim = config.optim
     if optim.reference_batch is not None:
         log.info(
@@ -72,6 +77,23 @@ def describe(
             optim.batch_scaling,
         )
     log.info("files   %s", config.run.dir)
+
+
+def few_steps(config: RunConfig, total_steps: int, rows_per_epoch: int) -> Iterator[str]:
+    """Say where there is so little to do that the learning rate never gets where it should."""
+    rows, optim = config.batch.global_size, config.optim
+    if rows_per_epoch < _FEW_STEPS * rows and total_steps < 10 * _FEW_STEPS:
+        yield (
+            f"an epoch is {rows_per_epoch} rows, {math.ceil(rows_per_epoch / rows)} updates of the "
+            f"weights, and the run {total_steps}: only few for batch.global_size={rows}; a smaller "
+            "batch.global_size or more train.epochs makes more of them"
+        )
+    if optim.warmup_steps >= total_steps:
+        yield (
+            f"optim.warmup_steps={optim.warmup_steps} in a run of {total_steps} steps: the rate of "
+            f"learning ends at {learning_rate(optim, total_steps - 1, total_steps):.2g} and never "
+            f"reaches optim.lr={optim.lr:g}; set fewer"
+        )
 
 
 def _world(session: Session) -> str:

@@ -9,6 +9,7 @@ from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.config.schema import DataConfig, RunConfig
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
+from hpc_tune.data.sources import left_out
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.lean import import_transformers
@@ -165,6 +166,11 @@ def prepare_file(path: str, out: Path, data: DataConfig, tokenizer: Any, session
         DataError: on every rank, if the data of one cannot be used.
     """
     world = session.world
+    if world.rank == 0 and (files := left_out(path)):
+        log.warning(
+            "%s: left out %s, by name a split to be held out; data.eval_path takes such a file",
+            *(path, ", ".join(file.name for file in files)),
+        )
     progress = Progress(f"tokenising {path}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:

@@ -296,3 +296,16 @@ def test_the_state_of_a_saved_dataset_names_files_of_its_folder_only(tmp_path, s
     (tmp_path / "state.json").write_text(state)
     with pytest.raises(DataError, match="save it again|passwd is missing"):
         list_chunks(str(tmp_path))
+
+
+def test_splits_to_be_held_out_are_left_out_beside_one_for_training(tmp_path):
+    for name in ("train-00000-of-00001", "test-00000-of-00001", "data.validation", "other"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    assert [e.text for e in _read(tmp_path)] == ["other", "train-00000-of-00001"]
+    assert [file.stem for file in sources.left_out(str(tmp_path))] == [
+        "data.validation",
+        "test-00000-of-00001",
+    ]
+    (tmp_path / "train-00000-of-00001.jsonl").unlink()
+    assert len(list(_read(tmp_path))) == 3
+    assert sources.left_out(str(tmp_path)) == []

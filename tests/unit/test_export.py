@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,11 +8,12 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hpc_tune.checkpoint import export
 from hpc_tune.checkpoint.export import export_adapter, export_merged
+from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
@@ -181,6 +183,50 @@ def test_a_bf16_base_stays_bf16_and_is_rounded_once(
             wanted = before[name]
         # Half a unit in the last place of bf16, and a little for the fp32 sum.
         assert torch.allclose(tensor.double(), wanted.double(), rtol=2**-8, atol=1e-6), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_that_is_stored_beside_the_embedding_it_is_does_not_stay_untuned(
+    bases, tmp_path, method
+):
+    base = tmp_path / "base"
+    shutil.copytree(bases / "tiny", base)
+    (file,) = base.glob("*.safetensors")
+    weights = load_file(file)
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file)
+    ours = trained(base, METHODS[method], tmp_path / "step")
+    out = export_merged(tmp_path / "step", METHODS[method], base, tmp_path / "out")
+    assert "lm_head.weight" not in read_all(out)
+    assert close(logits(stock(out)), logits(ours))
+
+
+@pytest.mark.parametrize("write", [export_adapter, export_merged])
+def test_an_export_has_the_chat_template_that_was_trained_with(bases, tmp_path, write):
+    trained(bases / "tiny", METHODS["lora"], tmp_path / "step")
+    own = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    out = write(tmp_path / "step", METHODS["lora"], bases / "tiny", tmp_path / "out", own)
+    assert AutoTokenizer.from_pretrained(out).chat_template == own
+    said = json.loads((out / "tokenizer_config.json").read_text())
+    assert said["chat_template"] == own
+
+
+def test_a_base_that_has_moved_can_be_named_and_no_other(bases, tmp_path):
+    run, tune = tmp_path / "run", METHODS["lora"]
+    checkpoint = run / "checkpoints" / "step-00000007"
+    trained(bases / "llama", tune, checkpoint)
+    identity = build(bases / "llama", torch.float32, tune, 0).identity
+    words = ["model.path=/gone/away", "data.chat_template=/gone/too"]
+    give_manifest(checkpoint, *words, model_identity=identity)
+    with pytest.raises(ConfigError, match=r"chat template of this run, /gone/too, cannot be read"):
+        locate(run)
+    (run / "chat_template.jinja").write_text("kept")
+    found = locate(run)
+    assert found.template == "kept"
+    with pytest.raises(ConfigError, match=r"/gone/away, is not there; .* with --base DIR"):
+        require_base(found, "--base")
+    assert require_base(locate(run, bases / "llama"), "--base") == bases / "llama"
+    with pytest.raises(ConfigError, match="is not the model that"):
+        locate(run, bases / "tiny")
 
 
 def test_the_merged_directory_has_the_bases_small_files_and_a_right_index(bases, tmp_path):
