@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support.launchers import NAMES, Launcher, launcher
-from tests.support.ranks import rank_environment, run_ranks
+from tests.support.ranks import HANG_S, rank_environment, run_ranks
 from tests.support.slurm import slurm
 from tests.support.training import losses, outcome, worlds_in, worst_gap
 
@@ -28,7 +28,7 @@ SETTINGS = [
     "run.threads=1",
     "memory.governor=off",
 ]
-RUN_S = 120.0
+
 soak = pytest.mark.soak
 
 
@@ -43,7 +43,7 @@ def train(started_by, n, folder, more=()):
     words = [*SETTINGS, f"run.dir={folder / 'run'}", f"data.cache={folder / 'data'}"]
     argv = started_by.command(n, "-m", "tests.support.train_and_print_world", *words)
     environment = rank_environment(n or 1, {**started_by.environment, **dict(more)})
-    done = run_ranks(argv, environment, RUN_S)
+    done = run_ranks(argv, environment, HANG_S)
     assert done.returncode == 0, done.stderr
     assert outcome(folder / "run")["status"] == "done", done.stderr
     return worlds_in(done.stdout)

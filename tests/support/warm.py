@@ -50,7 +50,7 @@ _IMPORTED = (
     "peft",
     "jinja2",
 )
-_START_LIMIT_S = 280.0
+_START_LIMIT_S = 600.0
 
 
 @functools.cache
