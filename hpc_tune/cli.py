@@ -32,7 +32,7 @@ COMMANDS = {
     "watch": "show a run in the terminal while it goes on",
     "completion": 'for a shell: eval "$(hpc_tune completion bash)"',
 }
-OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print what is wrong before the launcher ends it
+OTHER_RANKS_WAIT_S = 10.0  # for rank 0 to print what is wrong, and the launcher to end them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -356,11 +356,11 @@ def _options_and_config(
 
 
 def _refuse(error: HpcTuneError) -> int:
-    """Print the error on rank 0; the others stay silent, and let it speak before they leave."""
-    if rank_hint(os.environ) == 0:
-        print(f"hpc_tune: {error}", file=sys.stderr, flush=True)
-    else:
+    """Print the error once: on rank 0, or on another that is still there when it would have."""
+    rank = rank_hint(os.environ)
+    if rank:
         time.sleep(OTHER_RANKS_WAIT_S)
+    print(f"hpc_tune: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 

@@ -179,8 +179,8 @@ class Supervisor:
 
     def _reason(self, told: Mapping[str, object]) -> str:
         """Return why the ranks left: where they tell of a signal, by who has sent it."""
-        if self._asked == signal.SIGTERM:
-            return "SIGTERM"
+        if self._asked in (signal.SIGTERM, signal.SIGINT):
+            return signal.Signals(self._asked).name
         if told["status"] != "done" and self._slurm_job and _is_preempted(self._slurm_job):
             return _PREEMPTED
         # A launcher ends all ranks by it when it has lost one: that is no wish of the user's.

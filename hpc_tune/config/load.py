@@ -90,6 +90,8 @@ def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
         fields = values.get(part)
         if isinstance(fields, dict) and isinstance(path := fields.get(key), str):
             expanded = os.path.expandvars(os.path.expanduser(path))
+            if name == "model.path" and os.path.isdir(expanded):
+                expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
             fields[key] = expanded
             for left in _VARIABLE.findall(expanded):
                 yield f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name"

@@ -284,7 +284,7 @@ class CheckpointConfig(Part):
         "auto",
         description="auto: the newest checkpoint of the run directory that verifies, or a fresh "
         "start; none: start afresh, refused where checkpoints exist; else the path of a "
-        "checkpoint.",
+        "checkpoint. The same command again goes on from what it has saved itself.",
     )
 
 

@@ -41,15 +41,6 @@ class Inputs:
         return counters.loss_tokens / counters.tokens
 
 
-def with_absolute_base(config: RunConfig) -> RunConfig:
-    """Name the base model by its whole path: an export may be made from another folder."""
-    path = Path(config.model.path)
-    if path.is_absolute() or not path.is_dir():
-        return config
-    model = config.model.model_copy(update={"path": str(path.absolute())})
-    return config.model_copy(update={"model": model})
-
-
 def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: bool) -> BuiltModel:
     """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
 

@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from, and how it is taken up again. All ranks do it together."""
 
+import contextlib
 from pathlib import Path
 
 from hpc_tune.checkpoint.state import RunState, compare, require_settings
@@ -34,7 +35,14 @@ def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path |
 
 
 def _asked_for(session: Session, config: RunConfig, store: Store) -> Path | None:
-    match config.checkpoint.resume:
+    wanted = config.checkpoint.resume
+    if wanted != "auto" and on_rank_0(
+        session, "looking for checkpoints", lambda: _was_followed(store, wanted)
+    ):
+        if session.world.rank == 0:
+            log.info("checkpoint.resume=%s was followed by an earlier start: going on", wanted)
+        return _newest_valid(session, store)
+    match wanted:
         case "auto":
             return _newest_valid(session, store)
         case "none":
@@ -99,6 +107,18 @@ def _refusal(session: Session, path: Path) -> str | None:
     except CheckpointError as error:
         found = str(error)
     return next((refused for refused in gather_objects(session, found) if refused), None)
+
+
+def _was_followed(store: Store, wanted: str) -> bool:
+    """Tell whether the newest checkpoint was saved by a run with this ``checkpoint.resume``.
+
+    Then this is the same command again, after a stop or in a job that was queued again.
+    """
+    for newest in store.steps()[-1:]:
+        with contextlib.suppress(CheckpointError):
+            state = RunState.from_json(read_state(newest), str(newest))
+            return bool(state.config["checkpoint"]["resume"] == wanted)
+    return False
 
 
 def _require_none(store: Store) -> None:

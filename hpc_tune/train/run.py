@@ -39,11 +39,12 @@ from hpc_tune.plan.account import measure
 from hpc_tune.plan.choose import micro_rows
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train import outcome
+from hpc_tune.train.agreement import agree_on_settings
 from hpc_tune.train.choosing import Chosen, choose
 from hpc_tune.train.describe import describe
 from hpc_tune.train.ending import EarlyLeave, fail
 from hpc_tune.train.foresight import compare, foresee
-from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model, with_absolute_base
+from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model
 from hpc_tune.train.layout import settle_layout
 from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
@@ -73,12 +74,12 @@ def run(
     starts what the plan says does not fit into memory. ``faults`` are for tests.
     """
     session = None
-    config = with_absolute_base(config)
     causes: list[Callable[[BaseException], BaseException]] = []
     run_dir = Path(config.run.dir)
     try:
         session = (faults.join or bootstrap)(config.run, partial(fail, run_dir=run_dir))
         configure(session.world.rank)
+        agree_on_settings(session, config)
         if stop is None:
             # A file system is not asked for the STOP file by thousands of ranks each second.
             first = session.world.rank == 0

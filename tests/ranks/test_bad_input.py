@@ -10,8 +10,15 @@ import sys
 import pytest
 
 from hpc_tune.model.builtin import write_tiny
-from tests.support.ranks import ROOT, rank_environment
-from tests.support.training import many_runs, train
+from tests.support.ranks import (
+    HANG_S,
+    ROOT,
+    find_mpirun,
+    python,
+    rank_environment,
+    run_ranks,
+)
+from tests.support.training import TRAIN, many_runs, train
 
 BASE = [
     "data.eval_path=null",
@@ -137,6 +144,25 @@ def test_a_checkpoint_from_another_model_is_refused(tmp_path, a_run):
     )
     refused(done, "another model than the checkpoint's")
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def two_ranks(folder, *words_of_each):
+    """Train with two ranks, each with words of its own."""
+    argv = [find_mpirun()]
+    for words in words_of_each:
+        argv += ["-np", "1", *python(), *TRAIN, *BASE, f"run.dir={folder}", *words, ":"]
+    return run_ranks(argv[:-1], rank_environment(2), HANG_S)
+
+
+def test_ranks_with_different_settings_are_refused_by_field(tmp_path):
+    done = two_ranks(tmp_path / "run", ["optim.lr=1e-6"], ["optim.lr=0.1", "train.seed=7"])
+    refused(done, "optim.lr=0.1 on rank 1, 1e-06 on rank 0", "train.seed=7 on rank 1")
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_what_is_wrong_on_one_rank_alone_is_said(tmp_path):
+    done = two_ranks(tmp_path / "run", [], ["data.cache=$NOT_ON_THIS_NODE/data"])
+    refused(done, "rank 1: ", "the environment has no NOT_ON_THIS_NODE")
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused_before_data_is_read(tmp_path):

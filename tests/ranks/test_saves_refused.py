@@ -12,11 +12,11 @@ from hpc_tune.checkpoint.store import Store, verify
 from tests.ranks.test_bad_input import mounted
 from tests.ranks.test_train_ends import ENDLESS, Job
 from tests.support.crash_points import fill
+from tests.support.ranks import HANG_S
 from tests.support.training import events, losses, outcome, train
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount of its own")
 SAVES = ["checkpoint.every_steps=2", "checkpoint.keep=2"]
-LIMIT_S = 60
 
 
 def remount(folder, mode):
@@ -24,7 +24,7 @@ def remount(folder, mode):
 
     The folder is never idle for long, so it is tried again and again.
     """
-    until_s = time.monotonic() + LIMIT_S
+    until_s = time.monotonic() + HANG_S
     while subprocess.run(
         ["mount", "-o", f"remount,{mode}", str(folder)], capture_output=True
     ).returncode:
@@ -34,7 +34,7 @@ def remount(folder, mode):
 
 def delete_again_and_again(folder, is_noticed):
     """Delete the folder until that has met a save; between two saves nobody would miss it."""
-    until_s = time.monotonic() + LIMIT_S
+    until_s = time.monotonic() + HANG_S
     while not is_noticed():
         assert time.monotonic() < until_s
         shutil.rmtree(folder, ignore_errors=True)
@@ -83,7 +83,7 @@ def trouble(request, tmp_path):
 
 def wait_for_checkpoint(run_dir, after=0):
     """Return the step of the first checkpoint after a step."""
-    until_s = time.monotonic() + LIMIT_S
+    until_s = time.monotonic() + HANG_S
     while True:
         newer = [int(p.name[5:]) for p in Store(run_dir / "checkpoints", keep=1).steps()]
         if newer and newer[-1] > after:

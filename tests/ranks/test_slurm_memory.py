@@ -21,6 +21,7 @@ def limited(tmp_path_factory):
         yield cluster.limited
 
 
+@pytest.mark.full
 def test_a_job_that_slurm_would_have_killed_leaves_and_then_finishes(tmp_path, limited):
     check_way(limited, tmp_path, "a leak of 200 MB/s within a step")
 

@@ -20,7 +20,16 @@ from tests.support.ranks import (
     rank_environment,
     started,
 )
-from tests.support.training import events, losses, outcome, rows, train
+from tests.support.training import (
+    SMALL,
+    STEPS,
+    events,
+    losses,
+    many_runs,
+    outcome,
+    rows,
+    train,
+)
 
 ENDLESS = [
     "data.seq_len=64",
@@ -200,3 +209,18 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_once(tmp_path)
     assert "rank 1 on" in job.stderr
     assert outcome(tmp_path / "run")["status"] == "failed"
     assert "planted on rank 1" in outcome(tmp_path / "run")["reason"]
+
+
+def test_the_same_command_goes_on_whatever_it_began_from(tmp_path):
+    """checkpoint.resume says where the first start begins, not each of them."""
+    words = [*SMALL, f"data.cache={tmp_path}"]
+    point = tmp_path / "first" / "checkpoints" / "step-00000002"
+    jobs = []
+    for name, resume in (("first", "auto"), ("next", str(point)), ("fresh", "none")):
+        overrides = [*words, f"run.dir={tmp_path / name}", f"checkpoint.resume={resume}"]
+        jobs.append({"overrides": overrides, "stop_after": 2})
+        jobs += [{"overrides": overrides}] if name != "first" else []
+    assert many_runs(1, jobs, tmp_path) == [75, 75, 0, 75, 0]
+    for name, resumed in (("next", [2, 4]), ("fresh", [2])):
+        assert [e["step"] for e in events(tmp_path / name, "resume")] == resumed
+        assert len(set(rows(tmp_path / name, "loss"))) == STEPS - (2 if name == "next" else 0)

@@ -26,7 +26,7 @@ def asked(tmp_path):
     return StopFlag(tmp_path, environ={})
 
 
-def wait_until(what, limit_s=60.0):
+def wait_until(what, limit_s=120.0):
     until_s = time.monotonic() + limit_s
     while not what():
         assert time.monotonic() < until_s

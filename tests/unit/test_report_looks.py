@@ -109,6 +109,7 @@ def test_no_text_of_a_figure_is_cut_off_or_lies_on_another(make):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: make browser")
+@pytest.mark.full
 def test_a_browser_shows_nothing_clipped_overlapping_or_empty(make, tmp_path):
     looked = tmp_path / "looked.html"
     for kind, runs in many_kinds(make).items():

@@ -171,10 +171,11 @@ def test_ranks_are_asked_to_leave_where_no_scheduler_signals(tmp_path):
     assert job.requeued.exists()
 
 
-def test_scancel_ends_it_without_a_requeue(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_scancel_and_ctrl_c_end_it_without_a_requeue(tmp_path, number):
     job = Job(tmp_path, says("stopped", "SIGUSR1", 75, 4, until_asked=True))
     wait_for(job.run_dir / "started")
-    job.process.send_signal(signal.SIGTERM)
+    job.process.send_signal(number)
     assert job.end() == 75, job.stderr
     assert not job.requeued.exists()
 

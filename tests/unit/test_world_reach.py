@@ -23,7 +23,7 @@ class World:
         self.store = {}
         roster = tuple(Peer(rank, rank, f"n{rank}", 1) for rank in range(NUM_RANKS))
         self.watches = [self.start(rank, roster) for rank in range(NUM_RANKS)]
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + 120
         while len(self.watches[0]._ranks) < NUM_RANKS - 1:
             assert time.monotonic() < until_s
             time.sleep(0.01)

@@ -1,0 +1,54 @@
+"""All ranks train with the same settings, or none does."""
+
+from collections import defaultdict
+from typing import Any
+
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.world.collective import agree, broadcast_object, gather_objects, sum_of
+from hpc_tune.world.session import Session
+
+# A disk of the node's own may have another name on each.
+_OF_A_NODE = {"parallel.offload_path"}
+_MOST_NAMED = 5
+
+
+def agree_on_settings(session: Session, config: RunConfig) -> None:
+    """Compare every rank's settings with rank 0's. Collective.
+
+    Ranks get different ones from another environment, another working directory, or another copy
+    of the file on their node.
+
+    Raises:
+        ConfigError: on every rank, naming the fields that differ, their values and their ranks.
+    """
+    own = _flat(config)
+    first = broadcast_object(session, own)
+    others = {name: value for name, value in own.items() if value != first[name]}
+    if not sum_of(session, [bool(others)])[0]:
+        return
+    ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, found in enumerate(gather_objects(session, others)):
+        for name, value in found.items():
+            ranks_of[name, str(value)].append(rank)
+    told = [
+        f"{name}={value} on {_ranks(ranks)}, {first[name]} on rank 0"
+        for (name, value), ranks in ranks_of.items()
+    ]
+    error = ConfigError(
+        f"the ranks have different settings: {'; '.join(told[:_MOST_NAMED])}. Give all nodes the "
+        "same file, arguments and environment"
+    )
+    agree(session, error if session.world.rank == 0 else None, "comparing the settings")
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    parts = config.model_dump(mode="json").items()
+    flat = {f"{part}.{name}": value for part, fields in parts for name, value in fields.items()}
+    return {name: value for name, value in flat.items() if name not in _OF_A_NODE}
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
