@@ -32,7 +32,8 @@ COMMANDS = {
     "watch": "show a run in the terminal while it goes on",
     "completion": 'for a shell: eval "$(hpc_tune completion bash)"',
 }
-OTHER_RANKS_WAIT_S = 10.0  # for rank 0 to print what is wrong, and the launcher to end them
+OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print what is wrong before the launcher ends it
+_ALONE_AFTER_S = 10.0  # when rank 0 has not, what is wrong is so on this rank alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -357,10 +358,11 @@ def _options_and_config(
 
 def _refuse(error: HpcTuneError) -> int:
     """Print the error once: on rank 0, or on another that is still there when it would have."""
-    rank = rank_hint(os.environ)
+    rank, had_world = rank_hint(os.environ), "torch" in sys.modules
     if rank:
-        time.sleep(OTHER_RANKS_WAIT_S)
-    print(f"hpc_tune: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+        time.sleep(OTHER_RANKS_WAIT_S if had_world else _ALONE_AFTER_S)
+    if not (rank and had_world):
+        print(f"hpc_tune: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
@@ -388,13 +390,8 @@ def _fields_text() -> str:
 
     lines = ["settings (in FILE as part: {key: value}, or part.key=value):"]
     for name, kind, default, prose in describe_fields():
-        shown = (
-            "unset"
-            if default is None
-            else str(default).lower()
-            if default in (True, False) and isinstance(default, bool)
-            else default
-        )
+        shown = str(default).lower() if isinstance(default, bool) else default
+        shown = "unset" if default is None else shown
         lines.append(f"  {name} = {shown}  ({kind})")
         lines += textwrap.wrap(prose, 92, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

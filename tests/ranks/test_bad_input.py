@@ -150,7 +150,7 @@ def two_ranks(folder, *words_of_each):
     """Train with two ranks, each with words of its own."""
     argv = [find_mpirun()]
     for words in words_of_each:
-        argv += ["-np", "1", *python(), *TRAIN, *BASE, f"run.dir={folder}", *words, ":"]
+        argv += ["-np", "1", *python(cold=True), *TRAIN, *BASE, f"run.dir={folder}", *words, ":"]
     return run_ranks(argv[:-1], rank_environment(2), HANG_S)
 
 
