@@ -71,8 +71,11 @@ def test_figures_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same_run(t
         for step in steps:
             told.write(step, {"loss": step / 2})
         told.close()
-    rows, tags, names, ids = records(run_dir)
-    assert rows == {step: step / 2 for step in range(1, 6)}
+    wanted, until_s = {step: step / 2 for step in range(1, 6)}, time.monotonic() + 120
+    while (found := records(run_dir))[0] != wanted and time.monotonic() < until_s:
+        time.sleep(0.1)  # a process of W&B's own writes the files
+    rows, tags, names, ids = found
+    assert rows == wanted
     assert (tags, names, len(ids)) == ({"a", "b"}, {"first"}, 1)
 
 
