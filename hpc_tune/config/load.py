@@ -94,8 +94,10 @@ def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
                 expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
             fields[key] = expanded
             for left in _VARIABLE.findall(expanded):
-                yield f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name"
-                " the folder"
+                yield (
+                    f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name "
+                    "the folder"
+                )
 
 
 def _over_defaults(tree: DictConfig) -> DictConfig:

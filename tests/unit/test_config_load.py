@@ -489,5 +489,8 @@ def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
     assert (config.run.dir, config.data.cache) == ("/home/me/runs/x", "/scratch/me/data")
     assert (config.model.path, config.slurm.container) == ("/scratch/me/m", "$NOBODY")
     monkeypatch.delenv("SCRATCH")
-    with pytest.raises(ConfigError, match=r"data\.cache=\$SCRATCH/data: the environment has no SC"):
+    words = (
+        r"data\.cache=\$SCRATCH/data: the environment has no SCRATCH; set it, or name the folder$"
+    )
+    with pytest.raises(ConfigError, match=words):
         load_config(str(file))
