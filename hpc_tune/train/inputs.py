@@ -1,6 +1,6 @@
 """The model and the data of a run, made ready: builtins written, raw data prepared, shapes read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from hpc_tune.lean import import_transformers
 from hpc_tune.log import Progress, log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.loss import can_pack
+from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.start import start_from
 from hpc_tune.plan.account import ModelSize
+from hpc_tune.train.proof import prove
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import agree
@@ -41,11 +42,16 @@ class Inputs:
         return counters.loss_tokens / counters.tokens
 
 
-def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: bool) -> BuiltModel:
+def prepare_model(
+    config: RunConfig, session: Session, run_dir: Path, fresh: bool
+) -> tuple[BuiltModel, RunConfig]:
     """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
 
+    Returns the settings too: without data.packing where the model cannot keep documents apart.
+
     Raises:
-        ConfigError: if the data's settings are not for such a model.
+        ConfigError: if the settings are not for such a model.
+        DataError: if a model of its kind would not be trained right.
     """
     import_transformers()
     model_dir = ready_model(config.model.path, session, run_dir)
@@ -54,13 +60,15 @@ def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: boo
     def make() -> BuiltModel:
         built = build(model_dir, dtype, config.tune, config.train.seed)
         start = config.tune.init_from
+        built = replace(built, seq_len=config.data.seq_len)
         return start_from(built, Path(start)) if start and fresh else built
 
     built = together(session, "building the model", make)
-    if config.data.packing and not can_pack(built.config):
-        raise ConfigError(
-            f"data.packing=true: documents in one row of a {built.config.model_type} model would "
-            "see each other; use data.packing=false"
+    if built.dropout:
+        log.warning(
+            "the model's own dropout is off (%s in its config.json): it would differ with the "
+            "number of ranks; tune.dropout is for adapters",
+            ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
         )
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and config.data.seq_len > longest:
@@ -69,7 +77,37 @@ def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: boo
             "never seen: use %d or less, or a config.json that stretches them (rope_scaling)",
             *(config.data.seq_len, longest, longest),
         )
-    return built
+    if scaled_by_length(built.config):
+        log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
+    return built, _as_proven(config, session, built)
+
+
+def _as_proven(config: RunConfig, session: Session, built: BuiltModel) -> RunConfig:
+    """Return the settings that are right for the architecture, or refuse. Collective."""
+    proof = on_rank_0(session, "trying the architecture", lambda: prove(built.config))
+    kind, parallel = built.config.model_type, config.parallel
+    if proof.loss:
+        raise DataError(
+            f"{config.model.path}: a {kind} model would not be trained right: {proof.loss}"
+        )
+    for setting, size, why in (
+        ("parallel.pipeline", parallel.pipeline, proof.pipeline),
+        ("parallel.tensor", parallel.tensor, proof.tensor),
+    ):
+        if (size or 1) > 1 and why:
+            raise ConfigError(
+                f"{setting}={size}: a {kind} model would not be trained right: {why}; use "
+                "parallel.shard"
+            )
+    if proof.attention:
+        built.module.within_documents = False
+    if not config.data.packing or not proof.packing:
+        return config
+    log.warning(
+        "data.packing is off, one document per row, since for a %s model %s", kind, proof.packing
+    )
+    data = config.data.model_copy(update={"packing": False})
+    return config.model_copy(update={"data": data})
 
 
 class Tokenizing:
