@@ -8,6 +8,7 @@ from hpc_tune import __version__
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.data.files import as_list
 
 CARD, CONFIG = "README.md", "training_config.yaml"
 
@@ -50,7 +51,7 @@ def _card(state: RunState, config: RunConfig, base: str, kind: str) -> str:
         targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
         rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}, on {targets}"
     rows |= {
-        "data": Path(config.data.path).name,
+        "data": ", ".join(Path(path).name for path in as_list(config.data.path)),
         "optimizer steps": f"{state.step} of {state.total_steps}",
         "batch": f"{config.batch.global_size} rows of {config.data.seq_len} tokens",
         "learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} warm-up steps",

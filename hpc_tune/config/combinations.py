@@ -1,6 +1,6 @@
 """Settings that are each valid and cannot be together, or would do nothing."""
 
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.schema import RunConfig, is_prepared
 
 
 def check(config: RunConfig) -> list[str]:
@@ -49,8 +49,29 @@ def check(config: RunConfig) -> list[str]:
             f"optim.batch_scaling={config.optim.batch_scaling} has no effect without "
             "optim.reference_batch"
         )
-    if config.train.eval_every_steps and not config.data.eval_path:
-        problems.append("train.eval_every_steps needs data.eval_path")
+    return problems + _data_problems(config)
+
+
+def _data_problems(config: RunConfig) -> list[str]:
+    """Return what is wrong with the data's settings."""
+    data, problems = config.data, []
+    has_eval = bool(data.eval_path or data.eval_fraction)
+    if config.train.eval_every_steps and not has_eval:
+        problems.append("train.eval_every_steps needs data.eval_path or data.eval_fraction")
+    if data.eval_path and data.eval_fraction:
+        problems.append(
+            f"data.eval_fraction={data.eval_fraction:g} and data.eval_path={data.eval_path} both "
+            "say what is held out; leave one of them out (data.eval_path=null)"
+        )
+    if is_prepared(data.path) and data.eval_fraction:
+        problems.append(
+            f"data.eval_fraction={data.eval_fraction:g} splits raw data, and {data.path} is "
+            "prepared; give it to `prepare`, which writes two files, and set data.eval_path"
+        )
+    is_raw = any(path and not is_prepared(path) for path in (data.path, data.eval_path))
+    for name, value in (("columns", data.columns), ("bad_rows", data.bad_rows != "refuse")):
+        if value and not is_raw:
+            problems.append(f"data.{name} has no effect on prepared data; leave it out")
     return problems
 
 

@@ -88,16 +88,24 @@ def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
     for name in _PATHS:
         part, _, key = name.partition(".")
         fields = values.get(part)
-        if isinstance(fields, dict) and isinstance(path := fields.get(key), str):
+        if not isinstance(fields, dict):
+            continue
+        given = fields.get(key)
+        paths = given if isinstance(given, list) else [given]
+        for at, path in enumerate(paths):
+            if not isinstance(path, str):
+                continue
             expanded = os.path.expandvars(os.path.expanduser(path))
             if name == "model.path" and os.path.isdir(expanded):
                 expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
-            fields[key] = expanded
+            paths[at] = expanded
             for left in _VARIABLE.findall(expanded):
                 yield (
                     f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name "
                     "the folder"
                 )
+        if isinstance(given, str):
+            fields[key] = paths[0]
 
 
 def _over_defaults(tree: DictConfig) -> DictConfig:

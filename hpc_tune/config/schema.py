@@ -7,13 +7,27 @@ ignored.
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hpc_tune.config.batch_job import SlurmConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.part import Bytes, Part, PositiveInt, Seconds, Steps
 
 _YAML_SWITCH = {True: "on", False: "off"}  # YAML 1.1 reads a plain on and off as booleans
+_FIELDS = (
+    "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
+    "response", "text", "system", "history", "tools", "weight", "train", "loss", "loss_mask",
+)  # fmt: skip
+
+
+def _fields_of_rows(columns: dict[str, str]) -> dict[str, str]:
+    """Check what the columns of data are to be read as."""
+    for name, field in columns.items():
+        if field not in _FIELDS:
+            raise ValueError(f"{name}: {field} is not one of {', '.join(_FIELDS)}")
+    if len(set(columns.values())) < len(columns):
+        raise ValueError("two columns are to be read as the same field")
+    return columns
 
 
 class ModelConfig(Part):
@@ -74,16 +88,34 @@ class TuneConfig(Part):
 class DataConfig(Part):
     """What the model is trained on."""
 
-    path: str = Field(
+    path: str | list[str] = Field(
         "builtin:pydocs",
-        description="A prepared .h5 file, or raw data: .jsonl, .parquet, .txt, .md, or a folder "
-        "of one of these kinds. Raw data is prepared first, into data.cache. builtin:pydocs: "
-        "question and docstring pairs of this Python.",
+        description="A prepared .h5 file, or raw data: .json, .jsonl, .csv, .parquet, .arrow, .txt "
+        "or .md, a folder of one of these kinds, a pattern such as data/*.jsonl, or a list of "
+        "these. Raw data is prepared first, into data.cache. builtin:pydocs: question and "
+        "docstring pairs of this Python.",
     )
-    eval_path: str | None = Field(
+    eval_path: str | list[str] | None = Field(
         None,
         description="Held-out data in the same forms. builtin:pydocs:heldout is the held-out part "
         "of pydocs.",
+    )
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="The share of data.path's documents that is held out, where there is no "
+        "data.eval_path. A hash of its content decides for each: the same ones in each run, on "
+        "any number of ranks, and duplicates on one side.",
+    )
+    columns: Annotated[dict[str, str], AfterValidator(_fields_of_rows)] = Field(
+        {},
+        description="Names in the data and the fields that they are read as, such as "
+        "{problem: prompt, solution: completion}. question and answer, query and response, "
+        "context and system_prompt are known without it.",
+    )
+    bad_rows: Literal["refuse", "skip"] = Field(
+        "refuse",
+        description="refuse: the first row that cannot be used ends the preparation, with its "
+        "place and the reason; skip: they are left out, counted and said.",
     )
     seq_len: PositiveInt = Field(
         1024,
@@ -109,6 +141,11 @@ class DataConfig(Part):
         description="The folder for files prepared from raw data; default: data/ in the run "
         "directory.",
     )
+
+
+def is_prepared(path: str | list[str] | None) -> bool:
+    """Say whether a path names one file that ``prepare`` wrote."""
+    return isinstance(path, str) and path.endswith((".h5", ".hdf5"))
 
 
 class BatchConfig(Part):

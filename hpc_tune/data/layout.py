@@ -1,7 +1,7 @@
 """The file of prepared data: its format and its reader.
 
 One HDF5 file that describes itself. All datasets are contiguous and uncompressed, so each of them
-is one range of bytes that can be memory-mapped without HDF5::
+is one range of bytes that can be read without HDF5::
 
     /  (attributes)        format, version, content, tokenizer, tokenizer_fingerprint, vocab_size,
        |                   seq_len, loss_on, source, counters (JSON), hpc_tune_version
@@ -13,14 +13,16 @@ is one range of bytes that can be memory-mapped without HDF5::
        +- lengths/counts       int64 [num_lengths]              how many documents have each
     (at the end)           a checksum of all that is not a dataset: seal.py
 
-The reader takes the datasets' places from HDF5, closes it and maps the bytes with numpy: no HDF5
-handle is inherited through a fork, no HDF5 lock is taken on a parallel file system, and opening
-costs the same for ten documents as for ten million. The mapped pages are page cache, which the
-kernel takes back under pressure, not memory of the process.
+The reader takes the datasets' places from HDF5, closes it and reads each document's bytes when they
+are asked for: no HDF5 handle is inherited through a fork, no HDF5 lock is taken on a parallel file
+system, and opening costs the same for ten documents as for ten million. What was read before is in
+the page cache, which the kernel takes back under pressure. The file is not mapped into memory: one
+that is cut off while in use, or a disk that fails, would end the process by SIGBUS.
 """
 
 import json
-import mmap
+import os
+import weakref
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,7 @@ _SAID = {
     "marked_answers": "answers not learned, as their data say",
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
     "control_texts": "control tokens in people's text, taken as plain text",
+    "bad_rows": "bad rows skipped, as data.bad_rows says",
 }
 
 
@@ -77,6 +80,7 @@ class Counters:
     marked_answers: int = 0
     lost_reasoning: int = 0
     control_texts: int = 0
+    bad_rows: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str) -> None:
@@ -127,23 +131,68 @@ class Attributes:
     hpc_tune_version: str
 
 
-class TokenStore:
-    """Read access to prepared data: memory-mapped, without any HDF5 handle, safe through fork."""
+class _Bytes:
+    """An open file, read at any place by any thread or forked process."""
 
-    def __init__(self, path: Path, attributes: Attributes, arrays: dict[str, np.ndarray]) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._handle)
+
+    def read(self, place: int, num_bytes: int) -> bytes:
+        """Return bytes; DataError if they cannot be read any more."""
+        try:
+            data = os.pread(self._handle, num_bytes, place)
+            while len(data) < num_bytes:  # the kernel gives 2 GiB at most
+                more = os.pread(self._handle, num_bytes - len(data), place + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be read any more: {error.strerror}") from error
+        if len(data) < num_bytes:
+            raise DataError(
+                f"{self._path} was cut off while it was in use: it ends before byte "
+                f"{place + num_bytes:,}. Copy it again, or {PREPARE_AGAIN}"
+            )
+        return data
+
+
+class Column:
+    """One dataset of the file; an index or a slice of it is read when it is asked for."""
+
+    def __init__(self, file: _Bytes, offset: int, dtype: Any, length: int) -> None:
+        """Use ``TokenStore.open``."""
+        self._file, self._offset, self.dtype, self._length = file, offset, np.dtype(dtype), length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: int | slice) -> Any:
+        start, stop, step = at.indices(self._length) if isinstance(at, slice) else (at, at + 1, 1)
+        size, num = self.dtype.itemsize, max(stop - start, 0)
+        assert step == 1, "only what lies together is read"
+        values = np.frombuffer(self._file.read(self._offset + start * size, num * size), self.dtype)
+        return values if isinstance(at, slice) else values[0]
+
+
+class TokenStore:
+    """Read access to prepared data: without any HDF5 handle, safe through fork."""
+
+    def __init__(self, path: Path, attributes: Attributes, columns: dict[str, Column]) -> None:
         """Use ``TokenStore.open``."""
         self.path = path
         self.attributes = attributes
-        self.tokens = arrays["tokens"]
-        self.loss_mask = arrays["loss_mask"]
-        self.offsets = arrays["documents/offsets"]
-        self.by_length = arrays["documents/by_length"]
-        self.length_values = np.array(arrays["lengths/values"])
-        self.length_counts = np.array(arrays["lengths/counts"])
+        self.tokens = columns["tokens"]
+        self.loss_mask = columns["loss_mask"]
+        self.offsets = columns["documents/offsets"]
+        self.by_length = columns["documents/by_length"]
+        self.length_values: np.ndarray = columns["lengths/values"][:]
+        self.length_counts: np.ndarray = columns["lengths/counts"][:]
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
-        """Map the file at ``path``.
+        """Open the file at ``path``.
 
         Raises:
             DataError: if it is missing, no HDF5, another format, cut off, damaged in its structure,
@@ -159,13 +208,8 @@ class TokenStore:
             raise DataError(
                 f"{path} cannot be read as HDF5 ({error!r}); copy it again, or {PREPARE_AGAIN}"
             ) from error
-        with path.open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        arrays = {
-            name: np.frombuffer(pages, dtype, length, offset)
-            for name, (offset, dtype, length) in places.items()
-        }
-        store = cls(path, attributes, arrays)
+        file = _Bytes(path)
+        store = cls(path, attributes, {name: Column(file, *at) for name, at in places.items()})
         store._check()
         return store
 
@@ -181,11 +225,16 @@ class TokenStore:
 
     def length(self, document: int) -> int:
         """Return the number of tokens of a document."""
-        return int(self.offsets[document + 1]) - int(self.offsets[document])
+        start, stop = map(int, self.offsets[document : document + 2])
+        return stop - start
 
     def document(self, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a document's tokens and loss mask, both of shape [length]."""
-        start, stop = int(self.offsets[document]), int(self.offsets[document + 1])
+        """Return a document's tokens and loss mask, both of shape [length].
+
+        Raises:
+            DataError: if the file was cut off since it was opened.
+        """
+        start, stop = map(int, self.offsets[document : document + 2])
         return self.tokens[start:stop], self.loss_mask[start:stop]
 
     def require_tokenizer(self, tokenizer: FastTokenizer, mark: str) -> None:
@@ -222,7 +271,7 @@ class TokenStore:
                 "lengths do not add up to the tokens": int(values @ counts) == self.num_tokens,
                 "offsets do not end at the last token": len(self.offsets) > 0
                 and int(self.offsets[0]) == 0
-                and int(self.offsets[-1]) == self.num_tokens,
+                and int(self.offsets[len(self.offsets) - 1]) == self.num_tokens,
             }.items()
             if not is_right
         ]

@@ -11,8 +11,8 @@ it is found at once.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,13 @@ from hpc_tune.data.shuffle import Shuffle
 
 ORDER_VERSION = 1  # another one for each change after which a seed gives another order
 _Items = tuple[tuple[int, int], ...]
+
+
+class Indexed(Protocol):
+    """What has a value at each place: a list, an array or a column of prepared data."""
+
+    def __getitem__(self, at: Any, /) -> Any:
+        """Return the value at a place."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class RowOrder:
         self,
         length_values: np.ndarray,
         length_counts: np.ndarray,
-        by_length: Sequence[int] | np.ndarray,
+        by_length: Indexed,
         *,
         seq_len: int,
         packing: bool,

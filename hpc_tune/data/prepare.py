@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -28,11 +29,14 @@ import numpy as np
 
 from hpc_tune import __version__
 from hpc_tune.data.encode import Encoder, LossOn
+from hpc_tune.data.files import Paths, as_list, shown
 from hpc_tune.data.layout import VERSION, Attributes, Counters, TokenStore
-from hpc_tune.data.sources import Chunk, identity, is_builtin, list_chunks, read_chunk
+from hpc_tune.data.reading import PLAIN, Findings, Reading, require_columns
+from hpc_tune.data.sources import Chunk, identity, list_chunks, read_chunk
 from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint
 from hpc_tune.data.writer import Block, token_dtype, write_store
 from hpc_tune.errors import DataError, HpcTuneError
+from hpc_tune.log import log
 
 STALE_S = 24 * 3600
 _PART_END = b"hpctpart"
@@ -47,6 +51,7 @@ class Plan:
     source: str
     out: Path
     chunks: tuple[Chunk, ...]
+    reading: Reading
     seq_len: int
     loss_on: LossOn
     fingerprint: str
@@ -59,22 +64,32 @@ class Plan:
         return self.parts / f"{number:08d}.part"
 
 
-def cache_name(path: str, mark: str, *, seq_len: int, loss_on: LossOn = "answers") -> str:
-    """Return a file name for data prepared from ``path`` by the tokenizer of fingerprint ``mark``.
+def cache_name(
+    paths: Paths,
+    mark: str,
+    *,
+    seq_len: int,
+    loss_on: LossOn = "answers",
+    reading: Reading = PLAIN,
+) -> str:
+    """Return a file name for data prepared from ``paths`` by the tokenizer of fingerprint ``mark``.
 
     It is another one if the source, the settings or the tokenizer change.
     """
-    stem = path.replace(":", "-") if is_builtin(path) else Path(path).stem
-    return f"{stem}-{_key(path, mark, seq_len, loss_on)}.h5"
+    first, *others = as_list(paths)
+    stem = re.sub(r"[^\w.-]+", "-", Path(first).stem).strip("-") or "data"
+    stem += f"-and-{len(others)}" if others else ""
+    return f"{stem}-{_key(paths, mark, seq_len, loss_on, reading)}.h5"
 
 
 def plan(
-    path: str,
+    paths: Paths,
     out: str | Path,
     tokenizer: FastTokenizer,
     *,
     seq_len: int,
     loss_on: LossOn = "answers",
+    reading: Reading = PLAIN,
 ) -> Plan:
     """Look at the source and say what has to be done; reads no data and writes nothing.
 
@@ -83,11 +98,12 @@ def plan(
         fast one.
     """
     out, mark = Path(out), fingerprint(tokenizer)
-    key = _key(path, mark, seq_len, loss_on)
+    key = _key(paths, mark, seq_len, loss_on, reading)
     return Plan(
-        source=path,
+        source=shown(paths),
         out=out,
-        chunks=tuple(list_chunks(path)),
+        chunks=tuple(list_chunks(paths)),
+        reading=reading,
         seq_len=seq_len,
         loss_on=loss_on,
         fingerprint=mark,
@@ -131,14 +147,12 @@ def assemble(work: Plan) -> Counters:
         DataError: if parts are missing, or no example is left.
     """
     counters, histogram = Counters(), np.zeros(work.seq_len + 1, dtype=np.int64)
+    findings = Findings()
     for number in range(len(work.chunks)):
-        counters.add(_scan_part(_open_part(work, number), histogram))
-    if not counters.documents:
-        reasons = "; ".join(f"{n} dropped: {why}" for why, n in counters.dropped.items())
-        raise DataError(
-            f"{work.source} gives no example to learn from"
-            f" ({reasons or 'it holds no records'}); expected at least one"
-        )
+        of_part, found = _scan_part(_open_part(work, number), histogram)
+        counters.add(of_part)
+        findings.add(found)
+    _check(work, counters, findings)
     attributes = Attributes(
         content="",
         tokenizer=work.tokenizer,
@@ -158,6 +172,28 @@ def assemble(work: Plan) -> Counters:
     return counters
 
 
+def _check(work: Plan, counters: Counters, findings: Findings) -> None:
+    """Say what was found in the data; refuse what nothing can be learned from."""
+    reading = work.reading
+    if counters.documents:
+        require_columns(work.source, reading, findings)
+    for line in findings.lines() if reading.part != "held-out" else ():
+        log.info("%s: %s", work.source, line)
+    if counters.documents:
+        return
+    if reading.part != "all" and findings.num_elsewhere:
+        raise DataError(
+            f"data.eval_fraction={reading.held_out:g} leaves no example of {work.source} for the "
+            f"{reading.part} part; choose another fraction, or set data.eval_path"
+        )
+    reasons = [f"{n} dropped: {why}" for why, n in counters.dropped.items()]
+    reasons += [f"{findings.num_bad} bad rows skipped"] if findings.num_bad else []
+    raise DataError(
+        f"{work.source} gives no example to learn from"
+        f" ({'; '.join(reasons) or 'it holds no records'}); expected at least one"
+    )
+
+
 def raise_it(error: BaseException | None) -> None:
     """Agree with nobody: what a world of one rank does with an error."""
     if error is not None:
@@ -165,12 +201,13 @@ def raise_it(error: BaseException | None) -> None:
 
 
 def prepare(
-    path: str,
+    paths: Paths,
     out: str | Path,
     tokenizer: FastTokenizer,
     *,
     seq_len: int,
     loss_on: LossOn = "answers",
+    reading: Reading = PLAIN,
     rank: int = 0,
     size: int = 1,
     agree: Callable[[BaseException | None], None] = raise_it,
@@ -188,7 +225,7 @@ def prepare(
     error: BaseException | None = None
     before = _stamp(Path(out))
     try:
-        work = plan(path, out, tokenizer, seq_len=seq_len, loss_on=loss_on)
+        work = plan(paths, out, tokenizer, seq_len=seq_len, loss_on=loss_on, reading=reading)
         tokenize(work, tokenizer, rank, size, threads=threads, report=report)
     except (HpcTuneError, OSError) as caught:
         error = None if work is not None and _stamp(work.out) != before else caught
@@ -214,8 +251,8 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _key(path: str, mark: str, seq_len: int, loss_on: str) -> str:
-    facts = [VERSION, __version__, identity(path), mark, seq_len, loss_on]
+def _key(paths: Paths, mark: str, seq_len: int, loss_on: str, reading: Reading) -> str:
+    facts = [VERSION, __version__, identity(paths), mark, seq_len, loss_on, asdict(reading)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -245,20 +282,22 @@ def _tokenizer_threads(threads: int | None) -> Iterator[None]:
 
 
 def _write_part(work: Plan, number: int, encoder: Encoder) -> None:
-    """Write a chunk as blocks (header, lengths, tokens, mask), and the counters at the end."""
-    part = work.part(number)
+    """Write a chunk as blocks (header, lengths, tokens, mask), and what was found at the end."""
+    part, findings = work.part(number), Findings()
+    examples = read_chunk(work.chunks[number], work.reading, findings)
     temporary = part.with_suffix(f".{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("wb") as file:
-            for block in encoder.encode(read_chunk(work.chunks[number])):
+            for block in encoder.encode(examples):
                 header = np.array([(len(block.lengths), len(block.tokens))], dtype=_HEADER)
                 file.write(header.tobytes())
                 file.write(block.lengths.astype("<i8").tobytes())
                 file.write(block.tokens.tobytes())
                 file.write(block.loss_mask.tobytes())
-            counters = json.dumps(asdict(encoder.counters)).encode()
-            file.write(np.array([(-1, len(counters))], dtype=_HEADER).tobytes())
-            file.write(counters + _PART_END)
+            encoder.counters.bad_rows = findings.num_bad
+            facts = json.dumps([asdict(encoder.counters), asdict(findings)]).encode()
+            file.write(np.array([(-1, len(facts))], dtype=_HEADER).tobytes())
+            file.write(facts + _PART_END)
         os.replace(temporary, part)
     finally:
         temporary.unlink(missing_ok=True)
@@ -296,14 +335,15 @@ class _Part:
                 yield Block(lengths, tokens, _read(file, np.dtype(np.uint8), header["tokens"]))
 
 
-def _scan_part(part: _Part, histogram: np.ndarray) -> Counters:
-    """Add a part's lengths to the histogram, passing over its tokens; return its counters."""
+def _scan_part(part: _Part, histogram: np.ndarray) -> tuple[Counters, Findings]:
+    """Add a part's lengths to the histogram, passing over its tokens; return what it tells."""
     with part.path.open("rb") as file:
         while (header := _read(file, _HEADER, 1)[0])["documents"] >= 0:
             lengths = _read(file, np.dtype("<i8"), header["documents"])
             histogram += np.bincount(lengths, minlength=len(histogram))
             file.seek(int(header["tokens"]) * (part.dtype.itemsize + 1), os.SEEK_CUR)
-        return Counters(**json.loads(file.read(int(header["tokens"]))))
+        counters, findings = json.loads(file.read(int(header["tokens"])))
+        return Counters(**counters), Findings(**findings)
 
 
 def _all_blocks(work: Plan) -> Iterator[Block]:

@@ -12,7 +12,8 @@ COLUMNS = (
 )  # fmt: skip
 _EXPECTED = (
     "expected one of: messages (chat), conversations (ShareGPT), instruction and output (alpaca),"
-    " prompt and completion, text"
+    " prompt and completion, text; data.columns={NAME: prompt, OTHER: completion} names fields that"
+    " are called something else"
 )
 _SHAREGPT_ROLES = {
     "system": "system",
@@ -23,11 +24,17 @@ _SHAREGPT_ROLES = {
     "chatgpt": "assistant",
     "tool": "tool",
     "observation": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
     "function_call": "assistant",
+    "tool_call": "assistant",
 }
+# Turns that are calls of tools as JSON text: of LLaMA-Factory, of ms-swift.
+_CALLS = ("function_call", "tool_call")
+_LISTS = ("messages", "conversations")
 # How trainers mark a turn that is not to be learned: OpenAI and Mistral, axolotl, ms-swift, verl.
-_FLAGS = ("weight", "train", "training", "loss", "loss_mask")
-_PREFERENCES = ("chosen", "rejected", "kto_tag")
+FLAGS = ("weight", "train", "training", "loss", "loss_mask")
+PREFERENCES = ("chosen", "rejected", "kto_tag")
 
 
 class WrongRecord(ValueError):
@@ -91,15 +98,28 @@ def to_example(record: Any) -> Example:
     }
     _refuse_preferences(record)
     for field, reader in readers.items():
-        if record.get(field) is not None:
+        value = record.get(field)
+        if value is not None and not (value == "" and field in _LISTS):
             return reader(record)
     found = ", ".join(map(str, record)) or "no fields"
     raise WrongRecord(f"found the fields {found}; {_EXPECTED}")
 
 
+def _parsed(value: Any, field: str) -> Any:
+    """Return a list that a column of text holds as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else []
+    except (ValueError, RecursionError) as error:
+        raise WrongRecord(
+            f"{field} is text that is not JSON ({error}), expected a list: {_shown(value)}"
+        ) from error
+
+
 def _refuse_preferences(record: dict[str, Any]) -> None:
     """Refuse rows for another kind of tuning, of which half are examples of what not to say."""
-    found = [name for name in _PREFERENCES if record.get(name) is not None]
+    found = [name for name in PREFERENCES if record.get(name) is not None]
     if isinstance(record.get("label"), bool) and record.get("completion") is not None:
         found.append("label")
     if found:
@@ -110,7 +130,7 @@ def _refuse_preferences(record: dict[str, Any]) -> None:
 
 
 def _chat(record: dict[str, Any]) -> Chat:
-    return _as_chat(record["messages"], "messages", record)
+    return _dialogue(record, "messages")
 
 
 def _as_chat(messages: Any, field: str, record: dict[str, Any]) -> Chat:
@@ -127,7 +147,7 @@ def _as_chat(messages: Any, field: str, record: dict[str, Any]) -> Chat:
             )
         if (flag is False or (flag is None and row is False)) and message["role"] == "assistant":
             unlearned.add(number)
-        plain = {key: value for key, value in message.items() if key not in _FLAGS}
+        plain = {key: value for key, value in message.items() if key not in FLAGS}
         if "content" in plain:
             plain["content"] = _content(plain["content"], where)
         if plain.get("tool_calls"):
@@ -138,7 +158,7 @@ def _as_chat(messages: Any, field: str, record: dict[str, Any]) -> Chat:
 
 def _flag_of(fields: dict[str, Any], where: str) -> bool | None:
     """Return whether a turn, or a row, is marked to be learned; None without a mark."""
-    flags = {name: fields[name] for name in _FLAGS if fields.get(name) is not None}
+    flags = {name: fields[name] for name in FLAGS if fields.get(name) is not None}
     for name, value in flags.items():
         if value not in (0, 1):
             raise WrongRecord(
@@ -212,37 +232,58 @@ def _messages(messages: Any, field: str) -> list[dict[str, Any]]:
 
 
 def _sharegpt(record: dict[str, Any]) -> Chat:
-    turns = record["conversations"]
+    return _dialogue(record, "conversations")
+
+
+def _dialogue(record: dict[str, Any], field: str) -> Chat:
+    """Read turns of role and content, or ShareGPT's of from and value, in either field."""
+    turns = _parsed(record[field], field)
     if not isinstance(turns, list) or not turns:
-        raise WrongRecord(f"conversations is {_name(turns)}, expected a list with turns")
-    if isinstance(turns[0], dict) and "role" in turns[0]:
-        return _as_chat(turns, "conversations", record)
-    messages: list[dict[str, Any]] = []
+        raise WrongRecord(f"{field} is {_name(turns)}, expected a list with at least one message")
+    is_sharegpt = isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]
+    if is_sharegpt:
+        turns = [_turn(turn, number, field) for number, turn in enumerate(turns, 1)]
+    turns = [_as_call(turn, number, field) for number, turn in enumerate(turns, 1)]
     if record.get("system"):
-        messages.append({"role": "system", "content": _string(record, "system")})
-    for number, turn in enumerate(turns, 1):
-        role = _SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
-        if role is None or not isinstance(turn.get("value"), str):
-            raise WrongRecord(
-                f"conversations: turn {number} is {_shown(turn)}, expected from (one of"
-                f" {', '.join(_SHAREGPT_ROLES)}) and value (text)"
-            )
-        said: dict[str, Any] = {"content": turn["value"]}
-        if turn["from"] == "function_call":
-            calls = _json(turn["value"], f"conversations: turn {number} (function_call)")
-            calls = calls if isinstance(calls, list) else [calls]
-            calls = [{"type": "function", "function": call} for call in calls]
-            said = {"content": "", "tool_calls": calls}
-        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        messages.append({"role": role, **said, **others})
-    return _as_chat(messages, "conversations", record)
+        first = {"role": "system", "content": _string(record, "system")}
+        if not isinstance(turns[0], dict) or turns[0].get("role") != "system":
+            turns = [first, *turns]
+        elif turns[0].get("content") != first["content"]:
+            raise WrongRecord(f"{field} begins with a system message, and system is another one")
+    return _as_chat(turns, field, record)
+
+
+def _turn(turn: Any, number: int, field: str) -> dict[str, Any]:
+    """Return a turn of ShareGPT as a message."""
+    role = _SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
+    if role is None or not isinstance(turn.get("value"), str):
+        raise WrongRecord(
+            f"{field}: turn {number} is {_shown(turn)}, expected from (one of"
+            f" {', '.join(_SHAREGPT_ROLES)}) and value (text)"
+        )
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    role = turn["from"] if turn["from"] in _CALLS else role
+    return {"role": role, "content": turn["value"], **others}
+
+
+def _as_call(message: Any, number: int, field: str) -> Any:
+    """Return a turn that is a call of tools, or its answer, in the form that templates expect."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role in ("observation", "tool_response", "function_response"):
+        return {**message, "role": "tool"}
+    if role not in _CALLS or not isinstance(message.get("content"), str):
+        return message
+    calls = _json(message["content"], f"{field}: turn {number} ({role})")
+    calls = calls if isinstance(calls, list) else [calls]
+    calls = [{"type": "function", "function": call} for call in calls]
+    return {**message, "role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _alpaca(record: dict[str, Any]) -> Completion:
     instruction, output = _string(record, "instruction"), _string(record, "output")
     given = _string(record, "input") if record.get("input") else ""
     plain = "Carry out the task that follows.\n\n"
-    history, answers = _history(record.get("history")), []
+    history, answers = _history(_parsed(record.get("history"), "history")), []
     for question, answer in history:
         plain += f"### Instruction:\n{question}\n\n### Response:\n"
         answers.append((len(plain), len(plain) + len(answer)))

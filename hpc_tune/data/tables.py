@@ -1,15 +1,28 @@
-"""Files of columns, Parquet and Arrow, as examples; one batch of rows is held at a time."""
+"""Files of columns, Parquet, Arrow and CSV, as rows; one batch of rows is held at a time.
+
+pyarrow reads them. Each reader yields (number of the row, row); a row that is wrong by itself is a
+``WrongRecord`` in its place, what is wrong with the file is an error.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.data.records import COLUMNS, Example, WrongRecord, to_example
+from hpc_tune.data.lines import open_bytes
+from hpc_tune.data.reading import PLAIN, Findings, Reading, choose_columns
+from hpc_tune.data.records import FLAGS, PREFERENCES, WrongRecord
 from hpc_tune.errors import DataError
 
 PARQUET_ROWS = 256
+# The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
+CSV_BLOCK_BYTES = 16 << 20
+_CSV_HEAD = 1  # rows of names
+_MARKS = (*FLAGS, *PREFERENCES, "label")  # numbers, or true and false
 _READ_BYTES = 1 << 20
+_FILE_MAGIC = b"ARROW1"
+
+Rows = Iterator[tuple[int, Any]]
 
 
 def open_parquet(file: Path) -> Any:
@@ -26,21 +39,23 @@ def open_parquet(file: Path) -> Any:
         return opened
 
 
-def read_parquet(file: Path, group: int) -> Iterator[Example]:
-    """Yield the examples of one row group.
+def read_parquet(
+    file: Path, group: int, reading: Reading = PLAIN, findings: Findings | None = None
+) -> Rows:
+    """Yield the rows of one row group.
 
     Raises:
-        DataError: naming file and row.
+        DataError: for a damaged file, or columns that are not known.
     """
     with open_parquet(file) as parquet:
-        columns = _columns(file, parquet.schema_arrow.names)
+        columns = choose_columns(file, parquet.schema_arrow.names, reading, findings or Findings())
         first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
         batches = parquet.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False)
-        yield from _examples(file, batches, first)
+        yield from _rows(file, batches, first)
 
 
 def batch_marks(file: Path, num_bytes: int) -> list[int]:
-    """Cut the record batches of an Arrow stream into parts of about ``num_bytes``.
+    """Cut the record batches of an Arrow file or stream into parts of about ``num_bytes``.
 
     Returns the numbers of the batches at which parts begin, and that of the end. The file is mapped
     and only the heads of its batches are read.
@@ -57,11 +72,17 @@ def batch_marks(file: Path, num_bytes: int) -> list[int]:
     return marks if marks[-1] == number else [*marks, number]
 
 
-def read_arrow(file: Path, start: int, stop: int) -> Iterator[Example]:
-    """Yield the examples of the record batches ``start`` up to ``stop``.
+def read_arrow(
+    file: Path,
+    start: int,
+    stop: int,
+    reading: Reading = PLAIN,
+    findings: Findings | None = None,
+) -> Rows:
+    """Yield the rows of the record batches ``start`` up to ``stop``.
 
     Raises:
-        DataError: naming file and row.
+        DataError: for a damaged file, or columns that are not known.
     """
     first, wanted = 0, []
     for number, batch in enumerate(_batches(file)):
@@ -72,23 +93,85 @@ def read_arrow(file: Path, start: int, stop: int) -> Iterator[Example]:
         else:
             first += batch.num_rows
     if wanted:
-        columns = _columns(file, wanted[0].schema.names)
-        pieces = (
-            batch.slice(at, PARQUET_ROWS).select(columns)
-            for batch in wanted
-            for at in range(0, batch.num_rows, PARQUET_ROWS)
-        )
-        yield from _examples(file, pieces, first)
+        columns = choose_columns(file, wanted[0].schema.names, reading, findings or Findings())
+        yield from _rows(file, _pieces(wanted, columns), first)
+
+
+def read_csv(file: Path, reading: Reading = PLAIN, findings: Findings | None = None) -> Rows:
+    """Yield the rows of a CSV file, whose first line names the columns.
+
+    Text stays text, also where it looks like a number; an empty cell is empty text.
+
+    Raises:
+        DataError: for a file that is no CSV, or columns that are not known.
+    """
+    import pyarrow
+    from pyarrow import csv
+
+    ragged: list[Any] = []
+
+    def skip(row: Any) -> str:
+        ragged.append(row)
+        return "skip"
+
+    read = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
+    parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
+    with (
+        _told(f"{file} cannot be read as CSV"),
+        open_bytes(file) as opened,
+        csv.open_csv(opened, read, parse) as head,
+    ):
+        names = head.schema.names
+    ragged.clear()
+    columns = choose_columns(file, names, reading, findings or Findings())
+    fields = {name: dict(reading.columns).get(name, name) for name in columns}
+    convert = csv.ConvertOptions(
+        include_columns=columns,
+        # As bytes: a row with odd bytes is a wrong row, and no end of the reading.
+        column_types={c: pyarrow.binary() for c, field in fields.items() if field not in _MARKS},
+        strings_can_be_null=False,
+    )
+    with open_bytes(file) as opened:
+        with _told(f"{file} cannot be read as CSV"):
+            batches = csv.open_csv(opened, read, parse, convert)
+        shift = 0
+        for number, row in _rows(file, _pieces(batches, columns), 0):
+            while ragged and ragged[0].number - _CSV_HEAD <= number + shift:
+                yield _ragged(ragged.pop(0))
+                shift += 1
+            yield number + shift, row
+        yield from map(_ragged, ragged)
+
+
+def _ragged(row: Any) -> tuple[int, WrongRecord]:
+    return row.number - _CSV_HEAD, WrongRecord(
+        f"found {row.actual_columns} cells, expected {row.expected_columns}; put quotes around text"
+        " with commas, line ends or quotes in it"
+    )
+
+
+def _pieces(batches: Any, columns: list[str]) -> Iterator[Any]:
+    for batch in batches:
+        for at in range(0, batch.num_rows, PARQUET_ROWS):
+            yield batch.slice(at, PARQUET_ROWS).select(columns)
 
 
 def _batches(file: Path) -> Iterator[Any]:
     import pyarrow
 
     with (
-        _told(f"{file} cannot be read as an Arrow stream"),
+        _told(f"{file} cannot be read as Arrow data"),
         pyarrow.memory_map(str(file)) as mapped,
     ):
-        for batch in pyarrow.ipc.open_stream(mapped):
+        is_stream = mapped.read(len(_FILE_MAGIC)) != _FILE_MAGIC
+        mapped.seek(0)
+        if is_stream:
+            source = pyarrow.ipc.open_stream(mapped)
+            batches = iter(source)
+        else:
+            source = pyarrow.ipc.open_file(mapped)
+            batches = (source.get_batch(n) for n in range(source.num_record_batches))
+        for batch in batches:
             batch.validate()  # or damaged places would be followed anywhere in memory
             batch.schema.names  # noqa: B018  # of a damaged file they may be no text
             yield batch
@@ -106,32 +189,42 @@ def _told(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {error}; write it again") from error
 
 
-def _columns(file: Path, names: list[str]) -> list[str]:
-    columns = [name for name in names if name in COLUMNS]
-    if not columns:
-        raise DataError(
-            f"{file} has the columns {', '.join(names)}; expected {', '.join(COLUMNS)}"
-            " (some of them, as in docs/data.md)"
-        )
-    return columns
-
-
-def _examples(file: Path, batches: Iterator[Any], first: int) -> Iterator[Example]:
-    """Yield the rows of batches as examples; ``first`` rows of the file are before them."""
+def _rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
+    """Yield the rows of batches; ``first`` rows of the file are before them."""
     number = first
+    while True:
+        with _told(f"{file}, after row {number}: cannot be read"):
+            batch = next(batches, None)
+            if batch is None:
+                return
+            rows = _checked(batch)
+        for row in rows:
+            number += 1
+            yield number, row
+
+
+def _checked(batch: Any) -> list[Any]:
+    """Return a batch's rows as objects, wrong ones as what is wrong with them."""
+    import pyarrow
+
     try:
-        while True:
-            with _told(f"{file}, after row {number}: cannot be read"):
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                batch.validate(full=True)
-                rows = batch.to_pylist()
-            for row in rows:
-                number += 1
-                yield to_example(_without_nulls(row))
-    except WrongRecord as error:
-        raise DataError(f"{file}, row {number}: {error}") from error
+        batch.validate(full=True)
+        return [_plain(row) for row in batch.to_pylist()]
+    except (pyarrow.ArrowException, ValueError) as error:
+        if batch.num_rows == 1:
+            return [WrongRecord(f"cannot be read ({error})")]
+    return [row for at in range(batch.num_rows) for row in _checked(batch.slice(at, 1))]
+
+
+def _plain(row: dict[str, Any]) -> Any:
+    """Return a row without nulls, its bytes as text."""
+    try:
+        plain = {k: v.decode() if isinstance(v, bytes) else v for k, v in row.items()}
+    except UnicodeDecodeError as error:
+        return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
+    if all(value is None for value in plain.values()):
+        return WrongRecord("all its columns are null")
+    return _without_nulls(plain)
 
 
 def _without_nulls(value: Any) -> Any:

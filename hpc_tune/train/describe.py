@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.data.files import shown
 from hpc_tune.data.loader import Loader
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.optim import for_batch, learning_rate
@@ -115,7 +116,7 @@ def _model(config: RunConfig, inputs: Inputs) -> str:
 
 def _data(config: RunConfig, inputs: Inputs, loader: Loader) -> str:
     return (
-        f"{config.data.path}: {format_count(inputs.store.num_documents)} documents in "
+        f"{shown(config.data.path)}: {format_count(inputs.store.num_documents)} documents in "
         f"{format_count(loader.num_rows_per_epoch)} rows of {config.data.seq_len} tokens, "
         f"{100 * loader.padding:.1f}% padding"
     )

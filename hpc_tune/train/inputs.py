@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
-from hpc_tune.config.schema import DataConfig, RunConfig
+from hpc_tune.config.schema import DataConfig, RunConfig, is_prepared
+from hpc_tune.data.files import Paths, find, say_left_out, shown
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
-from hpc_tune.data.sources import left_out
+from hpc_tune.data.reading import Part, Reading
+from hpc_tune.data.sources import is_builtin
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.lean import import_transformers
@@ -138,11 +140,13 @@ def prepare_data(
             "keeping the chat template",
             lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
         )
-    store = ready_data(data.path, data, own, session, run_dir)
-    eval_store = None
+    part: Part = "train" if data.eval_fraction else "all"
+    store = ready_data(data.path, data, own, session, run_dir, part)
+    if data.eval_fraction:
+        return store, ready_data(data.path, data, own, session, run_dir, "held-out")
     if data.eval_path:
-        eval_store = ready_data(data.eval_path, data, own, session, run_dir)
-    return store, eval_store
+        return store, ready_data(data.eval_path, data, own, session, run_dir)
+    return store, None
 
 
 def ready_model(path: str, session: Session, run_dir: Path) -> Path:
@@ -156,7 +160,12 @@ def ready_model(path: str, session: Session, run_dir: Path) -> Path:
 
 
 def ready_data(
-    path: str, data: DataConfig, own: Tokenizing, session: Session, run_dir: Path
+    path: Paths,
+    data: DataConfig,
+    own: Tokenizing,
+    session: Session,
+    run_dir: Path,
+    part: Part = "all",
 ) -> TokenStore:
     """Open prepared data; raw data is prepared by all ranks first, once for all later starts."""
 
@@ -166,8 +175,8 @@ def ready_data(
             store.require_tokenizer(own.tokenizer, own.mark)
         return store
 
-    if path.endswith((".h5", ".hdf5")):
-        store = together(session, "opening the data", lambda: open_it(Path(path)))
+    if is_prepared(path):
+        store = together(session, "opening the data", lambda: open_it(Path(shown(path))))
         if store.attributes.loss_on != data.loss_on:
             raise DataError(
                 f"data.loss_on={data.loss_on}, but {path} was prepared with data.loss_on="
@@ -177,30 +186,42 @@ def ready_data(
     folder = Path(data.cache) if data.cache else run_dir / "data"
 
     def place() -> Path:
-        return folder / cache_name(path, own.mark, seq_len=data.seq_len, loss_on=data.loss_on)
+        reading = reading_of(data, part)
+        return folder / cache_name(
+            path, own.mark, seq_len=data.seq_len, loss_on=data.loss_on, reading=reading
+        )
 
     out = on_rank_0(session, "looking at the data", place)
     found = on_rank_0(session, "looking for prepared data", out.exists)
     if not found:
         on_rank_0(session, "making the data folder", lambda: make_folder(folder))
         tokenizer = together(session, "loading the tokenizer", lambda: own.tokenizer)
-        prepare_file(path, out, data, tokenizer, session)
+        prepare_file(path, out, data, tokenizer, session, part)
     return together(session, "opening the data", lambda: open_it(out))
 
 
-def prepare_file(path: str, out: Path, data: DataConfig, tokenizer: Any, session: Session) -> None:
+def reading_of(data: DataConfig, part: Part = "all") -> Reading:
+    """Return how data is read by its settings."""
+    held_out = data.eval_fraction if part != "all" else 0.0
+    return Reading(tuple(data.columns.items()), data.bad_rows, held_out, part)
+
+
+def prepare_file(
+    path: Paths,
+    out: Path,
+    data: DataConfig,
+    tokenizer: Any,
+    session: Session,
+    part: Part = "all",
+) -> None:
     """Tokenise raw data into ``out``, each rank its part. Collective.
 
     Raises:
         DataError: on every rank, if the data of one cannot be used.
     """
     world = session.world
-    if world.rank == 0 and (files := left_out(path)):
-        log.warning(
-            "%s: left out %s, by name a split to be held out; data.eval_path takes such a file",
-            *(path, ", ".join(file.name for file in files)),
-        )
-    progress = Progress(f"tokenising {path}", 1, enabled=world.rank == 0)
+    name = f"{shown(path)}{'' if part == 'all' else f' ({part} part)'}"
+    progress = Progress(f"tokenising {name}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:
         known = DataError(str(error)) if isinstance(error, OSError) else error
@@ -213,6 +234,7 @@ def prepare_file(path: str, out: Path, data: DataConfig, tokenizer: Any, session
         tokenizer,
         seq_len=data.seq_len,
         loss_on=data.loss_on,
+        reading=reading_of(data, part),
         rank=world.rank,
         size=world.size,
         agree=agree_or_raise,
@@ -220,7 +242,10 @@ def prepare_file(path: str, out: Path, data: DataConfig, tokenizer: Any, session
         report=progress.show,
     )
     progress.close()
-    log.info("prepared %s: %s", path, counters)
+    if world.rank == 0 and part != "held-out" and not is_builtin(shown(path)):
+        for line in say_left_out(find(path)):
+            log.warning("%s: %s", shown(path), line)
+    log.info("prepared %s: %s", name, counters)
 
 
 def make_folder(folder: Path) -> None:

@@ -28,8 +28,16 @@ def run_prepare(config: RunConfig, out: Path) -> int:
             "loading the tokenizer",
             lambda: load_tokenizer(directory, config.data.chat_template),
         )
-        prepare_file(config.data.path, out, config.data, tokenizer, session)
-        log.info("wrote %s. Use it with data.path=%s", out, out)
+        data = config.data
+        if not data.eval_fraction:
+            prepare_file(data.path, out, data, tokenizer, session)
+            log.info("wrote %s. Use it with data.path=%s", out, out)
+        else:
+            held_out = out.with_stem(f"{out.stem}-held-out")
+            prepare_file(data.path, out, data, tokenizer, session, "train")
+            prepare_file(data.path, held_out, data, tokenizer, session, "held-out")
+            log.info("wrote %s and %s. Use them with", out, held_out)
+            log.info("data.path=%s data.eval_path=%s", out, held_out)
         shutdown(session)
         return EXIT_DONE
     except (Exception, KeyboardInterrupt) as error:

@@ -353,7 +353,7 @@ def test_deepspeed_settings_that_cannot_be_are_refused(write, overrides, said):
 def test_settings_without_an_effect_are_refused(write):
     assert "tune.dropout has no effect" in problem(write("tune: {method: full, dropout: 0.1}\n"))
     assert problem(write("train: {eval_every_steps: 5}\n")) == (
-        "train.eval_every_steps needs data.eval_path"
+        "train.eval_every_steps needs data.eval_path or data.eval_fraction"
     )
     assert "no effect without parallel.pipeline" in problem(write("parallel: {stages_per_rank: 2}"))
     assert "no effect without tune.method=full" in problem(write("parallel: {reduce_dtype: bf16}"))
@@ -494,3 +494,32 @@ def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match=words):
         load_config(str(file))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.eval_fraction=0.1", "data.eval_path=e.jsonl"], "both say what is held out"),
+        (["data.eval_fraction=0.1", "data.path=d.h5"], "d.h5 is prepared"),
+        (["data.columns={a: prompt}", "data.path=d.h5"], "data.columns has no effect on prepared"),
+        (["data.bad_rows=skip", "data.path=d.h5"], "data.bad_rows has no effect on prepared"),
+        (["data.columns={a: promt}"], "a: promt is not one of messages"),
+        (["data.columns={a: prompt, b: prompt}"], "two columns are to be read as the same field"),
+        (["data.path={a: b}"], "data.path="),
+        (["data.path=[a, $NOBODY/b]"], "data.path=$NOBODY/b: the environment has no NOBODY"),
+    ],
+)
+def test_settings_of_data_that_cannot_be_are_refused(write, overrides, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(write(""), overrides)
+
+
+def test_paths_of_data_may_be_a_list_also_on_the_command_line(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    file = write("data: {path: [~/a.jsonl, b], columns: {x: prompt}, eval_fraction: 0.1}\n")
+    config = load_config(file)
+    assert config.data.path == ["/home/me/a.jsonl", "b"]
+    config = load_config(file, ["data.path=[c,~/d]", "data.columns.x=text"])
+    assert (config.data.path, config.data.columns) == (["c", "/home/me/d"], {"x": "text"})
+    write_resolved(config, tmp_path / "resolved.yaml")
+    assert load_config(str(tmp_path / "resolved.yaml")) == config

@@ -5,7 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_data_support import chat, write_jsonl
 
-from hpc_tune.data import pydocs, sources, tables
+from hpc_tune.data import lines, pydocs, sources, tables
+from hpc_tune.data.files import find
 from hpc_tune.data.records import Chat, Completion, Text, WrongRecord, to_example
 from hpc_tune.data.sources import identity, list_chunks, read_chunk
 from hpc_tune.errors import DataError
@@ -22,11 +23,11 @@ def test_every_line_is_read_once_however_the_file_is_cut(
     tmp_path, monkeypatch, chunk_bytes, line_end, last_end
 ):
     monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(sources, "READ_BYTES", 5)
+    monkeypatch.setattr(lines, "READ_BYTES", 5)
     texts = ["a", "b" * 200, "é😀", "", "c"]
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
-    lines.insert(2, "  ")
-    data = line_end.join(lines) + (line_end if last_end else "")
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    rows.insert(2, "  ")
+    data = line_end.join(rows) + (line_end if last_end else "")
     (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + data.encode())
     assert [example.text for example in _read(tmp_path / "d.jsonl")] == texts
 
@@ -124,7 +125,7 @@ def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path, monkeypatch, li
 
 @pytest.mark.parametrize("read_bytes", [4, 30, 1 << 20])
 def test_a_json_array_is_read_element_by_element(tmp_path, monkeypatch, read_bytes):
-    monkeypatch.setattr(sources, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(lines, "READ_BYTES", read_bytes)
     records = [{"text": "é" * n, "more": [1, {"a": "]"}]} for n in range(30)]
     for indent in (None, 2):
         (tmp_path / "d.json").write_text(json.dumps(records, indent=indent), "utf-8")
@@ -161,7 +162,7 @@ def test_bad_parquet_is_named(tmp_path):
     with pytest.raises(DataError, match="has the columns a, b; expected messages"):
         _read(tmp_path / "d.parquet")
     pq.write_table(pa.table({"text": ["a", "b", None]}), tmp_path / "d.parquet", row_group_size=2)
-    with pytest.raises(DataError, match="row 3: found the fields no fields"):
+    with pytest.raises(DataError, match="row 3: all its columns are null"):
         _read(tmp_path / "d.parquet")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 but no more")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
@@ -202,9 +203,9 @@ def test_missing_unknown_and_empty_sources_are_refused(tmp_path):
         list_chunks(str(tmp_path / "nowhere" / "a.jsonl"))
     with pytest.raises(DataError, match="is empty"):
         list_chunks(str(tmp_path / "train.jsonl"))
-    (tmp_path / "d.csv").write_text("a,b")
-    with pytest.raises(DataError, match=r"type \.csv are not known; expected .*\.jsonl"):
-        list_chunks(str(tmp_path / "d.csv"))
+    (tmp_path / "d.xlsx").write_text("a,b")
+    with pytest.raises(DataError, match=r"type \.xlsx are not known; expected .*\.jsonl"):
+        list_chunks(str(tmp_path / "d.xlsx"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="folder without any"):
         list_chunks(str(tmp_path / "empty"))
@@ -265,8 +266,11 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_however_it_is_cut(tmp_
     assert with_tools["tool_calls"] == [{"function": {"name": "f"}}]
     assert all("tool_calls" not in e.messages[1] for e in found if e.messages[1] != with_tools)
     datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "two")
-    with pytest.raises(DataError, match="the splits train, test .* such as .*two/train"):
-        list_chunks(str(tmp_path / "two"))
+    assert [int(e.messages[0]["content"][1:]) for e in _read(tmp_path / "two")] == expected
+    assert [left[0].name for left in find(str(tmp_path / "two")).left_out] == ["test"]
+    datasets.DatasetDict({"a": saved, "test": saved}).save_to_disk(tmp_path / "three")
+    with pytest.raises(DataError, match="the splits a, test .* name one, such as .*three/a"):
+        list_chunks(str(tmp_path / "three"))
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(DataError, match="data-00001-of-00002.arrow is missing"):
         list_chunks(str(tmp_path / "one"))
@@ -281,11 +285,11 @@ def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
     assert marks[-1] == 34
     assert len(marks) > 5
     parts = zip(marks, marks[1:], strict=False)
-    found = [e.text for a, b in parts for e in tables.read_arrow(tmp_path / "d.arrow", a, b)]
+    found = [r["text"] for a, b in parts for _, r in tables.read_arrow(tmp_path / "d.arrow", a, b)]
     assert found == [f"t{n}" for n in range(1000)]
     whole = (tmp_path / "d.arrow").read_bytes()
     (tmp_path / "d.arrow").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="cannot be read as an Arrow stream"):
+    with pytest.raises(DataError, match="cannot be read as Arrow data"):
         _read(tmp_path / "d.arrow")
 
 
@@ -296,16 +300,3 @@ def test_the_state_of_a_saved_dataset_names_files_of_its_folder_only(tmp_path, s
     (tmp_path / "state.json").write_text(state)
     with pytest.raises(DataError, match="save it again|passwd is missing"):
         list_chunks(str(tmp_path))
-
-
-def test_splits_to_be_held_out_are_left_out_beside_one_for_training(tmp_path):
-    for name in ("train-00000-of-00001", "test-00000-of-00001", "data.validation", "other"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
-    assert [e.text for e in _read(tmp_path)] == ["other", "train-00000-of-00001"]
-    assert [file.stem for file in sources.left_out(str(tmp_path))] == [
-        "data.validation",
-        "test-00000-of-00001",
-    ]
-    (tmp_path / "train-00000-of-00001.jsonl").unlink()
-    assert len(list(_read(tmp_path))) == 3
-    assert sources.left_out(str(tmp_path)) == []

@@ -1,0 +1,278 @@
+"""Which files a source has, and what beside them is left out.
+
+    path, glob or a list of them -> files of known kinds, and (file, why) for what is not read
+
+A folder is searched with its sub-folders. It may be as ``hf download`` leaves it (a card and a
+licence beside the data, splits told by names) or as ``save_to_disk`` of datasets does. What is left
+out is never silent: ``Found.left_out`` is said by whoever reads the files.
+"""
+
+import difflib
+import glob
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpc_tune.errors import DataError
+
+Kind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs"]
+Paths = str | list[str]
+KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".txt": "text",
+    ".md": "text",
+}
+PACKED = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
+KNOWN = f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(PACKED)})"
+SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
+_SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)", re.I)
+# How the hub names a file: the split, and which of how many.
+_HUB_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
+_DOCUMENTATION = re.compile(
+    r"(readme|licen[cs]e|copying|notice|changelog|citation|contributing|code_of_conduct|"
+    r"dataset_?card)([-_.]|$)",
+    re.I,
+)
+_METADATA = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
+_IS_HELD_OUT = "by name a split to be held out; data.eval_path takes it"
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of a source in their order, and what is not read: (file, why)."""
+
+    files: tuple[Path, ...]
+    left_out: tuple[tuple[Path, str], ...] = ()
+
+
+def as_list(paths: Paths) -> list[str]:
+    """Return the places that data.path names."""
+    return [paths] if isinstance(paths, str) else list(paths)
+
+
+def shown(paths: Paths) -> str:
+    """Return what data.path names as one text."""
+    return ", ".join(as_list(paths))
+
+
+def kind_of(file: Path) -> Kind | None:
+    """Return the kind of data that a file holds, by its name; None if it is not known."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        kind = KINDS.get(suffixes[-2]) if len(suffixes) > 1 else None
+        return None if kind in ("parquet", "arrow") else kind
+    return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def find(paths: Paths) -> Found:
+    """Return the files of a source, which is a file, a folder, a glob or a list of these.
+
+    Raises:
+        DataError: if there are none, of no known kind, of several kinds in a folder, or one twice.
+    """
+    if not as_list(paths):
+        raise DataError("data.path is an empty list; name at least one file or folder")
+    found = [_find_one(path) for path in as_list(paths)]
+    files = [file for one in found for file in one.files]
+    seen: dict[Path, Path] = {}
+    for file in files:
+        if (place := file.resolve()) in seen:
+            raise DataError(
+                f"{shown(paths)} names {file} twice; to learn from it more often, raise "
+                "train.epochs or copy it"
+            )
+        seen[place] = file
+    return Found(tuple(files), tuple(left for one in found for left in one.left_out))
+
+
+def say_left_out(found: Found) -> Iterator[str]:
+    """Yield a line for each reason for which files were not read."""
+    for why, group in itertools.groupby(
+        sorted(found.left_out, key=lambda left: left[1]), lambda x: x[1]
+    ):
+        files = sorted(str(file) for file, _ in group)
+        more = f" and {len(files) - _MOST_NAMES} more" if len(files) > _MOST_NAMES else ""
+        yield f"left out {', '.join(files[:_MOST_NAMES])}{more}: {why}"
+
+
+def _find_one(name: str) -> Found:
+    path = Path(name)
+    if not path.exists() and glob.has_magic(name):
+        matched = sorted(Path(match) for match in glob.glob(name, recursive=True))
+        return _of_glob(name, matched)
+    if not path.exists():
+        raise DataError(f"there is no data at {path}{_near(path)}")
+    if path.is_file():
+        if kind_of(path) is None:
+            raise DataError(
+                f"{path}: files of type {''.join(path.suffixes[-2:]) or '(none)'} are not known; "
+                f"expected raw data as {KNOWN}, or one prepared .h5 file alone"
+            )
+        return Found((path,))
+    return _of_folder(path)
+
+
+def _of_glob(name: str, matched: Sequence[Path]) -> Found:
+    """Return what a pattern matches; of what it matches by chance, what is no data is left out."""
+    folders = [_of_folder(path) for path in matched if path.is_dir()]
+    files, left_out = _known(path for path in matched if path.is_file())
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(name).parts)
+    held_out = _held_out(files, Path(*fixed))
+    kept = [file for file in files if file not in held_out]
+    kept += [file for folder in folders for file in folder.files]
+    if not kept:
+        raise DataError(f"no file of a known kind matches {name}; expected {KNOWN}")
+    return Found(
+        tuple(kept),
+        (
+            *left_out,
+            *((file, _IS_HELD_OUT) for file in held_out),
+            *(left for folder in folders for left in folder.left_out),
+        ),
+    )
+
+
+def _of_folder(folder: Path) -> Found:
+    if (folder / SPLITS_FILE).is_file() or (folder / STATE_FILE).is_file():
+        return _saved_dataset(folder)
+    files, left_out = _known(_walk(folder, set()))
+    if not files:
+        beside = f"; it has {', '.join(str(file) for file, _ in left_out[:3])}" if left_out else ""
+        raise DataError(f"{folder} is a folder without any {KNOWN} file{beside}")
+    held_out = _held_out(files, folder)
+    kept = _one_configuration(folder, [file for file in files if file not in held_out])
+    kinds = {str(kind_of(file)): file for file in kept}
+    if len(kinds) > 1:
+        found = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
+        suffix = kept[0].suffix
+        raise DataError(
+            f"{folder} mixes kinds of data: {found}; keep one kind in a folder, or say which is "
+            f"meant, as in data.path='{folder}/**/*{suffix}'"
+        )
+    return Found(tuple(kept), (*left_out, *((file, _IS_HELD_OUT) for file in held_out)))
+
+
+def _walk(folder: Path, seen: set[Path]) -> list[Path]:
+    """Return all files below a folder that are not hidden, sorted; links are followed once."""
+    seen.add(folder.resolve())
+    try:
+        entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+        inner = [entry for entry in entries if entry.is_dir() and entry.resolve() not in seen]
+        files = [entry for entry in entries if entry.is_file()]
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read as a folder: {error.strerror}") from None
+    for entry in inner:
+        if entry.name.startswith("_"):
+            continue
+        if (entry / STATE_FILE).is_file() or (entry / SPLITS_FILE).is_file():
+            raise DataError(
+                f"{folder} has {entry.name} within it, a dataset saved by save_to_disk; name it "
+                f"itself: data.path={entry}"
+            )
+        files += _walk(entry, seen)
+    return sorted(files)
+
+
+def _known(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """Part files into data and (file, why) for what is none."""
+    data: list[Path] = []
+    others: list[tuple[Path, str]] = []
+    for file in files:
+        kind = kind_of(file)
+        is_documentation = kind in ("text", None) and _DOCUMENTATION.match(file.name)
+        if is_documentation or file.name in _METADATA:
+            others.append((file, "it tells about the data"))
+        elif kind is None:
+            others.append((file, "of no kind of data that is known"))
+        elif file.name.startswith(("_", ".")):
+            others.append((file, "its name begins with _, as those of bookkeeping do"))
+        else:
+            data.append(file)
+    return data, others
+
+
+def _held_out(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Return files such as test-00000-of-00001.parquet, where others are beside them."""
+    on_hub = {file: m["split"] for file in files if (m := _HUB_NAME.match(file.name))}
+    if "train" in on_hub.values():
+        held_out = [file for file in files if on_hub.get(file, "train") != "train"]
+        held_out += [file for file in files if file not in on_hub and _is_held_out(file, folder)]
+    else:
+        held_out = [file for file in files if _is_held_out(file, folder)]
+    return held_out if len(held_out) < len(files) else []
+
+
+def _is_held_out(file: Path, folder: Path) -> bool:
+    """Say whether a file's name, or else its folder's, is that of a split to be held out."""
+    for part in (file.name, *file.relative_to(folder).parent.parts[::-1]):
+        if found := _SPLIT.search(part):
+            return found[1].lower() != "train"
+    return False
+
+
+def _one_configuration(folder: Path, files: list[Path]) -> list[Path]:
+    """Return files that belong together; the hub puts each configuration into a folder.
+
+    Raises:
+        DataError: if there are several to choose from.
+    """
+    hub = {(file.parent, m["split"]) for file in files if (m := _HUB_NAME.match(file.name))}
+    if len(hub) > 1:
+        choices = sorted(f"{place}/{split}-*" for place, split in hub)
+        raise DataError(
+            f"{folder} holds several configurations or splits of a dataset; name one, or more "
+            f"of them in a list: data.path={' or '.join(choices[:_MOST_NAMES])}"
+        )
+    return files
+
+
+def _saved_dataset(path: Path) -> Found:
+    """Return the files of a folder that Hugging Face datasets' ``save_to_disk`` has written."""
+    try:
+        if (path / SPLITS_FILE).is_file():
+            splits = json.loads((path / SPLITS_FILE).read_text(encoding="utf-8"))["splits"]
+            if "train" not in splits:
+                raise DataError(
+                    f"{path} holds the splits {', '.join(splits)} of a saved dataset and none of "
+                    f"them is called train; name one, such as {path / splits[0]}"
+                )
+            others = [path / Path(split).name for split in splits if split != "train"]
+            files = _saved_dataset(path / "train").files
+            return Found(files, tuple((other, _IS_HELD_OUT) for other in others))
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        if state.get("_indices_data_files") or state.get("_indices_files"):
+            raise DataError(
+                f"{path} was saved by an old version of datasets, as a selection of the rows in "
+                "its files; load it and save it again with one of today"
+            )
+        # Only names: nothing outside of the folder is read.
+        files = tuple(path / Path(one["filename"]).name for one in state["_data_files"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} looks like a dataset saved by save_to_disk, but its {STATE_FILE} cannot be "
+            f"read ({error!r}); save it again"
+        ) from None
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise DataError(f"{path}: {', '.join(missing)} is missing; copy the whole folder")
+    return Found(files)
+
+
+def _near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; the folder {path.parent} does not exist either"
+    names = [entry.name for entry in path.parent.iterdir()]
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    return (
+        f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+    )

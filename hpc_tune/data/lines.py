@@ -1,0 +1,196 @@
+"""Rows of JSON, as lines or as one array, and plain text; packed by gzip or zstd or not.
+
+Each reader yields (place, row). A row that cannot be read is a ``WrongRecord`` in its place, so
+that the rows behind it still can; where that is not so, it is an error.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hpc_tune.data.files import PACKED
+from hpc_tune.data.records import Text, WrongRecord
+from hpc_tune.errors import DataError
+
+READ_BYTES = 1 << 20
+BOM = b"\xef\xbb\xbf"
+_GAP = re.compile(r"[\s,]*")
+
+
+def is_packed(file: Path) -> bool:
+    """Say whether a file is one stream of compressed bytes, that cannot be begun in the middle."""
+    return file.suffix.lower() in PACKED
+
+
+@contextmanager
+def open_bytes(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, unpacked.
+
+    Raises:
+        DataError: if what is in it cannot be unpacked.
+    """
+    if not is_packed(file):
+        with file.open("rb") as opened:
+            yield opened
+        return
+    import pyarrow
+
+    try:
+        packed = pyarrow.input_stream(str(file), PACKED[file.suffix.lower()], READ_BYTES)
+        with packed, io.BufferedReader(packed, READ_BYTES) as opened:
+            yield opened
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be unpacked ({error}); write it again") from error
+
+
+def is_array(file: Path) -> bool:
+    """Say whether a file of JSON is one array instead of one object per line."""
+    with open_bytes(file) as opened:
+        return opened.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
+
+
+def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Yield (place, value) of the lines of JSON that start within a range of the file.
+
+    A place is where the line starts; in a packed file, which is read whole, the line's number.
+    """
+    lines = _numbered(file) if is_packed(file) else _lines(file, start, stop)
+    for place, line in lines:
+        if not line.isspace() and line:
+            yield place, _parse(line)
+
+
+def line_number(file: Path, place: int) -> int:
+    """Return the number of the line at a place; only an error pays for the counting."""
+    if is_packed(file):
+        return place
+    number, left = 1, place
+    with file.open("rb") as opened:
+        while left > 0:
+            part = opened.read(min(left, READ_BYTES))
+            if not part:
+                break
+            number, left = number + part.count(b"\n"), left - len(part)
+    return number
+
+
+def _numbered(file: Path) -> Iterator[tuple[int, bytes]]:
+    with open_bytes(file) as opened:
+        for number, line in enumerate(opened, 1):
+            yield number, line.removeprefix(BOM) if number == 1 else line
+
+
+def _lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    with file.open("rb") as opened:
+        place = _line_start(opened, start)
+        while place < stop:
+            line = opened.readline()
+            if not line:
+                return
+            yield place, line.removeprefix(BOM) if place == 0 else line
+            place += len(line)
+
+
+def _line_start(file: BinaryIO, place: int) -> int:
+    """Go to the first line that starts at ``place`` or behind it; return where that is."""
+    file.seek(max(place - 1, 0))
+    while place:
+        part = file.readline(READ_BYTES)
+        if not part or part.endswith(b"\n"):
+            break
+    return file.tell()
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
+    except json.JSONDecodeError as error:
+        shown = line[:60].decode("utf-8", "replace").strip()
+        return WrongRecord(
+            f"not JSON ({error.msg} at column {error.colno}): {shown!r}; expected one JSON object"
+            " per line"
+        )
+    except ValueError as error:  # a number of thousands of digits
+        return WrongRecord(f"JSON that cannot be read ({error})")
+    except RecursionError:
+        return WrongRecord("JSON that is nested too deeply")
+
+
+def read_array(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of a JSON array's elements, holding one element and one read at a time.
+
+    Raises:
+        DataError: for what is no JSON: where the next element begins is not known then.
+    """
+    decoder, number, place, is_end = json.JSONDecoder(), 1, 1, False
+    where = f"{file}, element"
+    with open_bytes(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig") as text_file:
+        try:
+            text = text_file.read(READ_BYTES).lstrip()
+            while True:
+                place = _GAP.match(text, place).end()  # type: ignore[union-attr]  # it matches ""
+                if text.startswith("]", place):
+                    if (text[place + 1 :] + text_file.read(READ_BYTES)).strip():
+                        raise DataError(
+                            f"{file}: there is more behind the array that it begins with; expected"
+                            " one array of objects, or one object per line"
+                        )
+                    return
+                try:
+                    value, place = decoder.raw_decode(text, place)
+                except json.JSONDecodeError:
+                    if is_end:
+                        raise
+                    more = text_file.read(max(READ_BYTES, len(text) - place))
+                    text, place, is_end = text[place:] + more, 0, not more
+                    continue
+                yield number, value
+                number += 1
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where} {number} of the array: {error}") from error
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where} {number} of the array: not JSON ({error.msg}); expected an array of"
+                " objects, or one object per line"
+            ) from error
+        except ValueError as error:
+            raise DataError(f"{where} {number}: cannot be read ({error})") from error
+        except RecursionError:
+            raise DataError(f"{where} {number}: nested too deeply") from None
+
+
+def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[tuple[int, Text]]:
+    """Yield the text between the lines at ``start`` and ``stop``; that of a packed file in pieces.
+
+    Raises:
+        DataError: if it is not UTF-8.
+    """
+    if not is_packed(file):
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            stop = _line_start(opened, stop)
+            start = _line_start(opened, start)
+            data = opened.read(stop - start)
+        if data:
+            yield start, _as_text(file, data, start == 0, stop == size)
+        return
+    with open_bytes(file) as opened:
+        place, data = 0, opened.read(piece_bytes) + opened.readline()
+        while data:
+            following = opened.read(piece_bytes) + opened.readline()
+            yield place, _as_text(file, data, place == 0, not following)
+            place, data = place + len(data), following
+
+
+def _as_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:
+    try:
+        decoded = data.removeprefix(BOM if begins else b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text ({error}); convert it to UTF-8") from error
+    return Text(decoded.replace("\r\n", "\n"), begins=begins, ends=ends)

@@ -1,0 +1,254 @@
+"""How rows become examples: under which names their fields are read, and which rows are taken.
+
+    row -> data.columns, well-known names -> to_example (records.py) -> this part of the documents
+
+What is to be said of it is gathered in ``Findings``, chunk by chunk.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpc_tune.data.records import COLUMNS, Chat, Completion, Example, Text, WrongRecord, to_example
+from hpc_tune.errors import DataError
+
+BadRows = Literal["refuse", "skip"]
+Part = Literal["all", "train", "held-out"]
+# The fields of each form, by which it is known first.
+_FORMS = (
+    ("messages",), ("conversations",), ("instruction", "input", "output"),
+    ("prompt", "completion", "response"), ("text",),
+)  # fmt: skip
+_QUESTIONS = ("instruction", "prompt", "question", "query")
+_ANSWERS = ("output", "completion", "answer", "response")
+_KNOWN = frozenset((*COLUMNS, *_QUESTIONS, *_ANSWERS, "context", "system_prompt"))
+_MOST_SHOWN = 5
+_MOST_NAMES = 30
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a source is read.
+
+    ``columns``: (name in the data, field that it is read as). ``part``: which of the documents,
+    where the share ``held_out`` of them is split off.
+    """
+
+    columns: tuple[tuple[str, str], ...] = ()
+    bad_rows: BadRows = "refuse"
+    held_out: float = 0.0
+    part: Part = "all"
+
+
+PLAIN = Reading()
+
+
+@dataclass
+class Findings:
+    """What reading came upon."""
+
+    num_bad: int = 0
+    first_bad: list[str] = field(default_factory=list)
+    read_as: dict[str, str] = field(default_factory=dict)
+    used: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    num_elsewhere: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Say whether the reason of another bad row is kept; to find its place takes time."""
+        return len(self.first_bad) < _MOST_SHOWN
+
+    def skip(self, why: str) -> None:
+        """Count a bad row."""
+        self.num_bad += 1
+        if self.has_room:
+            self.first_bad.append(why)
+
+    def note(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
+        """Keep the names of columns that were read, or were not."""
+        self.used += [name for name in used if name not in self.used]
+        fresh = [name for name in unread if name not in self.unread]
+        self.unread += fresh[: max(_MOST_NAMES - len(self.unread), 0)]
+
+    def add(self, other: "Findings") -> None:
+        """Add those of a later chunk."""
+        self.num_bad += other.num_bad
+        self.num_elsewhere += other.num_elsewhere
+        self.first_bad = [*self.first_bad, *other.first_bad][:_MOST_SHOWN]
+        self.read_as |= other.read_as
+        self.note(other.used, other.unread)
+
+    def lines(self) -> list[str]:
+        """Return what a person should know."""
+        said = []
+        if self.read_as:
+            names = ", ".join(f"{old} as {new}" for old, new in sorted(self.read_as.items()))
+            said.append(f"columns read under another name: {names} (data.columns can change that)")
+        if unread := [name for name in self.unread if name not in self.read_as]:
+            more = ", ..." if len(unread) >= _MOST_NAMES else ""
+            said.append(f"columns not read: {', '.join(sorted(unread))}{more}")
+        if self.num_bad:
+            rest = self.num_bad - len(self.first_bad)
+            shown = [*self.first_bad, *([f"and {rest:,} more"] if rest else [])]
+            said.append(f"{self.num_bad:,} bad rows skipped: " + "; ".join(shown))
+        return said
+
+
+def choose_columns(
+    file: Any, names: Sequence[str], reading: Reading, findings: Findings
+) -> list[str]:
+    """Return those columns of a table that are read.
+
+    Raises:
+        DataError: if there are none, one is there twice, or one of data.columns is missing.
+    """
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{file} has the column {twice[0]} twice; give each a name of its own")
+    columns = dict(reading.columns)
+    if missing := [name for name in columns if name not in names]:
+        raise DataError(_missing(str(file), missing, names))
+    chosen = [name for name in names if name in _KNOWN or name in columns]
+    if not chosen:
+        raise DataError(
+            f"{file} has the columns {', '.join(names)}; expected {', '.join(COLUMNS)}"
+            " (some of them, as in docs/data.md); data.columns={NAME: prompt, OTHER: completion}"
+            " names columns that are called something else"
+        )
+    findings.note(columns, (name for name in names if name not in chosen))
+    return chosen
+
+
+def require_columns(source: str, reading: Reading, findings: Findings) -> None:
+    """Check that each name in data.columns was found in some row.
+
+    Raises:
+        DataError: if one was not: it is misspelt, or of other data.
+    """
+    if missing := [name for name, _ in reading.columns if name not in findings.used]:
+        raise DataError(_missing(source, missing, [*findings.used, *findings.unread]))
+
+
+def _missing(where: str, missing: Sequence[str], names: Sequence[str]) -> str:
+    return (
+        f"data.columns names {', '.join(missing)}, but {where} has the columns "
+        f"{', '.join(sorted(names)) or '(none)'}"
+    )
+
+
+def as_example(row: Any, reading: Reading, findings: Findings) -> Example | None:
+    """Return the example of a row; None if it belongs to the other part of the documents.
+
+    Raises:
+        WrongRecord: if it is none.
+    """
+    if isinstance(row, WrongRecord):
+        raise row
+    if isinstance(row, Chat | Completion | Text):
+        return row if _is_wanted(row, reading, findings) else None
+    names: dict[str, str] = {}
+    if isinstance(row, dict):
+        row, names = _renamed(row, reading, findings)
+    try:
+        example = to_example(row)
+    except WrongRecord as error:
+        if not names:
+            raise
+        said = ", ".join(f"{old} is read as {new}" for old, new in names.items())
+        raise WrongRecord(f"{error} ({said})") from error
+    return example if _is_wanted(example, reading, findings) else None
+
+
+def _renamed(
+    row: dict[str, Any], reading: Reading, findings: Findings
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a row with the names of its fields as they are read, and what was renamed."""
+    names = {old: new for old, new in reading.columns if old in row}
+    kept = dict(row)
+    if reading.columns:
+        wanted = {new for _, new in reading.columns}
+        forms = [form for form in _FORMS if wanted.intersection(form)]
+        others = {name for form in _FORMS if forms and form not in forms for name in form}
+        kept = {k: v for k, v in row.items() if k not in names and k not in others | wanted}
+    renamed = {**kept, **{new: row[old] for old, new in names.items()}}
+    if further := _well_known(renamed):
+        renamed = {further.get(name, name): value for name, value in renamed.items()}
+        names = {old: further.get(new, new) for old, new in names.items()}
+        names |= {old: new for old, new in further.items() if old in kept}
+    lead = next((form for form in _FORMS if renamed.get(form[0]) is not None), ())
+    unread = {name for form in _FORMS if form != lead for name in form}
+    read = {name for name in kept if name in COLUMNS and name not in unread} | names.keys()
+    findings.read_as |= names
+    findings.note(read, (name for name in row if name not in read))
+    return renamed, names
+
+
+def _well_known(row: dict[str, Any]) -> dict[str, str]:
+    """Return under which names fields of well-known names are read, such as question and answer.
+
+    Raises:
+        WrongRecord: if two of them could be what is meant.
+    """
+    has = [name for name, value in row.items() if value is not None]
+    if any(name in has for name in ("messages", "conversations", "text")):
+        return {}
+    questions = [name for name in _QUESTIONS if name in has]
+    answers = [name for name in _ANSWERS if name in has]
+    if not questions or not answers:
+        return {}
+    pairs = {"instruction": "output", "prompt": "completion"}
+    names: dict[str, str] = {}
+    question = next((q for q, a in pairs.items() if q in has and a in has), None)
+    if question is None:
+        for several in (questions, answers):
+            if len(several) > 1:
+                raise WrongRecord(
+                    f"found the fields {' and '.join(several)}, and either could be meant; say "
+                    f"which: data.columns={{{questions[0]}: prompt, {answers[0]}: completion}}"
+                )
+        is_alpaca = questions == ["instruction"] or "context" in has
+        question = "instruction" if is_alpaca else "prompt"
+        names = {questions[0]: question, answers[0]: pairs[question]}
+    if "context" in has and "input" not in has and question == "instruction":
+        names["context"] = "input"
+    if "system_prompt" in has and "system" not in has:
+        names["system_prompt"] = "system"
+    return {old: new for old, new in names.items() if old != new}
+
+
+def _is_wanted(example: Example, reading: Reading, findings: Findings) -> bool:
+    """Say whether an example is in the part that is read.
+
+    A hash of what it says decides: not its place, not the form that it is stored in. The same
+    example is on the same side however often it comes.
+    """
+    if isinstance(example, Text) and not (example.begins and example.ends):
+        if reading.part != "all":
+            raise DataError(
+                "data.eval_fraction splits off whole documents, and a text of several MiB is one "
+                "document; cut it into files or rows, or set data.eval_path"
+            )
+        return True
+    try:
+        content = json.dumps(vars(example), ensure_ascii=False, sort_keys=True, default=_plain)
+        data = content.encode()
+    except RecursionError:
+        raise WrongRecord("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise WrongRecord(
+            "half a character in it (a surrogate alone, as \\ud83d in JSON); cut text between "
+            "characters"
+        ) from None
+    if reading.part == "all":
+        return True
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    is_held_out = int.from_bytes(digest, "big") < reading.held_out * 2**64
+    is_wanted = is_held_out == (reading.part == "held-out")
+    findings.num_elsewhere += not is_wanted
+    return is_wanted
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else str(value)

@@ -1,0 +1,152 @@
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hpc_tune.data.files import find, kind_of, say_left_out
+from hpc_tune.errors import DataError
+
+
+def _put(folder, *names):
+    """Write files whose names tell their kind; each holds one row."""
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".parquet":
+            pq.write_table(pa.table({"text": [name]}), file)
+        else:
+            file.write_text(json.dumps({"text": name}) + "\n")
+
+
+def _found(path, folder):
+    """Return the files that are read, and {file: why} of those that are not, below a folder."""
+    found = find(path)
+    left_out = {str(file.relative_to(folder)): why for file, why in found.left_out}
+    return [str(file.relative_to(folder)) for file in found.files], left_out
+
+
+def test_a_folder_as_it_is_downloaded_from_the_hub_gives_its_training_split(tmp_path):
+    _put(
+        tmp_path,
+        *("README.md", "LICENSE", "dataset_infos.json", ".gitattributes"),
+        *(".cache/huggingface/download/data/train-00000-of-00002.parquet.metadata", "make.py"),
+        *(f"data/train-0000{n}-of-00002.parquet" for n in (1, 0)),
+        *(f"data/{split}-00000-of-00001.parquet" for split in ("test", "unsupervised")),
+    )
+    files, left_out = _found(str(tmp_path), tmp_path)
+    assert files == [f"data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
+    assert list(left_out) == [
+        *("LICENSE", "README.md", "dataset_infos.json", "make.py"),
+        *("data/test-00000-of-00001.parquet", "data/unsupervised-00000-of-00001.parquet"),
+    ]
+    said = "\n".join(say_left_out(find(str(tmp_path))))
+    assert "README.md" in said
+    assert "make.py: of no kind of data that is known" in said
+    assert "unsupervised-00000-of-00001.parquet: by name a split to be held out" in said
+
+
+def test_a_card_alone_is_no_data_and_is_read_only_if_it_is_named(tmp_path):
+    _put(tmp_path, "README.md", "data.zip")
+    with pytest.raises(DataError, match=r"without any .*it has .*README\.md, .*data\.zip"):
+        find(str(tmp_path))
+    assert find(str(tmp_path / "README.md")).files == (tmp_path / "README.md",)
+
+
+def test_splits_are_told_by_the_names_of_files_or_else_of_folders(tmp_path):
+    _put(tmp_path, "a/train/x.jsonl", "a/test/x.jsonl", "a/val/train_ids.jsonl", "a/more.jsonl")
+    assert _found(str(tmp_path), tmp_path) == (
+        ["a/more.jsonl", "a/train/x.jsonl", "a/val/train_ids.jsonl"],
+        {"a/test/x.jsonl": "by name a split to be held out; data.eval_path takes it"},
+    )
+    assert _found(str(tmp_path / "a" / "test"), tmp_path) == (["a/test/x.jsonl"], {})
+
+
+def test_splits_to_be_held_out_are_left_out_beside_others_and_read_alone(tmp_path):
+    _put(tmp_path, "train.jsonl", "test-1.jsonl", "data.validation.jsonl", "other.jsonl")
+    assert _found(str(tmp_path), tmp_path)[0] == ["other.jsonl", "train.jsonl"]
+    (tmp_path / "train.jsonl").unlink()
+    assert _found(str(tmp_path), tmp_path)[0] == ["other.jsonl"]
+    (tmp_path / "other.jsonl").unlink()
+    assert _found(str(tmp_path), tmp_path) == (["data.validation.jsonl", "test-1.jsonl"], {})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"),
+        ("data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"),
+    ],
+)
+def test_of_several_configurations_one_has_to_be_named(tmp_path, names):
+    _put(tmp_path, *names)
+    prefix = names[0].partition("-0")[0]
+    with pytest.raises(DataError, match=f"several configurations or splits .*{prefix}-"):
+        find(str(tmp_path))
+    assert _found(f"{tmp_path}/{prefix}-*", tmp_path)[0] == [names[0]]
+    assert len(find([f"{tmp_path}/{name}" for name in names]).files) == 2
+
+
+def test_patterns_take_what_they_match_and_leave_held_out_splits_and_cards(tmp_path):
+    _put(tmp_path, "b.jsonl", "a.jsonl", "test.jsonl", "README.md", "deep/er/c.jsonl", "d.parquet")
+    assert _found(f"{tmp_path}/*.jsonl", tmp_path)[0] == ["a.jsonl", "b.jsonl"]
+    files, left_out = _found(f"{tmp_path}/**/*.jsonl", tmp_path)
+    assert files == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
+    assert list(left_out) == ["test.jsonl"]
+    assert "README.md" in _found(f"{tmp_path}/*", tmp_path)[1]
+    assert _found(f"{tmp_path}/te*.jsonl", tmp_path)[0] == ["test.jsonl"]
+    with pytest.raises(DataError, match=r"no file of a known kind matches .*\*\.csv"):
+        find(f"{tmp_path}/*.csv")
+
+
+def test_patterns_are_relative_to_where_one_is(tmp_path, monkeypatch):
+    _put(tmp_path, "data/a.jsonl", "data/test.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert [str(file) for file in find("data/*.jsonl").files] == ["data/a.jsonl"]
+
+
+def test_a_list_is_read_in_its_order_and_each_file_once(tmp_path):
+    _put(tmp_path, "b.jsonl", "a.parquet", "test.jsonl")
+    names = [f"{tmp_path}/{name}" for name in ("test.jsonl", "b.jsonl", "a.parquet")]
+    assert [str(file) for file in find(names).files] == names
+    with pytest.raises(DataError, match=r"names .*b\.jsonl twice"):
+        find([names[1], f"{tmp_path}/*.jsonl", f"{tmp_path}/b*"])
+    with pytest.raises(DataError, match="empty list"):
+        find([])
+    _put(tmp_path, "d.h5")
+    with pytest.raises(DataError, match=r"one prepared \.h5 file alone"):
+        find([names[0], f"{tmp_path}/d.h5"])
+
+
+def test_kinds_mixed_in_a_folder_are_named_wherever_they_are(tmp_path):
+    _put(tmp_path, "a.jsonl", "more/b.parquet", "notes.txt")
+    with pytest.raises(DataError) as caught:
+        find(str(tmp_path))
+    assert "a.jsonl (jsonl) and b.parquet (parquet) and notes.txt (text)" in str(caught.value)
+    assert f"data.path='{tmp_path}/**/*.jsonl'" in str(caught.value)
+    assert len(find(f"{tmp_path}/**/*.jsonl").files) == 1
+
+
+def test_links_to_folders_are_followed_and_a_circle_of_them_ends(tmp_path):
+    _put(tmp_path, "far/away.jsonl", "here/a.jsonl")
+    os.symlink(tmp_path / "far", tmp_path / "here" / "link")
+    os.symlink(tmp_path / "here", tmp_path / "here" / "back")
+    assert _found(str(tmp_path / "here"), tmp_path)[0] == ["here/a.jsonl", "here/link/away.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.jsonl.gz", "jsonl"),
+        ("a.JSON.zst", "jsonl"),
+        ("a.csv.gz", "csv"),
+        ("a.txt.zst", "text"),
+        ("a.parquet.gz", None),
+        ("a.gz", None),
+        ("a", None),
+        ("v1.2.parquet", "parquet"),
+    ],
+)
+def test_kinds_are_known_by_name_also_when_packed(tmp_path, name, kind):
+    assert kind_of(tmp_path / name) == kind
