@@ -14,11 +14,12 @@ An answer ends with the control token that ends its turn, which the model has to
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
+RenderFirst = Callable[[int, bool], str | None]
 PROBE = "xPr0be7Qx"
 _MARKED = re.compile(r"\{%-?\s*generation\b")
 
@@ -52,11 +53,20 @@ class AnswerFinder:
 
         ``full`` is ``render(messages)``.
         """
-        found = [self._by_beginnings(render, messages, number, full) for number in answers]
+        beginnings: dict[tuple[int, bool], str | None] = {(len(messages), False): full}
+
+        def render_first(count: int, generation: bool) -> str | None:
+            """Render the first ``count`` messages, once."""
+            key = (count, generation)
+            if key not in beginnings:
+                beginnings[key] = render(messages[:count], generation)
+            return beginnings[key]
+
+        found = [self._by_beginnings(render_first, number, full) for number in answers]
         if None in found:
-            opening = self._opening(render, messages, full)
+            opening = self._opening(render_first(len(messages), True) or full, full)
             found = [
-                self._by_probe(render, messages, number, full, opening) or known
+                self._by_probe(render, render_first, messages, number, full, opening) or known
                 for number, known in zip(answers, found, strict=True)
             ]
         end = 0
@@ -71,14 +81,10 @@ class AnswerFinder:
         """Say whether an answer ends with a control token, at which a model stops."""
         return full[span[0] : span[1]].endswith(self._controls)
 
-    def _by_beginnings(
-        self, render: Render, messages: Messages, number: int, full: str
-    ) -> Span | None:
+    def _by_beginnings(self, render_first: RenderFirst, number: int, full: str) -> Span | None:
         if number == 0:
             return None  # templates render no empty list to compare with
-        before = render(messages[:number], generation=True)
-        is_last = number + 1 == len(messages)
-        after = full if is_last else render(messages[: number + 1])
+        before, after = render_first(number, True), render_first(number + 1, False)
         if before is None or after is None or not full.startswith(after):
             return None
         if not after.startswith(before) or after == before:
@@ -90,17 +96,25 @@ class AnswerFinder:
         return len(before), stop
 
     def _by_probe(
-        self, render: Render, messages: Messages, number: int, full: str, opening: str
+        self,
+        render: Render,
+        render_first: RenderFirst,
+        messages: Messages,
+        number: int,
+        full: str,
+        opening: str,
     ) -> Span | None:
         # Calls are written behind the content, and belong to the answer.
         own = {key: value for key, value in messages[number].items() if key != "tool_calls"}
         probed = [*messages[:number], {**own, "content": PROBE}, *messages[number + 1 :]]
-        whole, alone = render(probed), render(probed[: number + 1])
+        whole = render(probed)
         if whole is None or whole.count(PROBE) != 1:
             return None
+        is_last = number + 1 == len(messages)
+        alone = whole if is_last else render(probed[: number + 1])
         before, _, after = whole.partition(PROBE)
-        prompt = render(messages[:number], generation=True) if number else None
-        start = self._start(before, prompt, opening)
+        prompt = render_first(number, True) if number else None
+        start = self._start(before, prompt, opening, is_first=number == 0)
         if full[:start] != before[:start]:
             return None
         ends = self._common_run(after, (alone or "").partition(PROBE)[2])
@@ -115,24 +129,28 @@ class AnswerFinder:
                 return None
         return (start, stop) if start < stop else None
 
-    def _start(self, before: str, prompt: str | None, opening: str) -> int:
+    def _start(self, before: str, prompt: str | None, opening: str, is_first: bool) -> int:
         """Return where an answer begins in ``before``, the text up to its content.
 
         Behind the prompt that the model gets in use; where that opens a block of reasoning that a
-        finished turn does not have, behind what both have.
+        finished turn does not have, behind what both have. In front of a chat's first message there
+        is no other turn, whose opening could be taken for its own.
         """
         if prompt and before.startswith(prompt):
             return len(prompt)
         pieces = [m.end() for m in re.finditer(rf"{self._control.pattern}|\n", opening)]
         for length in sorted({*pieces, len(opening)} - {0}, reverse=True):
             at = before.rfind(opening[:length])
-            if at >= 0 and not self._control.search(before, at + length):
+            is_own = is_first and length == len(opening)
+            if at >= 0 and (is_own or not self._control.search(before, at + length)):
                 return at + length
         return len(before)
 
-    def _opening(self, render: Render, messages: Messages, full: str) -> str:
-        """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end."""
-        asked = render(messages, generation=True) or full
+    def _opening(self, asked: str, full: str) -> str:
+        """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
+
+        ``asked`` is ``full`` with it.
+        """
         at = len(os.path.commonprefix([full, asked]))
         for control in self._control.finditer(asked):
             if control.start() < at < control.end():
