@@ -64,7 +64,7 @@ class AnswerFinder:
 
         found = [self._by_beginnings(render_first, number, full) for number in answers]
         if None in found:
-            opening = self._opening(render_first(len(messages), True) or full, full)
+            opening = self._opening(render_first, messages)
             found = [
                 self._by_probe(render, render_first, messages, number, full, opening) or known
                 for number, known in zip(answers, found, strict=True)
@@ -117,8 +117,10 @@ class AnswerFinder:
         start = self._start(before, prompt, opening, is_first=number == 0)
         if full[:start] != before[:start]:
             return None
-        ends = self._common_run(after, (alone or "").partition(PROBE)[2])
-        ends = ends or self._end_of_any_turn(whole, messages, after)
+        after_alone = (alone or "").partition(PROBE)[2]
+        ends = self._common_run(after, after_alone)
+        if not ends and self._next_control.match(after_alone):
+            ends = self._end_of_any_turn(render, messages, number, after, opening)
         if full.endswith(after):
             stop = len(full) - len(after) + ends
         else:  # the turn ends with another token: calls of tools have their own in some templates
@@ -146,31 +148,42 @@ class AnswerFinder:
                 return at + length
         return len(before)
 
-    def _opening(self, asked: str, full: str) -> str:
+    def _opening(self, render_first: RenderFirst, messages: Messages) -> str:
         """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
 
-        ``asked`` is ``full`` with it.
+        Where there is one, behind a turn of another role: the last answer may end by its own token.
         """
+        asking = [n for n, message in enumerate(messages, 1) if message["role"] != "assistant"]
+        count = asking[-1] if asking else len(messages)
+        full = render_first(count, False) or ""
+        asked = render_first(count, True) or full
         at = len(os.path.commonprefix([full, asked]))
         for control in self._control.finditer(asked):
             if control.start() < at < control.end():
                 at = control.start()  # two tokens that begin alike
         return asked[at:]
 
-    def _end_of_any_turn(self, whole: str, messages: Messages, after: str) -> int:
+    def _end_of_any_turn(
+        self, render: Render, messages: Messages, number: int, after: str, opening: str
+    ) -> int:
         """Return the length of a control token in front of ``after`` that ends others' turns too.
 
-        Some templates end the last answer by a token of its own, and what follows an answer may be
-        the opening of the next turn.
+        Some templates end the last answer by a token of its own. What follows another answer may
+        then be the opening of the next turn: the generation prompt begins with it, or it follows
+        only those that the same role follows.
         """
         first = self._next_control.match(after)
-        for message in messages if first else ():
-            said = message.get("content")
-            if message["role"] != "assistant" and isinstance(said, str) and said.strip():
-                end = whole.find(said.strip()) + len(said.strip())
-                other = self._next_control.match(whole, end)
-                if other and first and other[1] == first[1]:
-                    return first.end()
+        if first is None or opening.lstrip().startswith(first[1]):
+            return 0
+        roles = [*(message["role"] for message in messages), None]
+        follower = roles[number + 1]
+        for other, message in enumerate(messages):
+            is_alike = roles[other + 1] == follower != "assistant"
+            if message["role"] != "assistant" and not is_alike:
+                probe = {**message, "content": PROBE}
+                text = render([*messages[:other], probe, *messages[other + 1 :]]) or ""
+                end = self._next_control.match(text.partition(PROBE)[2])
+                return first.end() if end and end[1] == first[1] else 0
         return 0
 
     def _common_run(self, one: str, other: str) -> int:

@@ -97,24 +97,26 @@ class Renderer:
         spans = self._spans(example, numbers, full)
         if self._loss_on == "all":
             return self._all_but(example, numbers, spans, full)
-        learned = []
+        learned, num_empty = [], 0
         for number, span in zip(numbers, spans, strict=True):
+            said = full[slice(*span)] if span else ""
             if number in example.unlearned:
                 self._counters.marked_answers += 1
-            elif _is_empty(messages[number]):
-                self._counters.empty_answers += 1
+                continue
+            self._counters.lost_reasoning += _reasoning(messages[number]) not in said
+            if _is_empty(messages[number], said):
+                num_empty += 1
             elif span is None:
                 self._counters.unclear_answers += 1
             else:
                 learned.append(span)
                 self._counters.unended_answers += not self._answers.is_ended(full, span)
-                said = full[span[0] : span[1]]
-                self._counters.lost_reasoning += _reasoning(messages[number]) not in said
+        self._counters.empty_answers += num_empty
         if learned:
             return Rendered(full, learned)
-        if all(map(_is_empty, (messages[n] for n in numbers))):
+        if num_empty == len(numbers):
             return "empty answer"
-        if all(n in example.unlearned or _is_empty(messages[n]) for n in numbers):
+        if num_empty + len(example.unlearned) == len(numbers):
             return "no answer that is to be learned"
         return "the chat template does not show where the answer begins"
 
@@ -242,9 +244,11 @@ def template_date_of(tokenizer: FastTokenizer) -> str:
     return TEMPLATE_DATE.date().isoformat() if is_dated else ""
 
 
-def _is_empty(message: dict[str, Any]) -> bool:
-    said = (message.get("content") or "").strip()
-    return not (said or message.get("tool_calls") or _reasoning(message))
+def _is_empty(message: dict[str, Any], said: str) -> bool:
+    """Whether an answer has no more than reasoning that is not in ``said``, what is learned."""
+    text = (message.get("content") or "").rpartition("</think>")[2].strip()
+    reasoning = _reasoning(message)
+    return not (text or message.get("tool_calls") or (reasoning and reasoning in said))
 
 
 def _reasoning(message: dict[str, Any]) -> str:
