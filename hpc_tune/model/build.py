@@ -93,20 +93,28 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     return tokenizer
 
 
-def _require_embeddings(directory: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for.
-
-    Those for images and sound, which text never has, are no reason: Gemma 3's small ones have one.
-    """
+def embedding_rows(directory: Path) -> int | None:
+    """Return how many embeddings a model has by its config.json; None if that does not say."""
     try:
         said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         rows = (said.get("text_config") or said).get("vocab_size")
     except (OSError, ValueError, AttributeError):
-        return  # told of where the model is built
+        return None  # told of where the model is built
+    return rows if isinstance(rows, int) else None
+
+
+def _require_embeddings(directory: Path, tokenizer: Any) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for.
+
+    Those for images and sound, which text rarely has, are no reason: Gemma 3's small ones have one.
+    Prepared data that has one is refused where it is opened.
+    """
+    rows = embedding_rows(directory)
     names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")
-    media = {str(tokenizer.init_kwargs.get(name)) for name in names}
+    given = tokenizer.init_kwargs | tokenizer.init_kwargs.get("model_specific_special_tokens", {})
+    media = {str(given.get(name)) for name in names}
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    if not isinstance(rows, int) or max(vocabulary.values(), default=-1) < rows:
+    if rows is None or max(vocabulary.values(), default=-1) < rows:
         return
     beyond = sorted(word for word, number in vocabulary.items() if number >= rows)
     if left := [word for word in beyond if word not in media]:

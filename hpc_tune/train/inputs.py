@@ -7,6 +7,7 @@ from typing import Any
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.config.schema import DataConfig, RunConfig, is_prepared
+from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, find, say_left_out, shown
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
@@ -16,7 +17,7 @@ from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.lean import import_transformers
 from hpc_tune.log import Progress, log
-from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
+from hpc_tune.model.build import BuiltModel, build, compute_dtype, embedding_rows, load_tokenizer
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
@@ -116,12 +117,12 @@ class Tokenizing:
     """The tokenizer of a run. Rank 0 loads it at the start, another rank when it has to prepare."""
 
     def __init__(self, model_dir: Path, chat_template: str | None) -> None:
-        self._model_dir, self._chat_template = model_dir, chat_template
+        self.model_dir, self._chat_template = model_dir, chat_template
 
     @cached_property
     def tokenizer(self) -> Any:
         """A fast tokenizer of transformers; DataError if there is none."""
-        return load_tokenizer(self._model_dir, self._chat_template)
+        return load_tokenizer(self.model_dir, self._chat_template)
 
     @cached_property
     def mark(self) -> str:
@@ -169,10 +170,14 @@ def ready_data(
 ) -> TokenStore:
     """Open prepared data; raw data is prepared by all ranks first, once for all later starts."""
 
-    def open_it(file: Path) -> TokenStore:
+    def open_it(file: Path, is_new: bool = False) -> TokenStore:
         store = TokenStore.open(file)
         if session.world.rank == 0:
             store.require_tokenizer(own.tokenizer, own.mark)
+            if (rows := embedding_rows(own.model_dir)) is not None:
+                highest = own.tokenizer.convert_ids_to_tokens(store.attributes.highest_token)
+                store.require_embeddings(rows, highest)
+            verify_once(store, run_dir / VERIFIED_FILE, is_new)
         return store
 
     if is_prepared(path):
@@ -197,7 +202,7 @@ def ready_data(
         on_rank_0(session, "making the data folder", lambda: make_folder(folder))
         tokenizer = together(session, "loading the tokenizer", lambda: own.tokenizer)
         prepare_file(path, out, data, tokenizer, session, part)
-    return together(session, "opening the data", lambda: open_it(out))
+    return together(session, "opening the data", lambda: open_it(out, is_new=not found))
 
 
 def reading_of(data: DataConfig, part: Part = "all") -> Reading:
