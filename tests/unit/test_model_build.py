@@ -18,9 +18,10 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model import load as load_module
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.build import LocalRegion, build, compute_dtype, load_tokenizer, read_shape
+from hpc_tune.model.build import LocalRegion, build, compute_dtype, read_shape
 from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 12, 1, 5)
