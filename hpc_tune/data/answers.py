@@ -64,7 +64,7 @@ class AnswerFinder:
 
         found = [self._by_beginnings(render_first, number, full) for number in answers]
         if None in found:
-            opening = self._opening(render_first, messages)
+            opening = self._opening(render, render_first, messages)
             found = [
                 self._by_probe(render, render_first, messages, number, full, opening) or known
                 for number, known in zip(answers, found, strict=True)
@@ -148,15 +148,19 @@ class AnswerFinder:
                 return at + length
         return len(before)
 
-    def _opening(self, render_first: RenderFirst, messages: Messages) -> str:
+    def _opening(self, render: Render, render_first: RenderFirst, messages: Messages) -> str:
         """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
 
-        Where there is one, behind a turn of another role: the last answer may end by its own token.
+        That is what it adds to a turn of another role: a last answer may end by a token of its own.
         """
-        asking = [n for n, message in enumerate(messages, 1) if message["role"] != "assistant"]
-        count = asking[-1] if asking else len(messages)
-        full = render_first(count, False) or ""
-        asked = render_first(count, True) or full
+        roles = [message["role"] for message in messages]
+        count = next((n for n in range(len(roles), 0, -1) if roles[n - 1] != "assistant"), 0)
+        if count:
+            full, asked = render_first(count, False), render_first(count, True)
+        else:
+            question = [{"role": "user", "content": PROBE}]
+            full, asked = render(question), render(question, generation=True)
+        full, asked = full or "", asked or full or ""
         at = len(os.path.commonprefix([full, asked]))
         for control in self._control.finditer(asked):
             if control.start() < at < control.end():

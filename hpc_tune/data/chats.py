@@ -123,7 +123,7 @@ class Renderer:
     def _spans(self, chat: Chat, numbers: list[int], full: str) -> list[Span | None]:
         """Return the characters of the answers with these numbers; None where that is unsure."""
         if self._has_blocks:
-            found = self._blocks(chat, full)
+            found = self._blocks(chat)
             if len(found) == len(numbers):
                 return [*found]
 
@@ -132,7 +132,7 @@ class Renderer:
 
         return self._answers.find(render, chat.messages, numbers, full)
 
-    def _blocks(self, chat: Chat, full: str) -> list[Span]:
+    def _blocks(self, chat: Chat) -> list[Span]:
         """Return what lies in the template's {% generation %} blocks."""
         marked = self._tokenizer.apply_chat_template(
             chat.messages,
@@ -140,9 +140,9 @@ class Renderer:
             chat_template=self._chat_template,
             return_assistant_tokens_mask=True,
             return_dict=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
         )
-        offsets = self._tokenizer.backend_tokenizer.encode(full, add_special_tokens=False).offsets
-        return spans_of_tokens(offsets, marked["assistant_masks"])
+        return spans_of_tokens(marked["offset_mapping"], marked["assistant_masks"])
 
     def _all_but(
         self, chat: Chat, numbers: list[int], spans: list[Span | None], full: str

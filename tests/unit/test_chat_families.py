@@ -220,6 +220,13 @@ FAMILIES = {
         "<|im_start|> <|im_end|>",
         ["1<|im_end|>", "2<|im_end|>"],
     ),
+    "marked by its author, tokens swallow the line end": Family(
+        "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|end|>{% endgeneration %}\n{% else %}{{ m.content }}<|end|>\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "~<|user|> ~<|assistant|> ~<|end|>",
+        ["1<|end|>", "2<|end|>"],
+    ),
 }
 
 
