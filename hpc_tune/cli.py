@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_tune import __version__
-from hpc_tune.config.load import describe_fields, load_config
+from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.lean import lean_imports, postpone_compiler
 from hpc_tune.log import configure
+from hpc_tune.overview import overview, settings_text, unknown_command
 from hpc_tune.units import parse_bytes
 from hpc_tune.world.discover import rank_hint
 
@@ -24,10 +24,11 @@ COMMANDS = {
     "submit": "write the batch script that the slurm part describes, and give it to Slurm",
     "doctor": "say whether the cluster is as a run needs it: alone, under mpirun or srun",
     "prepare": "turn raw data into one prepared .h5 file",
+    "show": "print data as the model will see it, what is learned of it, and what is left out",
     "plan": "tell what a run takes on machines that need not be there, and whether it fits",
     "export": "write a checkpoint as a peft adapter or a merged model",
     "generate": "answer a prompt with a tuned model",
-    "inspect": "list and verify the checkpoints of a run",
+    "inspect": "list and verify the checkpoints of a run, or what a prepared .h5 file holds",
     "report": "write one HTML page about a run, or several side by side",
     "watch": "show a run in the terminal while it goes on",
     "completion": 'for a shell: eval "$(hpc_tune completion bash)"',
@@ -41,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or (arguments[0] not in COMMANDS and arguments[0] not in ("-h", "--help")):
         if arguments[:1] and not arguments[0].startswith("-") and "=" not in arguments[0]:
-            return _refuse(ConfigError(_unknown_command(arguments[0])))
+            return _refuse(ConfigError(unknown_command(arguments[0], COMMANDS)))
         arguments.insert(0, "train")
     if arguments[0] in ("-h", "--help"):
-        print(_overview())
+        print(overview(COMMANDS))
         return EXIT_DONE
     if arguments[1:2] == ["--version"]:
         from hpc_tune.probe.software import for_a_bug_report
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _doctor(rest)
             case "prepare":
                 return _prepare(rest)
+            case "show":
+                return _show(rest)
             case "plan":
                 return _plan(rest)
             case "export":
@@ -170,6 +173,17 @@ def _prepare(arguments: list[str]) -> int:
     from hpc_tune.train.preparing import run_prepare
 
     return run_prepare(config, Path(options.out))
+
+
+def _show(arguments: list[str]) -> int:
+    parser = _parser("show", config=True, data="raw data as data.path takes it, or a prepared .h5")
+    parser.add_argument("--rows", type=int, default=5, metavar="N", help="shown; default 5")
+    options, config = _options_and_config(parser, arguments)
+    if options.rows < 0:
+        raise ConfigError(f"--rows {options.rows}: expected 0 or more")
+    from hpc_tune.train.preparing import run_show
+
+    return run_show(config, options.rows)
 
 
 def _plan(arguments: list[str]) -> int:
@@ -278,10 +292,16 @@ def _generate(arguments: list[str]) -> int:
 
 def _inspect(arguments: list[str]) -> int:
     parser = _parser("inspect")
-    parser.add_argument("run", help="a run directory or one of its checkpoints")
+    parser.add_argument("run", help="a run directory, one of its checkpoints, or a prepared .h5")
     parser.add_argument("--verify", action="store_true", help="read every byte and check it")
     parser.add_argument("--against", metavar="RUN", help="show what is set differently there")
     options = parser.parse_args(arguments)
+    if options.run.endswith((".h5", ".hdf5")):
+        from hpc_tune.data.show import describe_prepared
+
+        lines, is_valid = describe_prepared(Path(options.run))
+        print("\n".join(lines))
+        return EXIT_DONE if is_valid else 1
     from hpc_tune.checkpoint.locate import describe, differences
 
     lines, all_valid = describe(Path(options.run), options.verify)
@@ -331,16 +351,18 @@ def _completion(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
-def _parser(command: str, config: bool = False) -> argparse.ArgumentParser:
+def _parser(command: str, config: bool = False, data: str = "") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m hpc_tune {command}",
         description=COMMANDS[command],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if data:
+        parser.add_argument("data", metavar="DATA", help=data)
     if config:
         parser.add_argument("--config", metavar="FILE", help="YAML; without it: a tiny default")
         parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of FILE")
-        parser.epilog = _fields_text()
+        parser.epilog = settings_text()
     return parser
 
 
@@ -353,7 +375,8 @@ def _options_and_config(
             f"unknown argument {unknown[0]}; settings are written key=value, such as "
             f"{unknown[0].lstrip('-') or 'train.seed'}=..., see --help"
         )
-    return options, load_config(options.config, options.overrides)
+    named = [f"data.path={options.data}"] if "data" in options else []
+    return options, load_config(options.config, [*options.overrides, *named])
 
 
 def _refuse(error: HpcTuneError) -> int:
@@ -364,34 +387,3 @@ def _refuse(error: HpcTuneError) -> int:
     if not (rank and had_world):
         print(f"hpc_tune: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
     return error.exit_code
-
-
-def _unknown_command(word: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(word, COMMANDS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{word!r} is neither a command ({', '.join(COMMANDS)}) nor key=value{hint}"
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return (
-        f"hpc_tune {__version__}: fine-tune large language models on HPC clusters\n\n"
-        "usage: python -m hpc_tune [COMMAND] [--config FILE] [key=value ...]\n"
-        "       mpirun -np 16 python -m hpc_tune --config FILE\n\n"
-        f"commands (COMMAND --help says more):\n{commands}\n\n{_fields_text()}"
-    )
-
-
-def _fields_text() -> str:
-    import textwrap
-
-    lines = ["settings (in FILE as part: {key: value}, or part.key=value):"]
-    for name, kind, default, prose in describe_fields():
-        shown = str(default).lower() if isinstance(default, bool) else default
-        shown = "unset" if default is None else shown
-        lines.append(f"  {name} = {shown}  ({kind})")
-        lines += textwrap.wrap(prose, 92, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines)

@@ -23,7 +23,7 @@ _SCRIPT = """_hpc_tune() {{
         *) COMPREPLY=($(compgen -f -- "$word")); return ;;
     esac
     case "$before" in
-        --config|--out|--run|--model|inspect|export|report|watch)
+        --config|--out|--run|--model|inspect|export|report|watch|show)
             COMPREPLY=($(compgen -f -- "$word")); return ;;
     esac
     if [ "$COMP_CWORD" = 1 ]; then

@@ -27,6 +27,7 @@ class _Compiler(ModuleType):
     """
 
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # at each init_process_group
+    eval_frame = SimpleNamespace(OptimizedModule=())  # no module is a compiled one
 
     @staticmethod
     def disable(fn: Any = None, *_: Any, **__: Any) -> Any:
@@ -48,6 +49,8 @@ class _Compiler(ModuleType):
         """End no graph: there is none."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__file__":  # inspect asks all modules for it
+            raise AttributeError(name)
         return getattr(_real_compiler(), name)
 
 

@@ -20,16 +20,14 @@ from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
 from hpc_tune.log import Progress
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
+from hpc_tune.model.regions import Region, WrittenFile, write_regions
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
     ADAPTER_FOLDER,
     PIECE_BYTES,
-    Region,
     TensorIndex,
-    WrittenFile,
     index_checkpoint,
     index_model_directory,
-    write_regions,
 )
 from hpc_tune.units import format_bytes
 

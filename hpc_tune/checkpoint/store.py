@@ -31,7 +31,7 @@ from typing import Any
 
 from hpc_tune.errors import CheckpointError
 from hpc_tune.log import log
-from hpc_tune.model.weights import WrittenFile
+from hpc_tune.model.regions import WrittenFile
 
 MANIFEST = "manifest.json"
 FORMAT = 1

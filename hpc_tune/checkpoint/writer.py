@@ -17,7 +17,7 @@ import torch
 
 from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.model.weights import Region, WrittenFile, write_regions
+from hpc_tune.model.regions import Region, WrittenFile, write_regions
 
 
 class Writer:

@@ -14,11 +14,12 @@ An answer ends with the control token that ends its turn, which the model has to
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
+RenderFirst = Callable[[int, bool], str | None]
 PROBE = "xPr0be7Qx"
 _MARKED = re.compile(r"\{%-?\s*generation\b")
 
@@ -52,11 +53,20 @@ class AnswerFinder:
 
         ``full`` is ``render(messages)``.
         """
-        found = [self._by_beginnings(render, messages, number, full) for number in answers]
+        beginnings: dict[tuple[int, bool], str | None] = {(len(messages), False): full}
+
+        def render_first(count: int, generation: bool) -> str | None:
+            """Render the first ``count`` messages, once."""
+            key = (count, generation)
+            if key not in beginnings:
+                beginnings[key] = render(messages[:count], generation)
+            return beginnings[key]
+
+        found = [self._by_beginnings(render_first, number, full) for number in answers]
         if None in found:
-            opening = self._opening(render, messages, full)
+            opening = self._opening(render_first, messages)
             found = [
-                self._by_probe(render, messages, number, full, opening) or known
+                self._by_probe(render, render_first, messages, number, full, opening) or known
                 for number, known in zip(answers, found, strict=True)
             ]
         end = 0
@@ -71,14 +81,10 @@ class AnswerFinder:
         """Say whether an answer ends with a control token, at which a model stops."""
         return full[span[0] : span[1]].endswith(self._controls)
 
-    def _by_beginnings(
-        self, render: Render, messages: Messages, number: int, full: str
-    ) -> Span | None:
+    def _by_beginnings(self, render_first: RenderFirst, number: int, full: str) -> Span | None:
         if number == 0:
             return None  # templates render no empty list to compare with
-        before = render(messages[:number], generation=True)
-        is_last = number + 1 == len(messages)
-        after = full if is_last else render(messages[: number + 1])
+        before, after = render_first(number, True), render_first(number + 1, False)
         if before is None or after is None or not full.startswith(after):
             return None
         if not after.startswith(before) or after == before:
@@ -90,21 +96,31 @@ class AnswerFinder:
         return len(before), stop
 
     def _by_probe(
-        self, render: Render, messages: Messages, number: int, full: str, opening: str
+        self,
+        render: Render,
+        render_first: RenderFirst,
+        messages: Messages,
+        number: int,
+        full: str,
+        opening: str,
     ) -> Span | None:
         # Calls are written behind the content, and belong to the answer.
         own = {key: value for key, value in messages[number].items() if key != "tool_calls"}
         probed = [*messages[:number], {**own, "content": PROBE}, *messages[number + 1 :]]
-        whole, alone = render(probed), render(probed[: number + 1])
+        whole = render(probed)
         if whole is None or whole.count(PROBE) != 1:
             return None
+        is_last = number + 1 == len(messages)
+        alone = whole if is_last else render(probed[: number + 1])
         before, _, after = whole.partition(PROBE)
-        prompt = render(messages[:number], generation=True) if number else None
-        start = self._start(before, prompt, opening)
+        prompt = render_first(number, True) if number else None
+        start = self._start(before, prompt, opening, is_first=number == 0)
         if full[:start] != before[:start]:
             return None
-        ends = self._common_run(after, (alone or "").partition(PROBE)[2])
-        ends = ends or self._end_of_any_turn(whole, messages, after)
+        after_alone = (alone or "").partition(PROBE)[2]
+        ends = self._common_run(after, after_alone)
+        if not ends and self._next_control.match(after_alone):
+            ends = self._end_of_any_turn(render, messages, number, after, opening)
         if full.endswith(after):
             stop = len(full) - len(after) + ends
         else:  # the turn ends with another token: calls of tools have their own in some templates
@@ -115,44 +131,59 @@ class AnswerFinder:
                 return None
         return (start, stop) if start < stop else None
 
-    def _start(self, before: str, prompt: str | None, opening: str) -> int:
+    def _start(self, before: str, prompt: str | None, opening: str, is_first: bool) -> int:
         """Return where an answer begins in ``before``, the text up to its content.
 
         Behind the prompt that the model gets in use; where that opens a block of reasoning that a
-        finished turn does not have, behind what both have.
+        finished turn does not have, behind what both have. In front of a chat's first message there
+        is no other turn, whose opening could be taken for its own.
         """
         if prompt and before.startswith(prompt):
             return len(prompt)
         pieces = [m.end() for m in re.finditer(rf"{self._control.pattern}|\n", opening)]
         for length in sorted({*pieces, len(opening)} - {0}, reverse=True):
             at = before.rfind(opening[:length])
-            if at >= 0 and not self._control.search(before, at + length):
+            is_own = is_first and length == len(opening)
+            if at >= 0 and (is_own or not self._control.search(before, at + length)):
                 return at + length
         return len(before)
 
-    def _opening(self, render: Render, messages: Messages, full: str) -> str:
-        """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end."""
-        asked = render(messages, generation=True) or full
+    def _opening(self, render_first: RenderFirst, messages: Messages) -> str:
+        """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
+
+        Where there is one, behind a turn of another role: the last answer may end by its own token.
+        """
+        asking = [n for n, message in enumerate(messages, 1) if message["role"] != "assistant"]
+        count = asking[-1] if asking else len(messages)
+        full = render_first(count, False) or ""
+        asked = render_first(count, True) or full
         at = len(os.path.commonprefix([full, asked]))
         for control in self._control.finditer(asked):
             if control.start() < at < control.end():
                 at = control.start()  # two tokens that begin alike
         return asked[at:]
 
-    def _end_of_any_turn(self, whole: str, messages: Messages, after: str) -> int:
+    def _end_of_any_turn(
+        self, render: Render, messages: Messages, number: int, after: str, opening: str
+    ) -> int:
         """Return the length of a control token in front of ``after`` that ends others' turns too.
 
-        Some templates end the last answer by a token of its own, and what follows an answer may be
-        the opening of the next turn.
+        Some templates end the last answer by a token of its own. What follows another answer may
+        then be the opening of the next turn: the generation prompt begins with it, or it follows
+        only those that the same role follows.
         """
         first = self._next_control.match(after)
-        for message in messages if first else ():
-            said = message.get("content")
-            if message["role"] != "assistant" and isinstance(said, str) and said.strip():
-                end = whole.find(said.strip()) + len(said.strip())
-                other = self._next_control.match(whole, end)
-                if other and first and other[1] == first[1]:
-                    return first.end()
+        if first is None or opening.lstrip().startswith(first[1]):
+            return 0
+        roles = [*(message["role"] for message in messages), None]
+        follower = roles[number + 1]
+        for other, message in enumerate(messages):
+            is_alike = roles[other + 1] == follower != "assistant"
+            if message["role"] != "assistant" and not is_alike:
+                probe = {**message, "content": PROBE}
+                text = render([*messages[:other], probe, *messages[other + 1 :]]) or ""
+                end = self._next_control.match(text.partition(PROBE)[2])
+                return first.end() if end and end[1] == first[1] else 0
         return 0
 
     def _common_run(self, one: str, other: str) -> int:

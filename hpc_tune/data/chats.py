@@ -1,8 +1,9 @@
 """Examples -> text, with the characters of it that are learned.
 
 A chat is rendered as one text by the chat template; ``answers.py`` finds what the assistant says in
-it. Control tokens that people have written into a message are text there, and no control tokens:
-other characters stand for them until the text is tokenised.
+it. Control tokens that people have typed into a message are text there: see ``controls.py``. Where
+no template writes the text (plain text, prompts and answers of a base model), it is taken as a
+stock tokenizer takes it, control tokens included.
 """
 
 import re
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from hpc_tune.data.answers import AnswerFinder, Span, has_blocks, spans_of_tokens
+from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
 from hpc_tune.data.layout import Counters
 from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.tokenizer import FastTokenizer, describe
@@ -22,7 +24,6 @@ from hpc_tune.errors import DataError
 LossOn = Literal["answers", "all"]
 # What templates that print today's date get, so that the same data are the same bytes tomorrow.
 TEMPLATE_DATE = datetime(2026, 1, 1)
-_FIRST_STAND_IN = 0xF0000  # characters that no text has
 _DATE = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _REASON_CHARS = 120
@@ -30,20 +31,22 @@ _REASON_CHARS = 120
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text ready for the tokenizer; ``spans`` (characters) are learned, None means all."""
+    """Text ready for the tokenizer; ``spans`` (characters) are learned, None means all.
+
+    ``is_plain``: no chat template has written it. ``bos`` and ``eos`` are put around it then, and
+    it is split where it is longer than a row if ``split``.
+    """
 
     text: str
     spans: list[Span] | None
-    bos: bool
-    eos: bool
-    split: bool
+    is_plain: bool = False
+    bos: bool = False
+    eos: bool = False
+    split: bool = False
 
 
 class Renderer:
-    """Renders chats, prompts and answers by a tokenizer's chat template, counting what it drops.
-
-    ``stand_ins`` are the characters that stand for control tokens in people's text, by token.
-    """
+    """Renders chats, prompts and answers by a tokenizer's chat template, counting what it drops."""
 
     def __init__(
         self,
@@ -51,10 +54,11 @@ class Renderer:
         controls: Sequence[str],
         loss_on: LossOn,
         counters: Counters,
+        stand_ins: StandIns,
     ) -> None:
-        """Take the tokenizer, and its control tokens as text."""
+        """Take the tokenizer, its control tokens as text, and what stands for typed ones."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
-        self.stand_ins = {token: chr(_FIRST_STAND_IN + at) for at, token in enumerate(controls)}
+        self._stand_ins = stand_ins
         self._answers = AnswerFinder(controls)
         self._chat_template = with_fixed_date(tokenizer.chat_template)
         self._has_blocks = has_blocks(tokenizer.chat_template)
@@ -78,37 +82,41 @@ class Renderer:
                 " no chat template; set data.chat_template to a Jinja file, or use the instruct"
                 " model's"
             )
-        example = self._without_controls(example)
-        messages = example.messages
+        messages = self._stand_ins.hide_in(example.messages)
+        example = replace(example, messages=messages, tools=self._stand_ins.hide(example.tools))
         full = self._template(messages, tools=example.tools)
         if full is None:
             return f"the chat template refused the messages{self._why(example)}"
+        if ESCAPED_IN_JSON in full:
+            return "the chat template writes a typed control token as JSON in ASCII"
         if self._loss_on == "all" and not example.unlearned:
-            return Rendered(full, None, bos=False, eos=False, split=False)
+            return Rendered(full, None)
         numbers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
         if not numbers:
             return "no answer of the assistant"
         spans = self._spans(example, numbers, full)
         if self._loss_on == "all":
             return self._all_but(example, numbers, spans, full)
-        learned = []
+        learned, num_empty = [], 0
         for number, span in zip(numbers, spans, strict=True):
+            said = full[slice(*span)] if span else ""
             if number in example.unlearned:
                 self._counters.marked_answers += 1
-            elif _is_empty(messages[number]):
-                self._counters.empty_answers += 1
+                continue
+            self._counters.lost_reasoning += _reasoning(messages[number]) not in said
+            if _is_empty(messages[number], said):
+                num_empty += 1
             elif span is None:
                 self._counters.unclear_answers += 1
             else:
                 learned.append(span)
                 self._counters.unended_answers += not self._answers.is_ended(full, span)
-                said = full[span[0] : span[1]]
-                self._counters.lost_reasoning += _reasoning(messages[number]) not in said
+        self._counters.empty_answers += num_empty
         if learned:
-            return Rendered(full, learned, bos=False, eos=False, split=False)
-        if all(map(_is_empty, (messages[n] for n in numbers))):
+            return Rendered(full, learned)
+        if num_empty == len(numbers):
             return "empty answer"
-        if all(n in example.unlearned or _is_empty(messages[n]) for n in numbers):
+        if num_empty + len(example.unlearned) == len(numbers):
             return "no answer that is to be learned"
         return "the chat template does not show where the answer begins"
 
@@ -148,25 +156,7 @@ class Renderer:
                 learned.append((at, span[0]))
                 at = span[1]
                 self._counters.marked_answers += 1
-        return Rendered(full, [*learned, (at, len(full))], bos=False, eos=False, split=False)
-
-    def _without_controls(self, chat: Chat) -> Chat:
-        """Put a character that stands for it in the place of each control token in a message."""
-        found = [
-            token
-            for token in self.stand_ins
-            if any(token in (m.get("content") or "") for m in chat.messages)
-        ]
-        if not found:
-            return chat
-        messages = []
-        for message in chat.messages:
-            content = message.get("content") or ""
-            for token in sorted(found, key=len, reverse=True):
-                self._counters.control_texts += content.count(token)
-                content = content.replace(token, self.stand_ins[token])
-            messages.append({**message, "content": content} if content else message)
-        return replace(chat, messages=messages)
+        return Rendered(full, [*learned, (at, len(full))])
 
     def _render_plain(self, example: Completion) -> Rendered | str:
         prompt = (
@@ -178,11 +168,11 @@ class Renderer:
         shift = len(prompt) - len(example.plain_prompt)
         spans = [(shift + start, shift + stop) for start, stop in example.plain_answers]
         spans.append((len(prompt), len(text)))
-        if not example.completion:
+        if not example.completion.strip():
             return "empty answer"
         if self._loss_on == "all":
-            return Rendered(text, None, bos=True, eos=True, split=False)
-        return Rendered(text, spans, bos=True, eos=True, split=False)
+            return Rendered(text, None, is_plain=True, bos=True, eos=True)
+        return Rendered(text, spans, is_plain=True, bos=True, eos=True)
 
     def _template(
         self,
@@ -223,13 +213,14 @@ def end_of_answer(tokenizer: FastTokenizer) -> str | None:
     """Return the control token that a chat template writes behind an answer; None without one."""
     if not tokenizer.chat_template:
         return None
-    renderer = Renderer(tokenizer, controls_of(tokenizer), "answers", Counters())
+    controls, counters = controls_of(tokenizer), Counters()
+    renderer = Renderer(tokenizer, controls, "answers", counters, StandIns(controls, counters))
     asked, said = {"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}
     rendered = renderer.render(Chat([asked, said, asked, said]))
     if isinstance(rendered, str) or not rendered.spans:
         return None
     answer = rendered.text[slice(*rendered.spans[0])]
-    return next((c for c in renderer.stand_ins if answer.endswith(c)), None)
+    return next((c for c in controls if answer.endswith(c)), None)
 
 
 def controls_of(tokenizer: FastTokenizer) -> list[str]:
@@ -246,8 +237,18 @@ def with_fixed_date(template: Any) -> Any:
     return _DATE.sub(lambda found: repr(TEMPLATE_DATE.strftime(found["format"])), template)
 
 
-def _is_empty(message: dict[str, Any]) -> bool:
-    return not (message.get("content") or message.get("tool_calls") or _reasoning(message))
+def template_date_of(tokenizer: FastTokenizer) -> str:
+    """Return the date that a chat template prints in place of today's; empty if it prints none."""
+    template = tokenizer.chat_template
+    is_dated = isinstance(template, str) and _DATE.search(template) is not None
+    return TEMPLATE_DATE.date().isoformat() if is_dated else ""
+
+
+def _is_empty(message: dict[str, Any], said: str) -> bool:
+    """Whether an answer has no more than reasoning that is not in ``said``, what is learned."""
+    text = (message.get("content") or "").rpartition("</think>")[2].strip()
+    reasoning = _reasoning(message)
+    return not (text or message.get("tool_calls") or (reasoning and reasoning in said))
 
 
 def _reasoning(message: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ control token only if it begins in one, since some swallow the white space behin
 token of a document never is.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -17,6 +16,7 @@ import numpy as np
 
 from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, Rendered, Renderer, controls_of
+from hpc_tune.data.controls import StandIns
 from hpc_tune.data.layout import Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
 from hpc_tune.data.tokenizer import FastTokenizer, require_fast
@@ -41,15 +41,16 @@ class Encoder:
         self._seq_len = seq_len
         self._dtype = token_dtype(len(tokenizer))
         own = self._backend.encode("", add_special_tokens=True).ids
-        self._bos = [tokenizer.bos_token_id] if tokenizer.bos_token_id in own else []
+        bos = tokenizer.bos_token_id
+        self._bos = [bos] if bos is not None and bos in own else []
         self._eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._line_end = self._backend.encode("\n", add_special_tokens=False).ids
         added = self._backend.get_added_tokens_decoder()
-        self._control_ids = {number for number, token in added.items() if token.special}
-        self._plain_ids: dict[str, list[int]] = {}
-        self.counters = Counters()
-        self._renderer = Renderer(tokenizer, controls_of(tokenizer), loss_on, self.counters)
-        self._control_of = {char: token for token, char in self._renderer.stand_ins.items()}
-        self._stand_in = re.compile(f"([{''.join(self._control_of)}])")
+        self._control_ids = [number for number, token in added.items() if token.special]
+        self._are_controls_text = bool(getattr(tokenizer, "split_special_tokens", False))
+        self.counters, controls = Counters(), controls_of(tokenizer)
+        self._stand_ins = StandIns(controls, self.counters)
+        self._renderer = Renderer(tokenizer, controls, loss_on, self.counters, self._stand_ins)
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Block]:
         """Yield blocks; the documents do not depend on how the examples are grouped into blocks.
@@ -72,7 +73,8 @@ class Encoder:
             self.counters.examples += isinstance(example, Chat | Completion) or example.begins
             rendered: Rendered | str
             if isinstance(example, Text):
-                rendered = Rendered(example.text, None, example.begins, example.ends, split=True)
+                marks = {"bos": example.begins, "eos": example.ends}
+                rendered = Rendered(example.text, None, is_plain=True, split=True, **marks)
             else:
                 rendered = self._renderer.render(example)
             if isinstance(rendered, Rendered) and not _is_unicode(rendered.text):
@@ -87,6 +89,9 @@ class Encoder:
         short: list[Rendered] = []
         for item in rendered:
             if len(item.text) <= BATCH_CHARS or not item.split:
+                if short and self._as_text(short[0]) != self._as_text(item):
+                    yield from self._short_block(short)
+                    short = []
                 short.append(item)
                 continue
             yield from self._short_block(short)
@@ -94,25 +99,34 @@ class Encoder:
             yield from self._block(self._pieces(self._long_text(item)))
         yield from self._short_block(short)
 
+    def _as_text(self, item: Rendered) -> bool:
+        """Whether control tokens in it are text: those of a template never are."""
+        return item.is_plain and self._are_controls_text
+
+    def _encode_batch(self, texts: list[str], as_text: bool) -> list[Any]:
+        self._backend.encode_special_tokens = as_text
+        encodings: list[Any] = self._backend.encode_batch(texts, add_special_tokens=False)
+        self._backend.encode_special_tokens = False
+        return encodings
+
     def _long_text(self, item: Rendered) -> np.ndarray:
         """Tokenise a text of any length, part by part."""
-        parts = [np.array(self._bos if item.bos else [], dtype=self._dtype)]
-        texts = _parts(item.text)
+        parts, texts = [], _parts(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
-            for encoding in self._backend.encode_batch(batch, add_special_tokens=False):
+            for encoding in self._encode_batch(batch, self._as_text(item)):
                 parts.append(np.array(encoding.ids, dtype=self._dtype))
-        parts.append(np.array(self._eos if item.eos else [], dtype=self._dtype))
-        return np.concatenate(parts)
+        ids = np.concatenate(parts)
+        bos, eos = self._marks(item, ids)
+        return np.concatenate([np.array(bos, self._dtype), ids, np.array(eos, self._dtype)])
 
     def _short_block(self, rendered: list[Rendered]) -> Iterator[Block]:
         if not rendered:
             return
         rendered = [self._head(item) for item in rendered]
-        texts = [item.text for item in rendered]
-        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
         documents: list[tuple[np.ndarray, np.ndarray]] = []
         for item, encoding in zip(rendered, encodings, strict=True):
-            tokens, mask = self._with_mask(item, *self._ids_of(item.text, encoding))
+            tokens, mask = self._with_mask(item, *self._ids_of(item, encoding))
             documents += self._pieces(tokens) if item.split else self._cut(item, tokens, mask)
         yield from self._block(documents)
 
@@ -123,52 +137,75 @@ class Encoder:
         """
         size = BATCH_CHARS
         while not item.split and len(item.text) > size:
-            head = self._backend.encode(item.text[:size], add_special_tokens=False)
-            if len(head.ids) > self._seq_len:
-                _, end = head.token_to_chars(self._seq_len)
-                if end < size - UNSURE_CHARS:
-                    return replace(item, text=item.text[:size])
+            head = replace(item, text=item.text[:size])
+            (encoding,) = self._encode_batch([head.text], self._as_text(head))
+            ids, places = self._ids_of(head, encoding)
+            if len(ids) > self._seq_len and places[self._seq_len][1] < size - UNSURE_CHARS:
+                return head
             size *= 2
         return item
 
-    def _ids_of(self, text: str, encoding: Any) -> tuple[list[int], list[Span]]:
-        """Return tokens and their characters, with the stand-ins of control tokens as text."""
-        pieces = self._stand_in.split(text) if self._control_of else [text]
-        if len(pieces) == 1:
+    def _ids_of(self, item: Rendered, encoding: Any) -> tuple[list[int], list[Span]]:
+        """Return tokens and their characters, with typed control tokens as text."""
+        pieces = [] if item.is_plain else [*self._stand_ins.split(item.text)]
+        if all(typed is None for _, typed in pieces):
             return encoding.ids, encoding.offsets
         ids: list[int] = []
         offsets: list[Span] = []
         at = 0
-        for piece in pieces:
-            if piece in self._control_of:
-                plain = self._as_plain_text(self._control_of[piece])
+        for piece, typed in pieces:
+            if typed is not None:
+                plain = self._as_plain_text(typed, at > 0)
                 ids += plain
-                offsets += [(at, at + 1)] * len(plain)
-            elif piece:
-                part = self._backend.encode(piece, add_special_tokens=False)
-                ids += part.ids
-                offsets += [(at + start, at + stop) for start, stop in part.offsets]
+                offsets += [(at, at + len(piece))] * len(plain)
+            else:
+                part, places = self._encode_piece(piece, at > 0)
+                ids += part
+                offsets += [(at + start, at + stop) for start, stop in places]
             at += len(piece)
         return ids, offsets
 
-    def _as_plain_text(self, token: str) -> list[int]:
+    def _as_plain_text(self, token: str, is_inside: bool) -> list[int]:
         """Return the tokens of what a control token looks like."""
-        if token not in self._plain_ids:
-            self._backend.encode_special_tokens = True
-            self._plain_ids[token] = self._backend.encode(token, add_special_tokens=False).ids
-            self._backend.encode_special_tokens = False
-        return self._plain_ids[token]
+        self._backend.encode_special_tokens = True
+        ids, _ = self._encode_piece(token, is_inside)
+        if not {*ids}.isdisjoint(self._control_ids):  # the vocabulary makes it of plain text, too
+            ids = [n for char in token for n in self._encode_piece(char, True)[0]]
+        self._backend.encode_special_tokens = False
+        return ids
+
+    def _encode_piece(self, text: str, is_inside: bool) -> tuple[list[int], list[Span]]:
+        """Encode a piece of a text; inside of it behind a line end.
+
+        At the beginning of what they get, tokenizers like Llama 2's add a space.
+        """
+        if is_inside:
+            behind = self._backend.encode(f"\n{text}", add_special_tokens=False)
+            if behind.ids[: len(self._line_end)] == self._line_end:
+                kept = slice(len(self._line_end), None)
+                return behind.ids[kept], [(a - 1, b - 1) for a, b in behind.offsets[kept]]
+        alone = self._backend.encode(text, add_special_tokens=False)
+        return alone.ids, alone.offsets
+
+    def _marks(self, item: Rendered, ids: Any) -> tuple[list[int], list[int]]:
+        """Return the begin and the end that a text lacks; count other control tokens in it."""
+        brings_bos = item.bos and [*ids[:1]] == self._bos != []
+        brings_eos = item.eos and [*ids[-1:]] == self._eos != []
+        if item.is_plain:
+            inner = ids[brings_bos : len(ids) - brings_eos]
+            self.counters.control_tokens += int(np.isin(inner, self._control_ids).sum())
+        bos = self._bos if item.bos and not brings_bos else []
+        return bos, self._eos if item.eos and not brings_eos else []
 
     def _with_mask(
         self, item: Rendered, ids: list[int], offsets: list[Span]
     ) -> tuple[np.ndarray, np.ndarray]:
-        bos = self._bos if item.bos and ids[:1] != self._bos else []
-        eos = self._eos if item.eos and ids[-1:] != self._eos else []
+        bos, eos = self._marks(item, ids)
         whole = np.array([*bos, *ids, *eos], dtype=np.int64)
         mask = np.ones(len(whole), dtype=np.uint8)
         if item.spans is not None and ids:
             begins, ends = np.array(offsets).T
-            is_control = np.isin(ids, [*self._control_ids])
+            is_control = np.isin(ids, self._control_ids)
             inside = np.zeros(len(ids), dtype=bool)
             for start, stop in item.spans:
                 overlaps = (begins < stop) & (ends > start)

@@ -4,7 +4,8 @@ One HDF5 file that describes itself. All datasets are contiguous and uncompresse
 is one range of bytes that can be read without HDF5::
 
     /  (attributes)        format, version, content, tokenizer, tokenizer_fingerprint, vocab_size,
-       |                   seq_len, loss_on, source, counters (JSON), hpc_tune_version
+       |                   highest_token, seq_len, loss_on, template_date, source, counters (JSON),
+       |                   hpc_tune_version
        +- tokens               uint16 or uint32 [num_tokens]    the documents one after the other
        +- loss_mask            uint8 [num_tokens]               1: learned as a target
        +- documents/offsets    int64 [num_documents + 1]        i: tokens[offsets[i]:offsets[i + 1]]
@@ -35,7 +36,9 @@ from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
 
 FORMAT = "hpc_tune tokens"
-VERSION = 3  # 1 had no seal, 2 missed answers of templates that write earlier turns anew
+# 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took control tokens
+# that people have typed into calls of tools for real ones.
+VERSION = 4
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
 
@@ -61,6 +64,8 @@ _SAID = {
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
     "control_texts": "control tokens in people's text, taken as plain text",
     "bad_rows": "bad rows skipped, as data.bad_rows says",
+    "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
+    " split_special_tokens)",
 }
 
 
@@ -81,6 +86,7 @@ class Counters:
     lost_reasoning: int = 0
     control_texts: int = 0
     bad_rows: int = 0
+    control_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str) -> None:
@@ -99,10 +105,15 @@ class Counters:
 
     def __str__(self) -> str:
         """Return one line for a person."""
-        parts = [
+        made = (
             f"{self.examples:,} examples -> {self.documents:,} documents, {self.tokens:,} tokens,"
             f" {self.loss_tokens:,} of them learned"
-        ]
+        )
+        return "; ".join([made, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """Return what was cut, not learned and dropped, in words."""
+        parts = []
         if self.truncated:
             parts.append(f"{self.truncated:,} cut at seq_len")
         if self.split:
@@ -113,19 +124,25 @@ class Counters:
             if getattr(self, name)
         ]
         parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
-        return "; ".join(parts)
+        return parts
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """The file's description of itself."""
+    """The file's description of itself.
+
+    ``content`` is a hash of the documents; ``template_date`` what a chat template that prints
+    today's date has printed, empty for others.
+    """
 
     content: str
     tokenizer: str
     tokenizer_fingerprint: str
     vocab_size: int
+    highest_token: int
     seq_len: int
     loss_on: str
+    template_date: str
     source: str
     counters: Counters
     hpc_tune_version: str
@@ -255,6 +272,21 @@ class TokenStore:
                 f" model.path or data.chat_template to what it was made with, or {PREPARE_AGAIN}"
             )
 
+    def require_embeddings(self, rows: int, name: str) -> None:
+        """Check that a model with ``rows`` embeddings has one for each token.
+
+        ``name`` is that of the highest token.
+
+        Raises:
+            DataError: if it has not.
+        """
+        if (highest := self.attributes.highest_token) >= rows:
+            raise DataError(
+                f"{self.path} has the token {highest} ({name}), and the model embeddings for"
+                f" {rows}; take that token out of the data, or resize the model's embeddings first"
+                " (resize_token_embeddings)"
+            )
+
     def _check(self) -> None:
         """Check what can be checked without reading the documents."""
         values, counts = self.length_values, self.length_counts
@@ -310,8 +342,10 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
             tokenizer=str(found["tokenizer"]),
             tokenizer_fingerprint=str(found["tokenizer_fingerprint"]),
             vocab_size=int(found["vocab_size"]),
+            highest_token=int(found["highest_token"]),
             seq_len=int(found["seq_len"]),
             loss_on=str(found["loss_on"]),
+            template_date=str(found["template_date"]),
             source=str(found["source"]),
             counters=Counters(**json.loads(found["counters"])),
             hpc_tune_version=str(found["hpc_tune_version"]),

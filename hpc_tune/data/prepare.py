@@ -28,6 +28,7 @@ from typing import BinaryIO
 import numpy as np
 
 from hpc_tune import __version__
+from hpc_tune.data.chats import template_date_of
 from hpc_tune.data.encode import Encoder, LossOn
 from hpc_tune.data.files import Paths, as_list, shown
 from hpc_tune.data.layout import VERSION, Attributes, Counters, TokenStore
@@ -57,6 +58,7 @@ class Plan:
     fingerprint: str
     tokenizer: str
     vocab_size: int
+    template_date: str
     parts: Path
 
     def part(self, number: int) -> Path:
@@ -109,6 +111,7 @@ def plan(
         fingerprint=mark,
         tokenizer=describe(tokenizer),
         vocab_size=len(tokenizer),
+        template_date=template_date_of(tokenizer),
         parts=out.with_name(f".{out.name}.{key}.parts"),
     )
 
@@ -158,8 +161,10 @@ def assemble(work: Plan) -> Counters:
         tokenizer=work.tokenizer,
         tokenizer_fingerprint=work.fingerprint,
         vocab_size=work.vocab_size,
+        highest_token=0,
         seq_len=work.seq_len,
         loss_on=work.loss_on,
+        template_date=work.template_date,
         source=work.source,
         counters=counters,
         hpc_tune_version=__version__,

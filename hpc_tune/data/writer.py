@@ -6,18 +6,17 @@ Temporary name, fsync, rename, fsync of the folder.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 
+from hpc_tune.data.content import HASHED, joined, new_hash
 from hpc_tune.data.layout import FORMAT, VERSION, Attributes
 from hpc_tune.data.seal import seal
 
@@ -43,15 +42,16 @@ def write_store(
 ) -> None:
     """Write documents to ``path``; ``histogram`` says beforehand how many there are of each length.
 
-    ``attributes.content`` is replaced by a hash of the documents. If anything fails, nothing is
-    left behind, and what was at ``path`` before is untouched.
+    ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
+    anything fails, nothing is left behind, and what was at ``path`` before is untouched.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         places = _allocate(temporary, histogram, token_dtype(attributes.vocab_size))
         with temporary.open("r+b", buffering=0) as file:
-            content = _fill(file.fileno(), places, blocks, histogram)
-        _write_attributes(temporary, replace(attributes, content=content))
+            content, highest = _fill(file.fileno(), places, blocks, histogram)
+        told = replace(attributes, content=content, highest_token=highest)
+        _write_attributes(temporary, told)
         seal(temporary)
         with temporary.open("r+b") as file:
             os.fsync(file.fileno())
@@ -107,28 +107,28 @@ def _fill(
     places: dict[str, tuple[int, np.dtype]],
     blocks: Iterable[Block],
     histogram: dict[int, int],
-) -> str:
-    """Write every dataset's bytes; return the hash of the documents."""
+) -> tuple[str, int]:
+    """Write every dataset's bytes; return the hash of the documents and their highest token."""
     values = np.array(sorted(histogram), dtype=np.int64)
     counts = np.array([histogram[length] for length in values.tolist()], dtype=np.int64)
     sorter = _ByLength(file, *places["documents/by_length"], values, counts)
-    hashes = [hashlib.blake2b(digest_size=32) for _ in range(3)]
-    ends = {name: places[name][0] for name in ("tokens", "loss_mask", "documents/offsets")}
+    hashes = {name: new_hash() for name in HASHED}
+    ends = {name: places[name][0] for name in HASHED}
 
-    def append(name: str, array: np.ndarray, hashed: Any = None) -> None:
+    def append(name: str, array: np.ndarray) -> None:
         data = np.ascontiguousarray(array, dtype=places[name][1]).view(np.uint8).data
-        if hashed is not None:
-            hashed.update(data)
+        hashes[name].update(data)
         _write(file, data, ends[name])
         ends[name] += len(data)
 
-    num_tokens = 0
+    num_tokens = highest = 0
     append("documents/offsets", np.zeros(1, np.int64))
     for block in blocks:
         offsets = num_tokens + np.cumsum(block.lengths, dtype=np.int64)
-        append("documents/offsets", offsets, hashes[0])
-        append("tokens", block.tokens, hashes[1])
-        append("loss_mask", block.loss_mask, hashes[2])
+        append("documents/offsets", offsets)
+        append("tokens", block.tokens)
+        append("loss_mask", block.loss_mask)
+        highest = max(highest, int(np.max(block.tokens, initial=0)))
         sorter.add(block.lengths)
         num_tokens = int(offsets[-1]) if len(offsets) else num_tokens
     sorter.flush()
@@ -136,7 +136,7 @@ def _fill(
     assert num_tokens == expected, f"blocks hold {num_tokens} tokens, the histogram {expected}"
     _write(file, values.view(np.uint8).data, places["lengths/values"][0])
     _write(file, counts.view(np.uint8).data, places["lengths/counts"][0])
-    return hashlib.sha256(b"".join(h.digest() for h in hashes)).hexdigest()
+    return joined([hashes[name] for name in HASHED]), highest
 
 
 class _ByLength:

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from hpc_tune.batch import Batch
 from hpc_tune.memory.policy import Action
-from hpc_tune.model.weights import Region, TensorIndex
+from hpc_tune.model.regions import Region
+from hpc_tune.model.weights import TensorIndex
 
 
 @dataclass(frozen=True)

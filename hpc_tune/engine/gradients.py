@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.traffic import Traffic
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.regions import local_region
 from hpc_tune.model.room import ask
-from hpc_tune.model.weights import local_region
 
 _VALUES_AT_ONCE = 1 << 22
 # Enough for a link to be busy; a model's last piece has nothing to hide behind.

@@ -47,7 +47,8 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.weights import Region, TensorIndex
+from hpc_tune.model.regions import Region
+from hpc_tune.model.weights import TensorIndex
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 NOTHING_WRAPPED = TrainConfig()

@@ -125,6 +125,8 @@ def _cut(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
         embedding = lm.get_input_embeddings().weight
         name = next(n for n, p in module.named_parameters() if p is embedding)
         lm.set_input_embeddings(nn.Identity())
+        if hasattr(lm.get_decoder(), "embedding_multiplier"):
+            lm.get_decoder().embedding_multiplier = 1.0  # the first stage has multiplied
         if built.tied and last:
             # The same weight goes by the head's name now.
             head = next(n for n, p in module.named_parameters() if p is embedding)

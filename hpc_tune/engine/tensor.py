@@ -74,7 +74,8 @@ def why_no_slices(config: Any, ranks: int) -> list[str]:
             f"parallel.tensor={ranks}: transformers has no plan for splitting a "
             f"{config.model_type} model's matrices; use parallel.shard"
         ]
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     counts = {"intermediate features": config.intermediate_size}
     if "colwise" in plan.values():
         counts |= {"attention heads": heads, "key-value heads": kv_heads}

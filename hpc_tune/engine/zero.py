@@ -42,8 +42,9 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.regions import Region
 from hpc_tune.model.room import ask
-from hpc_tune.model.weights import Region, TensorIndex
+from hpc_tune.model.weights import TensorIndex
 
 
 class ZeroEngine:

@@ -23,8 +23,9 @@ from hpc_tune.engine.optim import first_state
 from hpc_tune.engine.wrap import outside_modes
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.load import first_values
+from hpc_tune.model.regions import Region
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.weights import Region, TensorIndex
+from hpc_tune.model.weights import TensorIndex
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.lean import lean_imports
 from hpc_tune.model.attention import use_document_attention
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import quantize_linears
+from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.weights import TensorIndex, index_model_directory, local_region
+from hpc_tune.model.weights import TensorIndex, index_model_directory
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -91,20 +93,28 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     return tokenizer
 
 
-def _require_embeddings(directory: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for.
-
-    Those for images and sound, which text never has, are no reason: Gemma 3's small ones have one.
-    """
+def embedding_rows(directory: Path) -> int | None:
+    """Return how many embeddings a model has by its config.json; None if that does not say."""
     try:
         said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         rows = (said.get("text_config") or said).get("vocab_size")
     except (OSError, ValueError, AttributeError):
-        return  # told of where the model is built
+        return None  # told of where the model is built
+    return rows if isinstance(rows, int) else None
+
+
+def _require_embeddings(directory: Path, tokenizer: Any) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for.
+
+    Those for images and sound, which text rarely has, are no reason: Gemma 3's small ones have one.
+    Prepared data that has one is refused where it is opened.
+    """
+    rows = embedding_rows(directory)
     names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")
-    media = {str(tokenizer.init_kwargs.get(name)) for name in names}
+    given = tokenizer.init_kwargs | tokenizer.init_kwargs.get("model_specific_special_tokens", {})
+    media = {str(given.get(name)) for name in names}
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    if not isinstance(rows, int) or max(vocabulary.values(), default=-1) < rows:
+    if rows is None or max(vocabulary.values(), default=-1) < rows:
         return
     beyond = sorted(word for word, number in vocabulary.items() if number >= rows)
     if left := [word for word in beyond if word not in media]:
@@ -153,7 +163,9 @@ class BuiltModel:
     peft's for adapters, the model directory's for full fine-tuning. ``slices`` names the parameters
     of which this rank has only a slice, beyond what a DTensor says of itself. ``tied`` is the
     stored name of the weight that is both the embedding and the output head. ``start`` holds the
-    first values of adapters, where they are not new.
+    first values of adapters, where they are not new. ``dropout`` is what config.json wanted of it,
+    by name, and is not done. Rotary positions that are scaled by a text's length are scaled for
+    ``seq_len`` tokens, for every text alike.
     """
 
     module: LossModel
@@ -168,6 +180,8 @@ class BuiltModel:
     tied: str | None = None
     slices: Mapping[str, Slice] = field(default_factory=dict)
     start: TensorIndex | None = None
+    dropout: Mapping[str, float] = field(default_factory=dict)
+    seq_len: int | None = None
 
     def region(self, name: str, tensor: torch.Tensor) -> LocalRegion:
         """Return what this rank holds of ``tensor``, laid out as the parameter ``name`` is."""
@@ -209,6 +223,7 @@ def build(
             "leave tune.param_dtype out"
         )
     config = read_shape(directory)
+    dropout = without_dropout(config)
     stored_index = index_model_directory(directory) if weights else None
     with lean_imports(), torch.device("meta"):
         from transformers import AutoModelForCausalLM
@@ -227,10 +242,11 @@ def build(
     root: nn.Module = model if tune.method == "full" else _with_adapters(model, tune)
     module = LossModel(root, config, within_documents)
     module.train()
+    renamed = renamed_tensors(model, index) if weights else {}
     base_names, missing = {}, []
     for name, tensor in stored_tensors(module):
         if id(tensor) in names:
-            stored = _stored_name(names[id(tensor)], model, index)
+            stored = _stored_name(names[id(tensor)], model, index, renamed)
             base_names[name] = stored or ""
             missing += [] if stored else [names[id(tensor)]]
             wanted = shapes[names[id(tensor)]]
@@ -271,7 +287,8 @@ def build(
         tune,
         dtype,
         seed,
-        _stored_name(names[id(embedding.weight)], model, index) if tied else None,
+        _stored_name(names[id(embedding.weight)], model, index, renamed) if tied else None,
+        dropout=dropout,
     )
 
 
@@ -339,8 +356,31 @@ def lora_config(tune: TuneConfig) -> Any:
     )
 
 
-def _stored_name(name: str, model: Any, index: TensorIndex | ShapeIndex) -> str | None:
+def renamed_tensors(model: Any, index: TensorIndex | ShapeIndex) -> dict[str, str]:
+    """Return the stored name of each tensor that transformers has another name for than its file.
+
+    Those that it would also cut, join or turn are left out: regions of them cannot be read.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    all_of_them = get_model_conversion_mapping(model)
+    renamings = [one for one in all_of_them if isinstance(one, WeightRenaming)]
+    converters = [one for one in all_of_them if not isinstance(one, WeightRenaming)]
+    found = {}
+    for stored in sorted(index.shapes):
+        name, converted = rename_source_key(stored, renamings, converters)
+        if converted is None and name != stored:
+            found[name] = stored
+    return found
+
+
+def _stored_name(
+    name: str, model: Any, index: TensorIndex | ShapeIndex, renamed: Mapping[str, str]
+) -> str | None:
     """Find a parameter in the index: by its name, with or without the prefix, or its tied twin."""
+    if name in renamed:
+        return renamed[name]
     prefix = model.base_model_prefix + "."
     candidates = [name, name.removeprefix(prefix), prefix + name]
     if name == "model.embed_tokens.weight" or name.endswith("embed_tokens.weight"):

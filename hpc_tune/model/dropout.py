@@ -7,7 +7,9 @@ width, as packed ones mostly are.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,3 +47,18 @@ def use_row_dropout(model: nn.Module, seed: int) -> None:
             for name, inner in module.items():
                 if isinstance(inner, nn.Dropout):
                     module[name] = RowDropout(inner.p, seed, f"{path}.{name}")
+
+
+def without_dropout(config: Any) -> dict[str, float]:
+    """Set a transformers configuration's own dropout to 0; return what it was, by name.
+
+    Such models draw their masks per micro-batch, so the loss would depend on the number of ranks.
+    """
+    found: dict[str, float] = {}
+    for part in (config, getattr(config, "text_config", None)):
+        for name, value in list(vars(part).items()) if part is not None else ():
+            drops = re.search("dropout|pdrop|layerdrop|drop_rate", name)
+            if drops and isinstance(value, float) and value > 0:
+                found[name] = value
+                setattr(part, name, 0.0)
+    return found

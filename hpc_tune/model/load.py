@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpc_tune.errors import DataError
 from hpc_tune.model.build import BuiltModel, LocalRegion, stored_tensors
+from hpc_tune.model.positions import settle_positions
 from hpc_tune.model.quantize import fill_packed, four_bit_layers
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import TensorIndex, index_checkpoint
@@ -66,6 +68,8 @@ def load_weights(built: BuiltModel, parameters: bool = True) -> None:
         else:
             _init_adapter(built, name, region)
     _init_buffers(built.module.causal_lm())
+    if built.seq_len is not None:
+        settle_positions(built.module, built.seq_len)
     if built.tune.method == "dora" and parameters and built.start is None:
         _init_magnitudes(built.module)
 
@@ -118,16 +122,34 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _init_buffers(model: Any) -> None:
-    """Give buffers that no file stores (rotary frequencies, scales) their values, in place."""
+    """Give buffers that no file stores (rotary frequencies, scales) their values, in place.
+
+    Raises:
+        DataError: if transformers leaves one as it was: it would be what the memory held before.
+    """
     from transformers.initialization import guard_torch_init_functions
 
     stored: list[Any] = [tensor for _, tensor in stored_tensors(model)]
     for tensor in stored:
         tensor._is_hf_initialized = True  # so that transformers leaves it as it was read
+    known = {id(tensor) for tensor in stored}
+    unfilled = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if id(buffer) not in known and buffer.is_floating_point()
+    }
+    for buffer in unfilled.values():
+        buffer.fill_(math.nan)
     with guard_torch_init_functions():
         for module in model.modules():
             if module._non_persistent_buffers_set:
                 model._init_weights(module)
+    buffers = dict(model.named_buffers())
+    if left := [name for name in unfilled if buffers[name].isnan().any()]:
+        raise DataError(
+            f"{model.config.model_type}: no file and no code of transformers gives {left[0]} its "
+            "values; this architecture cannot be trained here"
+        )
 
 
 def _init_magnitudes(module: nn.Module) -> None:

@@ -26,12 +26,12 @@ LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}
 TRAINED_LOGITS_BYTES = 512 << 20
 LEAST_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]
-# transformers keeps the documents of a row apart by their positions, but not in these families.
+# transformers keeps the documents of a row apart by their positions; these take a mask for it.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
-_ONE_DOCUMENT_ONLY = {
-    *("bloom", "falcon_mamba", "gpt_oss", "jamba", "mamba", "mamba2", "mpt"),
-    *("recurrent_gemma", "rwkv", "xglm"),
-}
+# What a config.json says is done to logits. Granite divides by its factor, HyperCLOVA X multiplies.
+_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_MULTIPLY = ("hyperclovax",)
 
 
 class LossModel(nn.Module):
@@ -94,16 +94,11 @@ class LossModel(nn.Module):
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
         """Return a B1TT mask, true where a token may look, for families that need to be told."""
         blind = self.config.model_type in _BLIND_TO_POSITIONS
-        if not blind or not can_pack(self.config):
+        if not blind or getattr(self.config, "alibi", False):
             return None
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
         return same_BTT.tril().unsqueeze(1)
-
-
-def can_pack(config: Any) -> bool:
-    """Tell whether several documents in one row stay apart in this family of models."""
-    return config.model_type not in _ONE_DOCUMENT_ONLY and not getattr(config, "alibi", False)
 
 
 def plain_loss(
@@ -203,20 +198,20 @@ class _FrozenHeadLoss(torch.autograd.Function):
 
 def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
     """Apply what some families do to logits after the head (Cohere, Granite, Gemma 2)."""
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    if divisor := getattr(config, "logits_scaling", None):
-        logits = logits / divisor
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / cap) * cap
+    for name in _FACTORS:
+        if factor := getattr(config, name, None):
+            divides = name == "logits_scaling" and config.model_type not in _MULTIPLY
+            logits = logits / factor if divides else logits * factor
+    for name in _CAPS:
+        if cap := getattr(config, name, None):
+            logits = torch.tanh(logits / cap) * cap
     return logits
 
 
 def _is_plain(head: Any, config: Any) -> bool:
     """Tell whether ``head`` is no more than a matrix that is here as a whole."""
-    names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
     return (
         type(head) is nn.Linear
         and head.weight.shape == (config.vocab_size, head.in_features)
-        and not any(getattr(config, name, None) for name in names)
+        and not any(getattr(config, name, None) for name in (*_FACTORS, *_CAPS))
     )

@@ -1,21 +1,15 @@
-"""Tensors on disk, read and written by region, so that no rank ever holds what it does not keep.
+"""Tensors on disk, read by region, so that no rank ever holds what it does not keep.
 
     directory -> TensorIndex: name -> pieces (file, offset, shape)
     index.fill(local, name, offset): copies just the overlap of each piece, a few MiB at a time
-    write_regions: streams a rank's own regions into one safetensors file, hashing what it writes
 
 A Hugging Face directory is an index whose tensors have one piece each; a checkpoint is one whose
 pieces carry their offset in the file's header. Both are the safetensors format (an 8-byte header
 length, a JSON header, raw bytes), so nothing here unpickles.
 """
 
-import ctypes
-import errno
-import functools
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +23,10 @@ from hpc_tune.model.room import ask
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
 PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
-SYNC_BYTES = 256 << 20  # a file system that is slower than memory shows its progress
 OFFSETS_KEY = "hpc_tune_offsets"
 FULL_SHAPES_KEY = "hpc_tune_full_shapes"
 NAMES_KEY = "hpc_tune_names"  # of pieces that share a file with another piece of their tensor
-_LIBC = ctypes.CDLL("libc.so.6", use_errno=True)
-_OFFSET = ctypes.c_int64
-_BEGIN, _BEGIN_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_* of fcntl.h
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -50,7 +40,7 @@ _DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -252,148 +242,3 @@ def index_checkpoint(directory: Path) -> TensorIndex:
         raise CheckpointError(f"{directory} has no rank-*.safetensors: it is no checkpoint")
     files += (directory / ADAPTER_FOLDER).glob(ADAPTER_FILE)
     return TensorIndex(files, CheckpointError)
-
-
-def local_region(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the part of a tensor that this rank holds and its offset in the full tensor."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.dim()
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tensor.to_local(), tuple(offset)
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """What a rank wrote: the file's name, its size in bytes and its SHA-256."""
-
-    name: str
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Region:
-    """A box of one tensor that is about to be written; ``values`` is called when its turn comes.
-
-    ``stored_name`` is what the box is called in the file, where a file holds several of one tensor.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    full_shape: tuple[int, ...]
-    values: Callable[[], torch.Tensor]
-    stored_name: str = ""
-
-    @property
-    def key(self) -> str:
-        """What the box is called in the file."""
-        return self.stored_name or self.name
-
-
-def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
-    """Return what this rank holds of each tensor, sharded or whole."""
-    regions = []
-    for name, tensor in tensors.items():
-        local, offset = local_region(tensor.detach())
-        if local.numel():
-            regions.append(
-                Region(
-                    name,
-                    local.dtype,
-                    tuple(local.shape),
-                    offset,
-                    tuple(tensor.shape),
-                    functools.partial(torch.Tensor.contiguous, local),
-                )
-            )
-    return regions
-
-
-def write_regions(
-    file: Path,
-    regions: Sequence[Region],
-    when_read: Callable[[], None] = lambda: None,
-    when_written: Callable[[], None] = lambda: None,
-) -> WrittenFile:
-    """Stream regions into one safetensors file, one tensor at a time, and sync it.
-
-    Values are copied to host memory ``PIECE_BYTES`` at a time; ``when_written`` is called after
-    each piece. ``when_read`` is called when the last value was read, before the file is synced.
-
-    Raises:
-        CheckpointError: if the file cannot be written; it may be left behind half-written.
-    """
-    digest, position = hashlib.sha256(), 0
-    num_synced = num_syncing = 0
-    try:
-        with file.open("wb") as out:
-            for block in _file_blocks(regions):
-                digest.update(block)
-                out.write(block)
-                position += len(block)
-                del block  # else it would keep its tensor alive while the next one is made
-                if position - num_syncing >= SYNC_BYTES:
-                    _write_back(out.fileno(), num_synced, num_syncing, position)
-                    num_synced, num_syncing = num_syncing, position
-                when_written()
-            when_read()
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be written: {error}") from None
-    return WrittenFile(file.name, position, digest.hexdigest())
-
-
-def _write_back(descriptor: int, synced: int, syncing: int, position: int) -> None:
-    """Have the kernel begin to sync ``syncing:position``, and wait for ``synced:syncing``.
-
-    So never more than two stretches of a large file wait in the page cache for its final sync.
-    """
-    for start, end, flags in ((syncing, position, _BEGIN), (synced, syncing, _BEGIN_AND_WAIT)):
-        if start == end:  # the kernel would take it for "to the end of the file"
-            continue
-        if _LIBC.sync_file_range(descriptor, _OFFSET(start), _OFFSET(end - start), flags):
-            number = ctypes.get_errno()
-            if number not in (errno.EINVAL, errno.ESPIPE, errno.ENOSYS):  # of a pipe
-                raise OSError(number, os.strerror(number))
-
-
-def _file_blocks(regions: Sequence[Region]) -> Iterator[bytes | memoryview]:
-    header: dict[str, object] = {}
-    position = 0
-    for region in regions:
-        num_bytes = torch.Size(region.shape).numel() * region.dtype.itemsize
-        header[region.key] = {
-            "dtype": _DTYPE_NAMES[region.dtype],
-            "shape": list(region.shape),
-            "data_offsets": [position, position + num_bytes],
-        }
-        position += num_bytes
-    parts = [r for r in regions if r.shape != r.full_shape]
-    metadata = {
-        OFFSETS_KEY: {r.key: r.offset for r in parts},
-        FULL_SHAPES_KEY: {r.key: r.full_shape for r in parts},
-        NAMES_KEY: {r.key: r.name for r in parts if r.key != r.name},
-    }
-    header["__metadata__"] = {
-        "format": "pt",
-        **{key: json.dumps(value) for key, value in metadata.items() if value},
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for region in regions:
-        flat = region.values().view(-1)
-        step = max(1, PIECE_BYTES // flat.element_size())
-        for start in range(0, flat.numel(), step):
-            block: Any = flat[start : start + step].cpu().view(torch.uint8).numpy()
-            yield memoryview(block)
-            del block
-        del flat

@@ -24,7 +24,7 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
-from hpc_tune.model.weights import local_region
+from hpc_tune.model.regions import local_region
 from hpc_tune.plan.account import STATE_COPIES, measure
 from hpc_tune.plan.answer import shape_of
 from hpc_tune.plan.choose import legal_layouts

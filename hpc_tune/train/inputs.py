@@ -1,12 +1,13 @@
 """The model and the data of a run, made ready: builtins written, raw data prepared, shapes read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.config.schema import DataConfig, RunConfig, is_prepared
+from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, find, say_left_out, shown
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
@@ -16,12 +17,13 @@ from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.lean import import_transformers
 from hpc_tune.log import Progress, log
-from hpc_tune.model.build import BuiltModel, build, compute_dtype, load_tokenizer
+from hpc_tune.model.build import BuiltModel, build, compute_dtype, embedding_rows, load_tokenizer
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.loss import can_pack
+from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.start import start_from
 from hpc_tune.plan.account import ModelSize
+from hpc_tune.train.proof import prove
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import agree
@@ -43,11 +45,16 @@ class Inputs:
         return counters.loss_tokens / counters.tokens
 
 
-def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: bool) -> BuiltModel:
+def prepare_model(
+    config: RunConfig, session: Session, run_dir: Path, fresh: bool
+) -> tuple[BuiltModel, RunConfig]:
     """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
 
+    Returns the settings too: without data.packing where the model cannot keep documents apart.
+
     Raises:
-        ConfigError: if the data's settings are not for such a model.
+        ConfigError: if the settings are not for such a model.
+        DataError: if a model of its kind would not be trained right.
     """
     import_transformers()
     model_dir = ready_model(config.model.path, session, run_dir)
@@ -56,13 +63,15 @@ def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: boo
     def make() -> BuiltModel:
         built = build(model_dir, dtype, config.tune, config.train.seed)
         start = config.tune.init_from
+        built = replace(built, seq_len=config.data.seq_len)
         return start_from(built, Path(start)) if start and fresh else built
 
     built = together(session, "building the model", make)
-    if config.data.packing and not can_pack(built.config):
-        raise ConfigError(
-            f"data.packing=true: documents in one row of a {built.config.model_type} model would "
-            "see each other; use data.packing=false"
+    if built.dropout:
+        log.warning(
+            "the model's own dropout is off (%s in its config.json): it would differ with the "
+            "number of ranks; tune.dropout is for adapters",
+            ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
         )
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and config.data.seq_len > longest:
@@ -71,19 +80,49 @@ def prepare_model(config: RunConfig, session: Session, run_dir: Path, fresh: boo
             "never seen: use %d or less, or a config.json that stretches them (rope_scaling)",
             *(config.data.seq_len, longest, longest),
         )
-    return built
+    if scaled_by_length(built.config):
+        log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
+    return built, _as_proven(config, session, built)
+
+
+def _as_proven(config: RunConfig, session: Session, built: BuiltModel) -> RunConfig:
+    """Return the settings that are right for the architecture, or refuse. Collective."""
+    proof = on_rank_0(session, "trying the architecture", lambda: prove(built.config))
+    kind, parallel = built.config.model_type, config.parallel
+    if proof.loss:
+        raise DataError(
+            f"{config.model.path}: a {kind} model would not be trained right: {proof.loss}"
+        )
+    for setting, size, why in (
+        ("parallel.pipeline", parallel.pipeline, proof.pipeline),
+        ("parallel.tensor", parallel.tensor, proof.tensor),
+    ):
+        if (size or 1) > 1 and why:
+            raise ConfigError(
+                f"{setting}={size}: a {kind} model would not be trained right: {why}; use "
+                "parallel.shard"
+            )
+    if proof.attention:
+        built.module.within_documents = False
+    if not config.data.packing or not proof.packing:
+        return config
+    log.warning(
+        "data.packing is off, one document per row, since for a %s model %s", kind, proof.packing
+    )
+    data = config.data.model_copy(update={"packing": False})
+    return config.model_copy(update={"data": data})
 
 
 class Tokenizing:
     """The tokenizer of a run. Rank 0 loads it at the start, another rank when it has to prepare."""
 
     def __init__(self, model_dir: Path, chat_template: str | None) -> None:
-        self._model_dir, self._chat_template = model_dir, chat_template
+        self.model_dir, self._chat_template = model_dir, chat_template
 
     @cached_property
     def tokenizer(self) -> Any:
         """A fast tokenizer of transformers; DataError if there is none."""
-        return load_tokenizer(self._model_dir, self._chat_template)
+        return load_tokenizer(self.model_dir, self._chat_template)
 
     @cached_property
     def mark(self) -> str:
@@ -131,10 +170,14 @@ def ready_data(
 ) -> TokenStore:
     """Open prepared data; raw data is prepared by all ranks first, once for all later starts."""
 
-    def open_it(file: Path) -> TokenStore:
+    def open_it(file: Path, is_new: bool = False) -> TokenStore:
         store = TokenStore.open(file)
         if session.world.rank == 0:
             store.require_tokenizer(own.tokenizer, own.mark)
+            if (rows := embedding_rows(own.model_dir)) is not None:
+                highest = own.tokenizer.convert_ids_to_tokens(store.attributes.highest_token)
+                store.require_embeddings(rows, highest)
+            verify_once(store, run_dir / VERIFIED_FILE, is_new)
         return store
 
     if is_prepared(path):
@@ -159,7 +202,7 @@ def ready_data(
         on_rank_0(session, "making the data folder", lambda: make_folder(folder))
         tokenizer = together(session, "loading the tokenizer", lambda: own.tokenizer)
         prepare_file(path, out, data, tokenizer, session, part)
-    return together(session, "opening the data", lambda: open_it(out))
+    return together(session, "opening the data", lambda: open_it(out, is_new=not found))
 
 
 def reading_of(data: DataConfig, part: Part = "all") -> Reading:

@@ -1,14 +1,24 @@
-"""``prepare``: raw data -> one .h5 file, by all ranks that the launcher started."""
+"""``prepare``: raw data -> one .h5 file, by all ranks that the launcher started; ``show``: on the
+terminal, by one process."""
 
+import os
+import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.schema import RunConfig, is_prepared
+from hpc_tune.data.files import shown
+from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.show import COLOURS, PLAIN, show, show_prepared
+from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from hpc_tune.log import configure, log
 from hpc_tune.model.build import load_tokenizer
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.train.ending import fail
-from hpc_tune.train.inputs import make_folder, prepare_file, ready_model
+from hpc_tune.train.inputs import make_folder, prepare_file, reading_of, ready_model
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 
@@ -42,3 +52,39 @@ def run_prepare(config: RunConfig, out: Path) -> int:
         return EXIT_DONE
     except (Exception, KeyboardInterrupt) as error:
         fail(session, error, None)
+
+
+def run_show(config: RunConfig, num_rows: int) -> int:
+    """Print data.path as model.path will see it; nothing is left on the disk."""
+    data, look = config.data, PLAIN
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        look = COLOURS
+    refuse_shape(config.model.path)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(config.model.path)
+        if config.model.path == BUILTIN_TINY:
+            directory = Path(folder) / "builtin-tiny"
+            write_tiny(directory)
+        tokenizer = load_tokenizer(directory, data.chat_template)
+    tokenizer.name_or_path = config.model.path
+    if is_prepared(data.path):
+        store = TokenStore.open(shown(data.path))
+        store.require_tokenizer(tokenizer, fingerprint(tokenizer))
+        lines = show_prepared(store, tokenizer, num_rows, look)
+    else:
+        lines = show(
+            data.path,
+            tokenizer,
+            seq_len=data.seq_len,
+            loss_on=data.loss_on,
+            num_rows=num_rows,
+            look=look,
+            reading=reading_of(data),
+        )
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_DONE

@@ -148,7 +148,7 @@ def _run(
     checkpoint = find_checkpoint(session, config, store)
     if config.train.deterministic:
         _make_deterministic()
-    built = prepare_model(config, session, run_dir, fresh=checkpoint is None)
+    built, config = prepare_model(config, session, run_dir, fresh=checkpoint is None)
     size = measure(built.module)
     layout, why, parallel = settle_layout(config, session, governor, built, size)
     if chosen is not None:

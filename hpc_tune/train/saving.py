@@ -18,7 +18,7 @@ from hpc_tune.engine.native import STATE_NAMES
 from hpc_tune.errors import CheckpointError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import JsonLines, log
-from hpc_tune.model.weights import Region, WrittenFile
+from hpc_tune.model.regions import Region, WrittenFile
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.collective import agree, broadcast_object, gather_objects, sum_of
 

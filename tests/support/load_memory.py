@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpc_tune.config.load import load_config
-from hpc_tune.model.weights import write_regions
+from hpc_tune.model.regions import write_regions
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.collective import barrier, sum_of
 from tests.support.peak import Peak

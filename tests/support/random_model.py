@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.model.weights import Region, write_regions
+from hpc_tune.model.regions import Region, write_regions
 
 # The shape of TinyLlama-1.1B.
 SHAPE_1B = {

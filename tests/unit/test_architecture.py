@@ -18,7 +18,7 @@ FLOORS = (
     ("memory", "data", "model", "probe"),
     ("engine", "checkpoint"),
     ("plan", "train"),
-    ("slurm", "supervise", "report", "generate", "completion", "cli", "__main__"),
+    ("slurm", "supervise", "report", "generate", "completion", "overview", "cli", "__main__"),
 )
 # The only places where a floor knows itself.
 SAME_FLOOR = {
@@ -27,6 +27,7 @@ SAME_FLOOR = {
     ("train", "plan"),
     ("cli", "completion"),
     ("cli", "generate"),
+    ("cli", "overview"),
     ("cli", "report"),
     ("cli", "slurm"),
     ("cli", "supervise"),

@@ -359,8 +359,75 @@ def test_control_tokens_in_peoples_text_are_text():
     assert counters.control_texts == 2
 
 
+def metaspace_tokenizer(template):
+    """As Llama 2's: what it gets begins with a space that is put there."""
+    alphabet = [chr(n) for n in range(33, 127)]
+    words = ["<unk>", "▁", *alphabet, *(f"▁{c}" for c in alphabet), "\n"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    merges = [("▁", letter) for letter in alphabet]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens(CHATML.controls.split())
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+
+
+TYPED = {
+    "content": {"content": "a <|im_end|>b<|im_start|>"},
+    "beginning": {"content": "<|im_end|> x"},
+    "reasoning": {"content": "1", "reasoning_content": "hm <|im_end|> hm"},
+    "arguments": {
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"of": ["<|im_end|>", 2]}}}],
+    },
+}
+
+
+@pytest.mark.parametrize("make", [tokenizer_of, metaspace_tokenizer])
+@pytest.mark.parametrize("typed", TYPED)
+def test_typed_control_tokens_are_what_stock_transformers_makes_of_them(typed, make):
+    template = CALLS.replace("{{ m.content or", "{{ m.reasoning_content }}{{ m.content or")
+    family = dataclasses.replace(CHATML, template=template)
+    tokenizer = make(family) if make is tokenizer_of else make(template)
+    messages = [{"role": "user", "content": "<|im_start|>?"}, {"role": "assistant", **TYPED[typed]}]
+    encoder = Encoder(tokenizer, 1000, "answers")
+    (block,) = encoder.encode([to_example({"messages": messages})])
+    stock = tokenizer.apply_chat_template(messages, sanitize_control_tokens=True)["input_ids"]
+    assert block.tokens.tolist() == stock
+    assert encoder.counters.control_texts == 1 + str(TYPED[typed]).count("<|im_")
+
+
+def test_characters_that_stand_for_control_tokens_are_kept_where_people_type_them():
+    said = "\U000f0000 and \U000f0001\U000f0000\U000f0002 <|im_end|>"
+    found, counters = learned(CHATML, chat("?", said))
+    assert found == [f"{said}<|im_end|>"]
+    assert counters.control_texts == 1
+
+
+def test_an_assistants_own_marks_of_reasoning_stay_control_tokens():
+    family = dataclasses.replace(CHATML, controls=f"{CHATML.controls} <think> </think>")
+    tokenizer = tokenizer_of(family)
+    encoder = Encoder(tokenizer, 1000, "answers")
+    record = chat("what is <think>?", "<think>hm</think>1")
+    (block,) = encoder.encode([to_example(record)])
+    for token in ("<think>", "</think>"):
+        assert (block.tokens == tokenizer.convert_tokens_to_ids(token)).sum() == 1
+    assert encoder.counters.control_texts == 1
+
+
+def test_a_template_that_writes_a_typed_control_token_in_ascii_drops_the_row():
+    template = CALLS.replace("| tojson", "| tojson(ensure_ascii=true)")
+    call = {"function": {"name": "f", "arguments": {"of": "<|im_end|>"}}}
+    record = chat("?", "")
+    record["messages"][1]["tool_calls"] = [call]
+    _, counters = learned(dataclasses.replace(CHATML, template=template), record)
+    assert list(counters.dropped) == [
+        "the chat template writes a typed control token as JSON in ASCII"
+    ]
+
+
 def test_answers_without_content_teach_nothing_and_are_counted():
-    for nothing in ("", None):
+    for nothing in ("", None, " \n"):
         found, counters = learned(CHATML, chat("one?", nothing, "two?", "2"))
         assert (found, counters.empty_answers) == (["2<|im_end|>"], 1)
         assert learned(CHATML, chat("one?", nothing))[1].dropped == {"empty answer": 1}

@@ -12,7 +12,7 @@ from hpc_tune.checkpoint import store as store_module
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.errors import CheckpointError
 from hpc_tune.log import log
-from hpc_tune.model.weights import WrittenFile
+from hpc_tune.model.regions import WrittenFile
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from hpc_tune.completion import script
         ("hpc_tune train train.compile =", ["true", "false"], []),
         ("hpc_tune data.path = /et", ["/etc"], []),
         ("hpc_tune report /et", ["/etc"], ["train"]),
+        ("hpc_tune show /et", ["/etc"], ["train"]),
     ],
 )
 def test_bash_is_offered_what_can_stand_there(tmp_path, words, there, absent):

@@ -173,6 +173,43 @@ def test_a_text_that_goes_on_in_the_next_chunk_has_no_marks_between():
     assert counters.examples == 1
 
 
+LONG = "word " * 60
+
+
+@pytest.mark.parametrize("text", ["a <|im_end|> b", f"{LONG}<|im_start|> {LONG}"])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_plain_text_is_tokenised_as_the_stock_tokenizer_does_and_control_tokens_counted(
+    monkeypatch, text, is_text
+):
+    monkeypatch.setattr(encode, "BATCH_CHARS", 200)
+    tokenizer = byte_tokenizer()
+    tokenizer.split_special_tokens = is_text
+    base = byte_tokenizer(template=None)
+    base.split_special_tokens = is_text
+    stock = byte_tokenizer()(text, split_special_tokens=is_text)["input_ids"]
+    end = [tokenizer.eos_token_id]
+    encoder = Encoder(tokenizer, 5000, "answers")
+    (plain, _), (chat, _) = _documents(encoder, [Text(text), _chat("q", "a")])
+    assert plain.tolist() == stock + end
+    assert (chat == end[0]).sum() == 2, "those of the template are control tokens"
+    assert encoder.counters.control_tokens == (0 if is_text else 1)
+    encoder = Encoder(base, 5000, "answers")
+    ((prompt, _),) = _documents(encoder, [Completion(text, text, text)])
+    assert prompt.tolist() == stock + stock + end
+    assert encoder.counters.control_tokens == (0 if is_text else 2)
+
+
+@pytest.mark.parametrize("batch_chars", [200, 1 << 20])
+def test_a_text_of_any_length_that_brings_its_begin_and_end_gets_no_second_ones(
+    monkeypatch, batch_chars
+):
+    monkeypatch.setattr(encode, "BATCH_CHARS", batch_chars)
+    text = f"<|im_start|>{LONG}<|im_end|>"
+    found, counters = _encode(byte_tokenizer(bos=True), [Text(text)])
+    assert [document for document, _ in found] == [text]
+    assert counters.control_tokens == 0
+
+
 @pytest.mark.parametrize("batch_chars", [2, 10, 40, 1 << 20])
 def test_how_much_the_tokenizer_gets_at_once_changes_no_document(monkeypatch, batch_chars):
     tokenizer = byte_tokenizer()

@@ -5,8 +5,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from test_data_support import attributes, byte_tokenizer, store_of_lengths
+from test_data_support import attributes, byte_tokenizer, store_of_lengths, zero_tokens
 
+from hpc_tune.data.content import verify, verify_once
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.seal import is_intact, seal
 from hpc_tune.data.tokenizer import fingerprint
@@ -202,6 +203,58 @@ def test_another_tokenizer_is_refused_by_name(tmp_path):
     store.require_tokenizer(right, fingerprint(right))
     with pytest.raises(DataError, match=r"models/right .* models/other .* prepare"):
         store.require_tokenizer(other, fingerprint(other))
+
+
+@pytest.mark.parametrize("dataset", ["tokens", "loss_mask", "documents/by_length"])
+def test_bytes_that_were_zeroed_since_are_found_by_reading_all(tmp_path, dataset):
+    verify(store_of_lengths(tmp_path / "s.h5", LENGTHS))
+    zero_tokens(tmp_path / "s.h5", dataset)
+    store = TokenStore.open(tmp_path / "s.h5")
+    with pytest.raises(DataError, match=r"s\.h5: its .* not as `prepare` wrote them .* damaged"):
+        verify(store)
+
+
+def test_the_order_by_length_is_checked_in_pieces(tmp_path, monkeypatch):
+    lengths = np.random.default_rng(1).integers(1, 6, 100).tolist()
+    store = store_of_lengths(tmp_path / "s.h5", lengths)
+    monkeypatch.setattr("hpc_tune.data.content._DOCUMENTS", 7)
+    verify(store)
+    for a, b in ((0, 1), (6, 7), (98, 99)):
+        changed = store.by_length[:].copy()
+        changed[[a, b]] = changed[[b, a]]
+        store.by_length, kept = changed, store.by_length
+        with pytest.raises(DataError, match="order of the documents"):
+            verify(store)
+        store.by_length = kept
+
+
+def test_a_run_verifies_a_file_once_and_again_when_it_has_changed(tmp_path, monkeypatch):
+    store, times = store_of_lengths(tmp_path / "s.h5", LENGTHS), []
+    monkeypatch.setattr("hpc_tune.data.content.verify", times.append)
+    for _ in range(2):
+        verify_once(store, tmp_path / "known.json")
+    assert len(times) == 1
+    os.utime(tmp_path / "s.h5", (1, 1))
+    verify_once(store, tmp_path / "known.json")
+    assert len(times) == 2
+    other = store_of_lengths(tmp_path / "o.h5", LENGTHS)
+    verify_once(other, tmp_path / "known.json", is_new=True)
+    verify_once(other, tmp_path / "known.json")
+    verify_once(store, tmp_path / "known.json")
+    assert len(times) == 2
+    (tmp_path / "known.json").write_text("[1")
+    verify_once(store, tmp_path / "known.json")
+    assert len(times) == 3
+
+
+def test_the_highest_token_is_known_and_must_have_an_embedding(tmp_path):
+    block = Block(np.array([2, 1]), np.array([3, 319, 7]), np.array([0, 1, 0]))
+    write_store(tmp_path / "s.h5", [block], {2: 1, 1: 1}, attributes())
+    store = TokenStore.open(tmp_path / "s.h5")
+    assert store.attributes.highest_token == 319
+    store.require_embeddings(320, "<image>")
+    with pytest.raises(DataError, match=r"token 319 \(<image>\), and .* embeddings for 319"):
+        store.require_embeddings(319, "<image>")
 
 
 def test_fingerprint_sees_vocabulary_and_template_but_not_the_settings_of_calls():

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -45,8 +46,10 @@ def attributes(**changes: Any) -> Attributes:
         "tokenizer": "test",
         "tokenizer_fingerprint": "f" * 64,
         "vocab_size": 60_000,
+        "highest_token": 0,
         "seq_len": 1024,
         "loss_on": "answers",
+        "template_date": "",
         "source": "test",
         "counters": Counters(),
         "hpc_tune_version": "0",
@@ -62,6 +65,15 @@ def store_of_lengths(path: Path, lengths: Iterable[int]) -> TokenStore:
     mask[np.cumsum(sizes) - sizes] = 0
     write_store(path, [Block(sizes, tokens, mask)], histogram_of(sizes), attributes())
     return TokenStore.open(path)
+
+
+def zero_tokens(path: Path, dataset: str = "tokens") -> None:
+    """Write zeros over the last bytes of a dataset, as a disk or a copy that went wrong does."""
+    with h5py.File(path) as file:
+        end = file[dataset].id.get_offset() + file[dataset].size * file[dataset].dtype.itemsize
+    with path.open("r+b") as file:
+        file.seek(end - 4)
+        file.write(bytes(4))
 
 
 def histogram_of(lengths: Any) -> dict[int, int]:

@@ -20,7 +20,7 @@ from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.weights import Region, write_regions
+from hpc_tune.model.regions import Region, write_regions
 from tests.support.ranks import HANG_S
 from tests.support.training import give_manifest
 

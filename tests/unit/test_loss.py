@@ -12,7 +12,7 @@ VOCAB = 50
 
 
 def config(**values):
-    return SimpleNamespace(vocab_size=VOCAB, **values)
+    return SimpleNamespace(vocab_size=VOCAB, **({"model_type": "llama"} | values))
 
 
 def problem(num_tokens, bias=False, requires_grad=True):
@@ -36,6 +36,7 @@ FAMILIES = {
     "plain": ({}, lambda x: x),
     "cohere": ({"logit_scale": 0.25}, lambda x: x * 0.25),
     "granite": ({"logits_scaling": 8.0}, lambda x: x / 8),
+    "hyperclovax": ({"model_type": "hyperclovax", "logits_scaling": 0.125}, lambda x: x * 0.125),
     "gemma2": ({"final_logit_softcapping": 2.0}, lambda x: 2 * torch.tanh(x / 2)),
 }
 

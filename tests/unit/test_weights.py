@@ -14,18 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hpc_tune.errors import CheckpointError, DataError
-from hpc_tune.model import weights
-from hpc_tune.model.weights import (
-    Region,
-    TensorIndex,
-    index_model_directory,
-    local_region,
-    regions_of,
-    write_regions,
-)
+from hpc_tune.model import regions, weights
+from hpc_tune.model.regions import Region, local_region, regions_of, write_regions
+from hpc_tune.model.weights import TensorIndex, index_model_directory
 from tests.support.ranks import HANG_S
 
-DTYPES = list(weights._DTYPE_NAMES)
+DTYPES = list(weights.DTYPE_NAMES)
 
 
 def part_of(name, full, box):
@@ -182,11 +176,11 @@ def test_a_region_of_which_a_piece_is_missing_is_refused_with_the_count(tmp_path
 
 
 def test_a_large_file_goes_to_the_disk_stretch_by_stretch(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(weights, "SYNC_BYTES", 3 << 12)
+    monkeypatch.setattr(regions, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(regions, "SYNC_BYTES", 3 << 12)
     stretches = []
-    real = weights._write_back
-    monkeypatch.setattr(weights, "_write_back", lambda *a: (stretches.append(a[1:]), real(*a)))
+    real = regions._write_back
+    monkeypatch.setattr(regions, "_write_back", lambda *a: (stretches.append(a[1:]), real(*a)))
     w = torch.randn(50, 1024)
     written = write_regions(tmp_path / "w.safetensors", regions_of({"w": w}))
     assert torch.equal(load_file(tmp_path / "w.safetensors")["w"], w)
@@ -216,7 +210,7 @@ def test_what_is_written_is_read_by_stock_safetensors(tmp_path, dtype):
 
 @pytest.mark.parametrize("piece_bytes", [1, 24, 16 << 20])
 def test_size_and_hash_are_those_of_the_file(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(weights, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(regions, "PIECE_BYTES", piece_bytes)
     file = tmp_path / "x.safetensors"
     written = write_regions(file, regions_of({"a": torch.randn(9, 9), "b": torch.ones(5)}))
     content = file.read_bytes()

@@ -9,7 +9,8 @@ from hpc_tune.engine.traffic import Traffic
 from hpc_tune.engine.zero import _connect
 from hpc_tune.engine.zero_state import Span, boxes, fill, regions
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.weights import index_checkpoint, write_regions
+from hpc_tune.model.regions import write_regions
+from hpc_tune.model.weights import index_checkpoint
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""The hash of the documents in a file of prepared data, and what is checked by reading them all.
+
+``TokenStore.open`` reads no documents: it costs the same for any size. ``verify`` reads each byte,
+a second or two for a GB. While rank 0 does that all others wait, so that a run does it once for
+each file, before the first step, and again only where the size or time of the file has changed.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_tune.data.layout import PREPARE_AGAIN, Column, TokenStore
+from hpc_tune.errors import DataError
+from hpc_tune.log import log
+from hpc_tune.units import format_bytes
+
+VERIFIED_FILE = "data-verified.json"
+HASHED = ("documents/offsets", "tokens", "loss_mask")
+_LARGE = 1 << 30
+_PIECE = 1 << 22
+_DOCUMENTS = 1 << 20
+
+
+def new_hash() -> Any:
+    """Return the hash of one dataset, before its first byte."""
+    return hashlib.blake2b(digest_size=32)
+
+
+def joined(hashes: Sequence[Any]) -> str:
+    """Return the hash of the documents from those of the datasets, in the order of ``HASHED``."""
+    return hashlib.sha256(b"".join(h.digest() for h in hashes)).hexdigest()
+
+
+def verify(store: TokenStore) -> None:
+    """Read every document of a prepared file and compare it with what was written.
+
+    Raises:
+        DataError: if a byte has changed since.
+    """
+    with ThreadPoolExecutor(len(HASHED)) as pool:
+        hashes = [*pool.map(_hash, (store.offsets, store.tokens, store.loss_mask))]
+    found, told = joined(hashes), store.attributes.content
+    if found != told or not _is_sorted(store):
+        what = "documents" if found != told else "order of the documents by length"
+        raise DataError(
+            f"{store.path}: its {what} are not as `prepare` wrote them (hash {found[:12]}, expected"
+            f" {told[:12]}): the file was damaged or changed since. Copy it again, or"
+            f" {PREPARE_AGAIN}"
+        )
+
+
+def verify_once(store: TokenStore, known: Path, is_new: bool = False) -> None:
+    """Verify a prepared file unless ``known``, a file of the run, says that this has been done.
+
+    ``is_new``: this process has just written it.
+
+    Raises:
+        DataError: if a byte has changed since it was written.
+    """
+    status, name = store.path.stat(), str(store.path.resolve())
+    mark = [store.attributes.content, status.st_size, status.st_mtime_ns]
+    try:
+        marks = dict(json.loads(known.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        marks = {}
+    if marks.get(name) == mark:
+        return
+    if not is_new:
+        if status.st_size > _LARGE:
+            log.info("verifying %s, %s, once", store.path, format_bytes(status.st_size))
+        verify(store)
+    with contextlib.suppress(OSError):  # it is verified again then
+        temporary = known.with_suffix(".tmp")
+        temporary.write_text(json.dumps({**marks, name: mark}), encoding="utf-8")
+        os.replace(temporary, known)
+
+
+def _hash(values: Column) -> Any:
+    hashed = new_hash()
+    for at in range(0, len(values), _PIECE):
+        hashed.update(values[at : at + _PIECE])
+    return hashed
+
+
+def _is_sorted(store: TokenStore) -> bool:
+    """Say whether by_length and the lengths are what follows from the offsets.
+
+    They are if (length, number) rises from document to document: then none is there twice.
+    """
+    values, counts = store.length_values, np.zeros(len(store.length_values), dtype=np.int64)
+    all_lengths = np.empty(store.num_documents, dtype=np.uint32)
+    for at in range(0, store.num_documents, _DOCUMENTS):
+        piece = np.diff(store.offsets[at : at + _DOCUMENTS + 1])
+        all_lengths[at : at + len(piece)] = piece
+    last = np.full((2, 1), -1)
+    for at in range(0, store.num_documents, _DOCUMENTS):
+        numbers = store.by_length[at : at + _DOCUMENTS].astype(np.int64)
+        if numbers.max() >= store.num_documents or numbers.min() < 0:
+            return False
+        lengths = all_lengths[numbers].astype(np.int64)
+        places = np.searchsorted(values, lengths).clip(max=len(values) - 1)
+        both = np.concatenate([last, [lengths, numbers]], axis=1)
+        longer, later = np.diff(both)
+        if not ((longer > 0) | ((longer == 0) & (later > 0))).all():
+            return False
+        if not np.array_equal(values[places], lengths):
+            return False
+        counts += np.bincount(places, minlength=len(counts))
+        last = both[:, -1:]
+    return np.array_equal(counts, store.length_counts)

@@ -1,0 +1,66 @@
+"""Control tokens that people have typed, told from those that a chat template writes.
+
+    people's text -> hide -> the template -> split -> tokens, of typed ones those of plain text
+
+A typed one is hidden behind two characters: ``ESCAPE`` and one that says which it is. ``ESCAPE`` in
+people's text is hidden in the same way, so that any text comes back as it was.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hpc_tune.data.layout import Counters
+
+ESCAPE = "\U000f0000"
+ESCAPED_IN_JSON = "\\udb80\\udc00"  # what a template makes of it that writes JSON in ASCII
+_FIRST = ord(ESCAPE) + 1
+_REASONING = re.compile(r"think|thought|reason", re.IGNORECASE)
+
+
+class StandIns:
+    """Stands for the control tokens of one tokenizer in people's text, counting them."""
+
+    def __init__(self, controls: Sequence[str], counters: Counters) -> None:
+        """Know the control tokens as text."""
+        self._counters = counters
+        self._typed = [ESCAPE, *sorted(filter(None, set(controls)), key=len, reverse=True)]
+        self._number = {text: number for number, text in enumerate(self._typed)}
+        self._all = _any_of(self._typed)
+        self._but_reasoning = _any_of([text for text in self._typed if not _REASONING.search(text)])
+        last = chr(_FIRST + len(self._typed) - 1)
+        self._stand_in = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
+
+    def hide_in(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with typed control tokens hidden, in whatever text they have.
+
+        An assistant's own marks of reasoning (``</think>``) stay: they are the answer's form.
+        """
+        return [
+            self.hide(m, self._but_reasoning if m["role"] == "assistant" else self._all)
+            for m in messages
+        ]
+
+    def hide(self, value: Any, typed: re.Pattern[str] | None = None) -> Any:
+        """Return a value of JSON types with typed control tokens hidden in all of its texts."""
+        if isinstance(value, str):
+            return (typed or self._all).sub(self._hide_one, value)
+        if isinstance(value, dict):
+            return {self.hide(key, typed): self.hide(item, typed) for key, item in value.items()}
+        return [self.hide(item, typed) for item in value] if isinstance(value, list) else value
+
+    def split(self, text: str) -> Iterator[tuple[str, str | None]]:
+        """Yield the pieces of a text: (piece, None), or for a stand-in (it, what was typed)."""
+        for number, piece in enumerate(self._stand_in.split(text)):
+            if number % 2:
+                yield ESCAPE + piece, self._typed[ord(piece) - _FIRST]
+            elif piece:
+                yield piece, None
+
+    def _hide_one(self, found: re.Match[str]) -> str:
+        self._counters.control_texts += found[0] != ESCAPE
+        return ESCAPE + chr(_FIRST + self._number[found[0]])
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))

@@ -1,0 +1,224 @@
+"""Documents as the model will see them, as text for a person: ``show`` and ``inspect FILE.h5``.
+
+    raw data -> one example at a time -> encode.py -> its documents, what was done to it -> lines
+
+What is learned is in colour or in marks, control tokens are bold. What only looks like one has a
+backslash in front, as has what a terminal would take as a command.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_tune.data.chats import LossOn, controls_of
+from hpc_tune.data.content import verify
+from hpc_tune.data.encode import Encoder
+from hpc_tune.data.files import Paths, find, say_left_out, shown
+from hpc_tune.data.layout import VERSION, Counters, TokenStore
+from hpc_tune.data.reading import PLAIN as PLAIN_READING
+from hpc_tune.data.reading import Findings, Reading
+from hpc_tune.data.records import Example
+from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
+from hpc_tune.data.tokenizer import FastTokenizer, describe
+from hpc_tune.data.writer import Block
+from hpc_tune.errors import DataError
+
+# Behind the rows that are shown the others are counted, up to so many or so many tokens: seconds.
+COUNTED_ROWS = 1000
+COUNTED_TOKENS = 1 << 20
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is written around learned text and around control tokens."""
+
+    learned: tuple[str, str]
+    control: tuple[str, str] = ("", "")
+
+    def paint(self, text: str, marks: tuple[str, str]) -> str:
+        """Put marks around a text; those of a terminal around each line, for pagers."""
+        begin, end = marks
+        if not begin.startswith("\x1b"):
+            return f"{begin}{text}{end}"
+        return "\n".join(f"{begin}{line}{end}" if line else "" for line in text.split("\n"))
+
+
+PLAIN = Look(("«", "»"))
+COLOURS = Look(("\x1b[32m", "\x1b[39m"), ("\x1b[1m", "\x1b[22m"))
+
+
+def show(
+    paths: Paths,
+    tokenizer: FastTokenizer,
+    *,
+    seq_len: int,
+    loss_on: LossOn,
+    num_rows: int,
+    look: Look,
+    reading: Reading = PLAIN_READING,
+) -> Iterator[str]:
+    """Yield lines about the first ``num_rows`` rows of raw data, and about the others in sum.
+
+    Raises:
+        DataError: for raw data that cannot be used, with its place.
+    """
+    words = Words(tokenizer, look)
+    yield (
+        f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it:"
+        f" data.seq_len={seq_len} data.loss_on={loss_on}; {words.legend}"
+    )
+    encoder = Encoder(tokenizer, seq_len, loss_on)
+    num_shown = num_read = 0
+    is_all = True
+    findings = Findings()
+    for place, example in _examples(paths, reading, findings):
+        counters = encoder.counters
+        is_enough = num_read >= COUNTED_ROWS or counters.tokens >= COUNTED_TOKENS
+        if num_shown >= num_rows and is_enough:
+            is_all = False
+            break
+        before = asdict(counters)
+        blocks = list(encoder.encode([example]))
+        num_read += 1
+        if num_shown < num_rows:
+            remarks = _since(before, counters).remarks()
+            documents = [pair for block in blocks for pair in _documents(block)]
+            kept = documents[: num_rows - num_shown]
+            yield from _row(place, kept, len(documents), remarks, words)
+            num_shown += max(len(kept), 1)
+    yield ""
+    yield f"{'all' if is_all else 'the first'} {num_read:,} rows: {encoder.counters}"
+    yield from findings.lines()
+    if not is_builtin(shown(paths)):
+        yield from say_left_out(find(paths))
+
+
+def show_prepared(
+    store: TokenStore, tokenizer: FastTokenizer, num_rows: int, look: Look
+) -> Iterator[str]:
+    """Yield lines about the first ``num_rows`` documents of prepared data."""
+    words = Words(tokenizer, look)
+    yield f"{store.path}, as it was prepared; {words.legend}"
+    for number in range(min(num_rows, store.num_documents)):
+        yield from _row(f"document {number + 1}", [store.document(number)], 1, [], words)
+    yield ""
+    yield f"all {store.num_documents:,} documents: {store.attributes.counters}"
+
+
+def describe_prepared(path: Path) -> tuple[list[str], bool]:
+    """Return what is in a file of prepared data, and whether each byte is as it was written.
+
+    Raises:
+        DataError: if it is no such file.
+    """
+    store = TokenStore.open(path)
+    told = store.attributes
+    lengths = store.length_values
+    lines = [
+        f"{path}: prepared data, version {VERSION} of the format, by hpc_tune"
+        f" {told.hpc_tune_version}",
+        f"source     {told.source}",
+        f"documents  {store.num_documents:,} of {lengths[0]:,} to {lengths[-1]:,} tokens, cut at"
+        f" data.seq_len={told.seq_len}",
+        f"learned    {told.counters.loss_tokens:,} of {store.num_tokens:,} tokens,"
+        f" data.loss_on={told.loss_on}",
+        f"tokenizer  {told.tokenizer} (fingerprint {told.tokenizer_fingerprint[:12]},"
+        f" {told.vocab_size:,} tokens, the highest used is {told.highest_token:,})",
+    ]
+    if told.template_date:
+        day = date.fromisoformat(told.template_date)
+        lines.append(f"date       the chat template has printed {day:%-d %B %Y} as today's")
+    lines.append(f"counts     {told.counters}")
+    try:
+        verify(store)
+    except DataError as error:
+        return [*lines, f"content    NOT VALID: {error}"], False
+    return [*lines, f"content    verified, hash {told.content[:12]}"], True
+
+
+class Words:
+    """Turns documents into text with marks."""
+
+    def __init__(self, tokenizer: FastTokenizer, look: Look) -> None:
+        """Take the tokenizer that the documents were made with."""
+        self._backend, self._look = tokenizer.backend_tokenizer, look
+        names = controls_of(tokenizer)
+        added = self._backend.get_added_tokens_decoder()
+        self._controls = {number: token.content for number, token in added.items() if token.special}
+        longest_first = sorted(names, key=len, reverse=True)
+        self._typed = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.legend = look.paint("learned", look.learned)
+
+    def text_of(self, tokens: np.ndarray, mask: np.ndarray) -> str:
+        """Return a document as text."""
+        ids, parts = tokens.tolist(), []
+        for is_learned, run in groupby(range(len(ids)), lambda at: bool(mask[at])):
+            text = "".join(
+                self._control_text(ids, [*places]) if is_control else self._plain(ids, [*places])
+                for is_control, places in groupby(run, lambda at: ids[at] in self._controls)
+            )
+            parts.append(self._look.paint(text, self._look.learned) if is_learned else text)
+        return "".join(parts)
+
+    def _control_text(self, ids: Sequence[int], places: Sequence[int]) -> str:
+        text = "".join(self._controls[ids[at]] for at in places)
+        return self._look.paint(text, self._look.control)
+
+    def _plain(self, ids: Sequence[int], places: Sequence[int]) -> str:
+        """Decode a run of tokens behind the one before it: at a beginning some lose a space."""
+        start, stop = places[0], places[-1] + 1
+        first = max(start - 1, 0)
+        before = self._backend.decode(ids[first:start], skip_special_tokens=False)
+        whole = self._backend.decode(ids[first:stop], skip_special_tokens=False)
+        alone = None if whole.startswith(before) else [ids[at] for at in places]  # half a character
+        text = whole[len(before) :] if alone is None else self._backend.decode(alone)
+        text = self._typed.sub(r"\\\g<0>", text)
+        return _COMMANDS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def _row(
+    place: str,
+    documents: Sequence[tuple[np.ndarray, np.ndarray]],
+    total: int,
+    remarks: Sequence[str],
+    words: Words,
+) -> Iterator[str]:
+    """Yield the lines of one row: its documents, or why there are none."""
+    notes = "".join(f"; {remark}" for remark in remarks)
+    if not documents:
+        yield from ("", f"{place}{notes or '; nothing in it'}")
+    for number, (tokens, mask) in enumerate(documents, 1):
+        part = f", part {number} of {total:,}" if total > 1 else ""
+        yield ""
+        yield f"{place}{part}: {len(tokens):,} tokens, {int(mask.sum()):,} learned{notes}"
+        yield words.text_of(tokens, mask)
+
+
+def _documents(block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    ends = np.cumsum(block.lengths)[:-1]
+    yield from zip(np.split(block.tokens, ends), np.split(block.loss_mask, ends), strict=True)
+
+
+def _examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tuple[str, Example]]:
+    """Yield examples with their places: the number of the row in its file, of those taken."""
+    chunks = list_chunks(paths)
+    has_many = len({chunk.path for chunk in chunks}) > 1
+    for file, parts in groupby(chunks, lambda chunk: chunk.path):
+        examples = (example for chunk in parts for example in read_chunk(chunk, reading, findings))
+        for number, example in enumerate(examples, 1):
+            yield f"{Path(file).name}, row {number}" if has_many else f"row {number}", example
+
+
+def _since(before: dict[str, Any], counters: Counters) -> Counters:
+    """Return what was counted since ``before``."""
+    now = asdict(counters)
+    dropped = {k: n - before["dropped"].get(k, 0) for k, n in now.pop("dropped").items()}
+    new = {name: count - before[name] for name, count in now.items()}
+    return Counters(**new, dropped={reason: count for reason, count in dropped.items() if count})

@@ -1,0 +1,40 @@
+"""Rotary positions whose frequencies follow the length of a text, made the same for all texts.
+
+transformers takes the longest text of a micro-batch for it (longrope: two sets of frequencies;
+dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on what is beside
+it. Here the frequencies are those of ``data.seq_len`` tokens, as in a server that is started for
+texts of that length.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_SETTLED = "default"  # to transformers: frequencies that never change
+
+
+def scaled_by_length(config: Any) -> bool:
+    """Tell whether transformers would scale this model's positions by the text's length."""
+    said = getattr(config, "rope_parameters", None) or {}
+    parts = [said, *(part for part in said.values() if isinstance(part, dict))]
+    kinds = [str(part.get("rope_type", "")) for part in parts]
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
+
+
+def settle_positions(module: nn.Module, seq_len: int) -> None:
+    """Give every rotary embedding the frequencies for ``seq_len`` tokens, for good."""
+    layers: Any = module.modules()
+    for rotary in layers:
+        kinds = getattr(rotary, "rope_type", None)
+        by_layer: dict[str | None, str] = kinds if isinstance(kinds, dict) else {None: str(kinds)}
+        for layer, kind in by_layer.items():
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            device = next(rotary.buffers()).device
+            last_BT = torch.tensor([[seq_len - 1]], device=device)
+            given = {} if layer is None else {"layer_type": layer}
+            rotary(torch.zeros((), device=device), last_BT, **given)
+            by_layer[layer] = _SETTLED
+        if isinstance(kinds, str) and by_layer[None] != kinds:
+            rotary.rope_type = by_layer[None]

@@ -1,0 +1,179 @@
+"""Tensors written by region: each rank streams what it holds into a safetensors file of its own.
+
+    regions_of: what a rank holds of each tensor, sharded or whole
+    write_regions: streams a rank's own regions into one safetensors file, hashing what it writes
+
+See ``weights.py`` for what the header says of regions, and for reading them.
+"""
+
+import ctypes
+import errno
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_tune.errors import CheckpointError
+from hpc_tune.model.weights import (
+    DTYPE_NAMES,
+    FULL_SHAPES_KEY,
+    NAMES_KEY,
+    OFFSETS_KEY,
+    PIECE_BYTES,
+)
+
+SYNC_BYTES = 256 << 20  # a file system that is slower than memory shows its progress
+_LIBC = ctypes.CDLL("libc.so.6", use_errno=True)
+_OFFSET = ctypes.c_int64
+_BEGIN, _BEGIN_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_* of fcntl.h
+
+
+def local_region(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return the part of a tensor that this rank holds and its offset in the full tensor."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), tuple(offset)
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a rank wrote: the file's name, its size in bytes and its SHA-256."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of one tensor that is about to be written; ``values`` is called when its turn comes.
+
+    ``stored_name`` is what the box is called in the file, where a file holds several of one tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    values: Callable[[], torch.Tensor]
+    stored_name: str = ""
+
+    @property
+    def key(self) -> str:
+        """What the box is called in the file."""
+        return self.stored_name or self.name
+
+
+def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
+    """Return what this rank holds of each tensor, sharded or whole."""
+    regions = []
+    for name, tensor in tensors.items():
+        local, offset = local_region(tensor.detach())
+        if local.numel():
+            regions.append(
+                Region(
+                    name,
+                    local.dtype,
+                    tuple(local.shape),
+                    offset,
+                    tuple(tensor.shape),
+                    functools.partial(torch.Tensor.contiguous, local),
+                )
+            )
+    return regions
+
+
+def write_regions(
+    file: Path,
+    regions: Sequence[Region],
+    when_read: Callable[[], None] = lambda: None,
+    when_written: Callable[[], None] = lambda: None,
+) -> WrittenFile:
+    """Stream regions into one safetensors file, one tensor at a time, and sync it.
+
+    Values are copied to host memory ``PIECE_BYTES`` at a time; ``when_written`` is called after
+    each piece. ``when_read`` is called when the last value was read, before the file is synced.
+
+    Raises:
+        CheckpointError: if the file cannot be written; it may be left behind half-written.
+    """
+    digest, position = hashlib.sha256(), 0
+    num_synced = num_syncing = 0
+    try:
+        with file.open("wb") as out:
+            for block in _file_blocks(regions):
+                digest.update(block)
+                out.write(block)
+                position += len(block)
+                del block  # else it would keep its tensor alive while the next one is made
+                if position - num_syncing >= SYNC_BYTES:
+                    _write_back(out.fileno(), num_synced, num_syncing, position)
+                    num_synced, num_syncing = num_syncing, position
+                when_written()
+            when_read()
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written: {error}") from None
+    return WrittenFile(file.name, position, digest.hexdigest())
+
+
+def _write_back(descriptor: int, synced: int, syncing: int, position: int) -> None:
+    """Have the kernel begin to sync ``syncing:position``, and wait for ``synced:syncing``.
+
+    So never more than two stretches of a large file wait in the page cache for its final sync.
+    """
+    for start, end, flags in ((syncing, position, _BEGIN), (synced, syncing, _BEGIN_AND_WAIT)):
+        if start == end:  # the kernel would take it for "to the end of the file"
+            continue
+        if _LIBC.sync_file_range(descriptor, _OFFSET(start), _OFFSET(end - start), flags):
+            number = ctypes.get_errno()
+            if number not in (errno.EINVAL, errno.ESPIPE, errno.ENOSYS):  # of a pipe
+                raise OSError(number, os.strerror(number))
+
+
+def _file_blocks(regions: Sequence[Region]) -> Iterator[bytes | memoryview]:
+    header: dict[str, object] = {}
+    position = 0
+    for region in regions:
+        num_bytes = torch.Size(region.shape).numel() * region.dtype.itemsize
+        header[region.key] = {
+            "dtype": DTYPE_NAMES[region.dtype],
+            "shape": list(region.shape),
+            "data_offsets": [position, position + num_bytes],
+        }
+        position += num_bytes
+    parts = [r for r in regions if r.shape != r.full_shape]
+    metadata = {
+        OFFSETS_KEY: {r.key: r.offset for r in parts},
+        FULL_SHAPES_KEY: {r.key: r.full_shape for r in parts},
+        NAMES_KEY: {r.key: r.name for r in parts if r.key != r.name},
+    }
+    header["__metadata__"] = {
+        "format": "pt",
+        **{key: json.dumps(value) for key, value in metadata.items() if value},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for region in regions:
+        flat = region.values().view(-1)
+        step = max(1, PIECE_BYTES // flat.element_size())
+        for start in range(0, flat.numel(), step):
+            block: Any = flat[start : start + step].cpu().view(torch.uint8).numpy()
+            yield memoryview(block)
+            del block
+        del flat

@@ -1,0 +1,118 @@
+"""A model's configuration made small: the same architecture in a few million values.
+
+    shrunk(config)   few layers, narrow layers, a small vocabulary; all else as it was
+
+What is kept decides how the model computes: the number of heads and their groups, kinds of layers,
+activations, scales, biases, rotary positions. Feature widths are divided by one number, so that
+what has to fit together (heads x values per head = width) still does.
+"""
+
+import re
+from typing import Any
+
+VOCABULARY = 512
+WINDOW = 16  # tokens a layer with a window sees: shorter than the documents of a trial
+FACTORS = (64, 32, 16, 8, 4, 2, 1)
+LEAST_HEAD = 8  # values per head: rotary positions of a part of them want an even number
+_WIDTHS = re.compile(
+    r"^(hidden_size|d_model|n_embd|dim|model_dim|intermediate_size.*|.*_intermediate_size|ffn_dim"
+    r"|.*_ffn_dim|.*ffn_hidden_size|n_inner|d_ff|.*head_dim|.*_head_size|kv_channels|.*_lora_rank"
+    r"|.*lora_r|mamba_d_(head|ssm|state)|state_size|.*_d_head|lru_width|word_embed_proj_dim"
+    r"|.*_embedding_size|.*_embd|.*_proj_dim|hidden_size_per_layer_input|d_kv|.*hidden_dim"
+    r"|.*_hidden_size|dim_ff|expand_size|embedding_size|time_mix_.*_rank|.*_low_rank_dim"
+    r"|attention_hidden_size|rotary_dim|.*headdim|embedding_dim)$"
+)
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+_KINDS = ("layer_types", "layers_block_type", "attn_layer_indices", "block_types")
+
+
+def shrunk(config: Any, factor: int, all_layers: bool = False) -> Any:
+    """Return ``config`` with few layers, widths divided by ``factor`` and a small vocabulary.
+
+    ``all_layers`` keeps their number, for architectures whose layers refer to each other.
+
+    Raises:
+        Exception: whatever the configuration's own class raises for what does not fit together.
+    """
+    said: dict[str, Any] = config.to_dict()
+    old_layers = _of(said, _LAYERS)
+    layers = None
+    if old_layers and not all_layers:
+        layers = min(old_layers, _enough_layers(config, said, old_layers))
+    for name, value in list(said.items()):
+        if isinstance(value, bool):
+            continue
+        if name in _LAYERS and layers:
+            said[name] = layers
+        elif name in _WINDOWS and isinstance(value, int):
+            said[name] = min(value, WINDOW)
+        elif name.startswith("vocab_size") and isinstance(value, int):
+            said[name] = min(value, VOCABULARY)
+        elif name.endswith(("token_id", "token_ids")):
+            said[name] = _small_token(name, value)
+        elif _WIDTHS.match(name) and isinstance(value, int) and value >= factor:
+            said[name] = value // factor
+        elif isinstance(value, list) and len(value) == old_layers and layers:
+            said[name] = value[:layers]
+        elif name == "attn_layer_indices" and isinstance(value, list) and layers:
+            said[name] = [index for index in value if index < layers]
+    said.pop("quantization_config", None)
+    small = type(config).from_dict(said)
+    small.use_cache = False
+    _shorten_factors(small)
+    return small
+
+
+def factors(config: Any) -> list[int]:
+    """Return the numbers to divide a configuration's widths by, the largest that may work first."""
+    said: dict[str, Any] = config.to_dict()
+    heads = getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    own = said.get("head_dim")
+    if isinstance(own, int):
+        size = own
+    elif isinstance(heads, int) and isinstance(hidden, int) and heads:
+        size = hidden // heads
+    else:
+        size = hidden // 8 if isinstance(hidden, int) else LEAST_HEAD
+    return [f for f in FACTORS if f == 1 or (size % f == 0 and size // f >= LEAST_HEAD)]
+
+
+def _enough_layers(config: Any, said: dict[str, Any], layers: int) -> int:
+    """Return how many of the first layers have one of each kind, two at least."""
+    enough = 2
+    for name in _KINDS:
+        kinds = said.get(name, getattr(config, name, None))
+        if name == "attn_layer_indices" and kinds:
+            enough = max(enough, min(kinds) + 1)
+        elif isinstance(kinds, list) and len(kinds) == layers:
+            enough = max(enough, max(kinds.index(kind) for kind in set(kinds)) + 1)
+        elif isinstance(kinds, list) and kinds:
+            enough = max(enough, len(kinds))
+    return enough
+
+
+def _shorten_factors(small: Any) -> None:
+    """Leave as many factors of rotary frequencies (longrope) as narrower heads have."""
+    said = getattr(small, "rope_parameters", None) or {}
+    for part in (said, *(one for one in said.values() if isinstance(one, dict))):
+        share = part.get("partial_rotary_factor") or 1.0
+        heads = small.num_attention_heads if "short_factor" in part else 1
+        size = getattr(small, "head_dim", None) or small.hidden_size // heads
+        for name in ("short_factor", "long_factor"):
+            if isinstance(part.get(name), list):
+                part[name] = part[name][: int(size * share) // 2]
+
+
+def _of(said: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((said[n] for n in names if isinstance(said.get(n), int)), None)
+
+
+def _small_token(name: str, value: Any) -> Any:
+    """Return a token's number within the small vocabulary."""
+    if isinstance(value, list):
+        return [_small_token(name, one) for one in value]
+    if not isinstance(value, int) or 0 <= value < VOCABULARY:
+        return value
+    return 0 if name.startswith("pad") else 2

@@ -1,0 +1,117 @@
+"""transformers' own word on a small model of an architecture: what ours is compared with.
+
+write_small   the architecture of a config, made small, with random values, as a directory
+stock_losses  the loss of each document in transformers' own model, and the gradient of their sum
+"""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_tune.lean import lean_imports
+from hpc_tune.model.shrink import factors, shrunk
+
+MOST_VALUES = 40_000_000
+_SPREAD = 0.03  # added to all first values, so that none is as good as not there
+
+
+class NoTrial(Exception):
+    """No small model of this architecture can be made; the reason is its text."""
+
+
+def write_small(config: Any, directory: Path) -> None:
+    """Write a small model of the architecture of ``config`` with random values into ``directory``.
+
+    Raises:
+        NoTrial: if transformers can make none, or none of less than ``MOST_VALUES`` values.
+    """
+    with lean_imports():
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    why = ""
+    tries = itertools.product((False, True), factors(config))
+    for all_layers, factor in tries:
+        try:
+            small = shrunk(copy.deepcopy(config), factor, all_layers)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+            if (values := sum(p.numel() for p in model.parameters())) > MOST_VALUES:
+                why = why or f"the smallest has {values:,} values"
+                continue
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if parameter.is_floating_point():
+                            parameter.add_(torch.randn(parameter.shape), alpha=_SPREAD)
+            _loss(model.eval(), torch.arange(3, 12))
+            _save(model, directory)
+        except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            continue
+        return
+    raise NoTrial(why)
+
+
+def stock_losses(
+    directory: Path, documents: Sequence[torch.Tensor]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the loss sum of each document of T tokens, by itself, and their summed gradient.
+
+    The model is what ``from_pretrained`` makes of the directory, the loss what it returns.
+
+    Raises:
+        NoTrial: if that fails.
+    """
+    with lean_imports():
+        from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True
+        ).eval()
+        losses = []
+        for tokens_T in documents:
+            total = _loss(model, tokens_T)
+            total.backward()
+            losses.append(total.item())
+    except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise NoTrial(f"transformers' own training step fails with {why}") from None
+    return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _save(model: Any, directory: Path) -> None:
+    """Do what ``save_pretrained`` does, without the packages that it would import into a rank."""
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    tensors = revert_weight_conversion(
+        model, remove_tied_weights_from_state_dict(model.state_dict(), model)
+    )
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(directory)
+
+
+def _loss(model: Any, tokens_T: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss of a document, as transformers itself has it."""
+    tokens_BT = tokens_T.unsqueeze(0)
+    mean: torch.Tensor = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+    return mean * (len(tokens_T) - 1)
+
+
+def software() -> str:
+    """Return the versions that a trial's outcome depends on."""
+    with lean_imports():
+        import transformers
+
+    return f"transformers {transformers.__version__}, torch {torch.__version__}"

@@ -1,0 +1,346 @@
+"""Is a model's architecture trained right here? Tried on a small one, before anything is spent.
+
+    config -> a small model of its kind -> the loss of three documents by transformers itself
+           -> by ours: alone, as rows of one batch, in one row, in two stages, in two slices
+
+A list of the architectures that are known to go wrong would always be too short: transformers gets
+new ones each month, and changes old ones. So the model at hand is tried, in seconds, on a CPU, and
+what comes out is remembered for its configuration and this software.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.data.loader import make_batch
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.pipeline import cut_stages, why_no_stages
+from hpc_tune.engine.tensor import Axis, slice_model, why_no_slices
+from hpc_tune.engine.wrap import use_own_layers
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.lean import lean_imports
+from hpc_tune.log import log
+from hpc_tune.model.blocks import block_list
+from hpc_tune.model.build import BuiltModel, build
+from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
+
+LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
+LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
+GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
+_SOURCES = ("model", "engine/tensor.py", "engine/pipeline.py", "train/proof.py", "data/loader.py")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is wrong with an architecture here, in words; nothing where all is right.
+
+    ``loss``: it must not be trained. ``attention``: not with attention document by document.
+    ``packing``: one document per row. ``pipeline`` and ``tensor``: not in such a layout.
+    """
+
+    loss: str = ""
+    attention: str = ""
+    packing: str = ""
+    pipeline: str = ""
+    tensor: str = ""
+
+
+def prove(config: Any) -> Proof:
+    """Return what a trial of the architecture of ``config`` shows, or showed before."""
+    file = _cache_file(config)
+    try:
+        return Proof(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        pass
+    log.info("trying a small %s model against transformers' own", config.model_type)
+    proof = try_out(config)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(asdict(proof)), encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        log.debug("%s cannot be written, the next start tries it again: %s", file, error)
+    return proof
+
+
+def try_out(config: Any) -> Proof:
+    """Return what a trial of the architecture of ``config`` shows. Seconds on one core."""
+    with lean_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
+        directory = Path(folder)
+        try:
+            write_small(config, directory)
+            documents = _documents()
+            wanted, gradients = stock_losses(directory, documents)
+        except NoTrial as why:
+            return Proof(loss=f"no small model of this kind could be tried: {why}")
+        trial = _Trial(directory, documents, wanted, gradients)
+        try:
+            built = _loaded(trial.build())
+        except HpcTuneError as error:
+            return Proof(loss=str(error).replace(str(directory), "a small model of this kind"))
+        attention = ""
+        if (loss := _guarded(trial.wrong_loss, built)) and built.module.within_documents:
+            built.module.within_documents = trial.within_documents = False
+            attention, loss = loss, _guarded(trial.wrong_loss, built)
+        if loss:
+            return Proof(loss=loss)
+        return Proof(
+            attention=attention,
+            packing=_guarded(trial.wrong_packing, built),
+            pipeline=_guarded(trial.wrong_stages),
+            tensor=_guarded(trial.wrong_slices),
+        )
+
+
+def _guarded(check: Callable[..., str], *given: Any) -> str:
+    """Return what ``check`` says, or what it fell over."""
+    try:
+        return check(*given)
+    except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+        text = (str(error) or "").split("\n")[0]
+        return f"a small model of this kind fails with {type(error).__name__}: {text}"
+
+
+def _documents() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 256, (length,), generator=generator) for length in LENGTHS]
+
+
+def _batch(rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None = None) -> Batch:
+    """Return the batch of rows of documents; all are learned, or those of these numbers."""
+    number = 0
+    laid: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    for row in rows:
+        laid.append([])
+        for tokens_T in row:
+            mask_T = np.full(len(tokens_T), learned is None or number in learned)
+            laid[-1].append((tokens_T.numpy(), mask_T))
+            number += 1
+    return make_batch(laid, sum(LENGTHS), 0)
+
+
+def _loaded(built: BuiltModel) -> BuiltModel:
+    """Give a model memory and values; what nothing fills is nan, and so is what it touches."""
+    allocate(built.module, torch.device("cpu"))
+    with torch.no_grad():
+        for tensor in (*built.module.parameters(), *built.module.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+    load_weights(built)
+    return built
+
+
+def _differ(found: float, wanted: float) -> bool:
+    return not abs(found - wanted) <= LOSS_TOLERANCE * abs(wanted)
+
+
+@dataclass
+class _Trial:
+    """A small model in ``directory``, and what transformers itself says of it."""
+
+    directory: Path
+    documents: list[torch.Tensor]
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    within_documents: bool = True
+
+    def build(self) -> BuiltModel:
+        built = build(self.directory, torch.float32, TuneConfig(method="full"), 0)
+        use_own_layers(built.module, list(block_list(built.module)), False)
+        built.module.within_documents &= self.within_documents
+        return built
+
+    def wrong_loss(self, built: BuiltModel) -> str:
+        module = built.module
+        module.zero_grad()
+        for tokens_T, stock in zip(self.documents, self.losses, strict=True):
+            found = module(_batch([[tokens_T]])).item()
+            if _differ(found, stock):
+                return f"a document's loss is {found:.6g} here and {stock:.6g} in transformers"
+        total = module(_batch([[tokens_T] for tokens_T in self.documents]))
+        if _differ(total.item(), sum(self.losses)):
+            return (
+                f"three documents of other lengths have the loss {total.item():.6g} in one batch "
+                f"and {sum(self.losses):.6g} one by one"
+            )
+        total.backward()
+        if wrong := _wrong_gradient(
+            {name: p.grad for name, p in module.named_parameters() if p.grad is not None},
+            {f"model.{name}": gradient for name, gradient in self.gradients.items()},
+        ):
+            return wrong
+        first = self.documents[1]
+        changed = torch.cat([first[:-1], (first[-1:] + 1) % 256])
+        learned = np.arange(len(first)) < len(first) - 1
+        losses = [
+            module(make_batch([[(tokens_T.numpy(), learned)]], len(first), 0)).item()
+            for tokens_T in (first, changed)
+        ]
+        if _differ(*losses):
+            return "what a token is predicted from has later tokens in it: this is no causal LM"
+        with torch.no_grad():  # where the head is frozen, the loss is computed another way
+            for parameter in module.parameters():
+                parameter.requires_grad_(False)
+            frozen = module(_batch([self.documents[:1]])).item()
+            for parameter in module.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
+        if _differ(frozen, self.losses[0]):
+            return (
+                f"under a frozen head a document's loss is {frozen:.6g}, not {self.losses[0]:.6g}"
+            )
+        return ""
+
+    def wrong_packing(self, built: BuiltModel) -> str:
+        found = built.module(_batch([self.documents])).item()
+        if _differ(found, sum(self.losses)):
+            return (
+                f"three documents in one row have the loss {found:.6g}, each in its own "
+                f"{sum(self.losses):.6g}"
+            )
+        others = [(self.documents[0] + 7) % 256, *self.documents[1:]]
+        losses = [
+            built.module(_batch([row], learned=(1, 2))).item() for row in (self.documents, others)
+        ]
+        if _differ(*losses):
+            return (
+                "a document in a row sees the one before it: with another one there its loss is "
+                f"{losses[1]:.6g} instead of {losses[0]:.6g}"
+            )
+        return ""
+
+    def wrong_stages(self) -> str:
+        built = self.build()
+        if why_no_stages(built.config, 2, 1):
+            return ""  # refused in words of its own
+        layout = Layout(1, 1, pipeline=2)
+        batch, hidden_BTD = _batch([[tokens_T] for tokens_T in self.documents]), None
+        for rank in range(2):
+            (stage,) = cut_stages(built, layout, rank, 1, 1.0)
+            hidden_BTD = _loaded(stage).module(batch, hidden_BTD)
+        assert hidden_BTD is not None
+        if _differ(hidden_BTD.item(), sum(self.losses)):
+            return f"in two stages the loss is {hidden_BTD.item():.6g}, not {sum(self.losses):.6g}"
+        return ""
+
+    def wrong_slices(self) -> str:
+        if why_no_slices(self.build().config, 2):
+            return ""  # refused in words of its own
+        shared: list[Any] = [None, None]
+        barrier = threading.Barrier(2, timeout=60)
+        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        losses, errors = [0.0, 0.0], []
+        models: list[tuple[BuiltModel, frozenset[str]] | None] = [None, None]
+
+        def work(rank: int) -> None:
+            try:
+                sliced, partial = slice_model(self.build(), _Threads(rank, shared, barrier))
+                sliced.module.within_documents = False  # what it goes by is one for all threads
+                loss = _loaded(sliced).module(batch)
+                loss.backward()
+                models[rank], losses[rank] = (sliced, partial), loss.item()
+            except Exception as error:  # noqa: BLE001 - of a thread: raised again below
+                errors.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        if any(_differ(loss, sum(self.losses)) for loss in losses):
+            return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
+        return _wrong_gradient(
+            _joined(models), {f"model.{n}": g for n, g in self.gradients.items()}
+        )
+
+
+def _wrong_gradient(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
+    for name, gradient in wanted.items():
+        if name not in found:
+            return f"{name} gets no gradient"
+        norm = gradient.norm()
+        gap = (found[name] - gradient).norm()
+        if not gap <= GRADIENT_TOLERANCE * norm + 1e-6:
+            return f"the gradient of {name} is off by {gap / norm:.1e} of its norm"
+    return ""
+
+
+class _Threads(Axis):
+    """Two threads where an axis has two ranks."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        object.__setattr__(self, "_at", (rank, shared, barrier))
+
+    @property
+    def rank(self) -> int:
+        rank: int = self.__dict__["_at"][0]
+        return rank
+
+    @property
+    def size(self) -> int:
+        return 2
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        rank, shared, barrier = self.__dict__["_at"]
+        shared[rank] = x.detach().clone()
+        barrier.wait()
+        both = list(shared)
+        barrier.wait()
+        return both
+
+    def sum(self, x: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+        one, other = self._all(x)
+        return one + other if op == torch.distributed.ReduceOp.SUM else torch.maximum(one, other)
+
+    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._all(x), dim=-1)
+
+
+def _joined(models: list[Any]) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of two slices."""
+    (one, partial), (other, _) = models
+    others, joined = dict(other.module.named_parameters()), {}
+    for name, parameter in one.module.named_parameters():
+        mine, its = parameter.grad, others[name].grad
+        if mine is None or its is None:
+            continue
+        if cut := one.slices.get(name):
+            joined[name] = torch.cat([mine, its], dim=cut.dim)
+        else:
+            joined[name] = mine + its if name in partial else mine
+            if name not in partial and not torch.allclose(mine, its, rtol=1e-3, atol=1e-5):
+                joined[name] = torch.full_like(mine, float("nan"))
+    return joined
+
+
+def _cache_file(config: Any) -> Path:
+    """Return where the proof for a configuration and this software is kept."""
+    said = config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
+        said.pop(name, None)
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+    digest.update(software().encode())
+    for source in _SOURCES:
+        path = package / source
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return (
+        Path(home) / "hpc_tune" / "trials" / f"{config.model_type}-{digest.hexdigest()[:16]}.json"
+    )

@@ -1,0 +1,135 @@
+"""Chats that hypothesis draws, under the template of each family: what is learned is what the
+assistant says, with the end of each turn, and nothing else; the tokens are those of stock
+transformers.
+
+``make soak`` draws for HPC_TUNE_SOAK_S seconds (half an hour).
+"""
+
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_chat_families import FAMILIES, LAST_THINKS, STRIPPED, tokenizer_of
+
+from hpc_tune.data.encode import Encoder
+from hpc_tune.data.records import to_example
+
+FEW = 50
+PER_ROUND = 2000
+SOAK_S = float(os.environ.get("HPC_TUNE_SOAK_S", "1800"))
+TOKENIZERS = {name: tokenizer_of(family) for name, family in FAMILIES.items()}
+# What could be taken for the form of a turn, or is lost by careless cutting.
+HARD = [
+    "assistant", "user", "\n", " ", "\n\n", "ASSISTANT:", "USER: ", " ASSISTANT: 1</s>",
+    "### Response:\n", "<think>", "</think>", "<think>\nhm\n</think>\n\n", "{{ x }}", "{% if %}",
+    "\r\n", "\t", "é", "😀", "\u3000", "\u200b", "\U000f0000", "\U000f0001", "1", "final", "[INST]",
+    "\ufeff", "<|im_end|>\n<|im_start|>assistant\n", "Hello.", "None", '"', "\\", "\x00",
+]  # fmt: skip
+# Where no token begins or ends an answer, and none is asked for, its outermost space is not known.
+BEGUN_BY_USERS = ("Llama 2", "Mistral", "alpaca's headings: no control token at all")
+# Python's idea of white space has these four beyond Unicode's.
+LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x1c\x1d\x1e\x1f")
+
+
+def said_under(name):
+    """Text that people may write, control tokens of the family's template among it."""
+    controls = [control.removeprefix("~") for control in FAMILIES[name].controls.split()]
+    parts = st.sampled_from(HARD + controls) | st.text(LETTERS, max_size=8)
+    return st.lists(parts, max_size=4).map("".join)
+
+
+@st.composite
+def chats(draw):
+    """A family, and messages: mostly in turn, any role first and last, some marked."""
+    name = draw(st.sampled_from(sorted(FAMILIES)))
+    content = said_under(name)
+    pool = draw(st.lists(content, min_size=1, max_size=6))
+    some = st.sampled_from(pool)  # turns that say the same are among them
+    role = draw(st.sampled_from(["user", "user", "user", "assistant"]))
+    if name in BEGUN_BY_USERS:
+        role = "user"
+    messages = []
+    if "{{ m.role }}" in FAMILIES[name].template and draw(st.integers(0, 3)) == 0:
+        messages.append({"role": "system", "content": draw(some)})
+    for _ in range(draw(st.integers(1, 6))):
+        message = {"role": role, "content": draw(some)}
+        if not message["content"].rpartition("</think>")[2].strip():
+            message["content"] = message["content"].replace("</think>", "")
+        if role == "assistant" and draw(st.integers(0, 3)) == 0:
+            message["reasoning_content"] = f"hm: {draw(some)}"
+        if role == "assistant" and draw(st.integers(0, 5)) == 0:
+            message["weight"] = 0
+        messages.append(message)
+        if draw(st.integers(0, 7)):
+            role = "assistant" if role == "user" else "user"
+    return name, messages
+
+
+def expected(name, messages):
+    """Return what is to be learned, by the family's two patterns: of a turn, and of the last."""
+    family, learned = FAMILIES[name], []
+    for number, message in enumerate(messages):
+        is_last = number + 1 == len(messages)
+        text, thoughts = message["content"], message.get("reasoning_content", "")
+        thinks = is_last and LAST_THINKS in family.template
+        is_empty = not (text.strip() or (thinks and thoughts))
+        if message["role"] != "assistant" or "weight" in message or is_empty:
+            continue
+        if STRIPPED in family.template and "</think>" in text:
+            text = text.split("</think>")[-1].lstrip("\n")
+        if "| trim" in family.template:
+            text = text.strip()
+        if "~<|assistant|>" in family.controls:
+            text = text.lstrip()  # the token in front has swallowed it
+        head, mark, tail = family.learned[is_last].partition("12"[is_last])
+        assert mark
+        if thinks:
+            before, line, after = head.partition("\n</think>")
+            head = f"{before}{thoughts}{line}{after}"
+        learned.append(f"{head}{text}{tail}")
+    return "".join(learned)
+
+
+def check(drawn):
+    name, messages = drawn
+    tokenizer, wanted = TOKENIZERS[name], expected(name, messages)
+    encoder = Encoder(tokenizer, 1 << 20, "answers")
+    blocks = list(encoder.encode([to_example({"messages": messages})]))
+    assert encoder.counters.unclear_answers == 0
+    if not blocks:
+        assert wanted == "", encoder.counters.dropped
+        return
+    (block,) = blocks
+    marks = np.flatnonzero(np.diff(block.loss_mask, prepend=0, append=0)).reshape(-1, 2)
+    found = "".join(tokenizer.decode(block.tokens[a:b]) for a, b in marks)
+    assert found == wanted
+    plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
+    text = json.dumps(plain, ensure_ascii=False)
+    if not any(char in text for char in "\U000f0000\U000f0001"):  # stock takes them out
+        stock = tokenizer.apply_chat_template(plain, sanitize_control_tokens=True)
+        assert block.tokens.tolist() == stock["input_ids"]
+
+
+def draw_and_check(num):
+    """Check ``num`` chats."""
+    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    common = {"deadline": None, "database": None, "suppress_health_check": quiet}
+    settings(max_examples=num, print_blob=True, **common)(given(chats())(check))()
+
+
+def test_what_is_learned_of_any_chat_is_what_the_assistant_says():
+    draw_and_check(FEW)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK_S + 600)
+def test_what_is_learned_of_any_chat_is_what_the_assistant_says_for_long():
+    began_s, num = time.monotonic(), 0
+    while time.monotonic() - began_s < SOAK_S:
+        draw_and_check(PER_ROUND)
+        num += PER_ROUND
+    print(f"{num} chats")

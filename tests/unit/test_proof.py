@@ -1,0 +1,113 @@
+"""Architectures tried before a run: what transformers itself says is what counts."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hpc_tune.model.shrink import VOCABULARY, factors, shrunk
+from hpc_tune.train import proof
+from hpc_tune.train.proof import Proof, prove, try_out
+
+SMALL = {"vocab_size": 512, "num_hidden_layers": 2, "pad_token_id": 0}
+
+
+def config_of(kind, **said):
+    return AutoConfig.for_model(kind, **said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", {}),
+        ("gemma2", {}),
+        ("opt", {}),
+        ("gpt_neox", {}),
+        # Scales of the embeddings and the logits: in a pipeline they must come once.
+        ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}),
+        ("hyperclovax", {"embedding_multiplier": 10.0, "logits_scaling": 0.125}),
+    ],
+)
+def test_what_is_trained_right_is_found_right_in_every_way(kind, said):
+    assert try_out(config_of(kind, **said)) == Proof()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+        ("qwen3_5_text", {}),
+        ("bloom", {}),
+    ],
+)
+def test_a_model_that_mixes_the_documents_of_a_row_is_found(kind, said):
+    found = try_out(config_of(kind, **said))
+    assert not found.loss
+    assert "in one row" in found.packing or "the one before it" in found.packing
+
+
+@pytest.mark.parametrize("kind", ["bert", "bart", "cpmant"])
+def test_a_model_whose_loss_is_not_that_of_transformers_is_found(kind):
+    assert "in transformers" in try_out(config_of(kind)).loss
+
+
+def test_attention_that_needs_its_mask_is_left_to_transformers():
+    found = try_out(config_of("doge"))
+    assert "in transformers" in found.attention
+    assert not found.loss
+    assert not found.packing
+
+
+def test_slices_whose_gradients_are_parts_of_a_sum_are_found():
+    found = try_out(config_of("apertus"))
+    assert not found.loss
+    assert "alpha_p" in found.tensor
+
+
+def test_a_buffer_that_nothing_fills_is_named_and_not_trained_with():
+    assert "mup_vector" in try_out(config_of("falcon_h1", num_hidden_layers=2)).loss
+
+
+def test_what_transformers_cannot_train_itself_is_refused_with_its_words():
+    found = try_out(config_of("gemma3n_text"))
+    assert found.loss.startswith("no small model of this kind could be tried: ")
+
+
+def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = config_of("llama")
+    assert prove(config) == Proof()
+    (file,) = tmp_path.rglob("llama-*.json")
+    marked = dataclasses.asdict(Proof(packing="as it was remembered"))
+    file.write_text(json.dumps(marked))
+    assert prove(config).packing == "as it was remembered"
+    assert prove(config_of("llama", rope_theta=5e5)) == Proof()
+    assert len(list(tmp_path.rglob("llama-*.json"))) == 2
+    monkeypatch.setattr(proof, "software", lambda: "transformers 99")
+    assert prove(config) == Proof()
+    file.write_text("{")  # a node that went down while it wrote
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert prove(config) == Proof()
+
+
+def test_where_nothing_can_be_remembered_the_trial_is_made_each_time(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert prove(config_of("llama")) == Proof()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "bamba"])
+def test_a_small_model_has_the_heads_and_kinds_of_layers_of_the_large_one(kind):
+    config = config_of(kind)
+    small = shrunk(config, factors(config)[0])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    assert sum(p.numel() for p in model.parameters()) < 40e6
+    assert small.num_attention_heads == config.num_attention_heads
+    assert small.vocab_size == VOCABULARY
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(config, name, None)
+        assert kinds is None or set(getattr(small, name)) == set(kinds)
