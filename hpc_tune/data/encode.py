@@ -8,6 +8,7 @@ token of a document never is.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -26,6 +27,7 @@ from hpc_tune.data.writer import Block, token_dtype
 # keep several cores busy.
 BATCH_CHARS = 128 << 10
 PARTS_PER_BATCH = 4  # of a long text, for as many cores
+UNSURE_CHARS = 4096  # before the place where a text is cut, its tokens may be others
 
 
 class Encoder:
@@ -120,12 +122,28 @@ class Encoder:
     def _short_block(self, rendered: list[Rendered]) -> Iterator[Block]:
         if not rendered:
             return
+        rendered = [self._head(item) for item in rendered]
         encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
         documents: list[tuple[np.ndarray, np.ndarray]] = []
         for item, encoding in zip(rendered, encodings, strict=True):
             tokens, mask = self._with_mask(item, *self._ids_of(item, encoding))
-            documents += self._pieces(tokens) if item.split else self._cut(tokens, mask)
+            documents += self._pieces(tokens) if item.split else self._cut(item, tokens, mask)
         yield from self._block(documents)
+
+    def _head(self, item: Rendered) -> Rendered:
+        """Return as much of a long chat as its first ``seq_len`` tokens come from.
+
+        The rest is cut off in any case, and its tokens would take 400 bytes of memory each.
+        """
+        size = BATCH_CHARS
+        while not item.split and len(item.text) > size:
+            head = replace(item, text=item.text[:size])
+            (encoding,) = self._encode_batch([head.text], self._as_text(head))
+            ids, places = self._ids_of(head, encoding)
+            if len(ids) > self._seq_len and places[self._seq_len][1] < size - UNSURE_CHARS:
+                return head
+            size *= 2
+        return item
 
     def _ids_of(self, item: Rendered, encoding: Any) -> tuple[list[int], list[Span]]:
         """Return tokens and their characters, with typed control tokens as text."""
@@ -211,9 +229,12 @@ class Encoder:
             mask[0] = 0
         return list(zip(pieces, masks, strict=True))
 
-    def _cut(self, tokens: np.ndarray, mask: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _cut(
+        self, item: Rendered, tokens: np.ndarray, mask: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Cut an example at ``seq_len``; drop it if nothing in it is learned."""
-        if not mask.any():
+        goes_on = any(stop > len(item.text) for _, stop in item.spans or ())
+        if not mask.any() and not goes_on:
             self.counters.drop("empty answer")
             return []
         if len(tokens) > self._seq_len:

@@ -2,9 +2,11 @@ import json
 
 import numpy as np
 import pytest
-from test_data_support import byte_tokenizer
+from test_data_support import CHATML, byte_tokenizer
+from tokenizers import trainers
+from transformers import PreTrainedTokenizerFast
 
-from hpc_tune.data import encode
+from hpc_tune.data import encode, pydocs
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import Chat, Completion, Text
 from hpc_tune.errors import DataError
@@ -238,3 +240,36 @@ def test_a_white_space_token_before_the_answer_is_not_learned():
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     found, _ = _encode(tokenizer, [_chat("q", "a \n b\n")])
     assert found[0][1] == "a \n b\n<|im_end|>"
+
+
+@pytest.mark.parametrize("seq_len", [30, 400, 3000])
+def test_of_a_long_chat_only_the_head_is_tokenised_and_its_documents_stay_the_same(
+    monkeypatch, seq_len
+):
+    """Byte pairs learned from real text, whose words are cut anywhere; the limit is made small."""
+    text = "".join(f"{question} {answer}\n" for question, answer in pydocs.read_module("json"))
+    tokenizer = byte_tokenizer()
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<|im_start|>", "<|im_end|>"])
+    backend = tokenizer.backend_tokenizer
+    backend.train_from_iterator([text], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML)
+    examples = [
+        _chat(text[:shift] + "?", text[shift:] * 3, "more?", text) for shift in (1, 77, 2000)
+    ]
+    whole = Encoder(tokenizer, seq_len, "answers")
+    expected = _documents(whole, examples)
+    monkeypatch.setattr(encode, "BATCH_CHARS", 700)
+    monkeypatch.setattr(encode, "UNSURE_CHARS", 100)
+    sizes = []
+    head = Encoder._head
+    monkeypatch.setattr(
+        Encoder, "_head", lambda self, item: sizes.append(r := head(self, item)) or r
+    )
+    encoder = Encoder(tokenizer, seq_len, "answers")
+    found = _documents(encoder, examples)
+    assert len(found) == len(expected)
+    for (tokens, mask), (all_tokens, all_mask) in zip(found, expected, strict=True):
+        assert tokens.tolist() == all_tokens.tolist()
+        assert mask.tolist() == all_mask.tolist()
+    assert encoder.counters == whole.counters
+    assert max(len(item.text) for item in sizes) < len(text) * 4
