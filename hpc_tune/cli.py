@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune import __version__
-from hpc_tune.config.load import describe_fields, load_config
+from hpc_tune.config.load import fields_text, is_tiny, load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.lean import lean_imports, postpone_compiler
-from hpc_tune.log import configure
+from hpc_tune.log import configure, log
 from hpc_tune.units import parse_bytes
 from hpc_tune.world.discover import rank_hint
 
@@ -91,6 +91,8 @@ def _train(arguments: list[str]) -> int:
         "--force", action="store_true", help="start what does not fit into memory by the plan"
     )
     options, config = _options_and_config(parser, arguments)
+    if not options.config and not is_tiny(options.overrides):
+        log.info("config  no --config: the defaults, as --help lists them, where not set here")
     with lean_imports():
         from hpc_tune.train.run import run
     if not config.train.compile:
@@ -153,7 +155,8 @@ def _doctor(arguments: list[str]) -> int:
 
 def _passed_on(options: argparse.Namespace) -> list[str]:
     """Return the arguments that say the same to another command."""
-    return [*(["--config", options.config] if options.config else []), *options.overrides]
+    named = [word for file in options.config for word in ("--config", file)]
+    return [*named, *options.overrides]
 
 
 def _words(command: str, option: str) -> list[str]:
@@ -338,9 +341,16 @@ def _parser(command: str, config: bool = False) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if config:
-        parser.add_argument("--config", metavar="FILE", help="YAML; without it: a tiny default")
+        parser.add_argument(
+            "--config",
+            metavar="FILE",
+            action="append",
+            default=[],
+            help="YAML; given again, the later file wins; without one: the defaults, or a tiny run "
+            "of the built-in model and data",
+        )
         parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of FILE")
-        parser.epilog = _fields_text()
+        parser.epilog = fields_text()
     return parser
 
 
@@ -381,17 +391,5 @@ def _overview() -> str:
         f"hpc_tune {__version__}: fine-tune large language models on HPC clusters\n\n"
         "usage: python -m hpc_tune [COMMAND] [--config FILE] [key=value ...]\n"
         "       mpirun -np 16 python -m hpc_tune --config FILE\n\n"
-        f"commands (COMMAND --help says more):\n{commands}\n\n{_fields_text()}"
+        f"commands (COMMAND --help says more):\n{commands}\n\n{fields_text()}"
     )
-
-
-def _fields_text() -> str:
-    import textwrap
-
-    lines = ["settings (in FILE as part: {key: value}, or part.key=value):"]
-    for name, kind, default, prose in describe_fields():
-        shown = str(default).lower() if isinstance(default, bool) else default
-        shown = "unset" if default is None else shown
-        lines.append(f"  {name} = {shown}  ({kind})")
-        lines += textwrap.wrap(prose, 92, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join(lines)

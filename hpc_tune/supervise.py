@@ -77,7 +77,9 @@ def decide(starts: Sequence[Start], left_s: float | None, can_requeue: bool) -> 
     if last.reason in ("STOP file", "SIGTERM", "SIGINT"):
         return "give up", f"it was asked to end ({last.reason})"
     barren = _barren(starts)
-    crashes = sum(start.status == "failed" and not start.asked for start in barren)
+    # What the user must change is no crash, such as a start in the folder of a run that lives.
+    failed = [start for start in barren if start.status == "failed" and not start.asked]
+    crashes = sum(start.exit_code != EXIT_USER for start in failed)
     if crashes >= MOST_CRASHES:
         return "give up", f"{crashes} crashes in a row came no further than step {last.to_step}"
     if len(barren) >= MOST_LEAVES:

@@ -40,6 +40,12 @@ ROWS = {
     "memory, and too little time": ([GOOD, MEMORY], 60.0, True, "requeue"),
     "one crash": ([CRASH], 3600.0, True, "again"),
     "a crash in the next job too": ([CRASH, start(10, 10)], 3600.0, True, "give up"),
+    "a start that was refused is no crash": (
+        [start(10, 10, exit_code=2), CRASH],
+        3600.0,
+        True,
+        "again",
+    ),
     "crashes with progress between": ([CRASH, start(10, 12), CRASH], 3600.0, True, "again"),
     "a crash after a signal is none": ([CRASH, start(10, 10, asked=True)], 60.0, True, "requeue"),
     "jobs too short to get anywhere": ([GOOD, TIME, TIME], 60.0, True, "requeue"),
