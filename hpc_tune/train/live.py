@@ -28,6 +28,7 @@ FILE = "live.json"
 TOUCH_EVERY_S = 10.0
 # A thread of a busy rank may be late, and file systems show a time late, too.
 SILENT_S = 120.0
+SHOWS_WITHIN_S = 30.0  # on another host
 _SETTLE_S = 0.5  # of two that take over at once, both see who was last
 _LOOK_EVERY_S = 1.0
 Lost = Callable[[HpcTuneError], None]
@@ -170,6 +171,24 @@ class LiveMark:
                 return
             with contextlib.suppress(OSError):  # a file system that hangs is told of by who saves
                 os.utime(self._path)
+
+
+def require_shared(run_dir: Path, nonce: str, host: str, limit_s: float = SHOWS_WITHIN_S) -> None:
+    """Refuse a run directory in which this host does not see the mark that ``host`` has made.
+
+    Each node would save into a folder of its own, and no start would find all of it.
+
+    Raises:
+        ConfigError: if it does not show in time.
+    """
+    until_s = time.monotonic() + limit_s
+    while nonce_in(run_dir / FILE) != nonce:
+        if time.monotonic() > until_s:
+            raise ConfigError(
+                f"run.dir={run_dir} on {socket.gethostname()} is not the folder of that name on "
+                f"{host}, where rank 0 is; choose one on a file system that all nodes share"
+            )
+        time.sleep(0.1)
 
 
 def release(run_dir: Path, nonce: str) -> None:

@@ -44,7 +44,7 @@ from hpc_tune.train.ending import EarlyLeave, fail
 from hpc_tune.train.foresight import compare, foresee
 from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model
 from hpc_tune.train.layout import settle_layout
-from hpc_tune.train.live import LiveMark, this_process
+from hpc_tune.train.live import LiveMark, require_shared, this_process
 from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
@@ -128,6 +128,10 @@ def _run(
     mark = LiveMark(run_dir, this_process(session.nonce), partial(fail, session, run_dir=run_dir))
     making = partial(make_run_dir, config, run_dir, mark)
     before = on_rank_0(session, "making the run directory", making)
+    if world.num_nodes > 1:
+        looking = partial(require_shared, run_dir, session.nonce, session.roster[0].hostname)
+        elsewhere = world.local_rank == 0 and not mine
+        together(session, "finding the run directory", looking if elsewhere else lambda: None)
     events = JsonLines(run_dir / "events.jsonl" if mine else None)
     step, saver = 0, None
     governor = together(

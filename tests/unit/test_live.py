@@ -12,7 +12,15 @@ from dataclasses import asdict, replace
 import pytest
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.train.live import FILE, LiveMark, is_known_to_be, nonce_in, release, this_process
+from hpc_tune.train.live import (
+    FILE,
+    LiveMark,
+    is_known_to_be,
+    nonce_in,
+    release,
+    require_shared,
+    this_process,
+)
 
 HERE = this_process("mine", {"SLURM_JOB_ID": "7"})
 # A rank 0 of which this process can know nothing but the file.
@@ -160,3 +168,20 @@ def test_any_rank_of_a_start_gives_its_folder_back_and_no_others(tmp_path):
     release(tmp_path, "theirs")
     release(tmp_path, "theirs")
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_folder_that_another_host_has_of_its_own_is_refused(tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    own = mark(ours)
+    own.take()
+    require_shared(ours, "mine", "n0")
+    with pytest.raises(ConfigError, match="is not the folder of that name on n0, where rank 0 is"):
+        require_shared(theirs, "mine", "n0", limit_s=0.1)
+    own.close()
+
+
+def test_a_folder_that_shows_late_on_another_host_is_waited_for(tmp_path):
+    late = threading.Timer(0.3, left, [tmp_path, FAR])
+    late.start()
+    require_shared(tmp_path, "theirs", "far")

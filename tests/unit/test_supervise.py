@@ -177,8 +177,26 @@ def test_ranks_are_asked_to_leave_where_no_scheduler_signals(tmp_path):
     assert job.requeued.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_scancel_and_ctrl_c_end_it_without_a_requeue(tmp_path, number):
+def test_ranks_whose_supervisor_is_killed_save_and_leave(tmp_path):
+    job = Job(tmp_path, says("stopped", "SIGUSR1", 75, 4, until_asked=True))
+    wait_for(job.run_dir / "started")
+    job.process.kill()
+    job.process.wait()
+    wait_for(job.run_dir / "outcome.json")
+    job.process.stderr.close()
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    job = Job(tmp_path, says("done", "all steps done", 0, 4, lingers_s=1))
+    signal.signal(signal.SIGHUP, before)
+    wait_for(job.run_dir / "started")
+    job.process.send_signal(signal.SIGHUP)
+    assert job.end() == 0, job.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_scancel_ctrl_c_and_a_closed_terminal_end_it_without_a_requeue(tmp_path, number):
     job = Job(tmp_path, says("stopped", "SIGUSR1", 75, 4, until_asked=True))
     wait_for(job.run_dir / "started")
     job.process.send_signal(number)
