@@ -5,6 +5,7 @@ build           the module tree with adapters, no byte of weights
 (the engine shards it; then see load.py)
 """
 
+import difflib
 import hashlib
 import json
 import warnings
@@ -252,6 +253,10 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
     with lean_imports():
         from peft import get_peft_model
 
+    linear = sorted(
+        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    )
+    _require_targets(tune, [name for name, _ in model.named_modules()], linear)
     try:
         with warnings.catch_warnings(), lean_imports():
             # peft asks transformers for an attribute that has a new name, once per rank.
@@ -260,12 +265,9 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
                 model, lora_config(tune), low_cpu_mem_usage=True, autocast_adapter_dtype=True
             )
     except ValueError as error:
-        linear = {
-            n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)
-        }
         raise ConfigError(
             f"tune.targets={tune.targets}: {first_line(error)} "
-            f"Linear layers of this model: {', '.join(sorted(linear))}"
+            f"Linear layers of this model: {', '.join(linear)}"
         ) from None
     if any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules()):
         raise ConfigError("this model keeps its layers transposed (Conv1D); use tune.method=full")
@@ -278,6 +280,23 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[tune.param_dtype])
     return wrapped
+
+
+def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) -> None:
+    """Refuse a target that is no module's name, which peft passes over beside one that is."""
+    named = [] if isinstance(tune.targets, str) else tune.targets
+    unknown = [
+        name
+        for name in named
+        if not any(module == name or module.endswith(f".{name}") for module in modules)
+    ]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], linear, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise ConfigError(
+            f"tune.targets={tune.targets}: no layer of this model is called "
+            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}"
+        )
 
 
 def lora_config(tune: TuneConfig) -> Any:

@@ -26,6 +26,7 @@ OTHER = {
     "optim.batch_scaling": "linear",
     "optim.schedule": "linear",
     "optim.warmup_steps": 5,
+    "optim.warmup_ratio": 0.5,
     "optim.min_lr_ratio": 0.5,
     "optim.beta1": 0.5,
     "optim.beta2": 0.5,

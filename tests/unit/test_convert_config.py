@@ -217,7 +217,7 @@ def test_the_keys_of_published_recipes_are_known(rules, keys):
             {"data.loss_on": "all"},
         ),
         ({"clip_grad_norm": None}, {"optim.clip_norm": 0.0}),
-        ({"lr_scheduler": None}, {"optim.schedule": "constant"}),
+        ({"lr_scheduler": None}, {"optim.schedule": "constant", "optim.warmup_steps": 0}),
         ({"max_steps_per_epoch": 7}, {"train.max_steps": 14}),
         ({"enable_activation_checkpointing": False}, {"parallel.recompute": "none"}),
         (
@@ -246,9 +246,10 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"finetuning_type": "full", "pure_bf16": True}, {"tune.param_dtype": "bf16"}),
         ({"neat_packing": True}, {"data.packing": True}),
         ({"train_on_prompt": True}, {"data.loss_on": "all"}),
-        ({"max_steps": None}, {"train.epochs": 3.0, "optim.warmup_steps": None}),
+        ({"max_steps": None}, {"train.epochs": 3.0, "optim.warmup_ratio": 0.1}),
         ({"max_steps": -1}, {"train.epochs": 3.0, "train.max_steps": None}),
         ({"warmup_ratio": None, "warmup_steps": 30}, {"optim.warmup_steps": 30}),
+        ({"warmup_ratio": None}, {"optim.warmup_steps": 0, "optim.warmup_ratio": None}),
         ({"lr_scheduler_type": None}, {"optim.schedule": "linear", "optim.min_lr_ratio": 0.0}),
         ({"learning_rate": None}, {"optim.lr": 5e-5}),
         ({"per_device_train_batch_size": None}, {"batch.global_size": 8 * 8 * 4}),
@@ -267,7 +268,6 @@ def test_what_llama_factory_says_elsewhere_or_by_default_counts_too(changes, exp
     [
         (LLAMA_FACTORY_LORA, {"model_name_or_path": "org/name"}, "model_name_or_path", "hub"),
         (LLAMA_FACTORY_LORA, {}, "dataset", "dataset_info.json"),
-        (LLAMA_FACTORY_LORA, {"max_steps": None}, "warmup_ratio", "0.1 x the steps"),
         (LLAMA_FACTORY_LORA, {"stage": "dpo"}, "stage", "supervised"),
         (LLAMA_FACTORY_LORA, {"quantization_bit": 8}, "quantization_bit", "4 bits"),
         (LLAMA_FACTORY_LORA, {"use_rslora": True}, "use_rslora", "tune.alpha=16"),

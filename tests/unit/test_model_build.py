@@ -458,6 +458,20 @@ def test_targets_that_are_no_linear_layers_are_refused(tiny, targets, said):
         build(tiny, torch.float32, TuneConfig(targets=targets), 0)
 
 
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["q_proj", "v_porj"], "is called v_porj; did you mean v_proj or "),
+        (["q_proj", "query"], "is called query. Its linear layers: down_proj, gate_proj, k_proj"),
+        (["layers.9.self_attn.q_proj", "q_proj"], r"is called layers\.9\.self_attn\.q_proj"),
+    ],
+)
+def test_a_target_that_matches_nothing_is_refused_beside_ones_that_match(tiny, targets, said):
+    """peft passes over it, and trains fewer layers than were asked for."""
+    with pytest.raises(ConfigError, match=said):
+        build(tiny, torch.float32, TuneConfig(targets=targets), 0)
+
+
 def test_transposed_layers_get_no_adapters(tmp_path):
     config = CONFIG_MAPPING["gpt2"](**{**FAMILY, **FAMILIES["gpt2"]})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
