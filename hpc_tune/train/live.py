@@ -132,9 +132,10 @@ class LiveMark:
         self._thread.start()
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Give the folder back, if this rank has taken it."""
         self._over.set()
-        release(self._path.parent, self._me.nonce)
+        if self._thread.ident is not None:
+            release(self._path.parent, self._me.nonce)
 
     def _create(self) -> bool:
         """Write the file if there is none; tell whether it is this job's."""

@@ -43,6 +43,9 @@ FREE = {
     "data.loss_on",
     "data.chat_template",
     "data.cache",
+    "data.columns",
+    "data.bad_rows",
+    "data.eval_fraction",
     # only a run that begins looks at it
     "tune.init_from",
     # how the work is spread and where it runs
