@@ -26,7 +26,7 @@ from hpc_tune.plan.account import ModelSize
 from hpc_tune.train.proof import prove
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import agree
+from hpc_tune.world.collective import agree, broadcast_object
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,7 @@ def prepare_file(
         rank=world.rank,
         size=world.size,
         agree=agree_or_raise,
+        share=lambda own: broadcast_object(session, own),
         threads=session.threads,
         report=progress.show,
     )
