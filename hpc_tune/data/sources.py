@@ -92,6 +92,13 @@ def identity(paths: Paths) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
+def files_of(paths: Paths) -> set[str]:
+    """Return the files of a source, prepared or raw, or the name of a built-in one."""
+    if isinstance(paths, str) and (is_builtin(paths) or paths.endswith((".h5", ".hdf5"))):
+        return {paths}
+    return {str(file.resolve()) for file in find(paths).files}
+
+
 def ends_of_files(paths: Paths) -> tuple[tuple[str, int, str], ...]:
     """Return (file, size, hash of its two ends), by which copies on several nodes are compared."""
     if isinstance(paths, str) and is_builtin(paths):

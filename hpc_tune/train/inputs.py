@@ -12,7 +12,7 @@ from hpc_tune.data.files import Paths, find, say_left_out, shown
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
-from hpc_tune.data.sources import is_builtin
+from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.lean import import_transformers
@@ -141,6 +141,8 @@ def prepare_data(
             "keeping the chat template",
             lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
         )
+    if data.eval_path:
+        on_rank_0(session, "looking at the data", lambda: _warn_of_overlap(data))
     part: Part = "train" if data.eval_fraction else "all"
     store = ready_data(data.path, data, own, session, run_dir, part)
     if data.eval_fraction:
@@ -148,6 +150,18 @@ def prepare_data(
     if data.eval_path:
         return store, ready_data(data.eval_path, data, own, session, run_dir)
     return store, None
+
+
+def _warn_of_overlap(data: DataConfig) -> None:
+    """Say which files are both learned from and evaluated on."""
+    assert data.eval_path is not None
+    same = sorted(files_of(data.path) & files_of(data.eval_path))
+    if same:
+        log.warning(
+            "data.eval_path and data.path both read %s%s: its loss tells nothing about new data. "
+            "Name the held-out split, or use data.eval_fraction",
+            *(same[0], f" and {len(same) - 1} more" if len(same) > 1 else ""),
+        )
 
 
 def ready_model(path: str, session: Session, run_dir: Path) -> Path:
