@@ -8,7 +8,7 @@ from typing import Any
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.config.schema import DataConfig, RunConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
-from hpc_tune.data.files import Paths, find, say_left_out, shown
+from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
@@ -263,7 +263,10 @@ def prepare_file(
     )
     progress.close()
     if world.rank == 0 and part != "held-out" and not is_builtin(shown(path)):
-        for line in say_left_out(find(path)):
+        found = find(path)
+        if len(found.files) > 1:
+            log.info("%s: %s", shown(path), say_read(found))
+        for line in say_left_out(found):
             log.warning("%s: %s", shown(path), line)
     log.info("prepared %s: %s", name, counters)
 

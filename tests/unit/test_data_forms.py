@@ -88,6 +88,15 @@ def test_pairs_in_each_form_are_what_they_are_as_lines_of_json(tmp_path, name):
     assert len(found) == len(PAIRS)
 
 
+@pytest.mark.parametrize("block_bytes", [200, 1001, 5000])
+def test_a_csv_is_the_same_rows_however_it_is_read_in_blocks(tmp_path, monkeypatch, block_bytes):
+    """Line ends within quotes are at the ends of blocks, too."""
+    monkeypatch.setattr(tables, "CSV_BLOCK_BYTES", block_bytes)
+    write_jsonl(tmp_path / "reference.jsonl", PAIRS)
+    _csv(tmp_path / "d.csv", PAIRS)
+    assert _read(tmp_path / "d.csv") == _read(tmp_path / "reference.jsonl")
+
+
 @pytest.mark.parametrize("name", [name for name in FORMS if "csv" not in name])
 def test_chats_in_each_form_are_what_they_are_as_lines_of_json(tmp_path, name):
     write_jsonl(tmp_path / "reference.jsonl", CHATS)
