@@ -213,3 +213,24 @@ def test_an_array_with_something_behind_it_is_refused(tmp_path):
     (tmp_path / "d.json").write_text('[{"text": "a"}]\n[{"text": "b"}]\n')
     with pytest.raises(DataError, match="more behind the array"):
         _read(tmp_path / "d.json")
+
+
+@pytest.mark.parametrize("layout", ["data/train-00000-of-00001", "train/part", "train"])
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl", "jsonl.gz"])
+def test_a_folder_gives_the_rows_that_hugging_face_datasets_finds_in_it(tmp_path, layout, suffix):
+    """Its training split, with a card and another split beside it."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    folder = tmp_path / "set"
+    write = {**FORMS, "d.jsonl": write_jsonl}[f"d.{suffix}"]
+    for split, rows in (("train", PAIRS[:30]), ("test", PAIRS[30:40])):
+        file = folder / f"{layout.replace('train', split)}.{suffix}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, rows)
+    (folder / "README.md").write_text("A card.\n" * 50)
+    (folder / "LICENSE").write_text("A licence.\n")
+    expected = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+    found = _read(folder)
+    assert [(e.prompt, e.completion) for e in found] == [
+        (row["prompt"], str(row["completion"])) for row in expected
+    ]
+    assert len(found) == 30
