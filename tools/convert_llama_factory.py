@@ -108,10 +108,16 @@ def _dataset(ours: str) -> Rule:
         advice = f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} "
         advice += "to it (alpaca, ShareGPT and messages are understood)"
         if len(names) > 1:
-            advice += ", to a folder with all of them"
+            advice += ", as a list"
         return Left(advice, to_do=True)
 
     return rule
+
+
+def _val_size(value: Any, theirs: Theirs) -> Outcome:
+    if isinstance(value, int | float) and 0 < value < 1:
+        return Taken({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
+    return Left("data.eval_fraction is a share of the documents: set it", to_do=True)
 
 
 def _loss_on(value: Any, theirs: Theirs) -> Outcome:
@@ -334,7 +340,7 @@ _LEFT: dict[str, Rule] = {
     "fp16": lacking("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"),
     "trust_remote_code": lacking("no code of a model directory is run: its type must be known"),
     "max_samples": lacking("cut the file: head -n N", to_do=True),
-    "val_size": lacking("cut off a file of held-out records; set data.eval_path", to_do=True),
+    "val_size": _val_size,
     "resume_from_checkpoint": lacking("their state cannot be read; tune.init_from takes adapters"),
     **each(
         lacking("checkpoint.keep_best=true keeps the best one; a run goes to its end"),

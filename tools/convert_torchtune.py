@@ -285,7 +285,7 @@ _TAKEN: dict[str, Rule] = {
     **each(_targets, "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"),
     **each(_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
     "checkpointer.checkpoint_dir": _model_path,
-    "dataset": Left("put the files of all of them into one folder; set data.path", to_do=True),
+    "dataset": Left("set data.path to a list of the files of all of them", to_do=True),
     "dataset._component_": _component,
     "dataset.source": _source("dataset", "data.path"),
     "dataset.data_files": _files("dataset", "data.path"),

@@ -95,6 +95,13 @@ def find(paths: Paths) -> Found:
     return Found(tuple(files), tuple(left for one in found for left in one.left_out))
 
 
+def say_read(found: Found) -> str:
+    """Return which files are read."""
+    more = f" and {len(found.files) - _MOST_NAMES} more" if len(found.files) > _MOST_NAMES else ""
+    names = ", ".join(str(file) for file in found.files[:_MOST_NAMES])
+    return f"reads {len(found.files):,} files: {names}{more}"
+
+
 def say_left_out(found: Found) -> Iterator[str]:
     """Yield a line for each reason for which files were not read."""
     for why, group in itertools.groupby(

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,7 +34,7 @@ from hpc_tune.data.encode import Encoder, LossOn
 from hpc_tune.data.files import Paths, as_list, shown
 from hpc_tune.data.layout import VERSION, Attributes, Counters, TokenStore
 from hpc_tune.data.reading import PLAIN, Findings, Reading, require_columns
-from hpc_tune.data.sources import Chunk, identity, list_chunks, read_chunk
+from hpc_tune.data.sources import Chunk, ends_of_files, identity, list_chunks, read_chunk
 from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint
 from hpc_tune.data.writer import Block, token_dtype, write_store
 from hpc_tune.errors import DataError, HpcTuneError
@@ -51,6 +52,7 @@ class Plan:
 
     source: str
     out: Path
+    files: tuple[tuple[str, int, str], ...]
     chunks: tuple[Chunk, ...]
     reading: Reading
     seq_len: int
@@ -93,7 +95,7 @@ def plan(
     loss_on: LossOn = "answers",
     reading: Reading = PLAIN,
 ) -> Plan:
-    """Look at the source and say what has to be done; reads no data and writes nothing.
+    """Look at the source and say what has to be done; reads ends of files and writes nothing.
 
     Raises:
         DataError: if the source is missing, empty or of no known kind, or the tokenizer is not a
@@ -104,6 +106,7 @@ def plan(
     return Plan(
         source=shown(paths),
         out=out,
+        files=ends_of_files(paths),
         chunks=tuple(list_chunks(paths)),
         reading=reading,
         seq_len=seq_len,
@@ -199,6 +202,18 @@ def _check(work: Plan, counters: Counters, findings: Findings) -> None:
     )
 
 
+def _require_copy(own: Plan, work: Plan) -> None:
+    """Check that this rank sees the files of rank 0: on its node they may be copies."""
+    for mine, its in zip_longest(own.files, work.files):
+        if mine != its:
+            found = f"{mine[0]} of {mine[1]:,} bytes" if mine else "no such file"
+            there = f"{its[0]} of {its[1]:,} bytes" if its else "no such file"
+            raise DataError(
+                f"{work.source} is not the same on all nodes: {found} on this one, {there} on rank "
+                "0's (or another content); copy it anew to each, or to a folder that they share"
+            )
+
+
 def raise_it(error: BaseException | None) -> None:
     """Agree with nobody: what a world of one rank does with an error."""
     if error is not None:
@@ -216,6 +231,7 @@ def prepare(
     rank: int = 0,
     size: int = 1,
     agree: Callable[[BaseException | None], None] = raise_it,
+    share: Callable[[Plan], Plan] = lambda own: own,
     threads: int | None = None,
     report: Report | None = None,
 ) -> Counters:
@@ -223,19 +239,26 @@ def prepare(
 
     ``agree(error)`` is called by every rank after each step, and must raise everywhere if any rank
     brings an error; it is also what makes the ranks wait for each other, so its time-out must be
-    longer than the tokenising. Several jobs may prepare the same file at once: who is late finds
-    his parts gone and takes the file of the first.
+    longer than the tokenising. ``share`` returns the plan of rank 0: times of change, and so the
+    names of parts, differ where each node has a copy of the source. Several jobs may prepare the
+    same file at once: who is late finds his parts gone and takes the file of the first.
     """
-    work: Plan | None = None
+    own: Plan | None = None
     error: BaseException | None = None
     before = _stamp(Path(out))
     try:
-        work = plan(paths, out, tokenizer, seq_len=seq_len, loss_on=loss_on, reading=reading)
+        own = plan(paths, out, tokenizer, seq_len=seq_len, loss_on=loss_on, reading=reading)
+    except (HpcTuneError, OSError) as caught:
+        error = caught
+    agree(error)
+    assert own is not None, "agree() must raise when a rank brings an error"
+    work = share(own)
+    try:
+        _require_copy(own, work)
         tokenize(work, tokenizer, rank, size, threads=threads, report=report)
     except (HpcTuneError, OSError) as caught:
-        error = None if work is not None and _stamp(work.out) != before else caught
+        error = None if _stamp(work.out) != before else caught
     agree(error)
-    assert work is not None, "agree() must raise when a rank brings an error"
     try:
         if rank == 0 and _stamp(work.out) == before:
             assemble(work)

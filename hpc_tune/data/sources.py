@@ -26,6 +26,7 @@ from hpc_tune.errors import DataError
 
 CHUNK_BYTES = 4 << 20
 MAX_CHUNKS_PER_FILE = 1 << 15  # of a very large file the chunks grow instead
+_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,28 @@ def identity(paths: Paths) -> str:
             status = file.stat()
             facts.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def files_of(paths: Paths) -> set[str]:
+    """Return the files of a source, prepared or raw, or the name of a built-in one."""
+    if isinstance(paths, str) and (is_builtin(paths) or paths.endswith((".h5", ".hdf5"))):
+        return {paths}
+    return {str(file.resolve()) for file in find(paths).files}
+
+
+def ends_of_files(paths: Paths) -> tuple[tuple[str, int, str], ...]:
+    """Return (file, size, hash of its two ends), by which copies on several nodes are compared."""
+    if isinstance(paths, str) and is_builtin(paths):
+        return ((paths, len(_builtin_modules(paths)), sys.version),)
+    facts = []
+    for file in find(paths).files:
+        with file.open("rb") as opened:
+            data = opened.read(_END_BYTES)
+            size = opened.seek(0, 2)
+            opened.seek(max(size - _END_BYTES, 0))
+            data += opened.read(_END_BYTES)
+        facts.append((str(file), size, hashlib.sha256(data).hexdigest()))
+    return tuple(facts)
 
 
 def _builtin_modules(path: str) -> list[str]:

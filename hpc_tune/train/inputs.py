@@ -8,11 +8,11 @@ from typing import Any
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.config.schema import DataConfig, RunConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
-from hpc_tune.data.files import Paths, find, say_left_out, shown
+from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
 from hpc_tune.data.layout import TokenStore
 from hpc_tune.data.prepare import cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
-from hpc_tune.data.sources import is_builtin
+from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.lean import import_transformers
@@ -27,7 +27,7 @@ from hpc_tune.plan.account import ModelSize
 from hpc_tune.train.proof import prove
 from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import agree
+from hpc_tune.world.collective import agree, broadcast_object
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def prepare_data(
             "keeping the chat template",
             lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
         )
+    if data.eval_path:
+        on_rank_0(session, "looking at the data", lambda: _warn_of_overlap(data))
     part: Part = "train" if data.eval_fraction else "all"
     store = ready_data(data.path, data, own, session, run_dir, part)
     if data.eval_fraction:
@@ -149,6 +151,18 @@ def prepare_data(
     if data.eval_path:
         return store, ready_data(data.eval_path, data, own, session, run_dir)
     return store, None
+
+
+def _warn_of_overlap(data: DataConfig) -> None:
+    """Say which files are both learned from and evaluated on."""
+    assert data.eval_path is not None
+    same = sorted(files_of(data.path) & files_of(data.eval_path))
+    if same:
+        log.warning(
+            "data.eval_path and data.path both read %s%s: its loss tells nothing about new data. "
+            "Name the held-out split, or use data.eval_fraction",
+            *(same[0], f" and {len(same) - 1} more" if len(same) > 1 else ""),
+        )
 
 
 def ready_model(path: str, session: Session, run_dir: Path) -> Path:
@@ -244,12 +258,16 @@ def prepare_file(
         rank=world.rank,
         size=world.size,
         agree=agree_or_raise,
+        share=lambda own: broadcast_object(session, own),
         threads=session.threads,
         report=progress.show,
     )
     progress.close()
     if world.rank == 0 and part != "held-out" and not is_builtin(shown(path)):
-        for line in say_left_out(find(path)):
+        found = find(path)
+        if len(found.files) > 1:
+            log.info("%s: %s", shown(path), say_read(found))
+        for line in say_left_out(found):
             log.warning("%s: %s", shown(path), line)
     log.info("prepared %s: %s", name, counters)
 

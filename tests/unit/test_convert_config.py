@@ -247,6 +247,7 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"neat_packing": True}, {"data.packing": True}),
         ({"train_on_prompt": True}, {"data.loss_on": "all"}),
         ({"max_steps": None}, {"train.epochs": 3.0, "optim.warmup_ratio": 0.1}),
+        ({"val_size": 0.1}, {"data.eval_fraction": 0.1}),
         ({"max_steps": -1}, {"train.epochs": 3.0, "train.max_steps": None}),
         ({"warmup_ratio": None, "warmup_steps": 30}, {"optim.warmup_steps": 30}),
         ({"warmup_ratio": None}, {"optim.warmup_steps": 0, "optim.warmup_ratio": None}),
@@ -270,6 +271,7 @@ def test_what_llama_factory_says_elsewhere_or_by_default_counts_too(changes, exp
         (LLAMA_FACTORY_LORA, {}, "dataset", "dataset_info.json"),
         (LLAMA_FACTORY_LORA, {"stage": "dpo"}, "stage", "supervised"),
         (LLAMA_FACTORY_LORA, {"quantization_bit": 8}, "quantization_bit", "4 bits"),
+        (LLAMA_FACTORY_LORA, {"val_size": 500}, "val_size", "share"),
         (LLAMA_FACTORY_LORA, {"use_rslora": True}, "use_rslora", "tune.alpha=16"),
         (TORCHTUNE_LORA, {"tokenizer__max_seq_len": None}, "tokenizer.max_seq_len", "seq_len"),
         (

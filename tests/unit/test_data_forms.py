@@ -88,6 +88,15 @@ def test_pairs_in_each_form_are_what_they_are_as_lines_of_json(tmp_path, name):
     assert len(found) == len(PAIRS)
 
 
+@pytest.mark.parametrize("block_bytes", [200, 1001, 5000])
+def test_a_csv_is_the_same_rows_however_it_is_read_in_blocks(tmp_path, monkeypatch, block_bytes):
+    """Line ends within quotes are at the ends of blocks, too."""
+    monkeypatch.setattr(tables, "CSV_BLOCK_BYTES", block_bytes)
+    write_jsonl(tmp_path / "reference.jsonl", PAIRS)
+    _csv(tmp_path / "d.csv", PAIRS)
+    assert _read(tmp_path / "d.csv") == _read(tmp_path / "reference.jsonl")
+
+
 @pytest.mark.parametrize("name", [name for name in FORMS if "csv" not in name])
 def test_chats_in_each_form_are_what_they_are_as_lines_of_json(tmp_path, name):
     write_jsonl(tmp_path / "reference.jsonl", CHATS)
@@ -204,3 +213,24 @@ def test_an_array_with_something_behind_it_is_refused(tmp_path):
     (tmp_path / "d.json").write_text('[{"text": "a"}]\n[{"text": "b"}]\n')
     with pytest.raises(DataError, match="more behind the array"):
         _read(tmp_path / "d.json")
+
+
+@pytest.mark.parametrize("layout", ["data/train-00000-of-00001", "train/part", "train"])
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl", "jsonl.gz"])
+def test_a_folder_gives_the_rows_that_hugging_face_datasets_finds_in_it(tmp_path, layout, suffix):
+    """Its training split, with a card and another split beside it."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    folder = tmp_path / "set"
+    write = {**FORMS, "d.jsonl": write_jsonl}[f"d.{suffix}"]
+    for split, rows in (("train", PAIRS[:30]), ("test", PAIRS[30:40])):
+        file = folder / f"{layout.replace('train', split)}.{suffix}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file, rows)
+    (folder / "README.md").write_text("A card.\n" * 50)
+    (folder / "LICENSE").write_text("A licence.\n")
+    expected = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+    found = _read(folder)
+    assert [(e.prompt, e.completion) for e in found] == [
+        (row["prompt"], str(row["completion"])) for row in expected
+    ]
+    assert len(found) == 30

@@ -9,7 +9,7 @@ from test_data_support import byte_tokenizer, chat, write_jsonl, zero_tokens
 from hpc_tune.config.schema import DataConfig
 from hpc_tune.data.prepare import prepare
 from hpc_tune.errors import DataError
-from hpc_tune.train.inputs import Tokenizing, ready_data
+from hpc_tune.train.inputs import Tokenizing, prepare_data, ready_data
 
 ALONE = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), threads=1)
 
@@ -56,3 +56,52 @@ def test_a_token_of_the_text_that_the_model_has_no_embedding_for_is_refused(tmp_
         opened(rows, model, tmp_path / "run")
     fine = write_jsonl(tmp_path / "fine.jsonl", [{"text": "none here"}])
     assert opened(fine, model, tmp_path / "run").attributes.highest_token == 257
+
+
+def stores(model, run_dir, **settings):
+    run_dir.mkdir(exist_ok=True)
+    return prepare_data(DataConfig(seq_len=100, **settings), ALONE, run_dir, model)
+
+
+def test_a_fraction_gives_training_data_and_held_out_data_once_for_all_starts(tmp_path, model):
+    rows = [chat(f"q{n}", f"a{n}") for n in range(100)]
+    path = str(write_jsonl(tmp_path / "d.jsonl", rows))
+    train, held_out = stores(model, tmp_path / "run", path=path, eval_fraction=0.2)
+    assert train.num_documents + held_out.num_documents == 100
+    assert 5 < held_out.num_documents < 40
+    again = stores(model, tmp_path / "run", path=path, eval_fraction=0.2)
+    assert [store.path for store in again] == [train.path, held_out.path]
+    assert train.path != stores(model, tmp_path / "run", path=path)[0].path
+
+
+def test_what_is_left_out_of_a_folder_is_said_and_training_data_as_held_out_data_too(
+    tmp_path, model, caplog
+):
+    for name in ("train", "test"):
+        folder = tmp_path / "set" / "data"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / f"{name}-00000-of-00001.jsonl", [chat("q", name)])
+    (tmp_path / "set" / "README.md").write_text("about")
+    folder = str(tmp_path / "set")
+    store, held_out = stores(
+        model, tmp_path / "run", path=folder, eval_path=f"{folder}/data/test-*"
+    )
+    assert (store.num_documents, held_out.num_documents) == (1, 1)
+    assert store.attributes.content != held_out.attributes.content
+    assert "README.md: it tells about the data" in caplog.text
+    assert "test-00000-of-00001.jsonl: by name a split to be held out" in caplog.text
+    assert "nothing about new data" not in caplog.text
+    stores(model, tmp_path / "run", path=folder, eval_path=folder)
+    assert "both read" in caplog.text
+    assert "train-00000-of-00001.jsonl: its loss tells nothing about new data" in caplog.text
+
+
+def test_another_reading_of_the_same_file_is_prepared_anew(tmp_path, model):
+    rows = [{"question": "q", "answer": "a", "solution": "b"}, {"question": "q"}]
+    settings = {"path": str(write_jsonl(tmp_path / "d.jsonl", rows))}
+    with pytest.raises(DataError, match="line 2"):
+        stores(model, tmp_path / "run", **settings)
+    first = stores(model, tmp_path / "run", **settings, bad_rows="skip")[0]
+    columns = {"question": "prompt", "solution": "completion"}
+    second = stores(model, tmp_path / "run", **settings, bad_rows="skip", columns=columns)[0]
+    assert first.attributes.content != second.attributes.content

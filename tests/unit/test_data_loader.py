@@ -10,7 +10,7 @@ from hpc_tune.batch import IGNORED_LABEL
 from hpc_tune.data.layout import Counters, TokenStore
 from hpc_tune.data.loader import Loader, eval_batches, make_batch
 from hpc_tune.data.writer import Block, write_store
-from hpc_tune.errors import CheckpointError
+from hpc_tune.errors import CheckpointError, DataError
 
 LENGTHS = np.random.default_rng(0).integers(2, 60, 150).tolist()
 
@@ -265,3 +265,16 @@ def test_ten_million_documents_open_and_resume_anywhere_in_less_than_a_second(tm
     assert store.num_documents == num_documents
     sample = np.sort(np.array(store.by_length[: counts[0]]))
     assert np.array_equal(sample, np.flatnonzero(lengths == 2))
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1 << 20])
+def test_a_file_that_is_cut_off_in_use_ends_the_stream_with_its_name(tmp_path, prefetch_bytes):
+    store = store_of_lengths(tmp_path / "s.h5", LENGTHS)
+    loader = _loader(store, total_rows=10**6, prefetch_bytes=prefetch_bytes)
+    assert loader.next_step()
+    with (tmp_path / "s.h5").open("r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(DataError, match=r"s\.h5 was cut off while it was in use"):  # noqa: PT012
+        for _ in range(1000):  # what was built ahead comes first
+            loader.next_step()
+    loader.close()

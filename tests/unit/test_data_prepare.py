@@ -146,7 +146,8 @@ def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkey
 
     def agree(error):
         errors.append(error)
-        raise Stop
+        if len(errors) % 2 == 0:  # after the plan, and after the tokenising
+            raise Stop
 
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
     for rank in range(2):
@@ -168,6 +169,53 @@ def test_a_job_that_is_overtaken_by_another_takes_its_file(source, tmp_path, whe
     counters = prepare(source, out, byte_tokenizer(), seq_len=200, report=report)
     assert counters == _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["alone.h5", "d.h5", "raw.jsonl"]
+
+
+def test_copies_of_the_source_on_other_nodes_may_have_other_times_but_no_other_content(
+    source, tmp_path
+):
+    out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
+    of_rank_0 = plan(source, out, tokenizer, seq_len=200)
+    os.utime(source, (1, 1))
+    assert plan(source, out, tokenizer, seq_len=200).parts != of_rank_0.parts
+    prepare(source, out, tokenizer, seq_len=200, share=lambda own: of_rank_0)
+    _prepare_with(source, tmp_path / "alone.h5", 1)
+    assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
+    data = Path(source).read_bytes()
+    for other in (data[:-1] + b" ", data + b"\n"):
+        Path(source).write_bytes(other)
+        with pytest.raises(DataError, match="is not the same on all nodes: .*bytes on this one"):
+            prepare(source, out, tokenizer, seq_len=200, share=lambda own: of_rank_0)
+
+
+JOB = """
+import sys
+from test_data_support import byte_tokenizer
+from hpc_tune.data.prepare import prepare
+tokenizer = byte_tokenizer()
+print("ready", flush=True)
+sys.stdin.readline()
+print(prepare(sys.argv[1], sys.argv[2], tokenizer, seq_len=200))
+"""
+
+
+@pytest.mark.full
+def test_jobs_that_prepare_into_one_cache_at_once_all_get_the_whole_file(tmp_path):
+    source = str(write_jsonl(tmp_path / "raw.jsonl", RECORDS * 100))
+    _prepare_with(source, tmp_path / "alone.h5", 1)
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}"}
+    command = [sys.executable, "-c", JOB, source, str(tmp_path / "d.h5")]
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+    jobs = [subprocess.Popen(command, **pipe) for _ in range(3)]
+    assert [job.stdout.readline() for job in jobs] == ["ready\n"] * 3
+    for job in jobs:
+        job.stdin.write("\n")
+        job.stdin.flush()
+    said = {job.communicate(timeout=120)[0] for job in jobs}
+    assert len(said) == 1
+    assert "30,000 examples" in said.pop()
+    assert (tmp_path / "d.h5").read_bytes() == (tmp_path / "alone.h5").read_bytes()
     assert sorted(f.name for f in tmp_path.iterdir()) == ["alone.h5", "d.h5", "raw.jsonl"]
 
 

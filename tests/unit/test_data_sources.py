@@ -77,6 +77,53 @@ def test_alpaca_with_and_without_input():
     assert given.system == "Be brief."
 
 
+AREA = {"name": "area", "arguments": {"sides": [5, 3]}}
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        # LLaMA-Factory's, ms-swift's, and both with the field called as the other's.
+        [("human", "q"), ("function_call", json.dumps(AREA)), ("observation", "15"), ("gpt", "a")],
+        [
+            ("user", "q"),
+            ("tool_call", json.dumps(AREA)),
+            ("tool_response", "15"),
+            ("assistant", "a"),
+        ],
+    ],
+)
+@pytest.mark.parametrize("field", ["conversations", "messages"])
+@pytest.mark.parametrize("keys", [("from", "value"), ("role", "content")])
+def test_calls_of_tools_as_turns_are_what_they_are_as_messages(turns, field, keys):
+    if keys == ("role", "content"):
+        turns = [({"human": "user", "gpt": "assistant"}.get(who, who), said) for who, said in turns]
+    record = {
+        field: [dict(zip(keys, turn, strict=True)) for turn in turns],
+        "tools": json.dumps([{"name": "area", "parameters": {}}]),
+        "system": "s",
+    }
+    call = {"type": "function", "function": AREA}
+    assert to_example(record) == Chat(
+        [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "15"},
+            {"role": "assistant", "content": "a"},
+        ],
+        tools=[{"name": "area", "parameters": {}}],
+    )
+
+
+def test_two_system_messages_that_differ_are_refused():
+    system = {"role": "system", "content": "one"}
+    record = {"messages": [system, *chat("q", "a")["messages"]], "system": "one"}
+    assert to_example(record).messages == record["messages"]
+    with pytest.raises(WrongRecord, match="begins with a system message, and system is another"):
+        to_example({**record, "system": "two"})
+
+
 def test_further_keys_of_messages_and_tools_are_kept():
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
     record = {"messages": [{"role": "user", "content": "q"}, call], "tools": '[{"name": "f"}]'}

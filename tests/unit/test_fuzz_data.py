@@ -1,5 +1,6 @@
 """Data, prepared files and tensors of any content: a clear error or success, nothing else."""
 
+import csv
 import json
 import tempfile
 from pathlib import Path
@@ -66,7 +67,7 @@ def prepare_all(path):
     ).map(b"\n".join)
 )
 def test_lines_of_json(folder, data):
-    for name in ("d.jsonl", "d.json", "d.txt"):
+    for name in ("d.jsonl", "d.json", "d.txt", "d.csv", "d.jsonl.gz", "d.csv.zst"):
         (folder / name).write_bytes(data)
         prepare_all(folder / name)
 
@@ -101,6 +102,16 @@ def test_rows_of_parquet(folder, rows):
     except (pa.ArrowException, ValueError, TypeError, OverflowError, UnicodeEncodeError):
         return  # not a table at all
     prepare_all(folder / "d.parquet")
+
+
+@fuzz(
+    st.lists(st.lists(st.text(max_size=8), min_size=1, max_size=4), max_size=5),
+    few=60,
+)
+def test_rows_of_csv(folder, rows):
+    with (folder / "d.csv").open("w", newline="", errors="surrogatepass") as file:
+        csv.writer(file).writerows([["prompt", "completion", "weight"], *rows])
+    prepare_all(folder / "d.csv")
 
 
 def hdf5_bytes():
