@@ -284,7 +284,8 @@ def _run(
     events.close()
     if config.run.report and result.has_time:
         on_rank_0(session, "writing the report", lambda: write_report(run_dir))
-    mark.close()
+    if mine:
+        mark.close()
     return result
 
 
