@@ -23,30 +23,31 @@ _MARGIN_S = _GRACE_S + 2.0  # of the time limit
 def fail(session: Session | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Say once for the world what went wrong, leave outcome.json, and end every rank."""
     run_dir = None if isinstance(error, InUseError) else run_dir
-    code = _tell(session, error, run_dir)
-    if session is not None and run_dir is not None:
+    code, speaks = _tell(session, error, run_dir)
+    # Who speaks ends the world, perhaps before rank 0 can do anything more.
+    if session is not None and run_dir is not None and (speaks or session.world.rank == 0):
         release(run_dir, session.nonce)
     die(session, code)
 
 
-def _tell(session: Session | None, error: BaseException, run_dir: Path | None) -> int:
-    """Say and write what went wrong, if no other rank does; return the exit code."""
+def _tell(session: Session | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
+    """Say and write what went wrong, if no other rank does; return the exit code and if so."""
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
     told = _told(session, error, run_dir)
     if told is not None:
-        return told
+        return told, False
     is_urgent = isinstance(error, LeavingError) and bool(error.facts)
     if is_urgent:  # each rank that is short of memory tells so before anything takes time
         _write(_outcome_of(error, "", code), run_dir)
     text = report_failure(session, error)
     if text is None:
         time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
-        return code
+        return code, is_urgent
     print(text, file=sys.stderr, flush=True)
     # Of a cut both sides tell, and finding out who speaks takes time where the store is beyond it.
     if not is_urgent and _told(session, error, run_dir) is None:
         _write(_outcome_of(error, text, code), run_dir)
-    return code
+    return code, True
 
 
 def _told(session: Session | None, error: BaseException, run_dir: Path | None) -> int | None:

@@ -57,6 +57,7 @@ from hpc_tune.train.rundir import make_run_dir
 from hpc_tune.train.saving import Saver, on_rank_0, together
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
+from hpc_tune.world.hang import HangWatch
 from hpc_tune.world.reform import dismiss, wait_outside
 from hpc_tune.world.stop import StopFlag
 
@@ -125,7 +126,9 @@ def _run(
 ) -> Outcome:
     """``causes`` takes what tells of an error what it means."""
     world, mine = session.world, session.world.rank == 0
-    mark = LiveMark(run_dir, this_process(session.nonce), partial(fail, session, run_dir=run_dir))
+    lost = partial(fail, session, run_dir=run_dir)
+    session = replace(session, hang=HangWatch(config.run.timeout, lost))
+    mark = LiveMark(run_dir, this_process(session.nonce), lost)
     making = partial(make_run_dir, config, run_dir, mark)
     before = on_rank_0(session, "making the run directory", making)
     if world.num_nodes > 1:
@@ -284,7 +287,8 @@ def _run(
     events.close()
     if config.run.report and result.has_time:
         on_rank_0(session, "writing the report", lambda: write_report(run_dir))
-    mark.close()
+    if mine:
+        mark.close()
     return result
 
 

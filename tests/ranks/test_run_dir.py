@@ -1,6 +1,7 @@
 """Second starts in the run directory of a job that lives, or has died."""
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -52,6 +53,18 @@ def test_a_run_that_fails_gives_its_folder_back(tmp_path):
     words = [*SMALL, f"run.dir={tmp_path / 'run'}", "data.path=/nowhere.jsonl"]
     assert train(words, n=2).returncode == 2
     assert outcome(tmp_path / "run")["status"] == "failed"
+    assert not (tmp_path / "run" / "live.json").exists()
+
+
+def test_a_rank_that_reads_from_what_never_answers_ends_the_run_within_its_timeout(tmp_path):
+    """The others wait for it where one rank may prepare data for hours."""
+    os.mkfifo(tmp_path / "template.jinja")
+    words = [*SMALL, "run.timeout=5", f"run.dir={tmp_path / 'run'}"]
+    done = train([*words, f"data.chat_template={tmp_path / 'template.jinja'}"], n=2)
+    assert done.returncode == 1, done.stderr
+    said = "keeping the chat template: nothing was read or computed for 5 s (run.timeout)"
+    assert said in done.stderr
+    assert said in outcome(tmp_path / "run")["reason"]
     assert not (tmp_path / "run" / "live.json").exists()
 
 
