@@ -175,16 +175,27 @@ class _Merged:
         for candidate in (path, path.partition(".")[2]):
             if candidate in self._stored.pieces:
                 return candidate
-        if renamed := self._renamed.get(path):
+        if renamed := self._storage[0].get(path):
             return renamed
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
     @functools.cached_property
-    def _renamed(self) -> dict[str, str]:
-        """The stored names of tensors that transformers has other names for."""
-        from hpc_tune.model.build import renamed_in
+    def _transposed(self) -> frozenset[str]:
+        """Which tensors are stored transposed; square ones do not show it, but others of them do."""
+        shapes = self._trained.shapes
+        straight = all(
+            self._stored.shapes[name]
+            == (shapes[f"{layer}.lora_B.weight"][0], shapes[f"{layer}.lora_A.weight"][1])
+            for name, layer in self._adapted.items()
+        )
+        return frozenset() if straight else self._storage[1]
 
-        return renamed_in(self._base, self._stored)
+    @functools.cached_property
+    def _storage(self) -> tuple[dict[str, str], frozenset[str]]:
+        """How transformers reads the base: see ``storage_of``."""
+        from hpc_tune.model.build import storage_of
+
+        return storage_of(self._base, self._stored)
 
     def region(self, name: str) -> Region:
         shape, dtype = self._stored.shapes[name], self._stored.dtypes[name]
@@ -201,8 +212,13 @@ class _Merged:
         return out
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
-        """W + (alpha / rank) B A by blocks of rows; DoRA: each row scaled to its magnitude."""
+        """W + (alpha / rank) B A by blocks of rows; DoRA: each row scaled to its magnitude.
+
+        A transposed W gets the transposed product.
+        """
         a, b = (_read(self._trained, f"{layer}.lora_{x}.weight") for x in "AB")
+        if name in self._transposed:
+            a, b = b.t(), a.t()
         scaling = self._tune.alpha / self._tune.rank
         rows = max(1, PIECE_BYTES // (4 * out.shape[1]))
         blocks = torch.empty((min(rows, len(out)), out.shape[1]), dtype=torch.float32)

@@ -253,14 +253,18 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
     with lean_imports():
         from peft import get_peft_model
 
+    from transformers.pytorch_utils import Conv1D
+
+    kinds = (nn.Linear, Conv1D)
     linear = sorted(
-        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
     _require_targets(tune, [name for name, _ in model.named_modules()], linear)
     try:
         with warnings.catch_warnings(), lean_imports():
             # peft asks transformers for an attribute that has a new name, once per rank.
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
             wrapped = get_peft_model(
                 model, lora_config(tune), low_cpu_mem_usage=True, autocast_adapter_dtype=True
             )
@@ -269,8 +273,12 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
             f"tune.targets={tune.targets}: {first_line(error)} "
             f"Linear layers of this model: {', '.join(linear)}"
         ) from None
-    if any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules()):
-        raise ConfigError("this model keeps its layers transposed (Conv1D); use tune.method=full")
+    turned = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
+    if turned and tune.method != "lora":
+        raise ConfigError(
+            f"tune.method={tune.method}: this model keeps its weights transposed (Conv1D); use "
+            "tune.method=lora or full"
+        )
     if others := [n for n, _ in wrapped.named_parameters() if "lora_embedding_A" in n]:
         raise ConfigError(
             f"tune.targets={tune.targets}: {others[0].partition('.lora_')[0]} is an embedding; "
@@ -333,13 +341,18 @@ def renamed_tensors(model: Any, index: TensorIndex | ShapeIndex) -> dict[str, st
     return found
 
 
-def renamed_in(directory: Path, index: TensorIndex) -> dict[str, str]:
-    """Return ``renamed_tensors`` of the model in ``directory``."""
+def storage_of(directory: Path, index: TensorIndex) -> tuple[dict[str, str], frozenset[str]]:
+    """Return ``renamed_tensors`` of a model, and which tensors are stored transposed (Conv1D)."""
     config = read_shape(directory)
     with lean_imports(), torch.device("meta"):
         from transformers import AutoModelForCausalLM
+        from transformers.pytorch_utils import Conv1D
 
-        return renamed_tensors(AutoModelForCausalLM.from_config(config), index)
+        model = AutoModelForCausalLM.from_config(config)
+    renamed = renamed_tensors(model, index)
+    turned = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Conv1D)]
+    stored = [_stored_name(name, model, index, renamed) for name in turned]
+    return renamed, frozenset(name for name in stored if name)
 
 
 def _stored_name(

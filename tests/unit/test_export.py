@@ -9,7 +9,7 @@ import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hpc_tune.checkpoint import export
 from hpc_tune.checkpoint.export import export_adapter, export_merged
@@ -109,6 +109,31 @@ def stock(directory, dtype=torch.float32):
 
 def close(a, b):
     return (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_what_is_stored_transposed_or_by_another_name_is_merged(tmp_path, kind):
+    """GPT-2 keeps its weights as [in, out], square ones, too; GPT-NeoX its head by another name."""
+    said = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    said |= {"intermediate_size": 48} if kind == "gpt_neox" else {}
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **said))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "base")
+    ours = trained(tmp_path / "base", METHODS["lora"], tmp_path / "step")
+    out = export_merged(tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "out")
+    assert close(logits(stock(out)), logits(ours))
+    assert not close(logits(stock(out)), logits(stock(tmp_path / "base")))
+    write_tiny(tmp_path / "tiny")
+    for file in (tmp_path / "tiny").glob("tokenizer*"):
+        shutil.copyfile(file, tmp_path / "base" / file.name)
+    peft = export_adapter(
+        tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "adapter"
+    )
+    wrapped = PeftModel.from_pretrained(stock(tmp_path / "base"), peft).eval()
+    assert close(logits(wrapped), logits(ours))
 
 
 @pytest.mark.parametrize("base", ["tiny", "llama"])

@@ -472,8 +472,9 @@ def test_a_target_that_matches_nothing_is_refused_beside_ones_that_match(tiny, t
         build(tiny, torch.float32, TuneConfig(targets=targets), 0)
 
 
-def test_transposed_layers_get_no_adapters(tmp_path):
+def test_transposed_layers_get_no_adapters_but_those_of_lora(tmp_path):
     config = CONFIG_MAPPING["gpt2"](**{**FAMILY, **FAMILIES["gpt2"]})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"transposed \(Conv1D\)"):
-        build(tmp_path, torch.float32, TuneConfig(), 0)
+    with pytest.raises(ConfigError, match=r"transposed \(Conv1D\); use tune.method=lora"):
+        build(tmp_path, torch.float32, TuneConfig(method="dora"), 0)
+    assert build(tmp_path, torch.float32, TuneConfig(), 0).saved_names

@@ -1,0 +1,262 @@
+"""Which architectures are trained right, in which way: tried, and written down as docs/models.md.
+
+    python tools/matrix.py [--only NAME ...] [--out docs/models.md] [--ranks 2]
+
+Each architecture is made small (see hpc_tune/model/shrink.py), with random values. Stock
+transformers and peft with torch's AdamW train it for some steps, one document at a time; hpc_tune
+does, in every method and layout, from the same files. A cell is the largest gap between the losses
+of a step, relative; a gap of more than 1e-4 after steps, or a crash, is an error, and the exit code
+is 1. What hpc_tune refuses is named with its reason.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from matrix_models import MODELS, config_of
+from matrix_ranks import LENGTHS, LR, SEED, STEPS, documents
+
+from hpc_tune.engine.pipeline import why_no_stages
+from hpc_tune.engine.tensor import why_no_slices
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.model.build import build
+from hpc_tune.model.dropout import without_dropout
+from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.stock import NoTrial, write_small
+from hpc_tune.train.proof import Proof, try_out
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = ("lora", "full", "dora", "qlora")
+LAYOUTS = ("one", "shard", "tensor", "pipeline", "zero3")
+TOLERANCE = 1e-4  # after steps of AdamW, which makes much of little gradients
+LAUNCH_S = 3600.0
+QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+def stock(directory: Path, method: str) -> list[float]:
+    """Return the losses of stock transformers, peft and AdamW, one document at a time."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options: dict[str, Any] = {}
+    if method == "qlora":
+        quantised = BitsAndBytesConfig(**QUANTISED, bnb_4bit_compute_dtype=torch.float32)
+        options = {"quantization_config": quantised, "device_map": {"": "cpu"}}
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
+    if method != "full":
+        model = _with_our_adapters(model, directory, method)
+    model.eval()  # without dropout; nothing else differs
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=LR[method], weight_decay=0.0
+    )
+    losses = []
+    for _ in range(STEPS):
+        total = 0.0
+        for tokens_T in documents():
+            ids_BT = tokens_T.unsqueeze(0)
+            loss = model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
+            share = loss * (len(tokens_T) - 1) / sum(length - 1 for length in LENGTHS)
+            share.backward()
+            total += share.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
+    """Put peft's adapters around a model, with the first values that hpc_tune gives them."""
+    from matrix_ranks import settings
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    row = {"directory": str(directory), "method": method, "layout": "one"}
+    ours = build(directory, torch.float32, settings(row).tune, SEED)
+    allocate(ours.module, torch.device("cpu"))
+    load_weights(ours)
+    parameters = dict(ours.module.named_parameters())
+    values = {saved: parameters[name].detach() for name, saved in ours.saved_names.items()}
+    adapters = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        target_modules="all-linear",
+        use_dora=method == "dora",
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(model, adapters)
+    assert not set_peft_model_state_dict(model, values).unexpected_keys
+    return model
+
+
+def launch(rows: list[dict[str, Any]], ranks: int, work: Path) -> list[dict[str, Any]]:
+    """Train rows in as few launches as can be; a row that ends its launch is a crash."""
+    listed, results = work / f"rows-{ranks}.json", work / f"results-{ranks}.jsonl"
+    listed.write_text(json.dumps(rows))
+    results.write_text("")
+    while (done := len(results.read_text().splitlines())) < len(rows):
+        command = ["mpirun", "-np", str(ranks), sys.executable, str(ROOT / "tools/matrix_ranks.py")]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(
+            [*command, str(listed), str(results), str(done)],
+            capture_output=True,
+            text=True,
+            timeout=LAUNCH_S,
+            env=environment,
+        )
+        now = len(results.read_text().splitlines())
+        if now < len(rows):
+            said = [line for line in ended.stderr.splitlines() if "Error" in line] or ["no word"]
+            with results.open("a") as out:
+                out.write(json.dumps({"crash": said[-1]}) + "\n")
+            print(f"crash in {rows[now]}: {said[-1]}", flush=True)
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the matrix; see above."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        proofs = {name: _prepare(name, work) for name in options.only}
+        rows = [
+            {"name": name, "directory": str(work / name), "method": method, "layout": layout}
+            | {"packing": not proof.packing, "attention": not proof.attention}
+            for name, proof in proofs.items()
+            if not proof.loss
+            for method in options.methods
+            for layout in LAYOUTS
+            if not _refused(name, proof, layout, work / name)
+        ]
+        cells = _cells(rows, work)
+        table = _table(proofs, cells, options.methods, work)
+    wrong = {key: text for key, text in cells.items() if text.startswith(("WRONG", "CRASH"))}
+    print(table)
+    for (name, method, layout), text in wrong.items():
+        print(f"{name} {method} {layout}: {text}", file=sys.stderr)
+    if options.out:
+        options.out.write_text(table, encoding="utf-8")
+    return 1 if wrong else 0
+
+
+def _prepare(name: str, work: Path) -> Proof:
+    """Write the small model of an architecture and return what its trial shows."""
+    print(f"trying {name}", file=sys.stderr, flush=True)
+    try:
+        config = config_of(name)
+        without_dropout(config)
+        (work / name).mkdir()
+        proof = try_out(config)
+        if not proof.loss:
+            write_small(config, work / name)
+        return proof
+    except (NoTrial, ValueError, TypeError) as error:
+        return Proof(loss=f"no small model of this kind could be tried: {error}")
+
+
+def _refused(name: str, proof: Proof, layout: str, directory: Path) -> str:
+    """Return why a layout is not for an architecture; nothing if it is."""
+    if layout not in ("tensor", "pipeline"):
+        return ""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    if layout == "tensor":
+        return next(iter(why_no_slices(config, 2)), "") or proof.tensor
+    return next(iter(why_no_stages(config, 2, 1)), "") or proof.pipeline
+
+
+def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str], str]:
+    """Return the word for each row: the gap to stock, or what is said instead of it."""
+    cells: dict[tuple[str, str, str], str] = {}
+    wanted: dict[tuple[str, str], list[float] | str] = {}
+    for row in rows:
+        key = row["name"], row["method"]
+        if key not in wanted:
+            print(f"stock {key[0]} {key[1]}", file=sys.stderr, flush=True)
+            try:
+                wanted[key] = stock(Path(row["directory"]), row["method"])
+            except HpcTuneError as error:
+                wanted[key] = str(error)
+            except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+                wanted[key] = f"stock fails: {type(error).__name__}: {str(error)[:120]}"
+    tried = [row for row in rows if not isinstance(wanted[row["name"], row["method"]], str)]
+    for ranks in (1, 2):
+        mine = [row for row in tried if (row["layout"] == "one") == (ranks == 1)]
+        for row, told in zip(mine, launch(mine, ranks, work) if mine else [], strict=True):
+            stock_losses: Any = wanted[row["name"], row["method"]]
+            cells[row["name"], row["method"], row["layout"]] = _word(told, stock_losses)
+    for row in rows:
+        said = wanted[row["name"], row["method"]]
+        if isinstance(said, str):
+            cells[row["name"], row["method"], row["layout"]] = f"refused: {said}"
+    return cells
+
+
+def _word(told: dict[str, Any], wanted: list[float]) -> str:
+    if "crash" in told:
+        return f"CRASH {told['crash']}"
+    if "error" in told:
+        return f"refused: {told['error']}"
+    gap = max(abs(a - b) / b for a, b in zip(told["losses"], wanted, strict=True))
+    return f"{gap:.0e}" if gap <= TOLERANCE else f"WRONG {gap:.1e}"
+
+
+def _table(
+    proofs: dict[str, Proof],
+    cells: dict[tuple[str, str, str], str],
+    methods: Sequence[str],
+    work: Path,
+) -> str:
+    """Return the page."""
+    head = "# Models\n\nMade by `python tools/matrix.py --out docs/models.md`, with transformers "
+    lines = [
+        head + f"{transformers.__version__}, torch {torch.__version__}. "
+        "Each architecture\nwas made small, with random values, and trained for some steps by "
+        "stock transformers, peft and\nAdamW, and by hpc_tune. A number is the largest gap between "
+        "their losses, relative; `-` is refused\nbefore a run begins. A model of yours is tried in "
+        "the same way at its first start.\n",
+        "| architecture | packed | method | one rank | shard 2 | tensor 2 | pipeline 2 | ZeRO-3 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    notes = []
+    for name, proof in proofs.items():
+        if proof.loss:
+            notes.append(f"- **{name}** is refused: {_short(proof.loss)}.")
+            continue
+        for method in methods:
+            row = [cells.get((name, method, layout), "-") for layout in LAYOUTS]
+            for layout, text in zip(LAYOUTS, row, strict=True):
+                if text.startswith("refused: "):
+                    notes.append(f"- {name}, {method}, {layout}: {_short(text[9:])}.")
+            shown = ["-" if text.startswith("refused") else text for text in row]
+            packed = "no" if proof.packing else "yes"
+            lines.append(f"| {name} | {packed} | {method} | {' | '.join(shown)} |")
+        for layout in ("tensor", "pipeline"):
+            if why := _refused(name, proof, layout, work / name):
+                notes.append(f"- {name}, {layout}: {_short(why)}.")
+        if proof.packing:
+            notes.append(f"- {name}, packed: {_short(proof.packing)}.")
+    unique = list(dict.fromkeys(notes))
+    return "\n".join([*lines, "", "## What is refused, and why", "", *unique, ""])
+
+
+def _short(text: str) -> str:
+    first = text.strip().split("\n")[0].rstrip(".")
+    return first if len(first) < 220 else first[:217] + "..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

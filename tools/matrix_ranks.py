@@ -1,0 +1,105 @@
+"""For the ranks of one launch: some steps of each row of the matrix, by the engines themselves.
+
+    mpirun -np N python tools/matrix_ranks.py ROWS.json RESULTS FIRST
+
+ROWS.json is a list of {"directory", "method", "layout", "packing", "attention"}; rank 0 appends a
+line to RESULTS for each from number FIRST on: {"losses": [...]} or {"error": text}.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_tune.batch import Batch, empty_batch
+from hpc_tune.config.load import load_config
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.data.loader import make_batch
+from hpc_tune.engine.base import Engine
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.engine.zero import ZeroEngine
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.model.build import build
+from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
+from hpc_tune.world.collective import agree
+
+LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
+LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3}
+
+
+def documents() -> list[torch.Tensor]:
+    """Return the documents of each step, of T tokens each."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, 256, (length,), generator=generator) for length in LENGTHS]
+
+
+def settings(row: dict[str, Any]) -> RunConfig:
+    """Return a row's configuration."""
+    layout = row["layout"]
+    words = [f"tune.method={row['method']}", "tune.rank=8", "tune.alpha=16", "data.eval_path=null"]
+    words += [f"model.path={row['directory']}", "data.path=unused.jsonl", f"train.seed={SEED}"]
+    words += [f"optim.lr={LR[row['method']]}", "parallel.reshard=micro"]
+    if layout == "zero3":
+        words += ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.reshard=auto"]
+    elif layout != "one":
+        words += [f"parallel.{layout}=2"]
+    return load_config(None, words)
+
+
+def batches(row: dict[str, Any], layout: Layout, data_rank: int) -> list[Batch]:
+    """Return this rank's micro-batches: two rows of two documents, or four of one."""
+    given = [(tokens.numpy(), np.ones(len(tokens), bool)) for tokens in documents()]
+    rows = [given[:2], given[2:]] if row["packing"] else [[one] for one in given]
+    mine = rows[data_rank :: layout.data_size]
+    made = [make_batch([one], sum(LENGTHS), number) for number, one in enumerate(mine)]
+    return made or [empty_batch(0)]
+
+
+def losses_of(row: dict[str, Any], session: Session) -> list[float]:
+    """Train a row; return the loss of each step."""
+    config, size, name = settings(row), session.world.size, row["layout"]
+    layout = Layout(
+        1 if name != "one" else size,
+        size if name in ("shard", "zero3") else 1,
+        size if name == "tensor" else 1,
+        size if name == "pipeline" else 1,
+    )
+    built = build(Path(row["directory"]), torch.float32, config.tune, SEED)
+    built.module.within_documents &= row["attention"]
+    given: Any = (layout, session.device, config.optim, config.parallel, config.train)
+    make: Any = ZeroEngine if name == "zero3" else NativeEngine
+    engine: Engine | None = None
+    error: HpcTuneError | None = None
+    try:
+        engine = make(built, *given)
+    except HpcTuneError as caught:
+        error = caught
+    agree(session, error, "making the engine")
+    assert engine is not None
+    mine = batches(row, layout, layout.place(session.world.rank).data)
+    tokens = sum(length - 1 for length in LENGTHS)
+    return [engine.train_step(mine, tokens, LR[row["method"]]).loss for _ in range(STEPS)]
+
+
+def main() -> None:
+    """Do it all; see above."""
+    rows, results, first = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[3]
+    session = bootstrap(load_config(None, ["run.dir=unused"]).run)
+    for row in rows[int(first) :]:
+        told: dict[str, Any] = {}
+        try:
+            told["losses"] = losses_of(row, session)
+        except HpcTuneError as error:
+            told["error"] = str(error)
+        if session.world.rank == 0:
+            with results.open("a") as out:
+                out.write(json.dumps(told) + "\n")
+    shutdown(session)
+
+
+if __name__ == "__main__":
+    main()
