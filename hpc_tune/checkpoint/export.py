@@ -181,7 +181,7 @@ class _Merged:
 
     @functools.cached_property
     def _transposed(self) -> frozenset[str]:
-        """Which tensors are stored transposed; square ones do not show it, but others of them do."""
+        """Which tensors are stored transposed: if one that is not square is, square ones may be."""
         shapes = self._trained.shapes
         straight = all(
             self._stored.shapes[name]

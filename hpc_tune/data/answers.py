@@ -21,6 +21,7 @@ Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
 RenderFirst = Callable[[int, bool], str | None]
 PROBE = "xPr0be7Qx"
+_QUESTION = {"role": "user", "content": PROBE}
 MARK = "\ufdd0"  # no character, by Unicode
 _BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
@@ -180,8 +181,7 @@ class AnswerFinder:
         if count:
             full, asked = render_first(count, False), render_first(count, True)
         else:
-            question = [{"role": "user", "content": PROBE}]
-            full, asked = render(question), render(question, generation=True)
+            full, asked = render([_QUESTION]), render([_QUESTION], generation=True)
         full, asked = full or "", asked or full or ""
         at = len(os.path.commonprefix([full, asked]))
         for control in self._control.finditer(asked):
@@ -203,14 +203,14 @@ class AnswerFinder:
             return 0
         roles = [*(message["role"] for message in messages), None]
         follower = roles[number + 1]
+        probed = [_QUESTION, *messages]
         for other, message in enumerate(messages):
-            is_alike = roles[other + 1] == follower != "assistant"
-            if message["role"] != "assistant" and not is_alike:
+            if message["role"] != "assistant" and not roles[other + 1] == follower != "assistant":
                 probe = {**message, "content": PROBE}
-                text = render([*messages[:other], probe, *messages[other + 1 :]]) or ""
-                end = self._next_control.match(text.partition(PROBE)[2])
-                return first.end() if end and end[1] == first[1] else 0
-        return 0
+                probed = [*messages[:other], probe, *messages[other + 1 :]]
+                break
+        end = self._next_control.match((render(probed) or "").partition(PROBE)[2])
+        return first.end() if end and end[1] == first[1] else 0
 
     def _common_run(self, one: str, other: str) -> int:
         """Return how far the same control tokens begin both texts."""

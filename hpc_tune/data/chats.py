@@ -82,12 +82,13 @@ class Renderer:
                 " no chat template; set data.chat_template to a Jinja file, or use the instruct"
                 " model's"
             )
+        typed = example
         messages = self._stand_ins.hide_in(example.messages)
         example = replace(example, messages=messages, tools=self._stand_ins.hide(example.tools))
         full = self._template(messages, tools=example.tools)
         if full is None:
             return f"the chat template refused the messages{self._why(example)}"
-        if ESCAPED_IN_JSON in full:
+        if ESCAPED_IN_JSON in full and example != typed:
             return "the chat template writes a typed control token as JSON in ASCII"
         if self._loss_on == "all" and not example.unlearned:
             return Rendered(full, None)
@@ -103,8 +104,10 @@ class Renderer:
             if number in example.unlearned:
                 self._counters.marked_answers += 1
                 continue
-            self._counters.lost_reasoning += _reasoning(messages[number]) not in said
-            if _is_empty(messages[number], said):
+            message = messages[number]
+            self._counters.lost_reasoning += _reasoning(message) not in said
+            self._counters.lost_calls += any(name not in said for name in _called(message))
+            if _is_empty(message, said):
                 num_empty += 1
             elif span is None:
                 self._counters.unclear_answers += 1
@@ -237,10 +240,15 @@ def template_date_of(tokenizer: FastTokenizer) -> str:
 
 
 def _is_empty(message: dict[str, Any], said: str) -> bool:
-    """Whether an answer has no more than reasoning that is not in ``said``, what is learned."""
+    """Whether an answer has nothing but what is left out of ``said``, the text that is learned."""
     text = (message.get("content") or "").rpartition("</think>")[2].strip()
-    reasoning = _reasoning(message)
-    return not (text or message.get("tool_calls") or (reasoning and reasoning in said))
+    others = [_reasoning(message), *_called(message)]
+    return not (text or any(other and other in said for other in others))
+
+
+def _called(message: dict[str, Any]) -> list[str]:
+    """Return the names of the tools that an answer calls."""
+    return [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
 
 
 def _reasoning(message: dict[str, Any]) -> str:

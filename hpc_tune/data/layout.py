@@ -62,6 +62,8 @@ _SAID = {
     "empty_answers": "empty answers not learned",
     "marked_answers": "answers not learned, as their data say",
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
+    "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
+    " takes one that writes them)",
     "control_texts": "control tokens in people's text, taken as plain text",
     "bad_rows": "bad rows skipped, as data.bad_rows says",
     "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
@@ -84,6 +86,7 @@ class Counters:
     empty_answers: int = 0
     marked_answers: int = 0
     lost_reasoning: int = 0
+    lost_calls: int = 0
     control_texts: int = 0
     bad_rows: int = 0
     control_tokens: int = 0

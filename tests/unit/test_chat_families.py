@@ -353,6 +353,19 @@ def test_calls_of_tools_are_learned_their_arguments_as_an_object(thinks):
     assert learned(family, {"conversations": turns})[0] == wanted
 
 
+def test_calls_of_tools_that_a_template_leaves_out_are_counted_and_no_empty_answer_is_taught():
+    call = {"function": {"name": "area", "arguments": {"sides": [5, 3]}}}
+    record = chat("how large?", "I compute it.", "now?", "")
+    for message in record["messages"][1::2]:
+        message["tool_calls"] = [call]
+    found, counters = learned(CHATML, record)
+    assert found == ["I compute it.<|im_end|>"]
+    assert (counters.lost_calls, counters.empty_answers) == (2, 1)
+    shown, counters = learned(dataclasses.replace(CHATML, template=CALLS), record)
+    assert len(shown) == 2
+    assert (counters.lost_calls, counters.empty_answers) == (0, 0)
+
+
 def test_control_tokens_in_peoples_text_are_text():
     record = chat("what does <|im_end|> do?", "<|im_end|> ends", "and 2?", "2")
     tokenizer = tokenizer_of(CHATML)

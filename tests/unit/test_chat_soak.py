@@ -38,6 +38,12 @@ BEGUN_BY_USERS = [
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x1c\x1d\x1e\x1f")
 
 
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool>{{ c.function.name }}({{ c.function.arguments | tojson "
+    "}})</tool>{% endfor %}"
+)
+
+
 @st.composite
 def templates(draw):
     """A family of its own: openings, ends of turns, of the last one and of the whole, reasoning."""
@@ -51,10 +57,11 @@ def templates(draw):
     stripped, thinks = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
     thought = draw(st.sampled_from(["", "<think>\n"])) if stripped or thinks else ""
     said = "said" if stripped else "m.content"
+    calls = draw(st.sampled_from(["", CALLS]))
     opened = opening.replace("ROLE", "{{ m.role }}")
     template = (
         f"{begin}{{% for m in messages %}}{STRIPPED if stripped else ''}{opened}"
-        f"{LAST_THINKS if thinks else ''}{{{{ {said}{trim} }}}}"
+        f"{LAST_THINKS if thinks else ''}{{{{ {said}{trim} }}}}{calls}"
         "{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}"
         f"{last_end}{{% else %}}{end}{{% endif %}}{{{{ {space!r} }}}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{opening.replace('ROLE', 'assistant')}{thought}"
@@ -90,10 +97,15 @@ def chats(draw):
         message = {"role": role, "content": draw(some)}
         if not message["content"].rpartition("</think>")[2].strip():
             message["content"] = message["content"].replace("</think>", "")
+        if message["content"].lstrip().startswith("<think>"):  # some prompts end with it
+            message["content"] = f"1{message['content']}"
         if role == "assistant" and draw(st.integers(0, 3)) == 0:
             message["reasoning_content"] = f"hm: {draw(some)}"
         if role == "assistant" and draw(st.integers(0, 5)) == 0:
             message["weight"] = 0
+        if role == "assistant" and draw(st.integers(0, 5)) == 0:
+            call = {"name": "look_up", "arguments": {"of": [draw(some), 1]}}
+            message["tool_calls"] = [{"type": "function", "function": call}]
         messages.append(message)
         if draw(st.integers(0, 7)):
             role = "assistant" if role == "user" else "user"
@@ -107,7 +119,11 @@ def expected(family, messages):
         is_last = number + 1 == len(messages)
         text, thoughts = message["content"], message.get("reasoning_content", "")
         thinks = is_last and LAST_THINKS in family.template
-        is_empty = not (text.strip() or (thinks and thoughts))
+        calls = ""
+        for call in message.get("tool_calls", []) if CALLS in family.template else ():
+            given = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            calls += f"<tool>look_up({given})</tool>"
+        is_empty = not (text.strip() or (thinks and thoughts) or calls)
         if message["role"] != "assistant" or "weight" in message or is_empty:
             continue
         if STRIPPED in family.template and "</think>" in text:
@@ -121,7 +137,7 @@ def expected(family, messages):
         if thinks:
             before, line, after = head.partition("\n</think>")
             head = f"{before}{thoughts}{line}{after}"
-        learned.append(f"{head}{text}{tail}")
+        learned.append(f"{head}{text}{calls}{tail}")
     return "".join(learned)
 
 
