@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.config.load import load_config
+from hpc_tune.config.load import is_tiny, load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.lean import lean_imports, postpone_compiler
-from hpc_tune.log import configure
+from hpc_tune.log import configure, log
 from hpc_tune.overview import overview, settings_text, unknown_command
 from hpc_tune.units import parse_bytes
 from hpc_tune.world.discover import rank_hint
@@ -94,6 +94,8 @@ def _train(arguments: list[str]) -> int:
         "--force", action="store_true", help="start what does not fit into memory by the plan"
     )
     options, config = _options_and_config(parser, arguments)
+    if not options.config and not is_tiny(options.overrides):
+        log.info("config  no --config: the defaults, as --help lists them, where not set here")
     with lean_imports():
         from hpc_tune.train.run import run
     if not config.train.compile:
@@ -156,7 +158,8 @@ def _doctor(arguments: list[str]) -> int:
 
 def _passed_on(options: argparse.Namespace) -> list[str]:
     """Return the arguments that say the same to another command."""
-    return [*(["--config", options.config] if options.config else []), *options.overrides]
+    named = [word for file in options.config for word in ("--config", file)]
+    return [*named, *options.overrides]
 
 
 def _words(command: str, option: str) -> list[str]:
@@ -360,7 +363,14 @@ def _parser(command: str, config: bool = False, data: str = "") -> argparse.Argu
     if data:
         parser.add_argument("data", metavar="DATA", help=data)
     if config:
-        parser.add_argument("--config", metavar="FILE", help="YAML; without it: a tiny default")
+        parser.add_argument(
+            "--config",
+            metavar="FILE",
+            action="append",
+            default=[],
+            help="YAML; given again, the later file wins; without one: the defaults, or a tiny run "
+            "of the built-in model and data",
+        )
         parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of FILE")
         parser.epilog = settings_text()
     return parser

@@ -9,8 +9,9 @@ import torch
 from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.chats import end_of_answer
-from hpc_tune.model.build import build, compute_dtype, load_tokenizer
+from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
+from hpc_tune.model.tokenizer import load_tokenizer
 
 
 def answer(

@@ -8,6 +8,7 @@ outlives the job: what crashes at the same step again and again is given up, als
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -44,6 +45,8 @@ _CLOSE_S = 15.0  # before the end of the job, what has not left is killed, to re
 _POLL_S = 0.2
 _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
+_ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # of a person, or a terminal that is closed
+_PR_SET_PDEATHSIG = 1
 Next = Literal["done", "again", "requeue", "give up"]
 
 
@@ -74,10 +77,12 @@ def decide(starts: Sequence[Start], left_s: float | None, can_requeue: bool) -> 
         return "done", "all steps are done"
     if last.exit_code == EXIT_USER:
         return "give up", f"that will not change: {last.reason}"
-    if last.reason in ("STOP file", "SIGTERM", "SIGINT"):
+    if last.reason in ("STOP file", *_ENDED_BY):
         return "give up", f"it was asked to end ({last.reason})"
     barren = _barren(starts)
-    crashes = sum(start.status == "failed" and not start.asked for start in barren)
+    # What the user must change is no crash, such as a start in the folder of a run that lives.
+    failed = [start for start in barren if start.status == "failed" and not start.asked]
+    crashes = sum(start.exit_code != EXIT_USER for start in failed)
     if crashes >= MOST_CRASHES:
         return "give up", f"{crashes} crashes in a row came no further than step {last.to_step}"
     if len(barren) >= MOST_LEAVES:
@@ -133,7 +138,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Start until it is done, requeued or given up; return the exit code of the job."""
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGUSR1, *(signal.Signals[name] for name in _ENDED_BY)):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             signal.signal(number, self._on_signal)
         starts = _read(self._run_dir)
         while True:
@@ -162,7 +169,12 @@ class Supervisor:
         before, from_step = _stamp(self._run_dir), _newest(self._run_dir)
         log.info("from step %d: %s", from_step, shlex.join(self._argv))
         # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
-        self._child = subprocess.Popen(self._argv, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._child = subprocess.Popen(
+            self._argv,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_leave_with_parent(),
+        )
         if self._asked is not None:
             self._pass_on()  # it came meanwhile
         code = self._wait(self._child, before)
@@ -179,12 +191,12 @@ class Supervisor:
 
     def _reason(self, told: Mapping[str, object]) -> str:
         """Return why the ranks left: where they tell of a signal, by who has sent it."""
-        if self._asked in (signal.SIGTERM, signal.SIGINT):
+        if self._asked is not None and signal.Signals(self._asked).name in _ENDED_BY:
             return signal.Signals(self._asked).name
         if told["status"] != "done" and self._slurm_job and _is_preempted(self._slurm_job):
             return _PREEMPTED
         # A launcher ends all ranks by it when it has lost one: that is no wish of the user's.
-        left = told["reason"] in ("SIGTERM", "SIGINT")
+        left = told["reason"] in _ENDED_BY
         return f"{told['reason']} to the ranks alone" if left else str(told["reason"])
 
     def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
@@ -224,6 +236,15 @@ class Supervisor:
         except (OSError, subprocess.SubprocessError) as error:
             log.error("it cannot be requeued (%s): submit the script again", error)
         return EXIT_RESUMABLE
+
+
+def _leave_with_parent() -> Callable[[], object]:
+    """Return what makes the launcher ask its ranks to save and leave when this process is killed.
+
+    Else they would go on for ever, and nobody would look after them.
+    """
+    prctl = ctypes.CDLL(None).prctl  # found before the fork
+    return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1))
 
 
 def _is_preempted(job: str) -> bool:

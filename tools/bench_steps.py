@@ -114,7 +114,7 @@ def run(config: RunConfig, session: Session, num_steps: int) -> dict[str, object
     for _ in range(num_steps):
         began_s = time.perf_counter()
         # The loss is read at the end of a step: the device has done all of it.
-        result = engine.train_step([batch.to(device)] * num_micro, num_tokens, config.optim.lr)
+        result = engine.train_step([batch.to(device)] * num_micro, num_tokens, config.optim.peak_lr)
         seconds.append(time.perf_counter() - began_s)
         if session.world.rank == 0:
             print(f"step {len(seconds)}: {seconds[-1]:.2f} s, loss {result.loss:.3f}", flush=True)

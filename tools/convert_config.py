@@ -268,8 +268,11 @@ def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        found = {".".join(map(str, e["loc"][:2])): (e["input"], e["msg"]) for e in error.errors()}
-        problems = [f"{key} = {value!r}: {words}" for key, (value, words) in found.items()]
+        found: dict[str, list[str]] = {}  # a field that takes several kinds has an error for each
+        for e in error.errors():
+            key = ".".join(map(str, e["loc"][:2]))
+            found.setdefault(f"{key} = {e['input']!r}", []).append(e["msg"])
+        problems = [f"{what}: {'; or: '.join(words)}" for what, words in found.items()]
     else:
         problems = check(config)
     if problems:

@@ -156,15 +156,12 @@ def _warmup(value: Any, theirs: Theirs) -> Outcome:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1e9:
-        return Left("optim.warmup_steps is a number of steps", to_do=True)
+        return Left("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
     if share >= 1 or not share:
         return Taken({"optim.warmup_steps": int(share)})
     if _has_max_steps(theirs):
         return Taken({"optim.warmup_steps": math.ceil(share * theirs.whole("max_steps"))})
-    return Left(
-        f"set optim.warmup_steps to {share:g} x the steps of the run, which it prints at its start",
-        to_do=True,
-    )
+    return Taken({"optim.warmup_ratio": share})
 
 
 def _schedule(value: Any, theirs: Theirs) -> Outcome:
@@ -236,6 +233,8 @@ def _defaults(theirs: Theirs) -> dict[str, Any]:
         "packing": theirs.get("stage") == "pt",
         "disable_gradient_checkpointing": False,
     }
+    if theirs.get("warmup_ratio") is None and theirs.get("warmup_steps") is None:
+        defaults["warmup_steps"] = 0
     if theirs.get("finetuning_type") != "full":
         rank = theirs.whole("lora_rank") if theirs.get("lora_rank") else 8
         defaults |= {"lora_rank": rank, "lora_alpha": 2 * rank, "lora_target": "all"}

@@ -189,7 +189,7 @@ def _betas(value: Any, theirs: Theirs) -> Outcome:
 
 def _schedule(value: Any, theirs: Theirs) -> Outcome:
     if value == _NO_SCHEDULER:
-        return Taken({"optim.schedule": "constant"})
+        return Taken({"optim.schedule": "constant", "optim.warmup_steps": 0})
     if _name(value) == "get_cosine_schedule_with_warmup":
         return Taken({"optim.schedule": "cosine", "optim.min_lr_ratio": 0.0})
     return Left("optim.schedule is constant, linear or cosine", to_do=True)

@@ -40,6 +40,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str) -> None:
 
 def _card(state: RunState, config: RunConfig, base: str, kind: str) -> str:
     tune, optim = config.tune, config.optim
+    warmup = optim.num_warmup_steps(state.total_steps)
     head = {
         "base_model": base,
         "library_name": "peft" if kind == "adapter" else "transformers",
@@ -54,7 +55,7 @@ def _card(state: RunState, config: RunConfig, base: str, kind: str) -> str:
         "data": ", ".join(Path(path).name for path in as_list(config.data.path)),
         "optimizer steps": f"{state.step} of {state.total_steps}",
         "batch": f"{config.batch.global_size} rows of {config.data.seq_len} tokens",
-        "learning rate": f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} warm-up steps",
+        "learning rate": f"{optim.peak_lr:g}, {optim.schedule}, {warmup} warm-up steps",
         "seed": str(config.train.seed),
     }
     evals = Evals.from_json(state.evals)

@@ -88,7 +88,8 @@ def export_merged(
 
     ``template``: the chat template that was trained with, where it is not the base's. A head that
     the base stores although it is the embedding is left out: it would be the one before tuning.
-    Each tensor keeps the dtype it has in the base. One tensor is held at a time.
+    Each tensor keeps the dtype it has in the base, float8 ones with scales become bf16. One tensor
+    is held at a time.
 
     Raises:
         CheckpointError, DataError: if files are damaged or belong to another model. ConfigError:
@@ -97,7 +98,7 @@ def export_merged(
     """
     trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
     _check_room(stored)
-    merged = _Merged(trained, stored, tune)
+    merged = _Merged(trained, stored, tune, base)
     shards = _shards(stored, _tied_head(base, stored))
     num_tensors = sum(map(len, shards))
     progress = Progress("merging", num_tensors)
@@ -114,6 +115,8 @@ def export_merged(
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
                 shutil.copyfile(file_path, temporary / file_path.name)
+        if stored.scales:
+            _say_not_quantised(temporary / "config.json")
         _write_template(template, temporary)
         write_card(checkpoint, base, temporary, "merged")
     progress.close()
@@ -156,8 +159,10 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
 class _Merged:
     """The tensors of the merged model, each made when it is asked for."""
 
-    def __init__(self, trained: TensorIndex, stored: TensorIndex, tune: TuneConfig) -> None:
-        self._trained, self._stored, self._tune = trained, stored, tune
+    def __init__(
+        self, trained: TensorIndex, stored: TensorIndex, tune: TuneConfig, base: Path
+    ) -> None:
+        self._trained, self._stored, self._tune, self._base = trained, stored, tune, base
         suffix = ".lora_A.weight"
         self._adapted: dict[str, str] = {}
         for name in trained.pieces:
@@ -170,7 +175,16 @@ class _Merged:
         for candidate in (path, path.partition(".")[2]):
             if candidate in self._stored.pieces:
                 return candidate
+        if renamed := self._renamed.get(path):
+            return renamed
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
+
+    @functools.cached_property
+    def _renamed(self) -> dict[str, str]:
+        """The stored names of tensors that transformers has other names for."""
+        from hpc_tune.model.build import renamed_in
+
+        return renamed_in(self._base, self._stored)
 
     def region(self, name: str) -> Region:
         shape, dtype = self._stored.shapes[name], self._stored.dtypes[name]
@@ -241,6 +255,13 @@ def _is_companion(file: Path) -> bool:
     return file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(
         ".safetensors.index.json"
     )
+
+
+def _say_not_quantised(file: Path) -> None:
+    """Leave out of a config.json that weights are quantised: the merged ones are not."""
+    said = json.loads(file.read_text(encoding="utf-8"))
+    said.pop("quantization_config", None)
+    file.write_text(json.dumps(said, indent=2), encoding="utf-8")
 
 
 def _copy_tokenizer(base: Path, out: Path) -> None:

@@ -34,6 +34,7 @@ WARN = (
     "optim.batch_scaling",
     "optim.schedule",
     "optim.warmup_steps",
+    "optim.warmup_ratio",
     "optim.min_lr_ratio",
     "optim.beta1",
     "optim.beta2",

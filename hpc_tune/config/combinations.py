@@ -44,6 +44,11 @@ def check(config: RunConfig) -> list[str]:
             "tune.init_from names an adapter and tune.method=full has none; name the weights to "
             "begin with in model.path"
         )
+    if config.optim.warmup_steps is not None and config.optim.warmup_ratio is not None:
+        problems.append(
+            f"optim.warmup_steps={config.optim.warmup_steps} and optim.warmup_ratio="
+            f"{config.optim.warmup_ratio:g} say the same twice; leave one of them out"
+        )
     if config.optim.batch_scaling != "sqrt" and config.optim.reference_batch is None:
         problems.append(
             f"optim.batch_scaling={config.optim.batch_scaling} has no effect without "

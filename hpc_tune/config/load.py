@@ -1,10 +1,11 @@
-"""YAML file + ``key=value`` overrides -> one frozen ``RunConfig``, or one error that lists every
+"""YAML files + ``key=value`` overrides -> one frozen ``RunConfig``, or one error that lists every
 problem.
 
-defaults <- file.yaml <- key=value ... -> interpolate ${oc.env:SCRATCH} -> validate -> check ->
+defaults <- file.yaml ... <- key=value ... -> interpolate ${oc.env:SCRATCH} -> validate -> check ->
 RunConfig
 """
 
+import contextlib
 import difflib
 import functools
 import json
@@ -13,7 +14,6 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from datetime import date
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from hpc_tune.config.combinations import check
+from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 
@@ -36,15 +37,18 @@ _PATHS = (
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
-def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of ``path`` (None: the embedded default) with ``key=value``
-    overrides applied.
+def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of the files ``paths``, of which later ones win, with ``key=value``
+    overrides applied; without a file of the embedded default, where ``is_tiny``.
 
     Raises:
         ConfigError: one message that lists all problems found.
     """
-    source = path or "the embedded default"
-    tree = _read_yaml(path)
+    named = [paths] if isinstance(paths, str) else list(paths or ())
+    source = ", ".join(named) or "the defaults"
+    tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _embedded()
+    for file in named:
+        tree = _merged(tree, _read_yaml(file))
     problems = []
     for override in overrides:
         try:
@@ -70,7 +74,35 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     if problems:
         raise ConfigError(_list(problems))
     assert config is not None
-    return config
+    return _with_number_for_lr(config)
+
+
+def is_tiny(overrides: Sequence[str]) -> bool:
+    """Tell whether model and data are the built-in ones, for which the embedded default is."""
+    tree = OmegaConf.create({})
+    for override in overrides:
+        with contextlib.suppress(ConfigError):
+            _apply_override(tree, override)
+    given = [_select(tree, part, "path") for part in ("model", "data")]
+    return all(path is None or str(path).startswith("builtin:") for path in given)
+
+
+def _select(tree: DictConfig, part: str, name: str) -> Any:
+    fields = OmegaConf.to_container(tree, resolve=False).get(part)  # type: ignore[union-attr]
+    return fields.get(name) if isinstance(fields, dict) else None
+
+
+def _with_number_for_lr(config: RunConfig) -> RunConfig:
+    if config.optim.lr != "auto":
+        return config
+    lr = LR_OF_ALL_WEIGHTS if config.tune.method == "full" else LR_OF_ADAPTERS
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": lr})})
+
+
+def _merged(tree: DictConfig, over: DictConfig) -> DictConfig:
+    merged = OmegaConf.merge(tree, over)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
@@ -110,7 +142,7 @@ def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
 
 def _over_defaults(tree: DictConfig) -> DictConfig:
     """Return the defaults with what ``tree`` says; what is no part at all stays, to be refused."""
-    merged: dict[Any, Any] = RunConfig().model_dump()
+    merged: dict[Any, Any] = RunConfig().model_dump()  # optim.lr is auto here
     given = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(given, dict)
     for part, fields in given.items():
@@ -151,27 +183,36 @@ def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
             )
 
 
-def _read_yaml(path: str | None) -> DictConfig:
-    if path is None:
-        text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            near = difflib.get_close_matches(Path(path).name, _names_beside(path), n=3)
-            hint = f"; near it there is {', '.join(near)}" if near else ""
-            raise ConfigError(f"--config {path}: no such file{hint}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+def _embedded() -> DictConfig:
+    text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
+    tree = OmegaConf.create(yaml.safe_load(text))
+    assert isinstance(tree, DictConfig)
+    return tree
+
+
+def _read_yaml(path: str) -> DictConfig:
     try:
-        content = _as_written(yaml.safe_load(text), yaml.load(text, yaml.BaseLoader))
-        if content is not None and not isinstance(content, dict):
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(Path(path).name, _names_beside(path), n=3)
+        hint = f"; near it there is {', '.join(near)}" if near else ""
+        raise ConfigError(f"--config {path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    try:
+        content = _as_written(yaml.safe_load(text), yaml.load(text, _Written))
+        if content is None or content == {}:
+            raise ConfigError(
+                f"--config {path}: there is no setting in it; fill it, or leave --config out to "
+                "take the defaults"
+            )
+        if not isinstance(content, dict):
             raise ConfigError(
                 f"{path}: expected 'part:' with 'key: value' below it, found a list or a single "
                 "value"
             )
         OmegaConf.create(text)  # refuses a key that is there twice, which safe_load lets pass
-        tree = OmegaConf.create(content or {})
+        tree = OmegaConf.create(content)
         if tree.get("parallel") == "auto":
             tree.parallel = {"layout": "auto"}
         return tree
@@ -179,28 +220,37 @@ def _read_yaml(path: str | None) -> DictConfig:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
 
 
+class _Written(yaml.SafeLoader):
+    """Reads YAML, but leaves everything that has no quotes as it is written, except null."""
+
+
+_Written.yaml_implicit_resolvers = {
+    first: [known for known in resolvers if known[0].endswith((":null", ":merge"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _as_written(content: Any, words: Any) -> Any:
     """Return YAML's values with fields of text as they were written.
 
-    YAML 1.1 reads 12:00:00 as 43200, 2026-11-25 as a date and 0123 as 83.
+    YAML 1.1 reads 12:00:00 as 43200, 2026-11-25 as a date, 0123 as 83 and on as true.
     """
     texts = _text_fields()
     for part, fields in content.items() if isinstance(content, dict) else ():
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            is_scalar = isinstance(value, int | float | date) and not isinstance(value, bool)
-            if is_scalar and f"{part}.{name}" in texts:
-                fields[name] = words[str(part)][str(name)]
+        for name in fields if isinstance(fields, dict) else ():
+            if f"{part}.{name}" in texts:
+                fields[name] = words[part][name]
     return content
 
 
 @functools.cache
 def _text_fields() -> frozenset[str]:
-    """Return the names of the fields that take any text."""
+    """Return the names of the fields that take any text, or a list of it."""
     return frozenset(
         f"{part_name}.{name}"
         for part_name, part in RunConfig.model_fields.items()
         for name, field in part.annotation.model_fields.items()  # type: ignore[union-attr]
-        if str in (field.annotation, *typing.get_args(field.annotation))
+        if {str, list[str]} & {field.annotation, *typing.get_args(field.annotation)}
     )
 
 
@@ -217,8 +267,8 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         key = "parallel.layout"
     try:
         value = yaml.safe_load(text) if text else None
-        if key in _text_fields() and value is not None:
-            value = yaml.load(text, yaml.BaseLoader)
+        words = yaml.load(text, _Written) if text else None
+        value = words if key in _text_fields() else _as_written({key: value}, {key: words})[key]
         OmegaConf.update(tree, key, value, force_add=True)
     except (YAMLError, OmegaConfBaseException, AssertionError) as error:
         raise ConfigError(f"{override!r} cannot be applied: {_first_line(error)}") from None

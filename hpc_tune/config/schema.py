@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from hpc_tune.config.batch_job import SlurmConfig
+from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.part import Bytes, Part, PositiveInt, Seconds, Steps
 
@@ -163,49 +164,6 @@ class BatchConfig(Part):
     )
 
 
-class OptimConfig(Part):
-    """AdamW (arXiv:1711.05101) and its learning rate."""
-
-    lr: Annotated[float, Field(gt=0)] = Field(
-        2e-4, description="The peak learning rate; 2e-4 suits adapters, 1e-5 full fine-tuning."
-    )
-    reference_batch: PositiveInt | None = Field(
-        None,
-        description="The batch.global_size that lr was found for: with another one lr is scaled "
-        "by batch_scaling. Unset: lr is used as it is.",
-    )
-    batch_scaling: Literal["sqrt", "linear"] = Field(
-        "sqrt",
-        description="How lr follows batch.global_size / reference_batch: its square root, which "
-        "suits AdamW (arXiv:2205.10287), or the ratio itself (arXiv:1706.02677).",
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "cosine",
-        description="How the learning rate falls after the warm-up, over all steps of the run.",
-    )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="Steps over which the learning rate rises from 0."
-    )
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="Where linear and cosine end, as a share of lr."
-    )
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.9, description="Decay of the first moment."
-    )
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.999, description="Decay of the second moment."
-    )
-    eps: Annotated[float, Field(gt=0)] = Field(
-        1e-8, description="Keeps the division by the second moment finite."
-    )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="Decoupled weight decay on trained matrices."
-    )
-    clip_norm: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="The gradient is scaled down to this global L2 norm; 0 leaves it as it is."
-    )
-
-
 class MemoryConfig(Part):
     """The memory governor."""
 
@@ -231,8 +189,8 @@ class TrainConfig(Part):
     max_steps: PositiveInt | None = Field(
         None, description="Optimizer steps; unset: as many as train.epochs asks."
     )
-    epochs: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Passes over the data, where max_steps is unset."
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Passes over the data, where max_steps is unset; unset too: one."
     )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         0, description="Seeds order, adapters and dropout."

@@ -21,7 +21,8 @@ Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
 RenderFirst = Callable[[int, bool], str | None]
 PROBE = "xPr0be7Qx"
-_MARKED = re.compile(r"\{%-?\s*generation\b")
+MARK = "\ufdd0"  # no character, by Unicode
+_BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 class Render(Protocol):
@@ -31,9 +32,30 @@ class Render(Protocol):
         """Return the text, with the prompt for another answer at its end if ``generation``."""
 
 
-def has_blocks(template: Any) -> bool:
-    """Say whether a chat template marks what the assistant says."""
-    return isinstance(template, str) and _MARKED.search(template) is not None
+def with_marks(template: Any) -> str | None:
+    """Return a template with MARK at the begin and end of its {% generation %} blocks, if any."""
+    if not isinstance(template, str) or not _BLOCK.search(template):
+        return None
+
+    def marked(found: re.Match[str]) -> str:
+        left, end, right = found.groups()
+        if end:
+            return f"{{%{left} print '{MARK}' %}}{{% endgeneration {right}%}}"
+        return f"{{%{left} generation %}}{{% print '{MARK}' {right}%}}"
+
+    return _BLOCK.sub(marked, template)
+
+
+def blocks_of(marked: str, full: str) -> list[Span]:
+    """Return what lies between marks; nothing if ``full`` is not the same text without them."""
+    pieces, spans, at = marked.split(MARK), [], 0
+    if "".join(pieces) != full:
+        return []
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            spans.append((at, at + len(piece)))
+        at += len(piece)
+    return spans
 
 
 class AnswerFinder:
@@ -64,7 +86,7 @@ class AnswerFinder:
 
         found = [self._by_beginnings(render_first, number, full) for number in answers]
         if None in found:
-            opening = self._opening(render_first, messages)
+            opening = self._opening(render, render_first, messages)
             found = [
                 self._by_probe(render, render_first, messages, number, full, opening) or known
                 for number, known in zip(answers, found, strict=True)
@@ -148,15 +170,19 @@ class AnswerFinder:
                 return at + length
         return len(before)
 
-    def _opening(self, render_first: RenderFirst, messages: Messages) -> str:
+    def _opening(self, render: Render, render_first: RenderFirst, messages: Messages) -> str:
         """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
 
-        Where there is one, behind a turn of another role: the last answer may end by its own token.
+        That is what it adds to a turn of another role: a last answer may end by a token of its own.
         """
-        asking = [n for n, message in enumerate(messages, 1) if message["role"] != "assistant"]
-        count = asking[-1] if asking else len(messages)
-        full = render_first(count, False) or ""
-        asked = render_first(count, True) or full
+        roles = [message["role"] for message in messages]
+        count = next((n for n in range(len(roles), 0, -1) if roles[n - 1] != "assistant"), 0)
+        if count:
+            full, asked = render_first(count, False), render_first(count, True)
+        else:
+            question = [{"role": "user", "content": PROBE}]
+            full, asked = render(question), render(question, generation=True)
+        full, asked = full or "", asked or full or ""
         at = len(os.path.commonprefix([full, asked]))
         for control in self._control.finditer(asked):
             if control.start() < at < control.end():
@@ -192,16 +218,3 @@ class AnswerFinder:
         while (a := self._next_control.match(one, end)) and other.startswith(a[0], end):
             end = a.end()
         return end
-
-
-def spans_of_tokens(offsets: Sequence[Span], mask: Sequence[int]) -> list[Span]:
-    """Return the characters of each run of marked tokens."""
-    spans: list[Span] = []
-    was_on = False
-    for (start, stop), on in zip(offsets, mask, strict=True):
-        if on and was_on:
-            spans[-1] = (spans[-1][0], stop)
-        elif on:
-            spans.append((start, stop))
-        was_on = bool(on)
-    return spans

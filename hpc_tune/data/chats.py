@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from hpc_tune.data.answers import AnswerFinder, Span, has_blocks, spans_of_tokens
+from hpc_tune.data.answers import AnswerFinder, Span, blocks_of, with_marks
 from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
 from hpc_tune.data.layout import Counters
 from hpc_tune.data.records import Chat, Completion
@@ -61,7 +61,7 @@ class Renderer:
         self._stand_ins = stand_ins
         self._answers = AnswerFinder(controls)
         self._chat_template = with_fixed_date(tokenizer.chat_template)
-        self._has_blocks = has_blocks(tokenizer.chat_template)
+        self._marked_template = with_marks(self._chat_template)
 
     def render(self, example: Chat | Completion) -> Rendered | str:
         """Return the text and its spans, or the reason to drop the example.
@@ -122,27 +122,15 @@ class Renderer:
 
     def _spans(self, chat: Chat, numbers: list[int], full: str) -> list[Span | None]:
         """Return the characters of the answers with these numbers; None where that is unsure."""
-        if self._has_blocks:
-            found = self._blocks(chat, full)
-            if len(found) == len(numbers):
+        if self._marked_template is not None:
+            marked = self._apply(chat.messages, False, chat.tools, self._marked_template)
+            if len(found := blocks_of(marked, full)) == len(numbers):
                 return [*found]
 
         def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
             return self._template(messages, generation, chat.tools)
 
         return self._answers.find(render, chat.messages, numbers, full)
-
-    def _blocks(self, chat: Chat, full: str) -> list[Span]:
-        """Return what lies in the template's {% generation %} blocks."""
-        marked = self._tokenizer.apply_chat_template(
-            chat.messages,
-            tools=chat.tools,
-            chat_template=self._chat_template,
-            return_assistant_tokens_mask=True,
-            return_dict=True,
-        )
-        offsets = self._tokenizer.backend_tokenizer.encode(full, add_special_tokens=False).offsets
-        return spans_of_tokens(offsets, marked["assistant_masks"])
 
     def _all_but(
         self, chat: Chat, numbers: list[int], spans: list[Span | None], full: str
@@ -187,12 +175,16 @@ class Renderer:
             return None
 
     def _apply(
-        self, messages: Sequence[dict[str, Any]], generation: bool, tools: list[Any] | None
+        self,
+        messages: Sequence[dict[str, Any]],
+        generation: bool,
+        tools: list[Any] | None,
+        template: str | None = None,
     ) -> str:
         text: str = self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            chat_template=self._chat_template,
+            chat_template=template or self._chat_template,
             add_generation_prompt=generation,
             tokenize=False,
         )

@@ -122,7 +122,8 @@ def _fill(
         ends[name] += len(data)
 
     num_tokens = highest = 0
-    append("documents/offsets", np.zeros(1, np.int64))
+    _write(file, np.zeros(1, np.int64).view(np.uint8).data, ends["documents/offsets"])
+    ends["documents/offsets"] += np.dtype(np.int64).itemsize
     for block in blocks:
         offsets = num_tokens + np.cumsum(block.lengths, dtype=np.int64)
         append("documents/offsets", offsets)

@@ -18,27 +18,27 @@ def for_batch(optim: OptimConfig, global_size: int) -> OptimConfig:
         return optim
     ratio = global_size / optim.reference_batch
     scale = math.sqrt(ratio) if optim.batch_scaling == "sqrt" else ratio
-    return optim.model_copy(update={"lr": optim.lr * scale})
+    return optim.model_copy(update={"lr": optim.peak_lr * scale})
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step ``step`` (the first is 0) of ``total_steps``.
 
-    Linear warm-up from lr/warmup_steps, then constant, linear or half a cosine (arXiv:1608.03983)
-    down to min_lr_ratio x lr at the last step.
+    Linear warm-up from lr/steps of warm-up, then constant, linear or half a cosine
+    (arXiv:1608.03983) down to min_lr_ratio x lr at the last step.
     """
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    after = (step - optim.warmup_steps) / max(1, total_steps - 1 - optim.warmup_steps)
-    progress = min(1.0, after)
+    lr, warmup = optim.peak_lr, optim.num_warmup_steps(total_steps)
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
     match optim.schedule:
         case "constant":
-            return optim.lr
+            return lr
         case "linear":
             share = 1.0 - progress
         case "cosine":
             share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
+    return lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
 
 def make_adamw(parameters: Sequence[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
@@ -63,7 +63,7 @@ def weight_decay_groups(
 def adamw_of(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.AdamW:
     """Return a fused AdamW over ``groups``, without state until its first step."""
     return torch.optim.AdamW(
-        groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
+        groups, lr=optim.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
     )
 
 

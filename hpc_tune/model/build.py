@@ -5,6 +5,7 @@ build           the module tree with adapters, no byte of weights
 (the engine shards it; then see load.py)
 """
 
+import difflib
 import hashlib
 import json
 import warnings
@@ -46,7 +47,7 @@ def read_shape(directory: Path) -> Any:
     Raises:
         DataError: if the directory or its config.json is missing or is not a causal LM's.
     """
-    _require_directory(directory)
+    require_directory(directory)
     if not (directory / "config.json").is_file():
         raise DataError(f"model.path={directory}: no config.json in it; is it a model directory?")
     with lean_imports():
@@ -63,69 +64,8 @@ def read_shape(directory: Path) -> Any:
     return config
 
 
-def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
-    """Return the fast tokenizer of a model directory, with ``chat_template`` (a file) if given.
-
-    Raises:
-        DataError: if it, its directory or the template is missing, or it has no fast form.
-    """
-    _require_directory(directory)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        found = sorted(file.name for file in directory.glob("*token*"))
-        raise DataError(
-            f"{directory}: no usable tokenizer (found {', '.join(found) or 'no file of one'}: "
-            f"{_first_line(error)}); copy tokenizer.json and tokenizer_config.json of the model "
-            "into it, or fetch it whole: hf download NAME --local-dir DIR"
-        ) from None
-    if not tokenizer.is_fast:
-        raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
-    _require_embeddings(directory, tokenizer)
-    if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            why = error.strerror or error
-            raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
-    return tokenizer
-
-
-def embedding_rows(directory: Path) -> int | None:
-    """Return how many embeddings a model has by its config.json; None if that does not say."""
-    try:
-        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        rows = (said.get("text_config") or said).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
-        return None  # told of where the model is built
-    return rows if isinstance(rows, int) else None
-
-
-def _require_embeddings(directory: Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for.
-
-    Those for images and sound, which text rarely has, are no reason: Gemma 3's small ones have one.
-    Prepared data that has one is refused where it is opened.
-    """
-    rows = embedding_rows(directory)
-    names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")
-    given = tokenizer.init_kwargs | tokenizer.init_kwargs.get("model_specific_special_tokens", {})
-    media = {str(given.get(name)) for name in names}
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    if rows is None or max(vocabulary.values(), default=-1) < rows:
-        return
-    beyond = sorted(word for word, number in vocabulary.items() if number >= rows)
-    if left := [word for word in beyond if word not in media]:
-        raise DataError(
-            f"{directory}: its tokenizer has {max(vocabulary.values()) + 1} tokens and the model "
-            f"embeddings for {rows}; there is none for {', '.join(left[:3])}. Take the model's own "
-            "tokenizer, or resize the model's embeddings first (resize_token_embeddings)"
-        )
-
-
-def _require_directory(directory: Path) -> None:
+def require_directory(directory: Path) -> None:
+    """Raise a DataError that says what to do if there is no such directory."""
     if not directory.is_dir():
         raise DataError(
             f"model.path={directory}: no such directory. It must be a Hugging Face model directory "
@@ -313,6 +253,10 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
     with lean_imports():
         from peft import get_peft_model
 
+    linear = sorted(
+        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    )
+    _require_targets(tune, [name for name, _ in model.named_modules()], linear)
     try:
         with warnings.catch_warnings(), lean_imports():
             # peft asks transformers for an attribute that has a new name, once per rank.
@@ -321,12 +265,9 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
                 model, lora_config(tune), low_cpu_mem_usage=True, autocast_adapter_dtype=True
             )
     except ValueError as error:
-        linear = {
-            n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)
-        }
         raise ConfigError(
-            f"tune.targets={tune.targets}: {_first_line(error)} "
-            f"Linear layers of this model: {', '.join(sorted(linear))}"
+            f"tune.targets={tune.targets}: {first_line(error)} "
+            f"Linear layers of this model: {', '.join(linear)}"
         ) from None
     if any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules()):
         raise ConfigError("this model keeps its layers transposed (Conv1D); use tune.method=full")
@@ -339,6 +280,23 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[tune.param_dtype])
     return wrapped
+
+
+def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) -> None:
+    """Refuse a target that is no module's name, which peft passes over beside one that is."""
+    named = [] if isinstance(tune.targets, str) else tune.targets
+    unknown = [
+        name
+        for name in named
+        if not any(module == name or module.endswith(f".{name}") for module in modules)
+    ]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], linear, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise ConfigError(
+            f"tune.targets={tune.targets}: no layer of this model is called "
+            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}"
+        )
 
 
 def lora_config(tune: TuneConfig) -> Any:
@@ -375,6 +333,15 @@ def renamed_tensors(model: Any, index: TensorIndex | ShapeIndex) -> dict[str, st
     return found
 
 
+def renamed_in(directory: Path, index: TensorIndex) -> dict[str, str]:
+    """Return ``renamed_tensors`` of the model in ``directory``."""
+    config = read_shape(directory)
+    with lean_imports(), torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        return renamed_tensors(AutoModelForCausalLM.from_config(config), index)
+
+
 def _stored_name(
     name: str, model: Any, index: TensorIndex | ShapeIndex, renamed: Mapping[str, str]
 ) -> str | None:
@@ -388,5 +355,6 @@ def _stored_name(
     return next((c for c in candidates if c in index.pieces), None)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or its kind."""
     return (str(error) or type(error).__name__).strip().splitlines()[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.errors import DataError
@@ -136,7 +137,9 @@ def _init_buffers(model: Any) -> None:
     unfilled = {
         name: buffer
         for name, buffer in model.named_buffers()
-        if id(buffer) not in known and buffer.is_floating_point()
+        if id(buffer) not in known
+        and buffer.is_floating_point()
+        and not isinstance(buffer, FakeTensor)  # of a plan: they have no values
     }
     for buffer in unfilled.values():
         buffer.fill_(math.nan)

@@ -16,6 +16,8 @@ _UNSUPPORTED = (
     "fan_in_fan_out",
     "layer_replication",
 )
+# As peft names the ways to begin that leave the base as it is: pissa, olora and others change it.
+_BASE_UNTOUCHED = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
@@ -52,10 +54,24 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     problems += [
         f"{key} is set there, and not supported here" for key in _UNSUPPORTED if saved.get(key)
     ]
+    if (way := saved.get("init_lora_weights", True)) not in _BASE_UNTOUCHED:
+        problems.append(
+            f"init_lora_weights is {way} there, which has taken its first values out of the base: "
+            "it fits that changed base alone; save it with peft's "
+            "path_initial_model_for_weight_conversion"
+        )
     index = TensorIndex([file])
-    ours, theirs = set(built.saved_names.values()), set(index.pieces)
+    parameters = dict(built.module.named_parameters())
+    shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
+    ours, theirs = set(shapes), set(index.pieces)
     problems += [f"it has no {name}" for name in sorted(ours - theirs)[:1]]
     problems += [f"it has {name}, which this run has not" for name in sorted(theirs - ours)[:1]]
+    others = [name for name in sorted(ours & theirs) if index.shapes[name] != shapes[name]]
+    problems += [
+        f"{name} has shape {list(index.shapes[name])} there and {list(shapes[name])} in this "
+        "model: it is of another base"
+        for name in (others if found["r"] == wanted["r"] else [])[:1]
+    ]
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
     return replace(built, start=index)

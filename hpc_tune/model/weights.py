@@ -9,7 +9,7 @@ length, a JSON header, raw bytes), so nothing here unpickles.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
 from hpc_tune.model.room import ask
+from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
@@ -67,6 +68,7 @@ class TensorIndex:
         self.dtypes: dict[str, torch.dtype] = {}
         self.num_bytes = 0
         self.files = files
+        self.scales: Mapping[str, Scale] = {}
         self._error = error
         self._open: tuple[Path, Any] | None = None
         for file in files:
@@ -141,6 +143,8 @@ class TensorIndex:
                 f"{self.pieces[name][0].file.parent}: {name} has only {covered} of the "
                 f"{local.numel()} values that this rank needs; a file is missing"
             )
+        if (scale := self.scales.get(name)) is not None:
+            scale.multiply(local, offset)
 
     def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a tensor that *is* the file's pages, shared by all processes of the node.
@@ -148,7 +152,8 @@ class TensorIndex:
         None where the file holds another dtype or only pieces. It must not be written to.
         """
         pieces = self.pieces[name]
-        if len(pieces) != 1 or self.dtypes[name] != dtype or pieces[0].shape != self.shapes[name]:
+        is_whole = len(pieces) == 1 and pieces[0].shape == self.shapes[name]
+        if name in self.scales or not is_whole or self.dtypes[name] != dtype:
             return None
         try:
             # safetensors maps a file privately and copies nothing on the CPU.
@@ -209,8 +214,16 @@ def index_model_directory(directory: Path) -> TensorIndex:
     """Index the safetensors files of a Hugging Face model directory.
 
     Raises:
-        DataError: if there are none, or one is missing or damaged.
+        DataError: if there are none, one is missing or damaged, or they are quantised in another
+            way than float8.
     """
+    index = TensorIndex(_files_of(directory))
+    refuse_quantised(index, directory)
+    index.scales = take_scales(index, directory)
+    return index
+
+
+def _files_of(directory: Path) -> list[Path]:
     index_file = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if index_file.exists():
@@ -220,9 +233,9 @@ def index_model_directory(directory: Path) -> TensorIndex:
                 raise ValueError(f"it names {outside[0]}, which is not in this folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{index_file}: not a safetensors index ({error})") from None
-        return TensorIndex([directory / name for name in sorted(set(names))])
+        return [directory / name for name in sorted(set(names))]
     if single.exists():
-        return TensorIndex([single])
+        return [single]
     if list(directory.glob("*.bin")):
         raise DataError(
             f"{directory}: found only .bin (pickle) weights, expected .safetensors; convert them "

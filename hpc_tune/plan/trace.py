@@ -141,7 +141,7 @@ def trace_step(
         memory.begin(HEAP_FACTOR_FULL if full else HEAP_FACTOR_ADAPTERS)
         if layout.pipeline == 1:
             _tell_parts(memory, engine._stages[0].module)
-        engine.train_step(batches, tokens, config.optim.lr)
+        engine.train_step(batches, tokens, config.optim.peak_lr)
         kinds = _bytes_by_kind(engine, full)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import shown
 from hpc_tune.data.loader import Loader
@@ -35,8 +36,8 @@ def describe(
     memory: str,
     events: JsonLines,
 ) -> None:
-    """Print the world, the model, the data, the layout and the batch, a line each, and write them
-    into ``events`` with what a bug report would ask for (kind ``start``).
+    """Print the world, the model, the data, the layout, the batch and the learning rate, a line
+    each, and write them into ``events`` with what a bug report would ask for (kind ``start``).
     """
     told = {
         "world": _world(session),
@@ -45,6 +46,7 @@ def describe(
         "layout": f"{layout}: {why}",
         "memory": memory,
         "batch": _batch(config, session, layout, loader, total_steps),
+        "rate": rate_of(config, total_steps),
     }
     for name, text in told.items():
         log.info("%-7s %s", name, text)
@@ -68,33 +70,45 @@ def describe(
         )
     for words in few_steps(config, total_steps, loader.num_rows_per_epoch):
         log.warning("%s", words)
-    optim = config.optim
-    if optim.reference_batch is not None:
-        log.info(
-            "rate    %.3g: optim.lr=%.3g is for %d rows per step (%s)",
-            for_batch(optim, config.batch.global_size).lr,
-            optim.lr,
-            optim.reference_batch,
-            optim.batch_scaling,
-        )
     log.info("files   %s", config.run.dir)
 
 
 def few_steps(config: RunConfig, total_steps: int, rows_per_epoch: int) -> Iterator[str]:
     """Say where there is so little to do that the learning rate never gets where it should."""
-    rows, optim = config.batch.global_size, config.optim
+    rows, optim, train = config.batch.global_size, config.optim, config.train
+    if train.epochs is not None and train.max_steps is not None:
+        yield (
+            f"train.epochs={train.epochs:g} is not used: train.max_steps={train.max_steps} is "
+            "set, and decides alone; leave one of them out"
+        )
     if rows_per_epoch < _FEW_STEPS * rows and total_steps < 10 * _FEW_STEPS:
         yield (
             f"an epoch is {rows_per_epoch} rows, {math.ceil(rows_per_epoch / rows)} updates of the "
             f"weights, and the run {total_steps}: only few for batch.global_size={rows}; a smaller "
             "batch.global_size or more train.epochs makes more of them"
         )
-    if optim.warmup_steps >= total_steps:
+    if optim.warmup_steps is not None and optim.warmup_steps >= total_steps:
         yield (
             f"optim.warmup_steps={optim.warmup_steps} in a run of {total_steps} steps: the rate of "
-            f"learning ends at {learning_rate(optim, total_steps - 1, total_steps):.2g} and never "
-            f"reaches optim.lr={optim.lr:g}; set fewer"
+            f"learning only rises, to {learning_rate(optim, total_steps - 1, total_steps):.2g} of "
+            f"optim.lr={optim.peak_lr:g}; set fewer"
         )
+
+
+def rate_of(config: RunConfig, total_steps: int) -> str:
+    """Return the peak learning rate, where it comes from, and how it is reached and left."""
+    optim, is_full = config.optim, config.tune.method == "full"
+    peak, rows = for_batch(optim, config.batch.global_size).peak_lr, optim.reference_batch
+    if rows is not None:
+        why = f"optim.lr={optim.peak_lr:.3g} is for {rows} rows per step ({optim.batch_scaling})"
+    elif optim.lr == (LR_OF_ALL_WEIGHTS if is_full else LR_OF_ADAPTERS):
+        why = f"optim.lr, as auto takes it for {'all weights' if is_full else 'adapters'}"
+    else:
+        why = "optim.lr"
+    return (
+        f"{peak:.3g} ({why}), {optim.schedule} after "
+        f"{optim.num_warmup_steps(total_steps)} of {total_steps} steps of warm-up"
+    )
 
 
 def _world(session: Session) -> str:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError
 from hpc_tune.train import outcome
+from hpc_tune.train.live import InUseError, release
 from hpc_tune.train.outcome import Outcome, stopped
 from hpc_tune.world.bootstrap import Session
 from hpc_tune.world.failure import die, is_broken_connection, report_failure
@@ -21,22 +22,32 @@ _MARGIN_S = _GRACE_S + 2.0  # of the time limit
 
 def fail(session: Session | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Say once for the world what went wrong, leave outcome.json, and end every rank."""
+    run_dir = None if isinstance(error, InUseError) else run_dir
+    code, speaks = _tell(session, error, run_dir)
+    # Who speaks ends the world, perhaps before rank 0 can do anything more.
+    if session is not None and run_dir is not None and (speaks or session.world.rank == 0):
+        release(run_dir, session.nonce)
+    die(session, code)
+
+
+def _tell(session: Session | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
+    """Say and write what went wrong, if no other rank does; return the exit code and if so."""
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
     told = _told(session, error, run_dir)
     if told is not None:
-        die(session, told)
+        return told, False
     is_urgent = isinstance(error, LeavingError) and bool(error.facts)
     if is_urgent:  # each rank that is short of memory tells so before anything takes time
         _write(_outcome_of(error, "", code), run_dir)
     text = report_failure(session, error)
     if text is None:
         time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
-        die(session, code)
+        return code, is_urgent
     print(text, file=sys.stderr, flush=True)
     # Of a cut both sides tell, and finding out who speaks takes time where the store is beyond it.
     if not is_urgent and _told(session, error, run_dir) is None:
         _write(_outcome_of(error, text, code), run_dir)
-    die(session, code)
+    return code, True
 
 
 def _told(session: Session | None, error: BaseException, run_dir: Path | None) -> int | None:

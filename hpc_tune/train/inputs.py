@@ -17,11 +17,12 @@ from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.lean import import_transformers
 from hpc_tune.log import Progress, log
-from hpc_tune.model.build import BuiltModel, build, compute_dtype, embedding_rows, load_tokenizer
+from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.start import start_from
+from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer
 from hpc_tune.plan.account import ModelSize
 from hpc_tune.train.proof import prove
 from hpc_tune.train.saving import on_rank_0, together

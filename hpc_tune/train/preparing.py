@@ -14,9 +14,9 @@ from hpc_tune.data.show import COLOURS, PLAIN, show, show_prepared
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from hpc_tune.log import configure, log
-from hpc_tune.model.build import load_tokenizer
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.shapes import refuse_shape
+from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.train.ending import fail
 from hpc_tune.train.inputs import make_folder, prepare_file, reading_of, ready_model
 from hpc_tune.train.saving import on_rank_0, together

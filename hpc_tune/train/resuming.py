@@ -103,7 +103,8 @@ def _refusal(session: Session, path: Path) -> str | None:
     """Return what is wrong with a checkpoint; each rank reads its share of the bytes."""
     found = None
     try:
-        verify(path, session.world.rank, session.world.size)
+        with session.watched("verifying a checkpoint"):
+            verify(path, session.world.rank, session.world.size)
     except CheckpointError as error:
         found = str(error)
     return next((refused for refused in gather_objects(session, found) if refused), None)

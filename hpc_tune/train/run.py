@@ -18,7 +18,6 @@ from hpc_tune.checkpoint.export import export_adapter, pack_adapter
 from hpc_tune.checkpoint.locate import template_of
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import Store
-from hpc_tune.config.load import write_resolved
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.layout import TokenStore
@@ -28,10 +27,9 @@ from hpc_tune.engine.mesh import Layout, Place
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.wrap import prepare_compiler
 from hpc_tune.engine.zero import ZeroEngine
-from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.errors import HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import JsonLines, configure, log
-from hpc_tune.memory import aftermath
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.room import asking
@@ -46,18 +44,20 @@ from hpc_tune.train.ending import EarlyLeave, fail
 from hpc_tune.train.foresight import compare, foresee
 from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model
 from hpc_tune.train.layout import settle_layout
+from hpc_tune.train.live import LiveMark, require_shared, this_process
 from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.outcome import Outcome
-from hpc_tune.train.pressure import Before, Pressure, look_back, make_governor
+from hpc_tune.train.pressure import Pressure, make_governor
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.reporting import write_report
 from hpc_tune.train.resuming import find_checkpoint, restore
+from hpc_tune.train.rundir import make_run_dir
 from hpc_tune.train.saving import Saver, on_rank_0, together
-from hpc_tune.train.wandb_log import require_wandb
 from hpc_tune.units import format_bytes
 from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
+from hpc_tune.world.hang import HangWatch
 from hpc_tune.world.reform import dismiss, wait_outside
 from hpc_tune.world.stop import StopFlag
 
@@ -126,7 +126,15 @@ def _run(
 ) -> Outcome:
     """``causes`` takes what tells of an error what it means."""
     world, mine = session.world, session.world.rank == 0
-    before = on_rank_0(session, "making the run directory", lambda: _make_run_dir(config, run_dir))
+    lost = partial(fail, session, run_dir=run_dir)
+    session = replace(session, hang=HangWatch(config.run.timeout, lost))
+    mark = LiveMark(run_dir, this_process(session.nonce), lost)
+    making = partial(make_run_dir, config, run_dir, mark)
+    before = on_rank_0(session, "making the run directory", making)
+    if world.num_nodes > 1:
+        looking = partial(require_shared, run_dir, session.nonce, session.roster[0].hostname)
+        elsewhere = world.local_rank == 0 and not mine
+        together(session, "finding the run directory", looking if elsewhere else lambda: None)
     events = JsonLines(run_dir / "events.jsonl" if mine else None)
     step, saver = 0, None
     governor = together(
@@ -279,27 +287,9 @@ def _run(
     events.close()
     if config.run.report and result.has_time:
         on_rank_0(session, "writing the report", lambda: write_report(run_dir))
+    if mine:
+        mark.close()
     return result
-
-
-def _make_run_dir(config: RunConfig, run_dir: Path) -> Before:
-    """Make the run directory, and find out now and not at the first save if it can be written.
-
-    Returns what the run before this one left there.
-    """
-    require_wandb(config.run.wandb)
-    before = look_back(run_dir)
-    try:
-        (run_dir / aftermath.FOLDER).mkdir(parents=True, exist_ok=True)
-        aftermath.clear(run_dir)
-        (run_dir / outcome.FILE).unlink(missing_ok=True)
-        write_resolved(config, run_dir / "config.resolved.yaml")
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "
-            "a file system that this job may write to and that has room"
-        ) from None
-    return before
 
 
 def _make_deterministic() -> None:
@@ -336,7 +326,7 @@ def _make_loader(config: RunConfig, inputs: Inputs, layout: Layout, place: Place
     if config.train.max_steps is not None:
         loader.total_rows = config.train.max_steps * config.batch.global_size
     else:
-        loader.total_rows = math.ceil(config.train.epochs * loader.num_rows_per_epoch)
+        loader.total_rows = math.ceil((config.train.epochs or 1) * loader.num_rows_per_epoch)
     return loader
 
 

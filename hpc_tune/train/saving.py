@@ -33,7 +33,8 @@ def together(session: Session, what: str, work: Callable[[], T]) -> T:
     result: T | None = None
     error: HpcTuneError | None = None
     try:
-        result = work()
+        with session.watched(what):
+            result = work()
     except HpcTuneError as caught:
         error = caught
     agree(session, error, what)

@@ -89,6 +89,22 @@ def reachable_cpus() -> Mask:
     return now if given.isdigit() and len(widest) > int(given) else widest
 
 
+def runs_of(mask: Mask) -> list[list[int]]:
+    """Return the first and the last of each run of neighbouring CPUs: short to send."""
+    runs: list[list[int]] = []
+    for cpu in sorted(mask):
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return runs
+
+
+def mask_of(runs: Sequence[Sequence[int]]) -> Mask:
+    """Return the CPUs of ``runs_of``."""
+    return frozenset(cpu for first, last in runs for cpu in range(first, last + 1))
+
+
 def physical_core(cpu: int) -> tuple[int, int]:
     """Return (package, core) of a CPU; where the kernel does not say, each CPU is a core."""
     folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")

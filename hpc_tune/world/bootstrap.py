@@ -22,11 +22,18 @@ from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
 from hpc_tune.world import affinity
-from hpc_tune.world.channel import Channel, MpiChannel, SoloChannel, slurm_channel
+from hpc_tune.world.channel import (
+    Channel,
+    MpiChannel,
+    SoloChannel,
+    master_channel,
+    slurm_channel,
+)
 from hpc_tune.world.collective import all_gather
 from hpc_tune.world.device import check_devices, pick_device
-from hpc_tune.world.discover import World, claim_of, discover, rank_hint
+from hpc_tune.world.discover import UNKNOWN, World, claim_of, discover, rank_hint
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
+from hpc_tune.world.nodes import nodes_of, place_of
 from hpc_tune.world.reach import HostWatch, Lost
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
 from hpc_tune.world.session import Peer, Session
@@ -51,14 +58,19 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Session:
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
     """
     end_world_on_uncaught(None)
-    launched = claim_of(os.environ).launcher != "single"
+    claim = claim_of(os.environ)
+    launched = claim.launcher != "single"
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
-    if launched:
+    if launched and claim.launcher != UNKNOWN:  # that may end before its ranks, as ssh does
         watch_launcher(who)
     hint = "look for ranks that failed to start, or for a network that the nodes do not share"
     with time_limit("all ranks to start", START_LIMIT_S, hint, who):
         world, comm = discover()
         channel = _open_channel(world, comm)
+        if world.launcher == UNKNOWN and channel is not None:
+            hosts = channel.all_gather(world.hostname)
+            nodes = nodes_of(hosts, hosts, [None] * world.size)
+            world = replace(world, **place_of(world.rank, nodes))
         share, threads, notes = _take_cores(world, channel, settings)
         import torch
 
@@ -147,7 +159,8 @@ def _open_channel(world: World, comm: Any) -> Channel | None:
         return None
     if world.size == 1:
         return SoloChannel()
-    return slurm_channel(world, os.environ, START_LIMIT_S * 0.8)
+    open_star = master_channel if world.launcher == UNKNOWN else slurm_channel
+    return open_star(world, os.environ, START_LIMIT_S * 0.8)
 
 
 def _take_cores(
@@ -156,9 +169,9 @@ def _take_cores(
     mine = frozenset(os.sched_getaffinity(0))
     masks = [mine] * world.local_size  # torchrun pins nothing, so its ranks are alike
     if channel is not None:
-        told = channel.all_gather([world.node, world.local_rank, sorted(mine)])
-        on_node = sorted((local, cpus) for node, local, cpus in told if node == world.node)
-        masks = [frozenset(cpus) for _, cpus in on_node]
+        told = channel.all_gather([world.node, world.local_rank, affinity.runs_of(mine)])
+        on_node = sorted((local, runs) for node, local, runs in told if node == world.node)
+        masks = [affinity.mask_of(runs) for _, runs in on_node]
     share = affinity.share_of_cores(
         masks, affinity.reachable_cpus(), world.local_rank, affinity.physical_core
     )

@@ -1,8 +1,8 @@
 """How ranks talk before torch.distributed exists: one operation, an all-gather of JSON values.
 
 MPI's COMM_WORLD where there is one. Under srun without MPI, rank 0 listens on a port that all ranks
-derive from the job and the step, and the others connect to it. Values travel as JSON, never as
-pickles.
+derive from the job and the step, and the others connect to it; under a launcher that sets torch's
+variables, on MASTER_PORT. Values travel as JSON, never as pickles.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import json
 import re
 import socket
 import struct
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from hpc_tune.world.discover import World
 
 NUM_CANDIDATE_PORTS = 16
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below Linux's ephemeral range, which starts at 32768
+_LOOK_EVERY_S = 0.05  # whether all ranks are there
+_HELLO_LIMIT_S = 2.0
 _MAX_MESSAGE_BYTES = 256 * 2**20
 
 
@@ -93,8 +96,9 @@ class StarChannel:
             return values
         values = [value]
         values += [_receive(self._peers[rank]) for rank in range(1, self._world.size)]
+        message = _message(values)  # once, not once for each of thousands
         for rank in range(1, self._world.size):
-            _send(self._peers[rank], values)
+            self._peers[rank].sendall(message)
         return values
 
     def close(self) -> None:
@@ -106,7 +110,7 @@ class StarChannel:
     def _accept_all(self, ports: Sequence[int], deadline_s: float, limit_s: float) -> None:
         host = "127.0.0.1" if self._world.num_nodes == 1 else ""
         with _listen_on_first_free(host, ports) as listener:
-            listener.settimeout(1.0)
+            listener.settimeout(_LOOK_EVERY_S)
             while len(self._peers) < self._world.size - 1:
                 if time.monotonic() > deadline_s:
                     missing = [r for r in range(1, self._world.size) if r not in self._peers]
@@ -120,18 +124,23 @@ class StarChannel:
                     peer, _ = listener.accept()
                 except TimeoutError:
                     continue
-                peer.settimeout(2.0)
-                try:
-                    hello = _receive(peer)
-                    if hello.get("token") != self._token:
-                        peer.close()
-                        continue
-                    _send(peer, {"token": self._token})
-                except (OSError, ValueError, AttributeError, WorldError):
-                    peer.close()
-                    continue
+                # A stranger that says nothing must keep no rank waiting.
+                threading.Thread(target=self._admit, args=(peer, limit_s), daemon=True).start()
+
+    def _admit(self, peer: socket.socket, limit_s: float) -> None:
+        """Keep the connection if a rank of this job is at its other end."""
+        peer.settimeout(_HELLO_LIMIT_S)
+        try:
+            hello = _receive(peer)
+            if hello.get("token") == self._token:
+                _send(peer, {"token": self._token})
                 peer.settimeout(limit_s)
+                _receive(peer)  # else it has given up, and comes again
                 self._peers[int(hello["rank"])] = peer
+                return
+        except (OSError, ValueError, AttributeError, WorldError):
+            pass
+        peer.close()
 
     def _connect(
         self, addresses: Sequence[str], ports: Sequence[int], deadline_s: float, limit_s: float
@@ -160,11 +169,12 @@ class StarChannel:
 
     def _greet(self, ip: str, port: int, limit_s: float) -> socket.socket:
         """Return a connection to rank 0 of this job, or raise if it is not there."""
-        peer = socket.create_connection((ip, port), timeout=2.0)
+        peer = socket.create_connection((ip, port), timeout=_HELLO_LIMIT_S)
         try:
             _send(peer, {"token": self._token, "rank": self._world.rank})
             if _receive(peer).get("token") != self._token:
                 raise WorldError("another job answers there")
+            _send(peer, "met")
         except BaseException:
             peer.close()
             raise
@@ -188,6 +198,14 @@ def slurm_channel(world: World, environ: Mapping[str, str], limit_s: float) -> S
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     token = "/".join(environ.get(name, "") for name in names)
     return StarChannel(world, addresses, token, limit_s)
+
+
+def master_channel(world: World, environ: Mapping[str, str], limit_s: float) -> StarChannel:
+    """Connect the ranks of a launcher that sets MASTER_ADDR and MASTER_PORT."""
+    port = int(environ["MASTER_PORT"])
+    # Not the address: rank 0 is often told that it is localhost.
+    token = f"{world.size} ranks at {port}"
+    return StarChannel(world, [environ["MASTER_ADDR"]], token, limit_s, [port])
 
 
 def candidate_ports(token: str) -> list[int]:
@@ -233,8 +251,12 @@ def _listen_on_first_free(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def _send(peer: socket.socket, value: Any) -> None:
+    peer.sendall(_message(value))
+
+
+def _message(value: Any) -> bytes:
     payload = json.dumps(value).encode()
-    peer.sendall(struct.pack("!I", len(payload)) + payload)
+    return struct.pack("!I", len(payload)) + payload
 
 
 def _receive(peer: socket.socket) -> Any:

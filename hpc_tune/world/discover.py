@@ -11,18 +11,20 @@ import os
 import re
 import shutil
 import socket
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import WorldError
+from hpc_tune.world.nodes import nodes_of, place_of
 
 # Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_LAUNCHED_BY = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_")
+UNKNOWN = "an unknown launcher"
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHED_BY = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_", "TORCHELASTIC_", *_NEEDED)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Claim:
     local_size: int | None = None
     node: int | None = None
     num_nodes: int | None = None
+
+
+_SINGLE = Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, num_nodes=1)
 
 
 def claim_of(environ: Mapping[str, str]) -> Claim:
@@ -128,7 +133,9 @@ def claim_of(environ: Mapping[str, str]) -> Claim:
         return _srun_claim(environ)
     if has("PMIX_RANK"):
         return _claim(environ, "pmix", speaks_mpi=True, rank="PMIX_RANK")
-    return Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, num_nodes=1)
+    if has("RANK") or environ.get("WORLD_SIZE", "") not in ("", "1"):
+        return _plain_claim(environ)
+    return _SINGLE
 
 
 def rank_hint(environ: Mapping[str, str] = os.environ) -> int:
@@ -142,11 +149,16 @@ def rank_hint(environ: Mapping[str, str] = os.environ) -> int:
 def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     """Return this process's place and MPI's COMM_WORLD, or ``None`` where MPI is not used.
 
+    An ``UNKNOWN`` launcher's ranks seem to be alone on their nodes until they can talk.
+
     Raises:
         WorldError: if MPI and the launcher disagree, or if the launcher speaks MPI and mpi4py does
         not.
     """
     claim = claim_of(environ)
+    if claim.launcher == UNKNOWN:
+        rank, size = claim.rank or 0, claim.size or 1
+        return World(rank, size, 0, 1, rank, size, socket.gethostname(), UNKNOWN), None
     if not claim.speaks_mpi:
         return _world_of_claim(claim, environ), None
     # MPI waits by spinning; ranks that share a core must give it away to be done at all.
@@ -178,16 +190,12 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     hostname = socket.gethostname()
     told = comm.allgather((lowest, hostname, claim.local_size))
     nodes = nodes_of(*(list(column) for column in zip(*told, strict=True)))
-    rank, node = comm.Get_rank(), nodes[comm.Get_rank()]
     world = World(
-        rank=rank,
+        rank=comm.Get_rank(),
         size=comm.Get_size(),
-        local_rank=nodes[:rank].count(node),
-        local_size=nodes.count(node),
-        node=node,
-        num_nodes=len(set(nodes)),
         hostname=hostname,
         launcher=claim.launcher,
+        **place_of(comm.Get_rank(), nodes),
     )
     return world, comm
 
@@ -195,31 +203,6 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
 def unlaunched() -> dict[str, str]:
     """Return the environment without the launchers' variables, for a process that is no rank."""
     return {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHED_BY)}
-
-
-def nodes_of(
-    by_mpi: Sequence[object], by_name: Sequence[object], claimed_sizes: Sequence[int | None]
-) -> list[int]:
-    """Return each rank's node, numbered by its lowest rank (pure).
-
-    ``by_mpi`` and ``by_name`` hold one key per rank, equal on one node: MPI's own split, and the
-    host name for where MPI is blind (Open MPI 5 over Slurm's PMIx 4 sees every rank alone, and all
-    ranks of a node would take the same GPU). ``claimed_sizes`` are the launcher's ranks per node.
-
-    Raises:
-        WorldError: if the launcher's sizes fit neither.
-    """
-    for keys in (by_mpi, by_name):
-        counts = Counter(keys)
-        if all(n in (None, counts[k]) for k, n in zip(keys, claimed_sizes, strict=True)):
-            order = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-            return [order[key] for key in keys]
-    sizes = [sorted(Counter(keys).values()) for keys in (by_mpi, by_name)]
-    raise WorldError(
-        f"the launcher says {sorted(set(map(str, claimed_sizes)))} ranks per node, MPI sees "
-        f"{sizes[0][:16]} and the host names {by_name[:16]} give {sizes[1][:16]}; check that "
-        "mpi4py uses the launcher's MPI and that every node has a host name of its own"
-    )
 
 
 def _claim(
@@ -241,6 +224,27 @@ def _claim(
             f"unset these variables or start through {launcher} again"
         )
     return Claim(launcher, speaks_mpi, **values)
+
+
+def _plain_claim(environ: Mapping[str, str]) -> Claim:
+    """Return what torch's own variables say, where nobody known has set them.
+
+    deepspeed's launcher, a Kubernetes PyTorchJob and a loop over ssh do. Nodes are not in it: each
+    has other names for them, or none.
+    """
+    claim = _claim(environ, UNKNOWN, rank="RANK", size="WORLD_SIZE")
+    if claim.size == 1 and claim.rank in (0, None):
+        return _SINGLE
+    if missing := [name for name in _NEEDED if not environ.get(name)]:
+        found = ", ".join(f"{name}={environ[name]}" for name in _NEEDED if environ.get(name))
+        raise WorldError(
+            f"the environment has {found}, but not {', '.join(missing)}: who starts ranks sets "
+            f"{', '.join(_NEEDED)} for each. Set them, start through mpirun, srun or torchrun, or "
+            "unset them all for one process alone"
+        )
+    if not re.fullmatch(r"[0-9]{1,5}", environ["MASTER_PORT"]):
+        raise WorldError(f"MASTER_PORT={environ['MASTER_PORT']!r} is not the number of a port")
+    return claim
 
 
 def _is_srun_step(environ: Mapping[str, str]) -> bool:

@@ -211,15 +211,16 @@ class _Responder:
                 if self._wake_read in ready:
                     return
                 for listener in ready:
-                    self._answer(listener)
+                    with contextlib.suppress(OSError):
+                        peer, _ = listener.accept()  # type: ignore[union-attr]
+                        # A stranger that says nothing must keep no node waiting.
+                        threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
 
-    def _answer(self, listener: Any) -> None:
-        with contextlib.suppress(OSError):
-            peer, _ = listener.accept()
-            with peer:
-                peer.settimeout(PROBE_TIMEOUT_S)
-                if _read_line(peer) == _proof(self._nonce, "ask"):
-                    peer.sendall(_proof(self._nonce, "answer"))
+    def _answer(self, peer: socket.socket) -> None:
+        with contextlib.suppress(OSError), peer:
+            peer.settimeout(PROBE_TIMEOUT_S)
+            if _read_line(peer) == _proof(self._nonce, "ask"):
+                peer.sendall(_proof(self._nonce, "answer"))
 
     def stop(self) -> None:
         self._wake_write.sendall(b"x")

@@ -1,9 +1,11 @@
 """What a rank knows of its world, from the bootstrap to its end."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hpc_tune.world.discover import World
+from hpc_tune.world.hang import HangWatch
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,8 @@ class Session:
     ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a world of
     one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
     to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
-    processes. ``reformed``: how often its ranks were chosen and numbered anew.
+    processes. ``reformed``: how often its ranks were chosen and numbered anew. ``hang`` is what
+    ``watched`` watches with, where a run has set it.
     """
 
     world: World
@@ -47,6 +50,11 @@ class Session:
     sees_local_pids: bool
     watch: Watch | None = None
     reformed: int = 0
+    hang: HangWatch | None = None
+
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        """Watch a block in which this rank works alone: where it stands still, the world ends."""
+        return self.hang.over(what) if self.hang is not None else nullcontext()
 
     def in_training(self) -> "Session":
         """Return this session with control traffic that waits no longer than run.timeout.

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpc_tune.log import log
+
 STOP_FILE = "STOP"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _FILE_CHECK_EVERY_S = 1.0
@@ -92,7 +94,8 @@ class StopFlag:
         now_s = time.monotonic()
         if self._file is not None and now_s - self._file_checked_s >= _FILE_CHECK_EVERY_S:
             self._file_checked_s = now_s
-            self._file_seen = self._file.exists()
+            # A file system that refuses to tell for a moment is no reason to end a run.
+            self._file_seen = os.path.exists(self._file)
         return self._file_seen
 
 
@@ -107,13 +110,19 @@ def process_start() -> float:
 def job_end(environ: Mapping[str, str], ask: bool) -> float | None:
     """Return when the batch job ends, in seconds since the epoch; None where it has no limit.
 
+    One that is past is another job's, whose environment a shell has kept: no job outlives its end.
     HPC_TUNE_JOB_END is for the script of a scheduler that does not tell. ``ask``: call Slurm's
     scontrol where the environment does not tell.
     """
     for name in ("HPC_TUNE_JOB_END", "SLURM_JOB_END_TIME"):
         text = environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
+        if text.isdigit() and int(text) > time.time():
             return float(text)
+        if text.isdigit() and int(text) > 0 and ask:
+            log.warning(
+                "%s=%s is past, so it is not this job's end: the environment is an older job's",
+                *(name, text),
+            )
     job = environ.get("SLURM_JOB_ID", "")
     if not ask or not job.isdigit():
         return None

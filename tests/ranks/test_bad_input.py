@@ -21,6 +21,8 @@ from tests.support.ranks import (
 from tests.support.training import TRAIN, many_runs, train
 
 BASE = [
+    "tune.method=full",
+    "batch.global_size=16",
     "data.eval_path=null",
     "data.seq_len=64",
     "train.max_steps=2",

@@ -171,6 +171,7 @@ def test_32_blocks_compile_in_1_3_times_the_time_of_4(shared, tmp_path):
                 tmp_path,
                 f"{start}-{layers}",
                 f"model.path={model}",
+                "tune.method=full",
                 f"run.compile_cache={tmp_path / str(layers)}",
                 "batch.micro_size=8",
             )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -116,33 +117,44 @@ def test_a_single_process_is_a_world_of_one():
     assert rows[0]["cpus"] == sorted(os.sched_getaffinity(0))
 
 
-def slurm_step(rank, n):
-    """Return the variables that srun would give to a rank of one node."""
-    return {
+def slurm_step(n):
+    """Return the variables that srun would give to the ranks of one node."""
+    all_ = {
         "SLURM_JOB_ID": "4242",
         "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
         "SLURM_NODEID": "0",
         "SLURM_STEP_NUM_TASKS": str(n),
         "SLURM_STEP_NUM_NODES": "1",
         "SLURM_STEP_TASKS_PER_NODE": str(n),
         "SLURM_STEP_NODELIST": "n1",
     }
+    return [all_ | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(n)]
 
 
-def test_srun_without_mpi_makes_a_world():
+def torch_variables(n):
+    """Return what deepspeed's launcher, or a loop over ssh, would set for the ranks of one node."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    all_ = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return [all_ | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"), [(slurm_step, "slurm"), (torch_variables, "an unknown launcher")]
+)
+def test_variables_alone_make_a_world(variables, launcher):
+    """Under srun without MPI, and under a launcher that is not known."""
     n = 3
     command = [sys.executable, "-c", PROGRAM]
     processes = [
         subprocess.Popen(
             command,
-            env=rank_environment(n, slurm_step(rank, n)),
+            env=rank_environment(n, own),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(n)
+        for own in variables(n)
     ]
     try:
         rows = []
@@ -152,7 +164,7 @@ def test_srun_without_mpi_makes_a_world():
     finally:
         for process in processes:
             process.kill()
-    check_world(rows, n, ["slurm"])
+    check_world(sorted(rows, key=lambda row: row["group"][0]), n, [launcher])
 
 
 @pytest.mark.full

@@ -103,8 +103,8 @@ def count_libraries(counts: Counts) -> None:
 
 def make_inputs(folder: Path) -> tuple[Path, Path]:
     from hpc_tune.data.prepare import prepare
-    from hpc_tune.model.build import load_tokenizer
     from hpc_tune.model.builtin import write_tiny
+    from hpc_tune.model.tokenizer import load_tokenizer
 
     model, raw, data = folder / "tiny", folder / "raw.jsonl", folder / "data.h5"
     write_tiny(model)

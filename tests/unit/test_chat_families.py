@@ -220,6 +220,13 @@ FAMILIES = {
         "<|im_start|> <|im_end|>",
         ["1<|im_end|>", "2<|im_end|>"],
     ),
+    "marked by its author, tokens swallow the line end": Family(
+        "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|end|>{% endgeneration %}\n{% else %}{{ m.content }}<|end|>\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+        "~<|user|> ~<|assistant|> ~<|end|>",
+        ["1<|end|>", "2<|end|>"],
+    ),
 }
 
 
@@ -424,6 +431,30 @@ def test_a_template_that_writes_a_typed_control_token_in_ascii_drops_the_row():
     assert list(counters.dropped) == [
         "the chat template writes a typed control token as JSON in ASCII"
     ]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n",
+        "  {% generation %}\n    {{ m.content }}<|im_end|>\n  {% endgeneration %}\n",
+        "\n {%- generation -%}\n {{ m.content }}<|im_end|> \n {%- endgeneration -%}\n\n",
+        "  {%+ generation +%}\n {% if true %}\n  {{ m.content }}{% endif %}{% endgeneration %}\n ",
+    ],
+)
+def test_blocks_that_a_template_marks_are_where_stock_transformers_has_them(block):
+    template = (
+        "{% for m in messages %}\n<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}\n"
+        + block
+        + "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    family = dataclasses.replace(CHATML, template=template)
+    record = chat("one?", " 1 ", "two?", "2\n")
+    encoder, tokenizer = Encoder(tokenizer_of(family), 1000, "answers"), tokenizer_of(family)
+    (one,) = encoder.encode([to_example(record)])
+    stock = tokenizer.apply_chat_template(record["messages"], return_assistant_tokens_mask=True)
+    assert one.tokens.tolist() == stock["input_ids"]
+    assert one.loss_mask.tolist() == stock["assistant_masks"]
 
 
 def test_answers_without_content_teach_nothing_and_are_counted():

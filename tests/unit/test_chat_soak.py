@@ -1,6 +1,6 @@
-"""Chats that hypothesis draws, under the template of each family: what is learned is what the
-assistant says, with the end of each turn, and nothing else; the tokens are those of stock
-transformers.
+"""Chats that hypothesis draws, under the template of each family and under drawn ones: what is
+learned is what the assistant says, with the end of each turn, and nothing else; the tokens are
+those of stock transformers.
 
 ``make soak`` draws for HPC_TUNE_SOAK_S seconds (half an hour).
 """
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_chat_families import FAMILIES, LAST_THINKS, STRIPPED, tokenizer_of
+from test_chat_families import FAMILIES, LAST_THINKS, STRIPPED, Family, tokenizer_of
 
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.records import to_example
@@ -21,7 +21,7 @@ from hpc_tune.data.records import to_example
 FEW = 50
 PER_ROUND = 2000
 SOAK_S = float(os.environ.get("HPC_TUNE_SOAK_S", "1800"))
-TOKENIZERS = {name: tokenizer_of(family) for name, family in FAMILIES.items()}
+TOKENIZERS = {}  # by template
 # What could be taken for the form of a turn, or is lost by careless cutting.
 HARD = [
     "assistant", "user", "\n", " ", "\n\n", "ASSISTANT:", "USER: ", " ASSISTANT: 1</s>",
@@ -30,14 +30,46 @@ HARD = [
     "\ufeff", "<|im_end|>\n<|im_start|>assistant\n", "Hello.", "None", '"', "\\", "\x00",
 ]  # fmt: skip
 # Where no token begins or ends an answer, and none is asked for, its outermost space is not known.
-BEGUN_BY_USERS = ("Llama 2", "Mistral", "alpaca's headings: no control token at all")
+BEGUN_BY_USERS = [
+    FAMILIES[name].template
+    for name in ("Llama 2", "Mistral", "alpaca's headings: no control token at all")
+]
 # Python's idea of white space has these four beyond Unicode's.
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x1c\x1d\x1e\x1f")
 
 
-def said_under(name):
+@st.composite
+def templates(draw):
+    """A family of its own: openings, ends of turns, of the last one and of the whole, reasoning."""
+    opening = draw(st.sampled_from(["<|im_start|>ROLE\n", "<|ROLE|>", "<|ROLE|>\n", "[ROLE] "]))
+    end = draw(st.sampled_from(["<|im_end|>", "</s>", ""]))
+    space = draw(st.sampled_from(["", "\n"])) if end else ""
+    last_end = draw(st.sampled_from([end, end, "<|return|>"])) if end else ""
+    begin = draw(st.sampled_from(["", "<s>"]))
+    end_of_all = draw(st.sampled_from(["", "", "<|endoftext|>"]))
+    trim = draw(st.sampled_from(["", " | trim"]))
+    stripped, thinks = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
+    thought = draw(st.sampled_from(["", "<think>\n"])) if stripped or thinks else ""
+    said = "said" if stripped else "m.content"
+    opened = opening.replace("ROLE", "{{ m.role }}")
+    template = (
+        f"{begin}{{% for m in messages %}}{STRIPPED if stripped else ''}{opened}"
+        f"{LAST_THINKS if thinks else ''}{{{{ {said}{trim} }}}}"
+        "{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}"
+        f"{last_end}{{% else %}}{end}{{% endif %}}{{{{ {space!r} }}}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{opening.replace('ROLE', 'assistant')}{thought}"
+        f"{{% else %}}{end_of_all}{{% endif %}}"
+    )
+    reasoning = "<think>\n\n</think>\n\n".removeprefix(thought) if thinks else ""
+    last = f"{reasoning}2{last_end}{space if end_of_all else ''}{end_of_all}"
+    names = ["<|user|>", "<|assistant|>", "<|im_start|>", "<|im_end|>", "</s>", "<s>"]
+    controls = " ".join([*names, "<|return|>", "<|endoftext|>"])
+    return Family(template, controls, [f"1{end}", last])
+
+
+def said_under(family):
     """Text that people may write, control tokens of the family's template among it."""
-    controls = [control.removeprefix("~") for control in FAMILIES[name].controls.split()]
+    controls = [control.removeprefix("~") for control in family.controls.split()]
     parts = st.sampled_from(HARD + controls) | st.text(LETTERS, max_size=8)
     return st.lists(parts, max_size=4).map("".join)
 
@@ -45,15 +77,14 @@ def said_under(name):
 @st.composite
 def chats(draw):
     """A family, and messages: mostly in turn, any role first and last, some marked."""
-    name = draw(st.sampled_from(sorted(FAMILIES)))
-    content = said_under(name)
-    pool = draw(st.lists(content, min_size=1, max_size=6))
+    family = draw(st.sampled_from([*FAMILIES.values()]) | templates())
+    pool = draw(st.lists(said_under(family), min_size=1, max_size=6))
     some = st.sampled_from(pool)  # turns that say the same are among them
     role = draw(st.sampled_from(["user", "user", "user", "assistant"]))
-    if name in BEGUN_BY_USERS:
+    if family.template in BEGUN_BY_USERS:
         role = "user"
     messages = []
-    if "{{ m.role }}" in FAMILIES[name].template and draw(st.integers(0, 3)) == 0:
+    if "{{ m.role }}" in family.template and draw(st.integers(0, 3)) == 0:
         messages.append({"role": "system", "content": draw(some)})
     for _ in range(draw(st.integers(1, 6))):
         message = {"role": role, "content": draw(some)}
@@ -66,12 +97,12 @@ def chats(draw):
         messages.append(message)
         if draw(st.integers(0, 7)):
             role = "assistant" if role == "user" else "user"
-    return name, messages
+    return family, messages
 
 
-def expected(name, messages):
+def expected(family, messages):
     """Return what is to be learned, by the family's two patterns: of a turn, and of the last."""
-    family, learned = FAMILIES[name], []
+    learned = []
     for number, message in enumerate(messages):
         is_last = number + 1 == len(messages)
         text, thoughts = message["content"], message.get("reasoning_content", "")
@@ -95,8 +126,10 @@ def expected(name, messages):
 
 
 def check(drawn):
-    name, messages = drawn
-    tokenizer, wanted = TOKENIZERS[name], expected(name, messages)
+    family, messages = drawn
+    if family.template not in TOKENIZERS:
+        TOKENIZERS[family.template] = tokenizer_of(family)
+    tokenizer, wanted = TOKENIZERS[family.template], expected(family, messages)
     encoder = Encoder(tokenizer, 1 << 20, "answers")
     blocks = list(encoder.encode([to_example({"messages": messages})]))
     assert encoder.counters.unclear_answers == 0

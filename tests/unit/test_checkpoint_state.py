@@ -26,6 +26,7 @@ OTHER = {
     "optim.batch_scaling": "linear",
     "optim.schedule": "linear",
     "optim.warmup_steps": 5,
+    "optim.warmup_ratio": 0.5,
     "optim.min_lr_ratio": 0.5,
     "optim.beta1": 0.5,
     "optim.beta2": 0.5,
@@ -42,6 +43,9 @@ FREE = {
     "data.loss_on",
     "data.chat_template",
     "data.cache",
+    "data.columns",
+    "data.bad_rows",
+    "data.eval_fraction",
     # only a run that begins looks at it
     "tune.init_from",
     # how the work is spread and where it runs

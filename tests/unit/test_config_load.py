@@ -61,6 +61,8 @@ PROMISED = [
     "run.wandb",
 ]
 
+SOME = "train: {seed: 0}\n"  # a file that changes nothing
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -86,11 +88,39 @@ def test_an_override_beats_the_file_and_the_file_beats_the_default(write):
 
 
 def test_the_last_override_of_a_key_wins(write):
-    assert load_config(write(""), ["train.seed=1", "train.seed=2"]).train.seed == 2
+    assert load_config(write(SOME), ["train.seed=1", "train.seed=2"]).train.seed == 2
 
 
-def test_an_empty_file_means_all_defaults(write):
-    assert load_config(write("# nothing\n")) == RunConfig()
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}\n", "---\n"])
+def test_an_empty_file_is_refused(write, text):
+    """It is a file that was never written, or whose disk was full."""
+    assert "there is no setting in it" in problem(write(text))
+
+
+def test_a_file_that_changes_nothing_means_all_defaults(write):
+    config = RunConfig().model_dump()
+    config["optim"]["lr"] = 2e-4
+    assert load_config(write(SOME)).model_dump() == config
+
+
+def test_of_several_files_the_later_one_wins_field_by_field(tmp_path):
+    texts = {
+        "site.yaml": "run: {dir: /scratch, tags: [a, b]}\noptim: {lr: 1.0, beta1: 0.5}\n",
+        "mine.yaml": "run: {tags: [c]}\noptim: {lr: 2.0}\ntrain: {seed: 3}\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    files = [str(tmp_path / name) for name in texts]
+    config = load_config(files, ["train.seed=4"])
+    assert (config.run.dir, config.run.tags) == ("/scratch", ["c"])
+    assert (config.optim.lr, config.optim.beta1, config.train.seed) == (2.0, 0.5, 4)
+    assert load_config(files[::-1]).optim.lr == 1.0
+
+
+def test_a_word_of_one_file_can_be_named_in_another(tmp_path):
+    (tmp_path / "a.yaml").write_text("run: {dir: '/runs/${run.name}'}\n")
+    (tmp_path / "b.yaml").write_text("run: {name: x}\n")
+    assert load_config([str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")]).run.dir == "/runs/x"
 
 
 def test_a_part_that_is_there_twice_is_refused(write):
@@ -103,9 +133,50 @@ def test_no_file_means_the_embedded_default_and_overrides_work_on_it():
     assert (config.train.max_steps, config.data.seq_len) == (7, 512)
 
 
+@pytest.mark.parametrize("replaced", ["model.path=/m", "data.path=x.jsonl", "model={path: /m}"])
+def test_a_model_or_data_of_ones_own_is_not_trained_with_values_for_a_toy(replaced):
+    """lr 1e-3 on all weights for 40 steps, held-out docstrings, the folder runs/tiny."""
+    config = load_config(None, [replaced, "optim.beta1=0.5"])
+    want = RunConfig()
+    assert (config.tune, config.batch, config.train) == (want.tune, want.batch, want.train)
+    assert (config.data.eval_path, config.data.seq_len) == (None, want.data.seq_len)
+    assert (config.optim.lr, config.optim.beta1) == (2e-4, 0.5)
+    assert config.run.dir == want.run.dir
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["data.path=builtin:pydocs:heldout"], ["tune.method=lora", "train.seed=5"]]
+)
+def test_the_built_in_model_and_data_keep_the_values_that_fit_them(words):
+    config = load_config(None, words)
+    assert (config.optim.lr, config.optim.warmup_steps, config.train.max_steps) == (1e-3, 5, 40)
+    assert (config.data.seq_len, config.run.dir) == (512, "runs/tiny")
+
+
+@pytest.mark.parametrize(
+    ("words", "lr"),
+    [
+        ([], 2e-4),
+        (["tune.method=dora"], 2e-4),
+        (["tune.method=qlora"], 2e-4),
+        (["tune.method=full"], 1e-5),
+        (["tune.method=full", "optim.lr=auto"], 1e-5),
+        (["tune.method=full", "optim.lr=3e-5"], 3e-5),
+    ],
+)
+def test_the_learning_rate_follows_the_method_unless_it_is_set(write, words, lr):
+    config = load_config(write(SOME), words)
+    assert config.optim.lr == config.optim.peak_lr == lr
+
+
+def test_a_warm_up_in_steps_and_as_a_share_is_refused(write):
+    said = problem(write("optim: {warmup_steps: 0, warmup_ratio: 0.1}\n"))
+    assert "optim.warmup_steps=0 and optim.warmup_ratio=0.1 say the same twice" in said
+
+
 def test_values_are_read_as_yaml(write):
     config = load_config(
-        write(""),
+        write(SOME),
         [
             "optim.lr=2e-4",
             "tune.targets=[q_proj, v_proj]",
@@ -129,7 +200,7 @@ def test_values_are_read_as_yaml(write):
 def test_a_plain_on_or_off_of_yaml_is_the_word(write, word):
     """YAML 1.1 reads them as booleans."""
     assert load_config(write(f"memory: {{governor: {word}}}")).memory.governor == word
-    assert load_config(write(""), [f"memory.governor={word}"]).memory.governor == word
+    assert load_config(write(SOME), [f"memory.governor={word}"]).memory.governor == word
 
 
 def test_variables_and_other_keys_are_interpolated(write, monkeypatch):
@@ -167,7 +238,7 @@ def test_an_unset_variable_does_not_hide_the_other_problems(write, monkeypatch):
     ],
 )
 def test_an_unknown_key_names_the_one_that_was_meant(write, override, near):
-    message = problem(write(""), override)
+    message = problem(write(SOME), override)
     assert "no such key" in message
     assert near in message.partition("did you mean ")[2]
 
@@ -202,18 +273,18 @@ def test_an_unknown_key_without_a_near_one_points_to_the_list(write):
     ],
 )
 def test_a_wrong_value_says_field_value_and_what_is_expected(write, override, said):
-    assert said in problem(write(""), override)
+    assert said in problem(write(SOME), override)
 
 
 @pytest.mark.parametrize("override", ["train.seed", "=5", "", "--seed"])
 def test_an_override_without_an_equals_sign_is_shown_how(write, override):
     assert f"{override!r} is not key=value, such as train.max_steps=100" in problem(
-        write(""), override
+        write(SOME), override
     )
 
 
 def test_an_override_that_is_no_yaml_is_refused_by_name(write):
-    assert "'run.dir=[1' cannot be applied" in problem(write(""), "run.dir=[1")
+    assert "'run.dir=[1' cannot be applied" in problem(write(SOME), "run.dir=[1")
 
 
 def test_all_problems_are_reported_at_once_and_each_once(write):
@@ -283,7 +354,7 @@ def test_bad_yaml_says_where(write, text):
     ],
 )
 def test_what_this_version_can_do_is_accepted(write, override):
-    assert check(load_config(write(""), [override])) == []
+    assert check(load_config(write(SOME), [override])) == []
 
 
 def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(write):
@@ -301,11 +372,11 @@ def test_float8_is_refused_with_all_that_stands_against_it_and_what_would_work(w
         "packed 4-bit weights are not split along heads; use parallel.shard",
     ):
         assert said in message
-    assert check(load_config(write(""), ["train.float8=true", "train.compile=true"])) == []
+    assert check(load_config(write(SOME), ["train.float8=true", "train.compile=true"])) == []
 
 
 def test_compiling_tensor_slices_is_refused(write):
-    message = problem(write(""), "train.compile=true", "parallel.tensor=2")
+    message = problem(write(SOME), "train.compile=true", "parallel.tensor=2")
     assert "train.compile=true with parallel.tensor > 1 is not available" in message
 
 
@@ -324,7 +395,7 @@ def test_compiling_tensor_slices_is_refused(write):
     ],
 )
 def test_deepspeed_settings_that_fit_are_accepted(write, overrides):
-    assert check(load_config(write(""), overrides)) == []
+    assert check(load_config(write(SOME), overrides)) == []
 
 
 @pytest.mark.parametrize(
@@ -347,7 +418,7 @@ def test_deepspeed_settings_that_fit_are_accepted(write, overrides):
 )
 def test_deepspeed_settings_that_cannot_be_are_refused(write, overrides, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        load_config(write(""), overrides.split())
+        load_config(write(SOME), overrides.split())
 
 
 def test_settings_without_an_effect_are_refused(write):
@@ -429,7 +500,7 @@ def test_the_configuration_is_frozen():
 @pytest.mark.parametrize("in_file", [True, False])
 @pytest.mark.parametrize("words", [(), ("parallel.recompute=full",), ("parallel.layout=auto",)])
 def test_parallel_auto_is_short_for_its_layout(write, words, in_file):
-    path = write("parallel: auto" if in_file else "")
+    path = write("parallel: auto" if in_file else SOME)
     config = load_config(path, words if in_file else ("parallel=auto", *words))
     assert config.parallel.layout == "auto"
     assert config.parallel.recompute == ("full" if "parallel.recompute=full" in words else "none")
@@ -480,6 +551,27 @@ def test_fields_of_text_take_what_is_written(tmp_path):
     assert load_config(None, ["data.eval_path=null"]).data.eval_path is None
 
 
+@pytest.mark.parametrize(
+    "text", ["007", "2024-01-01", "12:00:00", "on", "no", "1_0", "1e3", "0x1f", ".5", "true"]
+)
+def test_a_name_is_what_is_written_whatever_yaml_takes_it_for(write, text):
+    base = f"run: &all {{name: {text}, tags: [1, on, {text}]}}\nslurm: {{time: 12:00:00}}\n"
+    run = load_config(write(base)).run
+    assert (run.name, run.tags) == (text, ["1", "on", text])
+    run = load_config(write(SOME), [f"run.name={text}", f"run={{tags: [{text}]}}"]).run
+    assert (run.name, run.tags) == (text, [text])
+
+
+def test_what_is_quoted_unset_or_taken_from_elsewhere_stays_so(write):
+    text = "train: &x {seed: 1}\nrun: {name: '~', dir: \"007\"}\ndata: {eval_path: ~}\n"
+    config = load_config(write(text))
+    assert (config.run.name, config.run.dir, config.data.eval_path) == ("~", "007", None)
+    text = "run: {<<: &of_all {name: 007}, dir: a}\nslurm: {job_name: 1, <<: {qos: 2}}\n"
+    config = load_config(write(text))
+    assert (config.run.name, config.run.dir) == ("007", "a")
+    assert (config.slurm.job_name, config.slurm.qos) == ("1", "2")
+
+
 def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch/me")
@@ -511,7 +603,7 @@ def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
 )
 def test_settings_of_data_that_cannot_be_are_refused(write, overrides, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        load_config(write(""), overrides)
+        load_config(write("train: {seed: 1}"), overrides)
 
 
 def test_paths_of_data_may_be_a_list_also_on_the_command_line(write, tmp_path, monkeypatch):

@@ -3,14 +3,19 @@
 import pytest
 
 from hpc_tune.config.load import load_config
-from hpc_tune.train.describe import few_steps
+from hpc_tune.train.describe import few_steps, rate_of
 
 
 @pytest.mark.parametrize(
     ("total_steps", "rows_per_epoch", "warmup", "words"),
     [
         (1, 40, 0, ["an epoch is 40 rows, 1 updates"]),
-        (3, 130, 100, ["an epoch is 130 rows, 3 updates", "ends at 3e-05 and never reaches"]),
+        (
+            3,
+            130,
+            100,
+            ["an epoch is 130 rows, 3 updates", "only rises, to 3e-05 of optim.lr="],
+        ),
         (60, 40, 10, []),
         (40, 2200, 10, []),
         (40, 2200, 40, ["optim.warmup_steps=40 in a run of 40 steps"]),
@@ -21,3 +26,27 @@ def test_too_few_updates_are_told_of(total_steps, rows_per_epoch, warmup, words)
     told = list(few_steps(load_config(None, settings), total_steps, rows_per_epoch))
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
+
+
+def test_epochs_that_a_number_of_steps_overrules_are_told_of():
+    settings = ["train.epochs=3", "train.max_steps=500"]
+    [told] = few_steps(load_config(None, settings), 500, 2200)
+    assert "train.epochs=3 is not used: train.max_steps=500 is set" in told
+    assert list(few_steps(load_config(None, ["train.max_steps=500"]), 500, 2200)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "0.0002 (optim.lr, as auto takes it for adapters), cosine after 3 of 100 steps"),
+        (["tune.method=full"], "1e-05 (optim.lr, as auto takes it for all weights), cosine"),
+        (["optim.lr=1e-3", "optim.schedule=linear"], "0.001 (optim.lr), linear after 3 of 100"),
+        (["optim.lr=1e-3", "optim.warmup_steps=9"], "0.001 (optim.lr), cosine after 9 of 100"),
+        (
+            ["optim.lr=1e-3", "optim.reference_batch=16"],
+            "0.002 (optim.lr=0.001 is for 16 rows per step (sqrt))",
+        ),
+    ],
+)
+def test_the_learning_rate_is_told_with_where_it_comes_from(settings, said):
+    assert rate_of(load_config(None, ["model.path=/m", *settings]), 100).startswith(said)

@@ -73,7 +73,7 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
 
     monkeypatch.setattr(ending, "die", die)
     monkeypatch.setattr(ending, "report_failure", lambda session, error: str(error))
-    session = SimpleNamespace(world=SimpleNamespace(rank=rank))
+    session = SimpleNamespace(world=SimpleNamespace(rank=rank), nonce="1")
     for before in (None, outcome.Outcome("failed", "said before", None, 1)):
         if before is not None:
             outcome.write(before, tmp_path)

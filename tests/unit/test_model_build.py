@@ -18,9 +18,10 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model import load as load_module
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.build import LocalRegion, build, compute_dtype, load_tokenizer, read_shape
+from hpc_tune.model.build import LocalRegion, build, compute_dtype, read_shape
 from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 12, 1, 5)
@@ -453,6 +454,20 @@ def test_a_base_model_that_was_stored_without_its_prefix_is_found(tiny, tmp_path
     ],
 )
 def test_targets_that_are_no_linear_layers_are_refused(tiny, targets, said):
+    with pytest.raises(ConfigError, match=said):
+        build(tiny, torch.float32, TuneConfig(targets=targets), 0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["q_proj", "v_porj"], "is called v_porj; did you mean v_proj or "),
+        (["q_proj", "query"], "is called query. Its linear layers: down_proj, gate_proj, k_proj"),
+        (["layers.9.self_attn.q_proj", "q_proj"], r"is called layers\.9\.self_attn\.q_proj"),
+    ],
+)
+def test_a_target_that_matches_nothing_is_refused_beside_ones_that_match(tiny, targets, said):
+    """peft passes over it, and trains fewer layers than were asked for."""
     with pytest.raises(ConfigError, match=said):
         build(tiny, torch.float32, TuneConfig(targets=targets), 0)
 

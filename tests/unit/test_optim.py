@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.optim import for_batch, learning_rate, make_adamw
@@ -34,6 +35,11 @@ def rates(total_steps, **values):
         ({"schedule": "cosine"}, 1, [8]),
         ({"schedule": "cosine", "warmup_steps": 2}, 3, [4, 8, 8]),
         ({"schedule": "linear", "warmup_steps": 4}, 2, [2, 4]),
+        ({"schedule": "constant", "warmup_ratio": 0.5}, 6, [8 / 3, 16 / 3, 8, 8, 8, 8]),
+        ({"schedule": "constant", "warmup_ratio": 0.5}, 3, [4, 8, 8]),
+        ({"schedule": "constant", "warmup_ratio": 0.0}, 100, [8] * 100),
+        ({"schedule": "constant"}, 33, [8] * 33),
+        ({"schedule": "constant"}, 100, [8 / 3, 16 / 3, *[8] * 98]),
     ],
 )
 def test_the_learning_rate_follows_the_table(values, total_steps, wanted):
@@ -52,6 +58,14 @@ def test_the_learning_rate_follows_the_table(values, total_steps, wanted):
 )
 def test_the_rate_follows_the_batch_where_a_reference_is_given(values, global_size, wanted):
     assert for_batch(OptimConfig(lr=8.0, **values), global_size).lr == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.03, 0.1, 0.25, 0.333, 0.9])
+def test_a_share_is_as_many_steps_as_for_transformers(ratio, tmp_path):
+    arguments = TrainingArguments(str(tmp_path), warmup_steps=ratio, use_cpu=True)
+    for steps in (1, 7, 10, 30, 33, 70, 1000):
+        ours = OptimConfig(warmup_ratio=ratio).num_warmup_steps(steps)
+        assert ours == arguments.get_warmup_steps(steps)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -95,5 +109,5 @@ def test_the_state_is_there_before_the_first_step_and_a_step_is_plain_adamw():
 
 
 def test_only_vectors_make_one_group():
-    adamw = make_adamw([nn.Parameter(torch.ones(3))], OptimConfig(weight_decay=0.5))
+    adamw = make_adamw([nn.Parameter(torch.ones(3))], OptimConfig(lr=1.0, weight_decay=0.5))
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.0]

@@ -5,12 +5,18 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
-from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.builtin import SHAPE, write_tiny
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.start import start_from
 
@@ -86,6 +92,30 @@ def test_an_adapter_of_another_kind_is_refused(tiny, tmp_path, settings, said):
     with pytest.raises(ConfigError, match="tune.init_from=") as refused:
         started(tiny, tmp_path)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_has_changed_its_base_is_refused_by_the_name_of_its_way(
+    tiny, tmp_path, way
+):
+    stock(tiny, init_lora_weights=way).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"init_lora_weights is {way} there"):
+        started(tiny, tmp_path)
+
+
+@pytest.mark.parametrize("way", [False, "gaussian", "orthogonal"])
+def test_an_adapter_that_has_begun_otherwise_on_the_same_base_is_taken(tiny, tmp_path, way):
+    theirs = stock(tiny, init_lora_weights=way)
+    theirs.save_pretrained(tmp_path)
+    assert gap(started(tiny, tmp_path), theirs) < 1e-5
+
+
+def test_an_adapter_of_a_base_of_another_width_is_refused(tiny, tmp_path):
+    wider = LlamaForCausalLM(LlamaConfig(**SHAPE | {"hidden_size": 2 * SHAPE["hidden_size"]}))
+    settings = LoraConfig(r=4, lora_alpha=6.0, target_modules="all-linear")
+    get_peft_model(wider, settings).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"lora_B\.weight has shape .* it is of another base"):
+        started(tiny, tmp_path)
 
 
 def test_an_adapter_that_has_more_than_this_run_is_refused(tiny, tmp_path):

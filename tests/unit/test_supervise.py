@@ -40,6 +40,12 @@ ROWS = {
     "memory, and too little time": ([GOOD, MEMORY], 60.0, True, "requeue"),
     "one crash": ([CRASH], 3600.0, True, "again"),
     "a crash in the next job too": ([CRASH, start(10, 10)], 3600.0, True, "give up"),
+    "a start that was refused is no crash": (
+        [start(10, 10, exit_code=2), CRASH],
+        3600.0,
+        True,
+        "again",
+    ),
     "crashes with progress between": ([CRASH, start(10, 12), CRASH], 3600.0, True, "again"),
     "a crash after a signal is none": ([CRASH, start(10, 10, asked=True)], 60.0, True, "requeue"),
     "jobs too short to get anywhere": ([GOOD, TIME, TIME], 60.0, True, "requeue"),
@@ -171,8 +177,26 @@ def test_ranks_are_asked_to_leave_where_no_scheduler_signals(tmp_path):
     assert job.requeued.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_scancel_and_ctrl_c_end_it_without_a_requeue(tmp_path, number):
+def test_ranks_whose_supervisor_is_killed_save_and_leave(tmp_path):
+    job = Job(tmp_path, says("stopped", "SIGUSR1", 75, 4, until_asked=True))
+    wait_for(job.run_dir / "started")
+    job.process.kill()
+    job.process.wait()
+    wait_for(job.run_dir / "outcome.json")
+    job.process.stderr.close()
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    job = Job(tmp_path, says("done", "all steps done", 0, 4, lingers_s=1))
+    signal.signal(signal.SIGHUP, before)
+    wait_for(job.run_dir / "started")
+    job.process.send_signal(signal.SIGHUP)
+    assert job.end() == 0, job.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_scancel_ctrl_c_and_a_closed_terminal_end_it_without_a_requeue(tmp_path, number):
     job = Job(tmp_path, says("stopped", "SIGUSR1", 75, 4, until_asked=True))
     wait_for(job.run_dir / "started")
     job.process.send_signal(number)

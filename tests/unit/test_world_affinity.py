@@ -3,7 +3,7 @@ import os
 import pytest
 
 from hpc_tune.world import affinity
-from hpc_tune.world.affinity import CoreShare, share_of_cores
+from hpc_tune.world.affinity import CoreShare, mask_of, runs_of, share_of_cores
 
 
 def one_thread_per_core(cpu):
@@ -117,3 +117,10 @@ def test_looking_for_wider_masks_leaves_the_mask_as_it_was(narrowed):
 def test_a_slurm_share_of_the_node_is_not_widened(narrowed, monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
     assert affinity.reachable_cpus() == {min(narrowed)}
+
+
+def test_runs_of_cpus_give_the_mask_back():
+    cpus = frozenset({0, 1, 2, 5, 8, 9})
+    assert runs_of(cpus) == [[0, 2], [5, 5], [8, 9]]
+    assert mask_of(runs_of(cpus)) == cpus
+    assert mask_of(runs_of(frozenset())) == frozenset()

@@ -4,7 +4,8 @@ import sys
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world.discover import Claim, World, claim_of, discover, nodes_of, rank_hint
+from hpc_tune.world.discover import Claim, World, claim_of, discover, rank_hint
+from hpc_tune.world.nodes import nodes_of
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -44,6 +45,8 @@ TORCHRUN = {
     "GROUP_RANK": "1",
     "GROUP_WORLD_SIZE": "2",
 }
+PLAIN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+PLAIN_CLAIM = Claim("an unknown launcher", False, 3, 4)
 PALS = {"PALS_RANKID": "9", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4", "PALS_NODEID": "2"}
 SINGLE = Claim("single", False, 0, 1, 0, 1, 0, 1)
 HYDRA_CLAIM = Claim("mpich", True, 3, 8, 3, 4)
@@ -101,6 +104,12 @@ TABLE = {
     "plain python in an interactive step": (BATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, SINGLE),
     "torchrun": (TORCHRUN, Claim("torchrun", False, 3, 4, 1, 2, 1, 2)),
     "torchrun under srun": (SRUN | TORCHRUN, Claim("torchrun", False, 3, 4, 1, 2, 1, 2)),
+    "deepspeed's launcher": (PLAIN | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, PLAIN_CLAIM),
+    "a Kubernetes PyTorchJob": (PLAIN, PLAIN_CLAIM),
+    "a loop over ssh in a batch script": (BATCH_SHELL | PLAIN, PLAIN_CLAIM),
+    "torch's variables under srun": (SRUN | PLAIN, SRUN_CLAIM),
+    "torch's variables of one process": ({"RANK": "0", "WORLD_SIZE": "1"}, SINGLE),
+    "a size of one alone": ({"WORLD_SIZE": "1", "MASTER_PORT": "29500"}, SINGLE),
     "PRRTE's prun": ({"PMIX_RANK": "2", "PMIX_NAMESPACE": "prte-1"}, Claim("pmix", True, 2)),
 }
 
@@ -140,6 +149,23 @@ def test_missing_variables_are_named():
     environ = {k: v for k, v in TORCHRUN.items() if not k.startswith("GROUP_RANK")}
     with pytest.raises(WorldError, match="torchrun did not say node; found only"):
         discover(environ)
+
+
+@pytest.mark.parametrize("lacking", PLAIN)
+def test_of_an_unknown_launcher_each_variable_that_is_missing_is_named(lacking):
+    environ = {key: value for key, value in PLAIN.items() if key != lacking}
+    with pytest.raises(WorldError, match=f"but not {lacking}: .* mpirun, srun or torchrun"):
+        claim_of(environ)
+
+
+def test_a_rank_without_a_size_is_not_a_run_of_its_own():
+    with pytest.raises(WorldError, match="RANK=0, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT:"):
+        claim_of({"RANK": "0"})
+
+
+def test_a_port_that_is_none_is_named():
+    with pytest.raises(WorldError, match="MASTER_PORT='http' is not the number of a port"):
+        claim_of(PLAIN | {"MASTER_PORT": "http"})
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import contextlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -5,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world import rendezvous
+from hpc_tune.world import channel, rendezvous
+from hpc_tune.world.affinity import runs_of
 from hpc_tune.world.channel import StarChannel, candidate_ports, expand_nodelist
 from hpc_tune.world.discover import World
 from hpc_tune.world.rendezvous import Address, candidates, choose, local_addresses, meet
@@ -200,6 +202,23 @@ def test_a_star_gathers_from_all_ranks_many_times(size):
     assert on_threads(size, rank) == [expected] * size
 
 
+def test_what_all_ranks_are_told_is_written_down_once_and_is_short(monkeypatch):
+    """Written once for each of 4,096 ranks of 128 CPUs, the start took minutes."""
+    written, message = [], channel._message
+    monkeypatch.setattr(channel, "_message", lambda value: written.append(value) or message(value))
+
+    def rank(rank):
+        star = StarChannel(world_of(rank, 5), ["127.0.0.1"], "once", 20)
+        star.all_gather([rank])
+        star.close()
+
+    on_threads(5, rank)
+    assert written.count([[rank] for rank in range(5)]) == 1
+    cpus = runs_of(frozenset(range(128)))
+    told = [[rank // 8, rank % 8, cpus] for rank in range(4096)]
+    assert len(message(told)) < 128 * 1024
+
+
 def test_two_jobs_that_share_candidate_ports_do_not_mix():
     ports = candidate_ports("shared")
 
@@ -222,3 +241,42 @@ def test_ranks_that_never_come_are_named():
 def test_a_missing_rank_0_is_named_with_what_was_tried():
     with pytest.raises(WorldError, match=r"rank 1 on n1 could not reach rank 0 at 127.0.0.1"):
         StarChannel(world_of(1, 3), ["127.0.0.1"], "headless", 0.1)
+
+
+def test_strangers_that_say_nothing_keep_no_rank_from_the_star():
+    """A port scan, or a monitor that only looks whether somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listening = threading.Event()
+
+    def rank(rank):
+        if rank:
+            listening.wait(60)
+        star = StarChannel(world_of(rank, 2), ["127.0.0.1"], "watched", 60, [port])
+        told = star.all_gather(rank)
+        star.close()
+        return told
+
+    def strangers():
+        found = []
+        while len(found) < 4:
+            with contextlib.suppress(ConnectionRefusedError):
+                found.append(socket.create_connection(("127.0.0.1", port)))
+        listening.set()
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        ranks = [pool.submit(rank, number) for number in (0, 1)]
+        silent = pool.submit(strangers)
+        assert [one.result() for one in ranks] == [[0, 1], [0, 1]]
+    for stranger in silent.result():
+        stranger.close()
+
+
+def test_a_stranger_that_says_nothing_keeps_no_node_from_rank_0s_address():
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    answering = rendezvous._Responder([listener], "nonce")
+    with listener, socket.create_connection(("127.0.0.1", port)):
+        assert rendezvous._try("127.0.0.1", port, "nonce") == ""
+        answering.stop()

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import time
@@ -58,6 +59,34 @@ def test_the_earlier_of_both_limits_holds():
     environ = {"SLURM_JOB_END_TIME": str(int(end))}
     assert StopFlag(time_limit_s=1e6, environ=environ).seconds_left() == pytest.approx(60, abs=2)
     assert StopFlag(time_limit_s=0, environ=environ).reason() == "time limit"
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_END_TIME", "HPC_TUNE_JOB_END"])
+def test_an_end_that_is_past_is_an_older_jobs(name, caplog, monkeypatch):
+    """A shell in tmux keeps the environment of the job that it was begun in."""
+    monkeypatch.setattr(stop.log, "propagate", True)
+    environ = {name: str(int(time.time()) - 3600)}
+    flag = StopFlag(environ=environ, is_first=True)
+    assert flag.seconds_left() is None
+    assert flag.reason(margin_s=1e6) is None
+    assert f"{name}={environ[name]} is past" in caplog.text
+    assert StopFlag(environ=environ).seconds_left() is None
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_stop_file_that_cannot_be_looked_at_for_a_while_ends_nothing(
+    tmp_path, monkeypatch, number
+):
+    def refuse(path, **options):
+        raise OSError(number, os.strerror(number), path)
+
+    flag = StopFlag(tmp_path, environ={})
+    monkeypatch.setattr(stop, "_FILE_CHECK_EVERY_S", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", refuse)
+        assert flag.reason() is None
+    (tmp_path / "STOP").touch()
+    assert flag.reason() == "STOP file"
 
 
 def test_slurm_is_asked_for_the_end_once_and_only_if_allowed(tmp_path, monkeypatch):

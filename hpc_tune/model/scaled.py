@@ -1,0 +1,127 @@
+"""Weights that are stored in float8 with scales beside them, read as what they stand for.
+
+    value[r, c] = stored[r, c] * scale[r // rows of a block, c // columns of a block]
+
+One scale for a tensor, one for each row, or one for each block (DeepSeek-V3's form,
+arXiv:2412.19437, section 3.3). What other kinds of quantised checkpoints hold cannot be read and is
+refused by name.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hpc_tune.errors import DataError
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_ROWS = 128  # as many are multiplied at once, in fp32
+_SCALES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
+_INPUT_SCALES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
+
+
+class Index(Protocol):
+    """What is needed of a ``TensorIndex``."""
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    pieces: Any
+
+    def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
+        """Read a region."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scales of a matrix, fp32, and how many rows and columns of it each is for."""
+
+    values: torch.Tensor
+    rows: int
+    columns: int
+
+    def multiply(self, local: torch.Tensor, offset: tuple[int, ...]) -> None:
+        """Multiply the region of the matrix that begins at ``offset``, in place."""
+        rows = torch.arange(offset[0], offset[0] + local.shape[0]) // self.rows
+        columns = torch.arange(offset[1], offset[1] + local.shape[1]) // self.columns
+        for first in range(0, len(rows), _ROWS):
+            part = local[first : first + _ROWS]
+            part.copy_(part.float() * self.values[rows[first : first + _ROWS]][:, columns])
+
+
+def take_scales(index: Index, directory: Path) -> Mapping[str, Scale]:
+    """Return the scale of each float8 tensor, and leave scales out of the index.
+
+    Such tensors are of bf16 from then on.
+
+    Raises:
+        DataError: if a float8 tensor has no scale, or one of a shape that does not fit.
+    """
+    quantised = [name for name, dtype in index.dtypes.items() if dtype in FLOAT8]
+    block = said_of(directory).get("weight_block_size")
+    found = {}
+    for name in quantised:
+        beside = next((name + end for end in _SCALES if name + end in index.shapes), None)
+        if beside is None:
+            raise DataError(
+                f"{directory}: {name} is stored in float8 and no scale for it is, such as "
+                f"{name}{_SCALES[0]}; take the model in bf16"
+            )
+        found[name] = _scale(index, directory, name, beside, block)
+    for name in quantised:
+        index.dtypes[name] = torch.bfloat16
+    unused = [n for n in index.shapes if n.endswith(_INPUT_SCALES)] if quantised else []
+    for name in [*(name + end for name in quantised for end in _SCALES), *unused]:
+        for table in (index.shapes, index.dtypes, index.pieces):
+            table.pop(name, None)
+    return found
+
+
+def said_of(directory: Path) -> dict[str, Any]:
+    """Return what config.json says of a quantised checkpoint; nothing if it is none."""
+    try:
+        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found = said.get("quantization_config") if isinstance(said, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def refuse_quantised(index: Index, directory: Path) -> None:
+    """Refuse what is quantised in another way than float8 with scales.
+
+    Raises:
+        DataError: naming the method.
+    """
+    said = said_of(directory)
+    method = str(said.get("quant_method", "an unknown method"))
+    marks = (".qweight", ".weight_packed", ".absmax", "_blocks", ".SCB", ".weight_format")
+    packed = [name for name in index.shapes if name.endswith(marks)]
+    if packed or (said and not any(dtype in FLOAT8 for dtype in index.dtypes.values())):
+        where = f", such as in {packed[0]}" if packed else ""
+        raise DataError(
+            f"{directory}: its weights are quantised ({method}{where}); hpc_tune trains on bf16, "
+            "fp16, fp32 and float8 checkpoints. Take the one that it was made from, with "
+            "tune.method=qlora if memory is short"
+        )
+
+
+def _scale(index: Index, directory: Path, name: str, beside: str, block: Any) -> Scale:
+    rows, columns = (*index.shapes[name], 1)[:2]
+    stored = torch.empty(index.shapes[beside], dtype=torch.float32)
+    index.fill(stored, beside)
+    shape = tuple(stored.shape)
+    if stored.numel() == 1:
+        return Scale(stored.view(1, 1), rows, columns)
+    if shape in ((rows,), (rows, 1)):
+        return Scale(stored.view(rows, 1), 1, columns)
+    by_block = isinstance(block, list | tuple) and len(block) == 2
+    if by_block and shape == (math.ceil(rows / block[0]), math.ceil(columns / block[1])):
+        return Scale(stored, *block)
+    raise DataError(
+        f"{directory}: {beside} has the shape {list(shape)}, which are no scales of a matrix of "
+        f"{rows} x {columns} in blocks of {block}"
+    )

@@ -1,0 +1,70 @@
+"""The tokenizer of a model directory, and whether it fits the model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.errors import DataError
+from hpc_tune.model.build import first_line, require_directory
+
+
+def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
+    """Return the fast tokenizer of a model directory, with ``chat_template`` (a file) if given.
+
+    Raises:
+        DataError: if it, its directory or the template is missing, or it has no fast form.
+    """
+    require_directory(directory)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        found = sorted(file.name for file in directory.glob("*token*"))
+        raise DataError(
+            f"{directory}: no usable tokenizer (found {', '.join(found) or 'no file of one'}: "
+            f"{first_line(error)}); copy tokenizer.json and tokenizer_config.json of the model "
+            "into it, or fetch it whole: hf download NAME --local-dir DIR"
+        ) from None
+    if not tokenizer.is_fast:
+        raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
+    _require_embeddings(directory, tokenizer)
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            why = error.strerror or error
+            raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
+    return tokenizer
+
+
+def embedding_rows(directory: Path) -> int | None:
+    """Return how many embeddings a model has by its config.json; None if that does not say."""
+    try:
+        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        rows = (said.get("text_config") or said).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None  # told of where the model is built
+    return rows if isinstance(rows, int) else None
+
+
+def _require_embeddings(directory: Path, tokenizer: Any) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for.
+
+    Those for images and sound, which text rarely has, are no reason: Gemma 3's small ones have one.
+    Prepared data that has one is refused where it is opened.
+    """
+    rows = embedding_rows(directory)
+    names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")
+    given = tokenizer.init_kwargs | tokenizer.init_kwargs.get("model_specific_special_tokens", {})
+    media = {str(given.get(name)) for name in names}
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    if rows is None or max(vocabulary.values(), default=-1) < rows:
+        return
+    beyond = sorted(word for word, number in vocabulary.items() if number >= rows)
+    if left := [word for word in beyond if word not in media]:
+        raise DataError(
+            f"{directory}: its tokenizer has {max(vocabulary.values()) + 1} tokens and the model "
+            f"embeddings for {rows}; there is none for {', '.join(left[:3])}. Take the model's own "
+            "tokenizer, or resize the model's embeddings first (resize_token_embeddings)"
+        )

@@ -1,0 +1,245 @@
+"""A run directory belongs to one job at a time: ``live.json`` in it says to which.
+
+    another's file -> it is touched, or its process is there?             -> refused
+                   -> its process is gone, or silent for SILENT_S?        -> taken over
+    one's own      -> touched by a thread of rank 0 while the run lives   -> removed at its end
+
+Hosts' clocks may differ: ages are between two times that the same file system has given.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.log import log
+from hpc_tune.world.stop import process_start
+
+FILE = "live.json"
+TOUCH_EVERY_S = 10.0
+# A thread of a busy rank may be late, and file systems show a time late, too.
+SILENT_S = 120.0
+SHOWS_WITHIN_S = 30.0  # on another host
+_SETTLE_S = 0.5  # of two that take over at once, both see who was last
+_LOOK_EVERY_S = 1.0
+Lost = Callable[[HpcTuneError], None]
+
+
+class InUseError(ConfigError):
+    """The run directory is another job's, and nothing of this one belongs into it."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Rank 0 of a job. ``nonce`` is the start's own; ``place`` is where its pid means something.
+
+    ``job`` and ``restart`` are the scheduler's number and how often it has started that again.
+    """
+
+    nonce: str
+    host: str
+    pid: int
+    start: str
+    place: str
+    job: str
+    restart: str
+    since_s: float
+
+    def __str__(self) -> str:
+        """Return such as ``"job 17 on host n1, pid 4711, since 2026-11-25 21:05:00"``."""
+        job = f"job {self.job}" if self.job else "a run"
+        since = datetime.fromtimestamp(self.since_s).isoformat(" ", "seconds")
+        return f"{job} on host {self.host}, pid {self.pid}, since {since}"
+
+
+def this_process(nonce: str, environ: Mapping[str, str] = os.environ) -> Owner:
+    """Return what a run of this process says of itself."""
+    return Owner(
+        nonce,
+        socket.gethostname(),
+        os.getpid(),
+        _start_of(os.getpid()) or "",
+        _place(),
+        environ.get("SLURM_JOB_ID", environ.get("PBS_JOBID", "")),
+        environ.get("SLURM_RESTART_COUNT", "0"),
+        process_start(),
+    )
+
+
+def is_known_to_be(owner: Owner, me: Owner) -> bool | None:
+    """Tell whether the job of ``owner`` lives, None where this process cannot know."""
+    if owner.place == me.place:
+        return _start_of(owner.pid) == owner.start
+    if owner.job and owner.job == me.job and owner.restart != me.restart:
+        return False  # the scheduler starts a job again when it has ended
+    return None
+
+
+class LiveMark:
+    """The mark of this job in a run directory, from ``take`` to ``close``; rank 0's alone."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        me: Owner,
+        lost: Lost,
+        touch_every_s: float = TOUCH_EVERY_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        """Know the folder. ``lost`` is called from a thread if another job takes it over."""
+        self._path, self._me, self._lost = run_dir / FILE, me, lost
+        self._touch_every_s, self._silent_s = touch_every_s, silent_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="live-mark", daemon=True)
+
+    def take(self) -> None:
+        """Make the folder this job's own, and keep it so.
+
+        Raises:
+            InUseError: if it is another job's, naming that. OSError: if the file system refuses.
+        """
+        first_s: float | None = None
+        while not self._create():
+            seen = _look(self._path)
+            if seen is None:
+                continue
+            owner, touched_s, age_s = seen
+            lives = None if owner is None else is_known_to_be(owner, self._me)
+            if lives or (first_s is not None and touched_s != first_s):
+                raise InUseError(
+                    f"run.dir={self._path.parent} is in use by {owner or 'another job'}: choose "
+                    f"another run.dir, or let that run end first (touch {self._path.parent}/STOP)"
+                )
+            if lives is False or age_s > self._silent_s:
+                self._take_over(owner)
+                continue
+            if first_s is None:
+                first_s = touched_s
+                log.info(
+                    "run.dir=%s was in use by %s %.0f s ago: looking for %.0f s if it still is",
+                    *(self._path.parent, owner or "another job", age_s, self._silent_s - age_s),
+                )
+            time.sleep(min(_LOOK_EVERY_S, self._touch_every_s))
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give the folder back, if this rank has taken it."""
+        self._over.set()
+        if self._thread.ident is not None:
+            release(self._path.parent, self._me.nonce)
+
+    def _create(self) -> bool:
+        """Write the file if there is none; tell whether it is this job's."""
+        try:
+            file = self._path.open("x", encoding="utf-8")
+        except FileExistsError:
+            return nonce_in(self._path) == self._me.nonce
+        try:
+            with file:
+                json.dump(asdict(self._me), file)
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _take_over(self, owner: Owner | None) -> None:
+        log.info("run.dir=%s: %s has ended without a word", self._path.parent, owner or "another")
+        temporary = self._path.with_name(f".{FILE}.{self._me.nonce}")
+        temporary.write_text(json.dumps(asdict(self._me)), encoding="utf-8")
+        temporary.replace(self._path)
+        time.sleep(_SETTLE_S)
+
+    def _keep(self) -> None:
+        while not self._over.wait(self._touch_every_s):
+            found = nonce_in(self._path)
+            if found not in (None, self._me.nonce) and not self._over.is_set():
+                owner = (_look(self._path) or (None,))[0]
+                self._lost(
+                    InUseError(
+                        f"run.dir={self._path.parent} was taken over by {owner or 'another job'}, "
+                        f"which had seen no sign of this one for {self._silent_s:.0f} s"
+                    )
+                )
+                return
+            with contextlib.suppress(OSError):  # a file system that hangs is told of by who saves
+                os.utime(self._path)
+
+
+def require_shared(run_dir: Path, nonce: str, host: str, limit_s: float = SHOWS_WITHIN_S) -> None:
+    """Refuse a run directory in which this host does not see the mark that ``host`` has made.
+
+    Each node would save into a folder of its own, and no start would find all of it.
+
+    Raises:
+        ConfigError: if it does not show in time.
+    """
+    until_s = time.monotonic() + limit_s
+    while nonce_in(run_dir / FILE) != nonce:
+        if time.monotonic() > until_s:
+            raise ConfigError(
+                f"run.dir={run_dir} on {socket.gethostname()} is not the folder of that name on "
+                f"{host}, where rank 0 is; choose one on a file system that all nodes share"
+            )
+        time.sleep(0.1)
+
+
+def release(run_dir: Path, nonce: str) -> None:
+    """Remove the mark of the start with this nonce; any rank may, when all end."""
+    if nonce_in(run_dir / FILE) == nonce:
+        with contextlib.suppress(OSError):
+            (run_dir / FILE).unlink()
+
+
+def nonce_in(path: Path) -> str | None:
+    """Return whose file it is, None where nobody can tell."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["nonce"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _look(path: Path) -> tuple[Owner | None, float, float] | None:
+    """Return who the file names, when it was touched last, and how long ago that is.
+
+    None where there is none any more.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            touched_s, text = os.fstat(file.fileno()).st_mtime, file.read()
+    except FileNotFoundError:
+        return None
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".now-") as fresh:
+        now_s = os.fstat(fresh.fileno()).st_mtime
+    try:
+        values: Any = json.loads(text)
+        return Owner(**values), touched_s, now_s - touched_s
+    except (ValueError, TypeError):
+        return None, touched_s, now_s - touched_s
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process started, in the kernel's ticks; None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _place() -> str:
+    """Name what a pid belongs to: this boot of this machine, and the namespace of a container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown to {os.getpid()} on {socket.gethostname()}"
