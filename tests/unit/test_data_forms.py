@@ -179,6 +179,13 @@ def test_marks_in_a_csv_are_numbers_and_preferences_are_refused(tmp_path):
         _read(tmp_path / "d.csv")
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_csv_with_other_separators_is_refused_by_name(tmp_path, separator):
+    (tmp_path / "d.csv").write_text(f"prompt{separator}completion\nq{separator}a\n")
+    with pytest.raises(DataError, match="separated by .*, expected commas"):
+        _read(tmp_path / "d.csv")
+
+
 def test_a_column_that_is_there_twice_is_refused(tmp_path):
     (tmp_path / "d.csv").write_text("prompt,completion,prompt\na,b,c\n")
     with pytest.raises(DataError, match="has the column prompt twice"):
