@@ -1,7 +1,7 @@
 """What is asked of prepared data before a run begins."""
 
+import contextlib
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +13,7 @@ from hpc_tune.errors import DataError
 from hpc_tune.train.inputs import Tokenizing, prepare_data, ready_data
 
 ALONE = SimpleNamespace(
-    world=SimpleNamespace(rank=0, size=1), threads=1, watched=lambda what: nullcontext()
+    world=SimpleNamespace(rank=0, size=1), threads=1, watched=lambda _: contextlib.nullcontext()
 )
 
 
