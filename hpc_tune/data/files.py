@@ -34,7 +34,7 @@ KINDS: dict[str, Kind] = {
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # Parquet and Arrow compress by themselves
 KNOWN = f"{', '.join(KINDS)} (JSON, CSV and text also as {' and '.join(PACKED)})"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
-_SPLIT = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)", re.I)
+_SPLIT = re.compile(r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)", re.I)
 # How the hub names a file: the split, and which of how many.
 _HUB_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
 _DOCUMENTATION = re.compile(
@@ -179,6 +179,11 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
     except OSError as error:
         raise DataError(f"{folder} cannot be read as a folder: {error.strerror}") from None
     for entry in inner:
+        if entry.name == "_delta_log":
+            raise DataError(
+                f"{folder} is a Delta table, whose files hold rows that were deleted since; write "
+                "what it holds now as Parquet into another folder"
+            )
         if entry.name.startswith("_"):
             continue
         if (entry / STATE_FILE).is_file() or (entry / SPLITS_FILE).is_file():

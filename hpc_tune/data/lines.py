@@ -114,7 +114,7 @@ def _parse(line: bytes) -> Any:
         shown = line[:60].decode("utf-8", "replace").strip()
         return WrongRecord(
             f"not JSON ({error.msg} at column {error.colno}): {shown!r}; expected one JSON object"
-            " per line"
+            " per line, or one array of objects"
         )
     except ValueError as error:  # a number of thousands of digits
         return WrongRecord(f"JSON that cannot be read ({error})")

@@ -196,6 +196,7 @@ def _check(work: Plan, counters: Counters, findings: Findings) -> None:
         )
     reasons = [f"{n} dropped: {why}" for why, n in counters.dropped.items()]
     reasons += [f"{findings.num_bad} bad rows skipped"] if findings.num_bad else []
+    reasons += [f"{findings.num_marked} left out, as marked"] if findings.num_marked else []
     raise DataError(
         f"{work.source} gives no example to learn from"
         f" ({'; '.join(reasons) or 'it holds no records'}); expected at least one"

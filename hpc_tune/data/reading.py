@@ -11,16 +11,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_tune.data.records import COLUMNS, Chat, Completion, Example, Text, WrongRecord, to_example
+from hpc_tune.data.records import (
+    COLUMNS,
+    FLAGS,
+    Chat,
+    Completion,
+    Example,
+    NotLearned,
+    Text,
+    WrongRecord,
+    to_example,
+)
 from hpc_tune.errors import DataError
 
 BadRows = Literal["refuse", "skip"]
 Part = Literal["all", "train", "held-out"]
-# The fields of each form, by which it is known first.
+# The fields of each form, the one by which it is known first, and those that any form may have.
 _FORMS = (
     ("messages",), ("conversations",), ("instruction", "input", "output"),
     ("prompt", "completion", "response"), ("text",),
 )  # fmt: skip
+_FURTHER = {
+    "messages": ("system", "tools", *FLAGS),
+    "conversations": ("system", "tools", *FLAGS),
+    "instruction": ("system", "tools", "history", *FLAGS),
+    "prompt": ("system", "tools", *FLAGS),
+    "text": FLAGS,
+}
 _QUESTIONS = ("instruction", "prompt", "question", "query")
 _ANSWERS = ("output", "completion", "answer", "response")
 _KNOWN = frozenset((*COLUMNS, *_QUESTIONS, *_ANSWERS, "context", "system_prompt"))
@@ -55,6 +72,7 @@ class Findings:
     used: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     num_elsewhere: int = 0
+    num_marked: int = 0
 
     @property
     def has_room(self) -> bool:
@@ -77,6 +95,7 @@ class Findings:
         """Add those of a later chunk."""
         self.num_bad += other.num_bad
         self.num_elsewhere += other.num_elsewhere
+        self.num_marked += other.num_marked
         self.first_bad = [*self.first_bad, *other.first_bad][:_MOST_SHOWN]
         self.read_as |= other.read_as
         self.note(other.used, other.unread)
@@ -90,6 +109,8 @@ class Findings:
         if unread := [name for name in self.unread if name not in self.read_as]:
             more = ", ..." if len(unread) >= _MOST_NAMES else ""
             said.append(f"columns not read: {', '.join(sorted(unread))}{more}")
+        if self.num_marked:
+            said.append(f"{self.num_marked:,} rows left out, as their own marks say")
         if self.num_bad:
             rest = self.num_bad - len(self.first_bad)
             shown = [*self.first_bad, *([f"and {rest:,} more"] if rest else [])]
@@ -139,7 +160,7 @@ def _missing(where: str, missing: Sequence[str], names: Sequence[str]) -> str:
 
 
 def as_example(row: Any, reading: Reading, findings: Findings) -> Example | None:
-    """Return the example of a row; None if it belongs to the other part of the documents.
+    """Return the example of a row; None if it is not to be learned, or in the other part.
 
     Raises:
         WrongRecord: if it is none.
@@ -153,6 +174,9 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Example | None
         row, names = _renamed(row, reading, findings)
     try:
         example = to_example(row)
+    except NotLearned:
+        findings.num_marked += 1
+        return None
     except WrongRecord as error:
         if not names:
             raise
@@ -177,11 +201,11 @@ def _renamed(
         renamed = {further.get(name, name): value for name, value in renamed.items()}
         names = {old: further.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in further.items() if old in kept}
-    lead = next((form for form in _FORMS if renamed.get(form[0]) is not None), ())
-    unread = {name for form in _FORMS if form != lead for name in form}
-    read = {name for name in kept if name in COLUMNS and name not in unread} | names.keys()
+    form = next((form for form in _FORMS if renamed.get(form[0]) is not None), ("",))
+    of_form = {*form, *_FURTHER.get(form[0], ())}
+    read = of_form.intersection(kept) | names.keys()
     findings.read_as |= names
-    findings.note(read, (name for name in row if name not in read))
+    findings.note(read, (name for name in row if name not in read and row[name] is not None))
     return renamed, names
 
 

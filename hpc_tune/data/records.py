@@ -41,6 +41,10 @@ class WrongRecord(ValueError):
     """A record that is no example; the reader adds the place to the message."""
 
 
+class NotLearned(Exception):
+    """A record whose own mark says that it is not to be learned."""
+
+
 @dataclass(frozen=True)
 class Chat:
     """Messages for the chat template, with whatever further keys they carry.
@@ -86,6 +90,7 @@ def to_example(record: Any) -> Example:
 
     Raises:
         WrongRecord: if it is no object, has none of the known fields, or one of the wrong type.
+        NotLearned: if it is marked so as a whole.
     """
     if not isinstance(record, dict):
         raise WrongRecord(f"found a JSON {_name(record)}, expected an object with fields")
@@ -100,9 +105,23 @@ def to_example(record: Any) -> Example:
     for field, reader in readers.items():
         value = record.get(field)
         if value is not None and not (value == "" and field in _LISTS):
-            return reader(record)
+            return _marked(reader(record), record)
     found = ", ".join(map(str, record)) or "no fields"
     raise WrongRecord(f"found the fields {found}; {_EXPECTED}")
+
+
+def _marked(example: Example, record: dict[str, Any]) -> Example:
+    """Obey what a row of no chat says of learning it, and give it the tools that it names."""
+    if isinstance(example, Chat):
+        return example
+    if _flag_of(record, "the row") is False:
+        raise NotLearned
+    if isinstance(example, Text) or not (tools := _tools(record)):
+        return example
+    turns = [("system", example.system)] if example.system else []
+    for question, answer in (*example.history, (example.prompt, example.completion)):
+        turns += [("user", question), ("assistant", answer)]
+    return Chat([{"role": role, "content": text} for role, text in turns], tools)
 
 
 def _parsed(value: Any, field: str) -> Any:
@@ -238,19 +257,36 @@ def _sharegpt(record: dict[str, Any]) -> Chat:
 def _dialogue(record: dict[str, Any], field: str) -> Chat:
     """Read turns of role and content, or ShareGPT's of from and value, in either field."""
     turns = _parsed(record[field], field)
+    if isinstance(turns, dict):
+        turns = _rows_of(turns, field)
     if not isinstance(turns, list) or not turns:
         raise WrongRecord(f"{field} is {_name(turns)}, expected a list with at least one message")
     is_sharegpt = isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]
     if is_sharegpt:
         turns = [_turn(turn, number, field) for number, turn in enumerate(turns, 1)]
     turns = [_as_call(turn, number, field) for number, turn in enumerate(turns, 1)]
-    if record.get("system"):
-        first = {"role": "system", "content": _string(record, "system")}
-        if not isinstance(turns[0], dict) or turns[0].get("role") != "system":
-            turns = [first, *turns]
-        elif turns[0].get("content") != first["content"]:
-            raise WrongRecord(f"{field} begins with a system message, and system is another one")
-    return _as_chat(turns, field, record)
+    return _as_chat(_with_system(turns, field, record), field, record)
+
+
+def _with_system(turns: list[Any], field: str, record: dict[str, Any]) -> list[Any]:
+    """Put the system message that is a field of its own in front of the others."""
+    if not record.get("system"):
+        return turns
+    first = {"role": "system", "content": _string(record, "system")}
+    if not isinstance(turns[0], dict) or turns[0].get("role") != "system":
+        return [first, *turns]
+    if turns[0].get("content") != first["content"]:
+        raise WrongRecord(f"{field} begins with a system message, and system is another one")
+    return turns
+
+
+def _rows_of(columns: dict[str, Any], field: str) -> list[Any]:
+    """Return turns that are stored as one list per key, as a Sequence of datasets is."""
+    lists = [values for values in columns.values() if isinstance(values, list)]
+    if len(lists) < len(columns) or len({len(values) for values in lists}) != 1:
+        raise WrongRecord(f"{field} is {_name(columns)}, expected a list with messages")
+    turns = [dict(zip(columns, turn, strict=True)) for turn in zip(*lists, strict=True)]
+    return [{k: v for k, v in turn.items() if v is not None or k == "content"} for turn in turns]
 
 
 def _turn(turn: Any, number: int, field: str) -> dict[str, Any]:
@@ -314,7 +350,8 @@ def _completion(record: dict[str, Any]) -> Example:
         prompt = _messages(record["prompt"], "prompt")
         answer = _messages(record.get("completion"), "completion")
         asked = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in prompt]
-        return _as_chat(asked + answer, "prompt and completion", record)
+        field = "prompt and completion"
+        return _as_chat(_with_system(asked + answer, field, record), field, record)
     prompt_text, completion = _string(record, "prompt"), _string(record, "completion")
     system = _string(record, "system") if record.get("system") else ""
     return Completion(prompt_text, completion, plain_prompt=prompt_text, system=system)

@@ -22,7 +22,7 @@ from hpc_tune.data.encode import Encoder
 from hpc_tune.data.files import Paths, find, say_left_out, shown
 from hpc_tune.data.layout import VERSION, Counters, TokenStore
 from hpc_tune.data.reading import PLAIN as PLAIN_READING
-from hpc_tune.data.reading import Findings, Reading
+from hpc_tune.data.reading import Findings, Reading, require_columns
 from hpc_tune.data.records import Example
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
 from hpc_tune.data.tokenizer import FastTokenizer, describe
@@ -95,6 +95,8 @@ def show(
             num_shown += max(len(kept), 1)
     yield ""
     yield f"{'all' if is_all else 'the first'} {num_read:,} rows: {encoder.counters}"
+    if is_all:
+        require_columns(shown(paths), reading, findings)
     yield from findings.lines()
     if not is_builtin(shown(paths)):
         yield from say_left_out(find(paths))

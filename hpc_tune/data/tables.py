@@ -123,6 +123,10 @@ def read_csv(file: Path, reading: Reading = PLAIN, findings: Findings | None = N
     ):
         names = head.schema.names
     ragged.clear()
+    if len(names) == 1 and (found := next((mark for mark in ";\t|" if mark in names[0]), "")):
+        raise DataError(
+            f"{file} begins with the names {names[0]!r}: separated by {found!r}, expected commas"
+        )
     columns = choose_columns(file, names, reading, findings or Findings())
     fields = {name: dict(reading.columns).get(name, name) for name in columns}
     convert = csv.ConvertOptions(

@@ -128,6 +128,14 @@ def test_kinds_mixed_in_a_folder_are_named_wherever_they_are(tmp_path):
     assert len(find(f"{tmp_path}/**/*.jsonl").files) == 1
 
 
+def test_partitions_tell_splits_and_tables_with_a_history_are_refused(tmp_path):
+    _put(tmp_path, "split=train/part-0.parquet", "split=test/part-0.parquet")
+    assert _found(str(tmp_path), tmp_path)[0] == ["split=train/part-0.parquet"]
+    _put(tmp_path, "_delta_log/00000000000000000000.json")
+    with pytest.raises(DataError, match="is a Delta table"):
+        find(str(tmp_path))
+
+
 def test_links_to_folders_are_followed_and_a_circle_of_them_ends(tmp_path):
     _put(tmp_path, "far/away.jsonl", "here/a.jsonl")
     os.symlink(tmp_path / "far", tmp_path / "here" / "link")

@@ -173,9 +173,16 @@ def test_odd_bytes_and_rows_too_long_in_a_csv_are_named(tmp_path, monkeypatch):
 
 def test_marks_in_a_csv_are_numbers_and_preferences_are_refused(tmp_path):
     _csv(tmp_path / "d.csv", [{**row, "weight": n % 2} for n, row in enumerate(PAIRS[:4])])
-    assert len(_read(tmp_path / "d.csv")) == 4
+    assert [e.completion for e in _read(tmp_path / "d.csv")] == ["1", "3"]
     _csv(tmp_path / "d.csv", [{**PAIRS[0], "label": "true"}, {**PAIRS[0], "label": "false"}])
     with pytest.raises(DataError, match="row 1: label: rows of preferences"):
+        _read(tmp_path / "d.csv")
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_csv_with_other_separators_is_refused_by_name(tmp_path, separator):
+    (tmp_path / "d.csv").write_text(f"prompt{separator}completion\nq{separator}a\n")
+    with pytest.raises(DataError, match="separated by .*, expected commas"):
         _read(tmp_path / "d.csv")
 
 

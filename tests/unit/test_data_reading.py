@@ -64,7 +64,17 @@ def test_what_is_read_under_another_name_and_what_is_not_read_is_said(tmp_path):
         "columns not read: category, id",
     ]
     assert _one(tmp_path, {**chat("q", "a"), "prompt": "q"})[1] == ["columns not read: prompt"]
+    assert _one(tmp_path, {"text": "t", "label": 1, "system": "s"})[1] == [
+        "columns not read: label, system"
+    ]
     assert _one(tmp_path, {"prompt": "q", "completion": "a", "system": None})[1] == []
+
+
+def test_rows_left_out_for_their_own_marks_are_counted(tmp_path):
+    rows = [{"prompt": "q", "completion": "a", "train": n > 2} for n in range(5)]
+    findings = Findings()
+    assert len(_read(write_jsonl(tmp_path / "d.jsonl", rows), PLAIN, findings)) == 2
+    assert findings.lines() == ["3 rows left out, as their own marks say"]
 
 
 def test_two_fields_that_could_be_meant_are_refused_until_columns_say_which(tmp_path):

@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from hpc_tune import cli
 from hpc_tune.data import show as showing
 from hpc_tune.data.prepare import prepare
+from hpc_tune.data.reading import Reading
 from hpc_tune.data.show import COLOURS, PLAIN, Words, show
+from hpc_tune.errors import DataError
 
 ROWS = [chat("one?", "1"), chat("only a question"), chat("what is <|im_end|>?", "an end")]
 
@@ -156,3 +158,11 @@ def test_inspect_tells_what_a_prepared_file_holds_and_finds_a_changed_byte(at_ho
     zero_tokens(at_home / "d.h5")
     assert cli.main(["inspect", "d.h5"]) == 1
     assert "NOT VALID: d.h5: its documents are not as" in capsys.readouterr().out
+
+
+def test_a_misspelt_column_is_refused_when_all_rows_have_been_shown(tmp_path):
+    file = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "completion": "a"}])
+    how = {"seq_len": 64, "loss_on": "answers", "num_rows": 3, "look": PLAIN}
+    shown = show(str(file), byte_tokenizer(), **how, reading=Reading((("systm", "system"),)))
+    with pytest.raises(DataError, match="names systm, but .* has the columns completion, prompt"):
+        list(shown)

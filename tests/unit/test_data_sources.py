@@ -7,7 +7,7 @@ from test_data_support import chat, write_jsonl
 
 from hpc_tune.data import lines, pydocs, sources, tables
 from hpc_tune.data.files import find
-from hpc_tune.data.records import Chat, Completion, Text, WrongRecord, to_example
+from hpc_tune.data.records import Chat, Completion, NotLearned, Text, WrongRecord, to_example
 from hpc_tune.data.sources import identity, list_chunks, read_chunk
 from hpc_tune.errors import DataError
 
@@ -114,6 +114,28 @@ def test_calls_of_tools_as_turns_are_what_they_are_as_messages(turns, field, key
         ],
         tools=[{"name": "area", "parameters": {}}],
     )
+
+
+def test_turns_stored_as_a_list_per_key_are_what_they_are_as_a_list_of_turns():
+    turns = {"from": ["human", "gpt"], "value": ["q", "a"], "weight": [None, 0]}
+    rows = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": 0}]
+    assert to_example({"conversations": turns}) == to_example({"conversations": rows})
+    with pytest.raises(WrongRecord, match="conversations is object, expected a list"):
+        to_example({"conversations": {**turns, "value": ["q"]}})
+
+
+def test_pairs_with_tools_are_chats_and_pairs_marked_not_to_be_learned_are_not():
+    tools = [{"name": "f"}]
+    alpaca = {"instruction": "Add.", "output": "4", "history": [["q", "a"]], "system": "s"}
+    asked = chat("q", "a", "Add.", "4")["messages"]
+    expected = Chat([{"role": "system", "content": "s"}, *asked], tools)
+    assert to_example({**alpaca, "tools": json.dumps(tools)}) == expected
+    for row in (alpaca, {"prompt": "q", "completion": "a"}, {"text": "t"}):
+        assert to_example({**row, "weight": 1}) == to_example(row)
+        with pytest.raises(NotLearned):
+            to_example({**row, "train": False})
+        with pytest.raises(WrongRecord, match=r"weight is 0\.5, expected 0 or 1"):
+            to_example({**row, "weight": 0.5})
 
 
 def test_two_system_messages_that_differ_are_refused():
