@@ -303,7 +303,8 @@ class RunSettings(Part):
     )
     timeout: Seconds = Field(
         1800.0,
-        description="Seconds after which a collective that a rank does not join ends the job.",
+        description="Seconds after which a collective that a rank does not join ends the job, and "
+        "so does a rank that neither reads nor computes while the others wait for it.",
     )
     host_timeout: Seconds = Field(
         20.0,

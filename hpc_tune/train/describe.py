@@ -105,10 +105,9 @@ def rate_of(config: RunConfig, total_steps: int) -> str:
         why = f"optim.lr, as auto takes it for {'all weights' if is_full else 'adapters'}"
     else:
         why = "optim.lr"
-    return (
-        f"{peak:.3g} ({why}), {optim.schedule} after "
-        f"{optim.num_warmup_steps(total_steps)} of {total_steps} steps of warm-up"
-    )
+    warmup = optim.num_warmup_steps(total_steps)
+    before = f"{warmup} of {total_steps} steps of warm-up, then " if warmup else ""
+    return f"{peak:.3g} ({why}): {before}{optim.schedule}"
 
 
 def _world(session: Session) -> str:

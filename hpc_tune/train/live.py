@@ -40,7 +40,8 @@ class InUseError(ConfigError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Rank 0 of a job. ``nonce`` is the start's own; ``place`` is where its pid means something.
+    """Rank 0 of a job. ``nonce`` is the start's own; ``place`` is where its pid means something,
+    and where ``folder``, the run directory's whole path, does.
 
     ``job`` and ``restart`` are the scheduler's number and how often it has started that again.
     """
@@ -50,6 +51,7 @@ class Owner:
     pid: int
     start: str
     place: str
+    folder: str
     job: str
     restart: str
     since_s: float
@@ -61,14 +63,15 @@ class Owner:
         return f"{job} on host {self.host}, pid {self.pid}, since {since}"
 
 
-def this_process(nonce: str, environ: Mapping[str, str] = os.environ) -> Owner:
-    """Return what a run of this process says of itself."""
+def this_process(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.environ) -> Owner:
+    """Return what a run of this process in ``run_dir`` says of itself."""
     return Owner(
         nonce,
         socket.gethostname(),
         os.getpid(),
         _start_of(os.getpid()) or "",
         _place(),
+        str(run_dir.resolve()),
         environ.get("SLURM_JOB_ID", environ.get("PBS_JOBID", "")),
         environ.get("SLURM_RESTART_COUNT", "0"),
         process_start(),
@@ -78,7 +81,9 @@ def this_process(nonce: str, environ: Mapping[str, str] = os.environ) -> Owner:
 def is_known_to_be(owner: Owner, me: Owner) -> bool | None:
     """Tell whether the job of ``owner`` lives, None where this process cannot know."""
     if owner.place == me.place:
-        return _start_of(owner.pid) == owner.start
+        if _start_of(owner.pid) != owner.start:
+            return False
+        return True if owner.folder == me.folder else None  # or the mark came with a copy
     if owner.job and owner.job == me.job and owner.restart != me.restart:
         return False  # the scheduler starts a job again when it has ended
     return None

@@ -128,7 +128,7 @@ def _run(
     world, mine = session.world, session.world.rank == 0
     lost = partial(fail, session, run_dir=run_dir)
     session = replace(session, hang=HangWatch(config.run.timeout, lost))
-    mark = LiveMark(run_dir, this_process(session.nonce), lost)
+    mark = LiveMark(run_dir, this_process(session.nonce, run_dir), lost)
     making = partial(make_run_dir, config, run_dir, mark)
     before = on_rank_0(session, "making the run directory", making)
     if world.num_nodes > 1:

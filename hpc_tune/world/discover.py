@@ -130,7 +130,11 @@ def claim_of(environ: Mapping[str, str]) -> Claim:
             local_size="MPI_LOCALNRANKS",
         )
     if in_step:
-        return _srun_claim(environ)
+        claim = _srun_claim(environ)
+        # A task may start ranks itself, as deepspeed's launcher does on each node.
+        is_inner = all(map(has, (*_NEEDED, "LOCAL_RANK")))
+        is_inner = is_inner and environ["WORLD_SIZE"] != str(claim.size)
+        return _plain_claim(environ) if is_inner else claim
     if has("PMIX_RANK"):
         return _claim(environ, "pmix", speaks_mpi=True, rank="PMIX_RANK")
     if has("RANK") or environ.get("WORLD_SIZE", "") not in ("", "1"):

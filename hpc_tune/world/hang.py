@@ -1,9 +1,14 @@
 """Ends the world when what a rank does alone stands still, such as reading from a disk that hangs.
 
 The other ranks wait for it where waiting may take hours, since one rank may work that long.
+
+A library that hangs with the interpreter's lock in its hands (HDF5, safetensors) stops every other
+thread of Python. So the watch winds up a timer of the C library's, which ends the process, with the
+place in its output, when it is not wound up again.
 """
 
 import contextlib
+import faulthandler
 import os
 import threading
 import time
@@ -15,6 +20,7 @@ from hpc_tune.errors import EXIT_FAILED, HpcTuneError, WorldError
 _LOOK_EVERY_S = 1.0
 # What is said and written of it may wait for the same disk.
 _LEAVE_LIMIT_S = 6.0
+_LOCKED_FACTOR = 2  # of the limit: who holds the lock may be reading all the while
 
 
 class HangWatch:
@@ -27,22 +33,29 @@ class HangWatch:
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
         """Watch the block, which does ``what``."""
-        done = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(what, done), name="hang", daemon=True)
-        watch.start()
+        done, winding = threading.Event(), threading.Lock()
+        words = (what, done, winding)
+        self._wind()
+        threading.Thread(target=self._watch, args=words, name="hang", daemon=True).start()
         try:
             yield
         finally:
-            done.set()
+            with winding:
+                done.set()
+                faulthandler.cancel_dump_traceback_later()
 
-    def _watch(self, what: str, done: threading.Event) -> None:
+    def _watch(self, what: str, done: threading.Event, winding: threading.Lock) -> None:
         every_s = min(_LOOK_EVERY_S, self._limit_s / 10)
         seen, still_s = progress(), 0.0  # no clock: a job that is stopped as a whole does not hang
         while not done.wait(every_s):
+            with winding:
+                if not done.is_set():
+                    self._wind()
             now = progress()
             still_s = still_s + every_s if now == seen else 0.0
             seen = now
             if still_s > self._limit_s:
+                faulthandler.cancel_dump_traceback_later()
                 limit = threading.Timer(_LEAVE_LIMIT_S, os._exit, [EXIT_FAILED])
                 limit.daemon = True
                 limit.start()
@@ -53,6 +66,10 @@ class HangWatch:
                     )
                 )
                 return
+
+    def _wind(self) -> None:
+        limit_s = _LOCKED_FACTOR * self._limit_s
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 
 
 def progress() -> tuple[int, ...]:

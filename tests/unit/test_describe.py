@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpc_tune import cli
 from hpc_tune.config.load import load_config
 from hpc_tune.train.describe import few_steps, rate_of
 
@@ -38,15 +39,28 @@ def test_epochs_that_a_number_of_steps_overrules_are_told_of():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([], "0.0002 (optim.lr, as auto takes it for adapters), cosine after 3 of 100 steps"),
-        (["tune.method=full"], "1e-05 (optim.lr, as auto takes it for all weights), cosine"),
-        (["optim.lr=1e-3", "optim.schedule=linear"], "0.001 (optim.lr), linear after 3 of 100"),
-        (["optim.lr=1e-3", "optim.warmup_steps=9"], "0.001 (optim.lr), cosine after 9 of 100"),
+        ([], "0.0002 (optim.lr, as auto takes it for adapters): 3 of 100 steps of warm-up, then"),
+        (["tune.method=full"], "1e-05 (optim.lr, as auto takes it for all weights): 3 of 100"),
+        (["optim.lr=1e-3", "optim.warmup_steps=0"], "0.001 (optim.lr): cosine"),
+        (
+            ["optim.lr=1e-3", "optim.warmup_steps=9", "optim.schedule=linear"],
+            "0.001 (optim.lr): 9 of 100 steps of warm-up, then linear",
+        ),
         (
             ["optim.lr=1e-3", "optim.reference_batch=16"],
-            "0.002 (optim.lr=0.001 is for 16 rows per step (sqrt))",
+            "0.002 (optim.lr=0.001 is for 16 rows per step (sqrt)): 3 of 100",
         ),
     ],
 )
 def test_the_learning_rate_is_told_with_where_it_comes_from(settings, said):
     assert rate_of(load_config(None, ["model.path=/m", *settings]), 100).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [([], False), (["train.seed=1"], False), (["model.path=/m"], True), (["data.path=/d"], True)],
+)
+def test_whose_defaults_hold_is_told_where_no_file_says_anything(monkeypatch, capsys, words, told):
+    monkeypatch.setattr("hpc_tune.train.run.run", lambda config, force: 0)
+    assert cli.main(words) == 0
+    assert ("no --config: the defaults" in capsys.readouterr().err) == told

@@ -48,3 +48,31 @@ def test_a_block_that_is_over_is_watched_no_more():
         pass
     threading.Event().wait(0.5)
     assert told == []
+
+
+LOCKED = """
+import sys
+import h5py
+from hpc_tune.world.hang import HangWatch
+
+with HangWatch(0.5, print).over("opening the data"):
+    h5py.File(sys.argv[1], "r")
+"""
+
+
+def test_a_library_that_hangs_with_the_interpreters_lock_ends_the_process_with_the_place(tmp_path):
+    """Its threads, and with them the watch itself, stand still."""
+    os.mkfifo(tmp_path / "data.h5")
+    argv = [sys.executable, "-c", LOCKED, str(tmp_path / "data.h5")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "h5py/_hl/files.py" in done.stderr
+
+
+def test_nothing_is_wound_up_when_the_block_is_over():
+    program = "from hpc_tune.world.hang import HangWatch\nimport time\n"
+    program += "for _ in range(50):\n    with HangWatch(0.1, print).over('x'): time.sleep(0.01)\n"
+    program += "time.sleep(0.5)\nprint('alive')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "alive\n", done.stderr

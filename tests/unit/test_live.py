@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ from hpc_tune.train.live import (
     this_process,
 )
 
-HERE = this_process("mine", {"SLURM_JOB_ID": "7"})
+HERE = this_process("mine", Path("run"), {"SLURM_JOB_ID": "7"})
 # A rank 0 of which this process can know nothing but the file.
 FAR = replace(HERE, nonce="theirs", host="far", place="another machine", pid=1, job="6")
 
@@ -51,6 +52,7 @@ def left(folder, owner, age_s=0.0):
         (HERE, True),
         (replace(HERE, pid=os.getppid()), False),  # another process has that number now
         (gone(), False),
+        (replace(HERE, folder="/original"), None),  # its mark was copied with the folder
         (FAR, None),
         (replace(FAR, job="7"), None),  # perhaps another step of the same job
         (replace(FAR, job="7", restart="1"), False),

@@ -102,3 +102,11 @@ def test_a_dry_run_prints_and_submits_nothing(capsys, monkeypatch):
     assert shown.endswith("slurm.nodes=3 train.seed=7\n")
     assert cli.main(["submit"]) == 2
     assert "sbatch is not on PATH" in capsys.readouterr().err
+
+
+def test_a_job_gets_all_files_of_settings_in_their_order(capsys, tmp_path):
+    for name in ("site", "mine"):
+        (tmp_path / f"{name}.yaml").write_text(f"run: {{dir: {name}}}\n")
+    named = [word for name in ("site", "mine") for word in ("--config", f"{tmp_path}/{name}.yaml")]
+    assert cli.main(["submit", "--dry-run", *named, "train.seed=7"]) == 0
+    assert capsys.readouterr().out.endswith(f" {' '.join(named)} train.seed=7\n")

@@ -108,6 +108,11 @@ TABLE = {
     "a Kubernetes PyTorchJob": (PLAIN, PLAIN_CLAIM),
     "a loop over ssh in a batch script": (BATCH_SHELL | PLAIN, PLAIN_CLAIM),
     "torch's variables under srun": (SRUN | PLAIN, SRUN_CLAIM),
+    "srun whose tasks set torch's variables": (
+        SRUN | PLAIN | {"RANK": "6", "WORLD_SIZE": "7", "LOCAL_RANK": "1"},
+        SRUN_CLAIM,
+    ),
+    "deepspeed's launcher in each task of srun": (SRUN | PLAIN | {"LOCAL_RANK": "1"}, PLAIN_CLAIM),
     "torch's variables of one process": ({"RANK": "0", "WORLD_SIZE": "1"}, SINGLE),
     "a size of one alone": ({"WORLD_SIZE": "1", "MASTER_PORT": "29500"}, SINGLE),
     "PRRTE's prun": ({"PMIX_RANK": "2", "PMIX_NAMESPACE": "prte-1"}, Claim("pmix", True, 2)),
