@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write the page there, too")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -221,13 +221,14 @@ def _table(
     work: Path,
 ) -> str:
     """Return the page."""
-    head = "# Models\n\nMade by `python tools/matrix.py --out docs/models.md`, with transformers "
+    versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
     lines = [
-        head + f"{transformers.__version__}, torch {torch.__version__}. "
-        "Each architecture\nwas made small, with random values, and trained for some steps by "
-        "stock transformers, peft and\nAdamW, and by hpc_tune. A number is the largest gap between "
-        "their losses, relative; `-` is refused\nbefore a run begins. A model of yours is tried in "
-        "the same way at its first start.\n",
+        "# Models\n",
+        f"Made by `python tools/matrix.py --out docs/models.md` with {versions}.\n",
+        "Each architecture was made small, with random values, and trained for some steps by\n"
+        "stock transformers, peft and AdamW, and by hpc_tune. A number is the largest gap between\n"
+        "their losses of a step, relative; `-` is refused before a run begins, for the reasons\n"
+        "below. A model of yours is tried in the same way at its first start.\n",
         "| architecture | packed | method | one rank | shard 2 | tensor 2 | pipeline 2 | ZeRO-3 |",
         "|---|---|---|---|---|---|---|---|",
     ]
