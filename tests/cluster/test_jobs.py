@@ -6,6 +6,7 @@ import sys
 import h5py
 import pytest
 
+from hpc_tune.data.content import HASHED, joined, new_hash
 from hpc_tune.data.seal import seal
 from tests.support.jobs import SETTINGS, Job, clone, starts
 from tests.support.ranks import HANG_S, rank_environment
@@ -20,7 +21,13 @@ def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster,
     done = train(["prepare", "--out", str(damaged), *SETTINGS])
     assert done.returncode == 0, done.stderr
     with h5py.File(damaged, "r+") as file:
-        file["tokens"][::900] = 60000  # of no word
+        file["tokens"][::900] = 60000  # of no word, and all that is told of it is right
+        hashes = []
+        for name in HASHED:
+            hashes.append(new_hash())
+            first = 1 if name == "documents/offsets" else 0  # where each document ends
+            hashes[-1].update(file[name][first:].tobytes())
+        file.attrs["content"] = joined(hashes)
     seal(damaged)
     crashing = Job(cluster, tmp_path / "crashing", "tiny_cpu.sh", f"data.path={damaged}")
 
