@@ -61,6 +61,12 @@ def read_shape(directory: Path) -> Any:
         raise DataError(f"{directory}/config.json cannot be used: {error}") from None
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise DataError(f"{directory}: model_type {config.model_type} is not a causal LM")
+    if config.get_text_config() is not config:
+        raise DataError(
+            f"{directory}: a {config.model_type} model has parts for other things than text, and "
+            "its text part within them cannot be trained yet; take a checkpoint of this family "
+            "that has text alone"
+        )
     return config
 
 

@@ -404,6 +404,13 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
         read_shape(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5", "llama4"])
+def test_a_model_with_parts_for_images_is_refused_by_name(tmp_path, kind):
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=rf"a {kind} model has parts for other things than text"):
+        read_shape(tmp_path)
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tiny, tmp_path):
     shutil.copy(tiny / "config.json", tmp_path)
     with pytest.raises(DataError, match="no usable tokenizer"):
