@@ -126,7 +126,8 @@ class DataConfig(Part):
     packing: bool = Field(
         True,
         description="Put several documents into one row, apart in attention and positions: the "
-        "same gradient with less padding. false: one document per row.",
+        "same gradient with less padding. false: one document per row. Where a model cannot keep "
+        "documents apart it is switched off, which is said.",
     )
     loss_on: Literal["answers", "all"] = Field(
         "answers",

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 VOCABULARY = 512
-WINDOW = 16  # tokens a layer with a window sees: shorter than the documents of a trial
+WINDOW = 16  # tokens a layer sees, or takes at once: shorter than the documents of a trial
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
 LEAST_HEAD = 8  # values per head: rotary positions of a part of them want an even number
 _WIDTHS = re.compile(
@@ -23,7 +23,10 @@ _WIDTHS = re.compile(
     r"|attention_hidden_size|rotary_dim|.*headdim|embedding_dim)$"
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+_WINDOWS = (
+    *("sliding_window", "attention_chunk_size", "attention_window_size", "window_size"),
+    *("chunk_size", "mamba_chunk_size"),
+)
 _KINDS = ("layer_types", "layers_block_type", "attn_layer_indices", "block_types")
 
 
