@@ -340,7 +340,6 @@ def _cache_file(config: Any) -> Path:
         path = package / source
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return (
-        Path(home) / "hpc_tune" / "trials" / f"{config.model_type}-{digest.hexdigest()[:16]}.json"
-    )
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = Path(home if os.path.isabs(home) else os.devnull)  # no home: nothing is remembered
+    return cache / "hpc_tune" / "trials" / f"{config.model_type}-{digest.hexdigest()[:16]}.json"

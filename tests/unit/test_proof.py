@@ -97,6 +97,10 @@ def test_where_nothing_can_be_remembered_the_trial_is_made_each_time(tmp_path, m
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert prove(config_of("llama")) == Proof()
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.chdir(tmp_path)
+    assert prove(config_of("llama")) == Proof()
+    assert not (tmp_path / "not").exists()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "bamba"])
