@@ -1,8 +1,10 @@
 """Positions and dropout that would depend on what is beside a text in its micro-batch."""
 
+import dataclasses
+
 import pytest
 import torch
-from test_model_build import documents, our_loss, row, stock_loss
+from test_model_build import FAMILY, documents, our_loss, row, stock_loss
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.schema import TuneConfig
@@ -10,18 +12,6 @@ from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.positions import scaled_by_length
 
-LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -35,7 +25,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 def written(directory, kind, **said):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**LLAMA, **said}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**FAMILY, **said}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
@@ -44,8 +34,6 @@ def written(directory, kind, **said):
 
 
 def ours(directory, seq_len):
-    import dataclasses
-
     built = build(directory, torch.float32, TuneConfig(method="full"), 0)
     built = dataclasses.replace(built, seq_len=seq_len)
     allocate(built.module, torch.device("cpu"))
