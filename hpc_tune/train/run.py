@@ -156,6 +156,7 @@ def _run(
     checkpoint = find_checkpoint(session, config, store)
     if config.train.deterministic:
         _make_deterministic()
+    asked = config  # what a checkpoint keeps and is compared with
     built, config = prepare_model(config, session, run_dir, fresh=checkpoint is None)
     size = measure(built.module)
     layout, why, parallel = settle_layout(config, session, governor, built, size)
@@ -189,7 +190,7 @@ def _run(
     if checkpoint is not None:
         governor.enter("load", "loading a checkpoint", tell=True)
         with asking(governor.ensure):
-            saved = restore(session, checkpoint, engine, config, built.identity, total_steps)
+            saved = restore(session, checkpoint, engine, asked, built.identity, total_steps)
         together(session, "finding the place in the data", lambda: loader.restore(saved.loader))
         step = saved.step
         log.info("resumed from %s at step %d of %d", checkpoint, step, total_steps)
@@ -210,7 +211,7 @@ def _run(
             place,
             asdict(layout),
             micro_size,
-            config.model_dump(),
+            asked.model_dump(),
             evals.loss_at(step),
             asdict(evals),
             pressure.taken,

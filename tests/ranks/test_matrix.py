@@ -4,8 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoConfig
 
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.stock import write_small
 from tests.support.ranks import HANG_S, ROOT, rank_environment
+from tests.support.training import SMALL, launch_runs, losses
 
 MATRIX = ROOT / "tools" / "matrix.py"
 
@@ -41,3 +45,26 @@ def test_a_sample_of_architectures_has_the_losses_of_stock_tools_in_every_layout
 def test_no_architecture_is_trained_wrong_or_crashes():
     table, _ = table_of(limit_s=5000)
     assert len({name for name, _ in table}) >= 60
+
+
+def test_a_run_that_cannot_pack_says_so_trains_row_by_row_and_goes_on(tmp_path):
+    model = tmp_path / "lfm2"
+    write_tiny(model)
+    (model / "model.safetensors").unlink()
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    write_small(AutoConfig.for_model("lfm2", **layers), model)
+    words = [*SMALL, f"model.path={model}", "data.path=builtin:pydocs:heldout"]
+    words += ["batch.global_size=2", f"data.cache={tmp_path / 'data'}", "train.max_steps=4"]
+    words += ["checkpoint.every_steps=2", "tune.method=lora", f"run.dir={tmp_path / 'run'}"]
+    jobs = [{"overrides": words, "stop_after": 2}, {"overrides": words}]
+    stopped, ended = launch_runs(2, jobs, tmp_path)
+    assert (stopped.code, ended.code) == (75, 0), stopped.output + ended.output
+    for one in (stopped, ended):
+        assert "data.packing is off, one document per row" in one.output
+        assert "of a row" in one.output or "in one row" in one.output
+    assert "resumed from" in ended.output
+    alone = [*words, "data.packing=false", f"run.dir={tmp_path / 'alone'}"]
+    (said,) = launch_runs(2, [{"overrides": alone}], tmp_path)
+    assert said.code == 0, said.output
+    assert "data.packing is off" not in said.output
+    assert losses(tmp_path / "run") == losses(tmp_path / "alone")
