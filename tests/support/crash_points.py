@@ -205,7 +205,8 @@ def main() -> None:
         save()
 
     Saver.start = start  # type: ignore[method-assign]
-    sys.exit(run(load_config(None, overrides)))
+    # Its thread may hold a lock while this process forks, which the copy then waits for.
+    sys.exit(run(load_config(None, [*overrides, "memory.governor=off"])))
 
 
 if __name__ == "__main__":
