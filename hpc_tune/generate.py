@@ -9,6 +9,7 @@ import torch
 from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.chats import end_of_answer
+from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
 from hpc_tune.model.tokenizer import load_tokenizer
@@ -31,7 +32,8 @@ def answer(
     behind an answer.
 
     Raises:
-        HpcTuneError: if files are missing or damaged.
+        HpcTuneError: if files are missing or damaged, or transformers has no class for this
+            language model by itself.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tune, dtype_name, template = TuneConfig(method="full"), "auto", None
@@ -46,6 +48,11 @@ def answer(
     tokenizer = load_tokenizer(directory)
     tokenizer.chat_template = template or tokenizer.chat_template
     built = build(directory, dtype, tune, seed=0)
+    if not isinstance(built.config, built.module.causal_lm().config_class):
+        raise ConfigError(
+            f"transformers answers with a {built.config.model_type} model only as a whole: export "
+            "--to merged, and ask it there"
+        )
     allocate(built.module, device)
     load_weights(built)
     if found is not None and with_adapter:

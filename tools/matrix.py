@@ -30,6 +30,7 @@ from hpc_tune.engine.tensor import why_no_slices
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout
+from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock import NoTrial, write_small
 from hpc_tune.train.proof import Proof, try_out
@@ -46,13 +47,14 @@ QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_d
 
 def stock(directory: Path, method: str) -> list[float]:
     """Return the losses of stock transformers, peft and AdamW, one document at a time."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     options: dict[str, Any] = {}
     if method == "qlora":
         quantised = BitsAndBytesConfig(**QUANTISED, bnb_4bit_compute_dtype=torch.float32)
         options = {"quantization_config": quantised, "device_map": {"": "cpu"}}
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
+    auto = stock_class(read_config(directory))
+    model: Any = auto.from_pretrained(directory, dtype=torch.float32, **options)
     if method != "full":
         model = _with_our_adapters(model, directory, method)
     model.eval()  # without dropout; nothing else differs
@@ -174,7 +176,7 @@ def _refused(name: str, proof: Proof, layout: str, directory: Path) -> str:
     """Return why a layout is not for an architecture; nothing if it is."""
     if layout not in ("tensor", "pipeline"):
         return ""
-    config = transformers.AutoConfig.from_pretrained(directory)
+    config = read_shape(directory)
     if layout == "tensor":
         return next(iter(why_no_slices(config, 2)), "") or proof.tensor
     return next(iter(why_no_stages(config, 2, 1)), "") or proof.pipeline

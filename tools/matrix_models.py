@@ -17,10 +17,12 @@ qwen3_5_text recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 vaultgemm
 zaya
 """
 OTHERS = "bart bert camembert cpmant electra roberta xlnet xlstm"  # most are not causal
+WITH_IMAGES = "exaone4_5 gemma3 gemma4 internvl llava mistral3 qwen3_5 qwen3_vl smolvlm"
+SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 EXPERTS = "gpt_oss mixtral olmoe qwen3_moe qwen3_next"
 HEADS_OF_128 = {"head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    **{name: {} for part in (DENSE, OTHERS, EXPERTS) for name in part.split()},
+    **{name: {} for part in (DENSE, WITH_IMAGES, OTHERS, EXPERTS) for name in part.split()},
     "bamba": {"attn_layer_indices": [1, 2]},
     "falcon_h1": {"num_hidden_layers": 2},
     "gemma3n_text": {},
@@ -33,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": HEADS_OF_128,
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "ministral": HEADS_OF_128,
+    "qwen2_5_vl": {"text_config": {"rope_parameters": SECTIONS}},
     "nemotron": {"num_key_value_heads": 8},
     "olmo_hybrid": {},
 }

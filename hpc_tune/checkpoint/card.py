@@ -1,5 +1,6 @@
 """What an export says of itself: a model card (README.md) and the configuration of its training."""
 
+import json
 from pathlib import Path
 
 import yaml
@@ -11,21 +12,24 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import as_list
 
 CARD, CONFIG = "README.md", "training_config.yaml"
+_CAUSAL = "AutoModelForCausalLM"
 
 _USE = {
-    "adapter": """from peft import AutoPeftModelForCausalLM
+    "adapter": """from peft import PeftModel
+from transformers import {auto}
 
-model = AutoPeftModelForCausalLM.from_pretrained("this folder")""",
-    "merged": """from transformers import AutoModelForCausalLM
+model = PeftModel.from_pretrained({auto}.from_pretrained("the base model"), "this folder")""",
+    "merged": """from transformers import {auto}
 
-model = AutoModelForCausalLM.from_pretrained("this folder")""",
+model = {auto}.from_pretrained("this folder")""",
 }
 
 
-def write_card(checkpoint: Path, base: Path, out: Path, kind: str) -> None:
+def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool = True) -> None:
     """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
 
     ``kind`` is ``"adapter"`` or ``"merged"``; ``base`` is the base model's directory.
+    ``whole``: it is loaded with all parts of the base, not with its language model alone.
 
     Raises:
         CheckpointError: if the checkpoint's state cannot be used. OSError: if the file system
@@ -33,12 +37,21 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str) -> None:
     """
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     config = state.run_config(str(checkpoint))
-    (out / CARD).write_text(_card(state, config, base.resolve().name, kind), encoding="utf-8")
+    auto = _class_of(base / "config.json") if whole else _CAUSAL
+    (out / CARD).write_text(_card(state, config, base.resolve().name, kind, auto), encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     (out / CONFIG).write_text(text, encoding="utf-8")
 
 
-def _card(state: RunState, config: RunConfig, base: str, kind: str) -> str:
+def _class_of(config: Path) -> str:
+    """Return transformers' class for a whole model: its own, where it has parts for images."""
+    if not config.is_file():
+        return _CAUSAL
+    named = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [_CAUSAL]
+    return str(named[0]) if named[0].endswith("ForConditionalGeneration") else _CAUSAL
+
+
+def _card(state: RunState, config: RunConfig, base: str, kind: str, auto: str) -> str:
     tune, optim = config.tune, config.optim
     warmup = optim.num_warmup_steps(state.total_steps)
     head = {
@@ -69,5 +82,5 @@ def _card(state: RunState, config: RunConfig, base: str, kind: str) -> str:
         f"{'A LoRA-type adapter of' if kind == 'adapter' else 'Tuned from'} {base}, made with "
         f"hpc_tune {__version__}. What the base model's licence and card say holds here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
-        f"```python\n{_USE[kind]}\n```\n"
+        f"```python\n{_USE[kind].format(auto=auto)}\n```\n"
     )

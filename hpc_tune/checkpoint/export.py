@@ -5,6 +5,7 @@ Everything is streamed tensor by tensor: merging holds one base tensor and its c
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
 from hpc_tune.log import Progress
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
+from hpc_tune.model.language import Storage, storage_of
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
 from hpc_tune.model.weights import (
     ADAPTER_FILE,
@@ -34,6 +36,7 @@ from hpc_tune.units import format_bytes
 SHARD_BYTES = 2 << 30
 _SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
 _ADAPTER_PREFIX = "base_model.model."
+_LANGUAGE_MODEL = re.compile(r"(\w+\.)*(language_model|text_model)\.")  # as a part of a model
 
 
 def export_adapter(
@@ -54,7 +57,9 @@ def export_adapter(
         write_adapter(index, tune, base, temporary)
         _copy_tokenizer(base, temporary)
         _write_template(template, temporary)
-        write_card(checkpoint, base, temporary, "adapter")
+        named = (name.removeprefix(_ADAPTER_PREFIX) for name in index.pieces)
+        whole = any(map(_LANGUAGE_MODEL.match, named))
+        write_card(checkpoint, base, temporary, "adapter", whole)
     return out
 
 
@@ -75,8 +80,13 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     config = lora_config(tune)
     config.base_model_name_or_path = str(base.resolve())
     config.inference_mode = True
-    if tune.targets == "all-linear":
-        config.target_modules = {n.split(".lora_")[0].rpartition(".")[2] for n in names}
+    layers = sorted({n.removeprefix(_ADAPTER_PREFIX).partition(".lora_")[0] for n in names})
+    within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
+    if tune.targets == "all-linear" or within:
+        config.target_modules = {layer.rpartition(".")[2] for layer in layers}
+    if within:  # the other parts of such a model may have layers of the same names
+        kinds = "|".join(sorted(config.target_modules))
+        config.target_modules = rf"{re.escape(within.group())}.*\.({kinds})"
     config.save_pretrained(out)
     return written
 
@@ -99,7 +109,7 @@ def export_merged(
     trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
     _check_room(stored)
     merged = _Merged(trained, stored, tune, base)
-    shards = _shards(stored, _tied_head(base, stored))
+    shards = _shards(stored, merged.copied_head)
     num_tensors = sum(map(len, shards))
     progress = Progress("merging", num_tensors)
     weight_map: dict[str, str] = {}
@@ -175,7 +185,7 @@ class _Merged:
         for candidate in (path, path.partition(".")[2]):
             if candidate in self._stored.pieces:
                 return candidate
-        if renamed := self._storage[0].get(path):
+        if renamed := self._storage.names.renamed.get(path):
             return renamed
         raise CheckpointError(f"the base model has no {path}, which the adapter changes")
 
@@ -188,14 +198,16 @@ class _Merged:
             == (shapes[f"{layer}.lora_B.weight"][0], shapes[f"{layer}.lora_A.weight"][1])
             for name, layer in self._adapted.items()
         )
-        return frozenset() if straight else self._storage[1]
+        return frozenset() if straight else self._storage.transposed
 
     @functools.cached_property
-    def _storage(self) -> tuple[dict[str, str], frozenset[str]]:
-        """How transformers reads the base: see ``storage_of``."""
-        from hpc_tune.model.build import storage_of
-
+    def _storage(self) -> Storage:
         return storage_of(self._base, self._stored)
+
+    @property
+    def copied_head(self) -> str | None:
+        """An output head that is stored beside the embedding that it is, from before tuning."""
+        return self._storage.copied_head if "head" in " ".join(self._stored.pieces) else None
 
     def region(self, name: str) -> Region:
         shape, dtype = self._stored.shapes[name], self._stored.dtypes[name]
@@ -295,17 +307,6 @@ def _write_template(template: str | None, out: Path) -> None:
     if settings.is_file():
         said = json.loads(settings.read_text(encoding="utf-8")) | {"chat_template": template}
         settings.write_text(json.dumps(said, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
-def _tied_head(base: Path, stored: TensorIndex) -> str | None:
-    """Return the name of an output head that is stored beside the embedding that it is."""
-    from hpc_tune.model.build import read_shape
-
-    head = "lm_head.weight"
-    if head not in stored.pieces or not read_shape(base).tie_word_embeddings:
-        return None
-    alike = [n for n, shape in stored.shapes.items() if shape == stored.shapes[head] and n != head]
-    return head if any("emb" in name or "wte" in name for name in alike) else None
 
 
 def _is_export(out: Path) -> bool:

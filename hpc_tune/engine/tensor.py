@@ -19,6 +19,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Literal
 
 import torch
@@ -76,7 +77,8 @@ def why_no_slices(config: Any, ranks: int) -> list[str]:
         ]
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    counts = {"intermediate features": config.intermediate_size}
+    features = config.intermediate_size  # or those of each layer
+    counts = {"intermediate features": features if isinstance(features, int) else gcd(*features)}
     if "colwise" in plan.values():
         counts |= {"attention heads": heads, "key-value heads": kv_heads}
     else:  # whole again before the heads are told apart

@@ -1,7 +1,6 @@
 """A model directory -> a model on the meta device -> weights in their place.
 
-read_shape      config.json only: what can be checked before any rank starts work
-build           the module tree with adapters, no byte of weights
+build   the module tree with adapters, no byte of weights
 (the engine shards it; then see load.py)
 """
 
@@ -9,7 +8,7 @@ import difflib
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,13 @@ from hpc_tune.lean import lean_imports
 from hpc_tune.model.attention import use_document_attention
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.dropout import without_dropout
+from hpc_tune.model.language import (
+    Names,
+    language_config,
+    language_model,
+    read_config,
+    stored_tensors,
+)
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.regions import local_region
@@ -30,6 +36,7 @@ from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import TensorIndex, index_model_directory
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+_ADAPTERS = "base_model.model."  # before the names of adapters in peft's files
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -39,46 +46,6 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if has_bf16 else torch.float32
     return DTYPES[name]
-
-
-def read_shape(directory: Path) -> Any:
-    """Return the transformers config of a model directory; nothing is fetched or executed.
-
-    Raises:
-        DataError: if the directory or its config.json is missing or is not a causal LM's.
-    """
-    require_directory(directory)
-    if not (directory / "config.json").is_file():
-        raise DataError(f"model.path={directory}: no config.json in it; is it a model directory?")
-    with lean_imports():
-        from transformers import AutoConfig
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    try:
-        with lean_imports():
-            config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise DataError(f"{directory}/config.json cannot be used: {error}") from None
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise DataError(f"{directory}: model_type {config.model_type} is not a causal LM")
-    if config.get_text_config() is not config:
-        raise DataError(
-            f"{directory}: a {config.model_type} model has parts for other things than text, and "
-            "its text part within them cannot be trained yet; take a checkpoint of this family "
-            "that has text alone"
-        )
-    return config
-
-
-def require_directory(directory: Path) -> None:
-    """Raise a DataError that says what to do if there is no such directory."""
-    if not directory.is_dir():
-        raise DataError(
-            f"model.path={directory}: no such directory. It must be a Hugging Face model directory "
-            "(config.json, *.safetensors, tokenizer.json); models are not downloaded in a run, "
-            "because compute nodes have no internet. On the login node: hf download NAME "
-            "--local-dir DIR"
-        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +78,8 @@ class BuiltModel:
     stored name of the weight that is both the embedding and the output head. ``start`` holds the
     first values of adapters, where they are not new. ``dropout`` is what config.json wanted of it,
     by name, and is not done. Rotary positions that are scaled by a text's length are scaled for
-    ``seq_len`` tokens, for every text alike.
+    ``seq_len`` tokens, for every text alike. ``names`` tells what the whole model of the directory
+    calls its language model's tensors, and ``others`` are its parts that are left as they are.
     """
 
     module: LossModel
@@ -128,6 +96,8 @@ class BuiltModel:
     start: TensorIndex | None = None
     dropout: Mapping[str, float] = field(default_factory=dict)
     seq_len: int | None = None
+    names: Names = Names()
+    others: tuple[str, ...] = ()
 
     def region(self, name: str, tensor: torch.Tensor) -> LocalRegion:
         """Return what this rank holds of ``tensor``, laid out as the parameter ``name`` is."""
@@ -168,38 +138,35 @@ def build(
             "tune.param_dtype=bf16 while this device computes in fp32; set model.dtype=bf16, or "
             "leave tune.param_dtype out"
         )
-    config = read_shape(directory)
-    dropout = without_dropout(config)
+    whole = read_config(directory)
+    dropout = without_dropout(language_config(whole, directory))
     stored_index = index_model_directory(directory) if weights else None
-    with lean_imports(), torch.device("meta"):
-        from transformers import AutoModelForCausalLM
-
-        # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[tune.param_dtype] if tune.method == "full" else dtype
-        )
+    full = tune.method == "full"
+    language = language_model(
+        whole, directory, DTYPES[tune.param_dtype] if full else dtype, stored_index
+    )
+    model, config = language.model, language.config
     model.config.use_cache = False
     within_documents = use_document_attention(model)
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if tune.method == "qlora":
         quantize_linears(block_list(model), dtype)
-    names = {id(t): n for n, t in stored_tensors(model)}
-    root: nn.Module = model if tune.method == "full" else _with_adapters(model, tune)
+    own_names = {id(t): n for n, t in stored_tensors(model)}
+    root: nn.Module = model if full else _with_adapters(model, tune)
     module = LossModel(root, config, within_documents)
     module.train()
-    renamed = renamed_tensors(model, index) if weights else {}
+    embedding = model.get_input_embeddings().weight if language.is_tied else None
     base_names, missing = {}, []
     for name, tensor in stored_tensors(module):
-        if id(tensor) in names:
-            stored = _stored_name(names[id(tensor)], model, index, renamed)
+        if (own := own_names.get(id(tensor))) is not None:
+            stored = language.names.stored(own, index, tied=tensor is embedding)
             base_names[name] = stored or ""
-            missing += [] if stored else [names[id(tensor)]]
-            wanted = shapes[names[id(tensor)]]
-            if stored and index.shapes[stored] != wanted:
+            missing += [] if stored else [own]
+            if stored and index.shapes[stored] != shapes[own]:
                 raise DataError(
                     f"{directory}: {stored} has shape {list(index.shapes[stored])}, config.json "
-                    f"asks for {list(wanted)}; the weights are of another model"
+                    f"asks for {list(shapes[own])}; the weights are of another model"
                 )
     if any("experts" in name for name in missing):
         raise DataError(
@@ -212,13 +179,11 @@ def build(
             f"are not in its safetensors files, such as {', '.join(missing[:3])}"
         )
     saved_names = {
-        name: base_names.get(name) or _peft_name(name)
+        name: base_names.get(name) or _peft_name(name, language.names)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = embedding.weight is getattr(head, "weight", None)
-    if tied and hasattr(head, "lora_A"):
+    if language.is_tied and hasattr(model.get_output_embeddings(), "lora_A"):
         raise ConfigError(
             f"tune.targets={tune.targets}: the output head of this model is its embedding, which "
             "an adapter would change too; leave it out of tune.targets"
@@ -233,26 +198,18 @@ def build(
         tune,
         dtype,
         seed,
-        _stored_name(names[id(embedding.weight)], model, index, renamed) if tied else None,
+        next((base_names[n] for n, t in stored_tensors(module) if t is embedding), None),
         dropout=dropout,
+        names=language.names,
+        others=language.others,
     )
 
 
-def _peft_name(name: str) -> str:
+def _peft_name(name: str, names: Names) -> str:
     """Return the name that peft saves a parameter of its adapter ``default`` under."""
-    name = name.removeprefix("model.")
-    return name.replace("_magnitude_vector.default.weight", "_magnitude_vector").replace(
-        ".default", ""
-    )
-
-
-def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a model directory stores: parameters (tied ones once) and persistent buffers."""
-    yield from module.named_parameters()
-    for path, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(prefix=path, recurse=False):
-            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
-                yield name, buffer
+    inside = names.of_whole(name.removeprefix(f"model.{_ADAPTERS}"))
+    plain = inside.replace("_magnitude_vector.default.weight", "_magnitude_vector")
+    return _ADAPTERS + plain.replace(".default", "")
 
 
 def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
@@ -326,52 +283,6 @@ def lora_config(tune: TuneConfig) -> Any:
         use_dora=tune.method == "dora",
         task_type="CAUSAL_LM",
     )
-
-
-def renamed_tensors(model: Any, index: TensorIndex | ShapeIndex) -> dict[str, str]:
-    """Return the stored name of each tensor that transformers has another name for than its file.
-
-    Those that it would also cut, join or turn are left out: regions of them cannot be read.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    all_of_them = get_model_conversion_mapping(model)
-    renamings = [one for one in all_of_them if isinstance(one, WeightRenaming)]
-    converters = [one for one in all_of_them if not isinstance(one, WeightRenaming)]
-    found = {}
-    for stored in sorted(index.shapes):
-        name, converted = rename_source_key(stored, renamings, converters)
-        if converted is None and name != stored:
-            found[name] = stored
-    return found
-
-
-def storage_of(directory: Path, index: TensorIndex) -> tuple[dict[str, str], frozenset[str]]:
-    """Return ``renamed_tensors`` of a model, and which tensors are stored transposed (Conv1D)."""
-    config = read_shape(directory)
-    with lean_imports(), torch.device("meta"):
-        from transformers import AutoModelForCausalLM
-        from transformers.pytorch_utils import Conv1D
-
-        model = AutoModelForCausalLM.from_config(config)
-    renamed = renamed_tensors(model, index)
-    turned = [f"{n}.weight" for n, m in model.named_modules() if isinstance(m, Conv1D)]
-    stored = [_stored_name(name, model, index, renamed) for name in turned]
-    return renamed, frozenset(name for name in stored if name)
-
-
-def _stored_name(
-    name: str, model: Any, index: TensorIndex | ShapeIndex, renamed: Mapping[str, str]
-) -> str | None:
-    """Find a parameter in the index: by its name, with or without the prefix, or its tied twin."""
-    if name in renamed:
-        return renamed[name]
-    prefix = model.base_model_prefix + "."
-    candidates = [name, name.removeprefix(prefix), prefix + name]
-    if name == "model.embed_tokens.weight" or name.endswith("embed_tokens.weight"):
-        candidates.append("lm_head.weight")
-    return next((c for c in candidates if c in index.pieces), None)
 
 
 def first_line(error: Exception) -> str:

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.errors import DataError
-from hpc_tune.model.build import BuiltModel, LocalRegion, stored_tensors
+from hpc_tune.model.build import BuiltModel, LocalRegion
+from hpc_tune.model.language import stored_tensors
 from hpc_tune.model.positions import settle_positions
 from hpc_tune.model.quantize import fill_packed, four_bit_layers
 from hpc_tune.model.shapes import ShapeIndex
@@ -143,10 +144,14 @@ def _init_buffers(model: Any) -> None:
     }
     for buffer in unfilled.values():
         buffer.fill_(math.nan)
+    owners: dict[str, Any] = {}
     with guard_torch_init_functions():
-        for module in model.modules():
+        for path, module in model.named_modules():
+            # The innermost model of transformers around a module knows its values.
+            inside = hasattr(module, "_init_weights") or not path
+            owners[path] = module if inside else owners[path.rpartition(".")[0]]
             if module._non_persistent_buffers_set:
-                model._init_weights(module)
+                owners[path]._init_weights(module)
     buffers = dict(model.named_buffers())
     if left := [name for name in unfilled if buffers[name].isnan().any()]:
         raise DataError(

@@ -1,6 +1,7 @@
 """A model's configuration made small: the same architecture in a few million values.
 
-    shrunk(config)   few layers, narrow layers, a small vocabulary; all else as it was
+    shrunk(config)         few layers, narrow layers, a small vocabulary; all else as it was
+    shrunk_whole(config)   so with the language model of one that has other parts, too
 
 What is kept decides how the model computes: the number of heads and their groups, kinds of layers,
 activations, scales, biases, rotary positions. Feature widths are divided by one number, so that
@@ -13,6 +14,7 @@ from typing import Any
 VOCABULARY = 512
 WINDOW = 16  # tokens a layer sees, or takes at once: shorter than the documents of a trial
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
+OTHER_FACTORS = (8, 1)  # of parts for other things than text, of which no value is looked at
 LEAST_HEAD = 8  # values per head: rotary positions of a part of them want an even number
 _WIDTHS = re.compile(
     r"^(hidden_size|d_model|n_embd|dim|model_dim|intermediate_size.*|.*_intermediate_size|ffn_dim"
@@ -22,7 +24,7 @@ _WIDTHS = re.compile(
     r"|.*_hidden_size|dim_ff|expand_size|embedding_size|time_mix_.*_rank|.*_low_rank_dim"
     r"|attention_hidden_size|rotary_dim|.*headdim|embedding_dim)$"
 )
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth")
 _WINDOWS = (
     *("sliding_window", "attention_chunk_size", "attention_window_size", "window_size"),
     *("chunk_size", "mamba_chunk_size"),
@@ -54,17 +56,69 @@ def shrunk(config: Any, factor: int, all_layers: bool = False) -> Any:
             said[name] = min(value, VOCABULARY)
         elif name.endswith(("token_id", "token_ids")):
             said[name] = _small_token(name, value)
-        elif _WIDTHS.match(name) and isinstance(value, int) and value >= factor:
-            said[name] = value // factor
-        elif isinstance(value, list) and len(value) == old_layers and layers:
-            said[name] = value[:layers]
         elif name == "attn_layer_indices" and isinstance(value, list) and layers:
             said[name] = [index for index in value if index < layers]
+        elif name == "per_layer_config" and isinstance(value, dict):
+            said[name] = {
+                layer: {key: _divided(key, one, factor) for key, one in own.items()}
+                for layer, own in value.items()
+                if not layers or int(layer) < layers
+            }
+        else:
+            small_value = _divided(name, value, factor)
+            per_layer = isinstance(value, list) and len(value) == old_layers
+            said[name] = small_value[:layers] if per_layer else small_value
     said.pop("quantization_config", None)
     small = type(config).from_dict(said)
     small.use_cache = False
     _shorten_factors(small)
     return small
+
+
+def shrunk_whole(config: Any, factor: int, all_layers: bool = False, of_others: int = 1) -> Any:
+    """Return ``config`` with its language model ``shrunk``; other parts get one layer each.
+
+    The widths of those are divided by ``of_others``.
+
+    Raises:
+        Exception: as ``shrunk`` does.
+    """
+    text = config.get_text_config()
+    if text is config:
+        return shrunk(config, factor, all_layers)
+    said: dict[str, Any] = config.to_dict()
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is text:
+            said[name] = shrunk(text, factor, all_layers).to_dict()
+        elif part is not None:
+            said[name] = _one_layer(part.to_dict(), of_others)
+    for name, value in said.items():
+        if name == "vocab_size" and isinstance(value, int):
+            said[name] = min(value, VOCABULARY)
+        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
+            said[name] = VOCABULARY - 1  # none that a document of a trial has
+    return type(config).from_dict(said)
+
+
+def _divided(name: str, value: Any, factor: int) -> Any:
+    """Return a width, or the width of each layer, divided by ``factor``; other values as they are.
+
+    So is a width that is smaller than ``factor``.
+    """
+    if isinstance(value, list):
+        return [_divided(name, one, factor) for one in value]
+    is_width = _WIDTHS.match(name) and isinstance(value, int) and not isinstance(value, bool)
+    return value // factor if is_width and value >= factor else value
+
+
+def _one_layer(said: dict[str, Any], factor: int) -> dict[str, Any]:
+    small = {name: 1 for name in _LAYERS if isinstance(said.get(name), int)}
+    for name, value in said.items():
+        is_width = name == "embed_dim" or _WIDTHS.match(name)
+        if is_width and isinstance(value, int) and value % factor == 0:
+            small[name] = value // factor
+    return said | small
 
 
 def factors(config: Any) -> list[int]:
@@ -97,15 +151,20 @@ def _enough_layers(config: Any, said: dict[str, Any], layers: int) -> int:
 
 
 def _shorten_factors(small: Any) -> None:
-    """Leave as many factors of rotary frequencies (longrope) as narrower heads have."""
+    """Leave as many factors and sections of rotary frequencies as narrower heads have."""
     said = getattr(small, "rope_parameters", None) or {}
     for part in (said, *(one for one in said.values() if isinstance(one, dict))):
         share = part.get("partial_rotary_factor") or 1.0
-        heads = small.num_attention_heads if "short_factor" in part else 1
-        size = getattr(small, "head_dim", None) or small.hidden_size // heads
+        uneven = "short_factor" in part or "mrope_section" in part
+        heads = small.num_attention_heads if uneven else 1
+        size = small.to_dict().get("head_dim") or small.hidden_size // heads
         for name in ("short_factor", "long_factor"):
             if isinstance(part.get(name), list):
                 part[name] = part[name][: int(size * share) // 2]
+        if sections := part.get("mrope_section"):  # of a head's frequencies: time, height, width
+            half = int(size * share) // 2
+            rest = [half * section // sum(sections) for section in sections[1:]]
+            part["mrope_section"] = [half - sum(rest), *rest]
 
 
 def _of(said: dict[str, Any], names: tuple[str, ...]) -> int | None:

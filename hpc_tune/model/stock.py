@@ -4,7 +4,6 @@ write_small   the architecture of a config, made small, with random values, as a
 stock_losses  the loss of each document in transformers' own model, and the gradient of their sum
 """
 
-import copy
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 import torch
 
 from hpc_tune.lean import lean_imports
-from hpc_tune.model.shrink import factors, shrunk
+from hpc_tune.model.build import first_line
+from hpc_tune.model.language import read_config, stock_class
+from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
 
 MOST_VALUES = 40_000_000
 _SPREAD = 0.03  # added to all first values, so that none is as good as not there
@@ -30,23 +31,22 @@ def write_small(config: Any, directory: Path) -> None:
         NoTrial: if transformers can make none, or none of less than ``MOST_VALUES`` values.
     """
     with lean_imports():
-        from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    why = ""
-    tries = itertools.product((False, True), factors(config))
-    for all_layers, factor in tries:
+    why, text = "", config.get_text_config()
+    others = (1,) if text is config else OTHER_FACTORS
+    for all_layers, factor, of_others in itertools.product((False, True), factors(text), others):
         try:
-            small = shrunk(copy.deepcopy(config), factor, all_layers)
+            small = shrunk_whole(config, factor, all_layers, of_others)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+                model = stock_class(config).from_config(small, dtype=torch.float32)
             if (values := sum(p.numel() for p in model.parameters())) > MOST_VALUES:
                 why = why or f"the smallest has {values:,} values"
                 continue
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+                model = stock_class(config).from_config(small, dtype=torch.float32)
                 with torch.no_grad():
                     for parameter in model.parameters():
                         if parameter.is_floating_point():
@@ -54,7 +54,7 @@ def write_small(config: Any, directory: Path) -> None:
             _loss(model.eval(), torch.arange(3, 12))
             _save(model, directory)
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
-            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            why = f"{type(error).__name__}: {first_line(error)}"
             continue
         return
     raise NoTrial(why)
@@ -70,20 +70,19 @@ def stock_losses(
     Raises:
         NoTrial: if that fails.
     """
-    with lean_imports():
-        from transformers import AutoModelForCausalLM
-
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True
-        ).eval()
+        model = (
+            stock_class(read_config(directory))
+            .from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+            .eval()
+        )
         losses = []
         for tokens_T in documents:
             total = _loss(model, tokens_T)
             total.backward()
             losses.append(total.item())
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
-        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        why = f"{type(error).__name__}: {first_line(error)}"
         raise NoTrial(f"transformers' own training step fails with {why}") from None
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import DataError
-from hpc_tune.model.build import first_line, require_directory
+from hpc_tune.model.build import first_line
+from hpc_tune.model.language import require_directory
 
 
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:

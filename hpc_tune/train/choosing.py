@@ -19,8 +19,8 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, give_back
-from hpc_tune.model.build import read_shape
 from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.model.language import read_shape
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.plan.auto import with_layout
 from hpc_tune.plan.choose import ring_order

@@ -19,6 +19,7 @@ from hpc_tune.lean import import_transformers
 from hpc_tune.log import Progress, log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.start import start_from
@@ -81,6 +82,11 @@ def prepare_model(
             "never seen: use %d or less, or a config.json that stretches them (rope_scaling)",
             *(config.data.seq_len, longest, longest),
         )
+    if built.others:
+        log.info(
+            "the language model alone is trained; %s stay as they are, and data has text alone",
+            ", ".join(built.others),
+        )
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
     return built, _as_proven(config, session, built)
@@ -88,7 +94,9 @@ def prepare_model(
 
 def _as_proven(config: RunConfig, session: Session, built: BuiltModel) -> RunConfig:
     """Return the settings that are right for the architecture, or refuse. Collective."""
-    proof = on_rank_0(session, "trying the architecture", lambda: prove(built.config))
+    proof = on_rank_0(
+        session, "trying the architecture", lambda: prove(read_config(built.directory))
+    )
     kind, parallel = built.config.model_type, config.parallel
     if proof.loss:
         raise DataError(

@@ -32,13 +32,14 @@ from hpc_tune.errors import HpcTuneError
 from hpc_tune.lean import lean_imports
 from hpc_tune.log import log
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.build import BuiltModel, build
+from hpc_tune.model.build import BuiltModel, build, first_line
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
 
 LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
 GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _SOURCES = ("model", "engine/tensor.py", "engine/pipeline.py", "train/proof.py", "data/loader.py")
 
 
@@ -85,12 +86,16 @@ def try_out(config: Any) -> Proof:
             documents = _documents()
             wanted, gradients = stock_losses(directory, documents)
         except NoTrial as why:
+            if any((getattr(config.get_text_config(), name, None) or 0) > 1 for name in _EXPERTS):
+                return Proof(loss="it is a mixture of experts, which hpc_tune cannot train yet")
             return Proof(loss=f"no small model of this kind could be tried: {why}")
         trial = _Trial(directory, documents, wanted, gradients)
         try:
             built = _loaded(trial.build())
         except HpcTuneError as error:
             return Proof(loss=str(error).replace(str(directory), "a small model of this kind"))
+        except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+            return Proof(loss=_failed(error))
         attention = ""
         if (loss := _guarded(trial.wrong_loss, built)) and built.module.within_documents:
             built.module.within_documents = trial.within_documents = False
@@ -110,8 +115,11 @@ def _guarded(check: Callable[..., str], *given: Any) -> str:
     try:
         return check(*given)
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
-        text = (str(error) or "").split("\n")[0]
-        return f"a small model of this kind fails with {type(error).__name__}: {text}"
+        return _failed(error)
+
+
+def _failed(error: Exception) -> str:
+    return f"a small model of this kind fails with {type(error).__name__}: {first_line(error)}"
 
 
 def _documents() -> list[torch.Tensor]:
@@ -163,6 +171,11 @@ class _Trial:
         built.module.within_documents &= self.within_documents
         return built
 
+    def wanted(self, built: BuiltModel) -> dict[str, torch.Tensor]:
+        """Return the gradients of transformers under our names, where we have them at all."""
+        ours = {built.names.of_whole(n.removeprefix("model.")): n for n in built.base_names}
+        return {ours.get(name, name): gradient for name, gradient in self.gradients.items()}
+
     def wrong_loss(self, built: BuiltModel) -> str:
         module = built.module
         module.zero_grad()
@@ -179,7 +192,7 @@ class _Trial:
         total.backward()
         if wrong := _wrong_gradient(
             {name: p.grad for name, p in module.named_parameters() if p.grad is not None},
-            {f"model.{name}": gradient for name, gradient in self.gradients.items()},
+            self.wanted(built),
         ):
             return wrong
         first = self.documents[1]
@@ -264,9 +277,7 @@ class _Trial:
             raise errors[0]
         if any(_differ(loss, sum(self.losses)) for loss in losses):
             return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
-        return _wrong_gradient(
-            _joined(models), {f"model.{n}": g for n, g in self.gradients.items()}
-        )
+        return _wrong_gradient(_joined(models), self.wanted(self.build()))
 
 
 def _wrong_gradient(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.errors import CheckpointError
-from hpc_tune.model import weights
+from hpc_tune.model import regions
 from hpc_tune.model.regions import regions_of
 
 BYTES = 4 * 1000  # of one of the tensors
@@ -67,8 +67,8 @@ def test_release_copies_no_more_than_the_budget(tmp_path):
 
 @pytest.mark.full  # of times
 def test_one_large_tensor_that_is_written_slowly_is_no_hung_file_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(weights, "SYNC_BYTES", 1 << 16)
+    monkeypatch.setattr(regions, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(regions, "SYNC_BYTES", 1 << 16)
     os.mkfifo(tmp_path / "pipe")
     writer = Writer({tmp_path / "pipe": regions_of({"w": torch.zeros(1 << 18)})}, 0)
     released = threading.Thread(target=writer.release, args=(1.0,))

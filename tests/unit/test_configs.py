@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.config.load import load_config
-from hpc_tune.model.build import read_shape
+from hpc_tune.model.language import read_shape
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.account import ModelSize
 from hpc_tune.plan.choose import check_layout, choose_layout

@@ -365,9 +365,11 @@ def watch():
                 peak = max(peak, int(line.split()[1]) << 10)
 thread = threading.Thread(target=watch)
 thread.start()
-export_merged(step, TuneConfig(rank=2), base, out)
-done.set()
-thread.join()
+try:
+    export_merged(step, TuneConfig(rank=2), base, out)
+finally:
+    done.set()
+    thread.join()
 print(peak)
 """
 

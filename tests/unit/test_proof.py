@@ -71,8 +71,22 @@ def test_a_buffer_that_nothing_fills_is_named_and_not_trained_with():
 
 
 def test_what_transformers_cannot_train_itself_is_refused_with_its_words():
-    found = try_out(config_of("gemma3n_text"))
-    assert found.loss.startswith("no small model of this kind could be tried: ")
+    found = try_out(config_of("aya_vision"))
+    assert found.loss.startswith("no small model of this kind could be tried: ValueError: embed_")
+
+
+def test_experts_that_are_too_many_to_be_tried_are_named():
+    assert "a mixture of experts" in try_out(config_of("gpt_oss")).loss
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "qwen3_vl"])
+def test_a_language_model_is_tried_as_a_part_of_the_whole(kind):
+    assert try_out(config_of(kind)) == Proof()
+
+
+def test_a_language_model_that_reads_another_way_within_the_whole_is_found():
+    """PaliGemma looks at its prompt in both directions."""
+    assert "in transformers" in try_out(config_of("paligemma")).loss
 
 
 def test_a_trial_is_remembered_for_a_configuration_and_this_software(tmp_path, monkeypatch):

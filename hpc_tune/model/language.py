@@ -1,0 +1,306 @@
+"""The language model of a directory, by itself or as a part of one that reads images as well.
+
+read_config      config.json, as transformers reads it
+read_shape       the language model's part of it: what can be checked before any rank starts work
+language_model   the language model with its output head, and the names that files have for it
+
+Gemma 3, Qwen3.5 or Mistral Small are published as one model with an encoder of images. Their
+language model is what is trained here; the other parts stay as they are, in the model directory and
+in a merged export. Files and adapters name its tensors as parts of the whole model
+(``model.language_model.layers.0...``), and so do checkpoints and exports here.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.errors import DataError
+from hpc_tune.lean import lean_imports
+from hpc_tune.model.weights import TensorIndex
+
+_COMPARED_ROWS = 64  # of an embedding and a head: trained apart, they differ in nearly every row
+
+
+def require_directory(directory: Path) -> None:
+    """Raise a DataError that says what to do if there is no such directory."""
+    if not directory.is_dir():
+        raise DataError(
+            f"model.path={directory}: no such directory. It must be a Hugging Face model directory "
+            "(config.json, *.safetensors, tokenizer.json); models are not downloaded in a run, "
+            "because compute nodes have no internet. On the login node: hf download NAME "
+            "--local-dir DIR"
+        )
+
+
+def read_config(directory: Path) -> Any:
+    """Return the transformers config of a model directory; nothing is fetched or executed.
+
+    Raises:
+        DataError: if the directory or its config.json is missing or cannot be used.
+    """
+    require_directory(directory)
+    if not (directory / "config.json").is_file():
+        raise DataError(f"model.path={directory}: no config.json in it; is it a model directory?")
+    with lean_imports():
+        from transformers import AutoConfig
+
+    try:
+        with lean_imports():
+            return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise DataError(f"{directory}/config.json cannot be used: {error}") from None
+
+
+def read_shape(directory: Path) -> Any:
+    """Return the transformers config of a directory's language model.
+
+    Raises:
+        DataError: if there is none, or its model is not a causal LM.
+    """
+    return language_config(read_config(directory), directory)
+
+
+def language_config(config: Any, directory: Path) -> Any:
+    """Return the part of ``config`` that is the language model's: often all of it.
+
+    Raises:
+        DataError: if it is not a causal LM's.
+    """
+    with lean_imports():
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.model_type
+    try:
+        text = config.get_text_config()
+    except ValueError:  # it has several: an encoder's and a decoder's
+        raise DataError(f"{directory}: model_type {kind} is not a causal LM") from None
+    if text is config and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise DataError(f"{directory}: model_type {kind} is not a causal LM")
+    if stock_class(config) is None:
+        raise DataError(
+            f"{directory}: a {kind} model has parts for other things than text or images, which "
+            "hpc_tune cannot take apart; take a checkpoint of this family that has text alone"
+        )
+    return text
+
+
+def stock_class(config: Any) -> Any:
+    """Return the class of transformers that loads the whole model, None if it is of no such kind.
+
+    It is the one that a user would load a merged export, or the base of an adapter, with.
+    """
+    with lean_imports():
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        )
+
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    return None
+
+
+def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a model directory stores: parameters (tied ones once) and persistent buffers."""
+    yield from module.named_parameters()
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix=path, recurse=False):
+            if name.rpartition(".")[2] not in owner._non_persistent_buffers_set:
+                yield name, buffer
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the tensors of a language model are called elsewhere.
+
+    ``decoder`` is the path of its decoder in itself and ``in_whole`` that in the whole model.
+    ``renamed`` maps a name of the whole model to that in the files, where transformers renames it,
+    and ``prefix`` is one that files may have, or not, before each. ``head``: the output head.
+    """
+
+    decoder: str = ""
+    in_whole: str = ""
+    prefix: str = ""
+    head: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def of_whole(self, name: str) -> str:
+        """Return what the whole model calls a tensor of the language model."""
+        inside = f"{self.decoder}."
+        return self.in_whole + name[len(self.decoder) :] if name.startswith(inside) else name
+
+    def stored(self, name: str, index: Any, tied: bool = False) -> str | None:
+        """Return what the files call a tensor of the language model; None if they have none.
+
+        ``tied``: it is an embedding, which may be stored as the output head that it is, too.
+        """
+        whole = self.of_whole(name)
+        if whole in self.renamed:
+            return self.renamed[whole]
+        candidates = (whole, whole.removeprefix(self.prefix), self.prefix + whole, name)
+        found = next((one for one in candidates if one in index.pieces), None)
+        return self.stored(self.head, index) if found is None and tied else found
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """transformers' model on the meta device: the language model of a directory with its head.
+
+    ``config`` is its own. ``others`` are the parts of the whole model beside it.
+    """
+
+    model: Any
+    config: Any
+    names: Names
+    others: tuple[str, ...] = ()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output head is the embedding."""
+        head = self.model.get_output_embeddings()
+        return self.model.get_input_embeddings().weight is getattr(head, "weight", None)
+
+
+def language_model(
+    config: Any, directory: Path, dtype: torch.dtype, index: TensorIndex | None
+) -> LanguageModel:
+    """Make the language model of a directory whose whole configuration is ``config``.
+
+    Where ``config`` ties the output head to the embedding and the files hold both, they are tied if
+    they have the same values: as transformers does it. Without an ``index`` of the files there are
+    no names of theirs.
+
+    Raises:
+        DataError: if it is not a causal LM.
+    """
+    text = language_config(config, directory)
+    whole = None if text is config else _made(stock_class(config), config, dtype)
+    if whole is not None:
+        tied = bool(getattr(whole.config, "tie_word_embeddings", False))
+        text.tie_word_embeddings = tied and (index is not None or text.tie_word_embeddings)
+    model = _alone(config, text, dtype)
+    names = _names(model, whole or model, index)
+    found = LanguageModel(model, text, names, _others(whole, names))
+    if index is None or not found.is_tied or not _head_is_another(found, index):
+        return found
+    text.tie_word_embeddings = False
+    return dataclasses.replace(found, model=_alone(config, text, dtype))
+
+
+def _made(auto: Any, config: Any, dtype: torch.dtype) -> Any:
+    with lean_imports(), torch.device("meta"):
+        # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
+        return auto.from_config(config, dtype=dtype)
+
+
+def _alone(config: Any, text: Any, dtype: torch.dtype) -> Any:
+    """Make the language model and its head."""
+    with lean_imports():
+        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return _made(AutoModelForCausalLM, text, dtype)
+    # transformers has no class for it (Qwen-VL): the whole model without what is around it.
+    model = _made(stock_class(config), config, dtype)
+    model.model, model.config = model.get_decoder(), text
+    return model
+
+
+def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
+    paths = [{id(part): path for path, part in one.named_modules()} for one in (model, whole)]
+    head = model.get_output_embeddings()
+    return Names(
+        paths[0][id(model.get_decoder())],
+        paths[1][id(whole.get_decoder())],
+        f"{whole.base_model_prefix}.",
+        f"{paths[0].get(id(head), '')}.weight",
+        {} if index is None else renamed_tensors(whole, index),
+    )
+
+
+def _others(whole: Any, names: Names) -> tuple[str, ...]:
+    if whole is None or names.in_whole == names.decoder:
+        return ()
+    owner = whole.get_submodule(names.in_whole.rpartition(".")[0])
+    return tuple(
+        name for name, _ in owner.named_children() if names.in_whole.split(".")[-1] != name
+    )
+
+
+def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:
+    """Tell whether files hold a head of other values than the embedding that it should be."""
+    paths = {id(part): path for path, part in language.model.named_modules()}
+    embedding = f"{paths[id(language.model.get_input_embeddings())]}.weight"
+    stored = [language.names.stored(name, index) for name in (embedding, language.names.head)]
+    if None in stored or stored[0] == stored[1]:
+        return False
+    one, other = (str(name) for name in stored)
+    if index.shapes[one] != index.shapes[other]:
+        return True
+    rows, width = index.shapes[one]
+    for row in range(0, rows, max(1, rows // _COMPARED_ROWS)):
+        both = [torch.empty(1, width) for _ in "ab"]
+        for values, name in zip(both, (one, other), strict=True):
+            index.fill(values, name, (row, 0))
+        if not torch.equal(*both):
+            return True
+    return False
+
+
+def renamed_tensors(model: Any, index: TensorIndex) -> dict[str, str]:
+    """Return the stored name of each tensor that transformers has another name for than its file.
+
+    Those that it would also cut, join or turn are left out: regions of them cannot be read.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    all_of_them = get_model_conversion_mapping(model)
+    renamings = [one for one in all_of_them if isinstance(one, WeightRenaming)]
+    converters = [one for one in all_of_them if not isinstance(one, WeightRenaming)]
+    found = {}
+    for stored in sorted(index.shapes):
+        name, converted = rename_source_key(stored, renamings, converters)
+        if converted is None and name != stored:
+            found[name] = stored
+    return found
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the tensors of a directory's language model lie in its files.
+
+    ``transposed``: those that are stored transposed (Conv1D). ``copied_head``: an output head that
+    is stored beside the embedding that it is. ``part``: what the whole model calls its decoder,
+    where it has other parts.
+    """
+
+    names: Names
+    transposed: frozenset[str]
+    copied_head: str | None
+    part: str | None
+
+
+def storage_of(directory: Path, index: TensorIndex) -> Storage:
+    """Return how a directory's language model is stored."""
+    from transformers.pytorch_utils import Conv1D
+
+    found = language_model(read_config(directory), directory, torch.float32, index)
+    names, modules = found.names, found.model.named_modules()
+    turned = [names.stored(f"{n}.weight", index) for n, m in modules if isinstance(m, Conv1D)]
+    head = names.stored(names.head, index) if found.is_tied else None
+    embedding = found.model.get_input_embeddings()
+    (path,) = (n for n, m in found.model.named_modules() if m is embedding)
+    if head == names.stored(f"{path}.weight", index, tied=True):
+        head = None
+    part = names.in_whole if found.others else None
+    return Storage(names, frozenset(name for name in turned if name), head, part)
