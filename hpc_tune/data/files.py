@@ -3,8 +3,8 @@
     path, glob or a list of them -> files of known kinds, and (file, why) for what is not read
 
 A folder is searched with its sub-folders. It may be as ``hf download`` leaves it (a card and a
-licence beside the data, splits told by names) or as ``save_to_disk`` of datasets does. What is left
-out is never silent: ``Found.left_out`` is said by whoever reads the files.
+licence beside the data, splits told by the card or by names) or as ``save_to_disk`` of datasets
+does. What is left out is never silent: ``Found.left_out`` is said by whoever reads the files.
 """
 
 import difflib
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpc_tune.data.dataset_card import train_files
 from hpc_tune.errors import DataError
 
 Kind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs"]
@@ -156,8 +157,15 @@ def _of_folder(folder: Path) -> Found:
     if not files:
         beside = f"; it has {', '.join(str(file) for file, _ in left_out[:3])}" if left_out else ""
         raise DataError(f"{folder} is a folder without any {KNOWN} file{beside}")
-    held_out = _held_out(files, folder)
-    kept = _one_configuration(folder, [file for file in files if file not in held_out])
+    by_card = train_files(folder, lambda named: _held_out(named, folder))
+    if by_card is not None and set(by_card[0]) <= set(files):
+        kept, others = by_card
+        beside = "not named by the dataset's card"
+        unread = [(f, others.get(f, beside)) for f in files if f not in kept]
+    else:
+        held_out = _held_out(files, folder)
+        kept = _one_configuration(folder, [file for file in files if file not in held_out])
+        unread = [(file, _IS_HELD_OUT) for file in held_out]
     kinds = {str(kind_of(file)): file for file in kept}
     if len(kinds) > 1:
         found = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
@@ -166,7 +174,7 @@ def _of_folder(folder: Path) -> Found:
             f"{folder} mixes kinds of data: {found}; keep one kind in a folder, or say which is "
             f"meant, as in data.path='{folder}/**/*{suffix}'"
         )
-    return Found(tuple(kept), (*left_out, *((file, _IS_HELD_OUT) for file in held_out)))
+    return Found(tuple(kept), (*left_out, *unread))
 
 
 def _walk(folder: Path, seen: set[Path]) -> list[Path]:

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from hpc_tune.errors import DataError
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.weights import index_model_directory
+from tests.unit.test_model_build import FAMILY, documents, loaded, our_loss, row, stock_loss
 
 BLOCK = 128
 
@@ -104,3 +106,29 @@ def test_other_quantised_checkpoints_are_refused_by_their_method(tmp_path, metho
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=rf"quantised \({method}, such as in .*tune.method=qlora"):
         index_model_directory(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["block", "tensor"])
+def test_a_float8_model_has_the_loss_of_what_transformers_makes_of_it(tmp_path, kind):
+    shape = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", **FAMILY | shape)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file, out = tmp_path / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        is_scaled = tensor.dim() == 2 and "layers" in name
+        values, scale, _ = quantised(tensor, kind) if is_scaled else (tensor, None, None)
+        out |= {name: values} if scale is None else {name: values, f"{name}_scale_inv": scale}
+    save_file(out, file, metadata={"format": "pt"})
+    blocks = [BLOCK, BLOCK] if kind == "block" else None
+    said = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": blocks}
+    (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": quantization}))
+    options = FineGrainedFP8Config(dequantize=True, weight_block_size=blocks)
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=options
+    )
+    docs = documents(128)
+    wanted = stock_loss(stock.eval(), docs)
+    ours = our_loss(loaded(tmp_path).module, *map(row, docs))
+    assert abs(ours - wanted) <= 1e-6 * wanted

@@ -1,0 +1,140 @@
+"""What the card of a dataset (README.md) says of its files, as the Hugging Face hub reads it.
+
+    ---
+    configs:
+    - config_name: default
+      data_files:
+      - split: train
+        path: data/train-*
+    ---
+
+Source of the form: huggingface.co/docs/hub/datasets-manual-configuration.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_tune.errors import DataError
+
+CARD = "README.md"
+HeldOut = Callable[[Sequence[Path]], list[Path]]
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration of a dataset: the files of each of its splits, in their order."""
+
+    name: str
+    is_default: bool
+    splits: dict[str, list[Path]]
+
+
+def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path, str]] | None:
+    """Return the files to train on by the folder's card, and why each other one that it names is
+    not among them; None where no card says so, or its files are not here.
+
+    ``held_out`` tells splits by names where the card names a folder alone.
+
+    Raises:
+        DataError: if there are several configurations, or splits, to choose from.
+    """
+    found = [one for one in _configurations(folder, held_out) if any(one.splits.values())]
+    if not found:
+        return None
+    default = [one for one in found if one.is_default] or found
+    if len(default) > 1:
+        raise DataError(
+            f"{folder} holds several configurations by its card; name the files of one: "
+            + _choices(folder, [(one.name, one.splits) for one in default])
+        )
+    (chosen,) = default
+    splits = {name: files for name, files in chosen.splits.items() if files}
+    name = "train" if "train" in splits else next(iter(splits))
+    if len(splits) > 1 and name != "train":
+        raise DataError(
+            f"{folder} has no split called train by its card; name the files of one: "
+            + _choices(folder, [(split, {split: files}) for split, files in splits.items()])
+        )
+    left_out: dict[Path, str] = {}
+    for one in found:
+        for split, files in one.splits.items():
+            why = f"by the dataset's card the split {split}; data.eval_path takes it"
+            if one is not chosen:
+                why = f"by the dataset's card of another configuration, {one.name}"
+            left_out |= {file: why for file in files if file not in splits[name]}
+    return splits[name], left_out
+
+
+def _choices(folder: Path, choices: list[tuple[str, dict[str, list[Path]]]]) -> str:
+    said = []
+    for name, splits in choices[:_MOST_NAMES]:
+        file = next(file for files in splits.values() for file in files)
+        said.append(f"{name} (data.path={folder / file})")
+    return ", ".join(said) + (" and more" if len(choices) > _MOST_NAMES else "")
+
+
+def _configurations(folder: Path, held_out: HeldOut) -> Iterator[Configuration]:
+    said = _header(folder / CARD).get("configs")
+    for one in said if isinstance(said, list) else []:
+        patterns: dict[str, list[Any]] = {}
+        if isinstance(one, dict) and one.get("data_files"):
+            patterns = _patterns(one["data_files"])
+        elif isinstance(one, dict) and one.get("data_dir"):
+            patterns = {"train": [f"{one['data_dir']}/**/*"]}
+        splits = {
+            split: sorted({file for path in paths for file in _matching(folder, path)})
+            for split, paths in patterns.items()
+        }
+        if patterns and not one.get("data_files"):
+            others = held_out(splits["train"])
+            splits = {"train": [f for f in splits["train"] if f not in others], "others": others}
+        if patterns:
+            name = str(one.get("config_name", "default"))
+            yield Configuration(name, bool(one.get("default")) or name == "default", splits)
+
+
+def _header(card: Path) -> dict[str, Any]:
+    """Return the YAML at the beginning of a card; nothing where there is none that can be read."""
+    try:
+        with card.open(encoding="utf-8") as lines:
+            if next(lines, "").strip() != "---":
+                return {}
+            header = []
+            for line in lines:
+                if line.strip() == "---":
+                    break
+                header.append(line)
+        said = yaml.safe_load("".join(header))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _patterns(data_files: Any) -> dict[str, list[Any]]:
+    """Return the patterns of each split: of one, of a list of them, or split by split."""
+    if isinstance(data_files, dict):
+        entries = [{"split": split, "path": path} for split, path in data_files.items()]
+    else:
+        entries = data_files if isinstance(data_files, list) else [data_files]
+    patterns: dict[str, list[Any]] = {}
+    for entry in entries:
+        split = entry.get("split", "train") if isinstance(entry, dict) else "train"
+        path = entry.get("path") if isinstance(entry, dict) else entry
+        patterns.setdefault(str(split), []).extend(path if isinstance(path, list) else [path])
+    return patterns
+
+
+def _matching(folder: Path, pattern: Any) -> Iterator[Path]:
+    """Yield the files in a folder that a pattern of a card matches; none outside of it."""
+    text = str(pattern)
+    if not text or Path(text).is_absolute() or ".." in Path(text).parts or "://" in text:
+        return
+    try:
+        yield from (file for file in folder.glob(text) if file.is_file())
+    except (ValueError, NotImplementedError, OSError):
+        return

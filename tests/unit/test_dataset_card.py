@@ -1,0 +1,96 @@
+"""The files that a dataset's card names, beside what the datasets library reads of the folder."""
+
+import json
+
+import datasets
+import pytest
+
+from hpc_tune.data.files import find
+from hpc_tune.errors import DataError
+
+FILES = ("a/one.jsonl", "a/two.jsonl", "b/three.jsonl", "pairs/four.jsonl")
+
+
+def card(folder, text):
+    for name in FILES:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"text": name}) + "\n")
+    (folder / "README.md").write_text(f"---\nlicense: mit\n{text}\n---\n# Data\n---\n")
+    return str(folder)
+
+
+CARDS = {
+    "splits": """configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: a/*
+  - split: test
+    path: b/*""",
+    "a list of patterns": """configs:
+- config_name: all
+  data_files:
+  - split: train
+    path: [b/*.jsonl, a/two.jsonl]
+  - split: validation
+    path: a/one.jsonl""",
+    "a pattern alone": """configs:
+- config_name: some
+  data_files: "a/*.jsonl" """,
+    "one of several is the default": """configs:
+- config_name: pairs
+  data_files: pairs/*.jsonl
+- config_name: chats
+  default: true
+  data_files:
+  - split: train
+    path: b/three.jsonl""",
+    "a folder within": """configs:
+- config_name: default
+  data_dir: a""",
+}
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_the_training_split_is_that_of_the_datasets_library(tmp_path, kind):
+    path = card(tmp_path / "data", CARDS[kind])
+    theirs = datasets.load_dataset(path, cache_dir=str(tmp_path / "cache"), split="train")
+    found = find(path)
+    ours = [json.loads(file.read_text())["text"] for file in found.files]
+    assert sorted(ours) == sorted(row["text"] for row in theirs)
+    left_out = {str(file.relative_to(path)): why for file, why in found.left_out}
+    assert {*ours, *left_out} == {*FILES, "README.md"}, "nothing is left out in silence"
+    assert all("card" in why for name, why in left_out.items() if name != "README.md")
+
+
+def test_of_several_configurations_of_a_card_one_has_to_be_named(tmp_path):
+    text = "configs:\n- config_name: x\n  data_files: a/*\n- config_name: y\n  data_files: b/*"
+    path = card(tmp_path, text)
+    with pytest.raises(DataError, match=r"several configurations by its card.* x \(.*y \("):
+        find(path)
+    with pytest.raises(ValueError, match="Config name is missing"):
+        datasets.load_dataset(path, cache_dir=str(tmp_path / "cache"))
+
+
+def test_splits_without_one_for_training_have_to_be_named(tmp_path):
+    text = "configs:\n- config_name: x\n  data_files: {sft: a/one.jsonl, gen: a/two.jsonl}"
+    with pytest.raises(DataError, match=r"no split called train by its card.* sft \(data\.path="):
+        find(card(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "configs: 7",
+        "configs: [7, null, {}]",
+        "configs:\n- config_name: x\n  data_files: nowhere/*",
+        "configs:\n- config_name: x\n  data_files: ../*",
+        "configs:\n- config_name: x\n  data_files: [{path: {}}]",
+        "configs: [",
+        "",
+    ],
+)
+def test_a_card_that_says_nothing_of_use_leaves_files_to_their_names(tmp_path, text):
+    found = find(card(tmp_path, text))
+    assert len(found.files) == len(FILES)
