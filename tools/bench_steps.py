@@ -27,8 +27,8 @@ from hpc_tune.model.shapes import ShapeIndex, shape_directory
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, micro_rows
 from hpc_tune.plan.cost import flops_per_token
-from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
-from hpc_tune.world.collective import max_of
+from hpc_tune.world.bootstrap import bootstrap, shutdown
+from hpc_tune.world.comm import Comm
 
 STD = 0.02
 NOISE_VALUES = 1 << 24
@@ -72,24 +72,24 @@ def main() -> None:
         config = load_config(None, sys.argv[3:])
         if config.parallel.zero_stage is not None:
             raise ConfigError("parallel.zero_stage: only the native engine is measured here")
-        session = bootstrap(config.run)
+        comm = bootstrap(config.run)
     except HpcTuneError as error:  # later ones are told by the rank that has them
         sys.exit(str(error))
-    found = run(config, session, num_steps)
-    if session.world.rank == 0:
+    found = run(config, comm, num_steps)
+    if comm.is_rank_0:
         out.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    shutdown(session)
+    shutdown(comm)
 
 
-def run(config: RunConfig, session: Session, num_steps: int) -> dict[str, object]:
+def run(config: RunConfig, comm: Comm, num_steps: int) -> dict[str, object]:
     """Train for ``num_steps`` steps and return what rank 0 writes."""
-    device, on_gpu = session.device, session.device.type == "cuda"
+    device, on_gpu = comm.device, comm.device.type == "cuda"
     dtype = compute_dtype(config.model.dtype, device)
     directory = shape_directory(config.model.path)
     built = build(directory, dtype, config.tune, config.train.seed, weights=False)
     size = measure(built.module)
     room = torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 60
-    layout, _ = choose_layout(config.parallel, session.world.size, size, room)
+    layout, _ = choose_layout(config.parallel, comm.world.size, size, room)
     check_layout(layout, config.parallel, built.config)
     chosen = {"reshard": keeps_gathered(config.parallel, size, layout, room)}
     assert isinstance(built.index, ShapeIndex)
@@ -105,7 +105,7 @@ def run(config: RunConfig, session: Session, num_steps: int) -> dict[str, object
     index.forget()
     rows, length = micro_rows(config, layout), config.data.seq_len
     num_micro = math.ceil(config.batch.global_size / (layout.data_size * rows))
-    generator = torch.Generator().manual_seed(session.world.rank)
+    generator = torch.Generator().manual_seed(comm.world.rank)
     tokens_BT = torch.randint(built.config.vocab_size, (rows, length), generator=generator)
     positions_BT = torch.arange(length).expand(rows, length).contiguous()
     batch = Batch(tokens_BT, tokens_BT, positions_BT, rows * length, rows * length, 0)
@@ -116,10 +116,10 @@ def run(config: RunConfig, session: Session, num_steps: int) -> dict[str, object
         # The loss is read at the end of a step: the device has done all of it.
         result = engine.train_step([batch.to(device)] * num_micro, num_tokens, config.optim.peak_lr)
         seconds.append(time.perf_counter() - began_s)
-        if session.world.rank == 0:
+        if comm.is_rank_0:
             print(f"step {len(seconds)}: {seconds[-1]:.2f} s, loss {result.loss:.3f}", flush=True)
     peak_bytes = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-    [most_bytes] = max_of(session, [float(peak_bytes)])
+    [most_bytes] = comm.max([float(peak_bytes)])
     return {
         "seconds": seconds,
         "tokens": num_tokens,

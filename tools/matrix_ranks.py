@@ -24,8 +24,8 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero import ZeroEngine
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.build import build
-from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
-from hpc_tune.world.collective import agree
+from hpc_tune.world.bootstrap import bootstrap, shutdown
+from hpc_tune.world.comm import Comm
 
 LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3}
@@ -59,9 +59,9 @@ def batches(row: dict[str, Any], layout: Layout, data_rank: int) -> list[Batch]:
     return made or [empty_batch(0)]
 
 
-def losses_of(row: dict[str, Any], session: Session) -> list[float]:
+def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
     """Train a row; return the loss of each step."""
-    config, size, name = settings(row), session.world.size, row["layout"]
+    config, size, name = settings(row), comm.world.size, row["layout"]
     layout = Layout(
         1 if name != "one" else size,
         size if name in ("shard", "zero3") else 1,
@@ -70,7 +70,7 @@ def losses_of(row: dict[str, Any], session: Session) -> list[float]:
     )
     built = build(Path(row["directory"]), torch.float32, config.tune, SEED)
     built.module.within_documents &= row["attention"]
-    given: Any = (layout, session.device, config.optim, config.parallel, config.train)
+    given: Any = (layout, comm.device, config.optim, config.parallel, config.train)
     make: Any = ZeroEngine if name == "zero3" else NativeEngine
     engine: Engine | None = None
     error: HpcTuneError | None = None
@@ -78,9 +78,9 @@ def losses_of(row: dict[str, Any], session: Session) -> list[float]:
         engine = make(built, *given)
     except HpcTuneError as caught:
         error = caught
-    agree(session, error, "making the engine")
+    comm.agree(error, "making the engine")
     assert engine is not None
-    mine = batches(row, layout, layout.place(session.world.rank).data)
+    mine = batches(row, layout, layout.place(comm.world.rank).data)
     tokens = sum(length - 1 for length in LENGTHS)
     return [engine.train_step(mine, tokens, LR[row["method"]]).loss for _ in range(STEPS)]
 
@@ -88,17 +88,17 @@ def losses_of(row: dict[str, Any], session: Session) -> list[float]:
 def main() -> None:
     """Do it all; see above."""
     rows, results, first = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[3]
-    session = bootstrap(load_config(None, ["run.dir=unused"]).run)
+    comm = bootstrap(load_config(None, ["run.dir=unused"]).run)
     for row in rows[int(first) :]:
         told: dict[str, Any] = {}
         try:
-            told["losses"] = losses_of(row, session)
+            told["losses"] = losses_of(row, comm)
         except HpcTuneError as error:
             told["error"] = str(error)
-        if session.world.rank == 0:
+        if comm.is_rank_0:
             with results.open("a") as out:
                 out.write(json.dumps(told) + "\n")
-    shutdown(session)
+    shutdown(comm)
 
 
 if __name__ == "__main__":

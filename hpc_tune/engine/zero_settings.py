@@ -17,7 +17,7 @@ from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.units import format_bytes
-from hpc_tune.world.collective import all_gather
+from hpc_tune.world.comm import all_gather
 
 BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
 GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32

@@ -21,7 +21,6 @@ from hpc_tune.probe.links import measure
 from hpc_tune.probe.table import as_dict, as_lines
 from hpc_tune.world.affinity import reachable_cpus
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.collective import gather_objects
 
 # All of it is to take less than a minute on two nodes of eight, whatever the cores; each further
 # node is one more round of pairs.
@@ -38,25 +37,25 @@ def run_doctor(config: RunConfig, as_json: bool, links_s: float | None = None) -
     """
     cores = Cores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
     check_master(os.environ)
-    session = bootstrap(config.run)
-    configure(session.world.rank)
+    comm = bootstrap(config.run)
+    configure(comm.world.rank)
     folders = {"run.dir": Path(config.run.dir)}
     if config.data.cache:
         folders["data.cache"] = Path(config.data.cache)
     folders["the temporary folder"] = Path(os.environ.get("TMPDIR", "/tmp"))
-    ranks = gather_objects(session, gather(session, cores, folders, config))
+    ranks = comm.gather(gather(comm, cores, folders, config))
     if links_s is None:
-        links_s = _LINKS_S + _LINKS_S_PER_NODE * session.world.num_nodes
-    links = measure(session, links_s)
+        links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
+    links = measure(comm, links_s)
     found = find(ranks, links)
-    if session.world.rank == 0:
+    if comm.is_rank_0:
         if as_json:
             print(json.dumps(as_dict(ranks, links, found), indent=1))
         else:
-            colours = is_terminal(session.world.launcher) and not os.environ.get("NO_COLOR")
+            colours = is_terminal(comm.world.launcher) and not os.environ.get("NO_COLOR")
             print("\n".join(as_lines(ranks, links, found, colours)))
         sys.stdout.flush()
-    shutdown(session)
+    shutdown(comm)
     broken = any(finding.level == "error" for finding in found)
     return EXIT_FAILED if broken else EXIT_DONE
 

@@ -13,7 +13,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.probe import software
 from hpc_tune.probe.topology import SYS, Topology, look, numa_of, pci_path
-from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.comm import Comm
 
 WRITTEN_BYTES = 16 << 20
 
@@ -75,13 +75,11 @@ class Cores:
     num_reachable: int
 
 
-def gather(
-    session: Session, cores: Cores, folders: Mapping[str, Path], config: RunConfig
-) -> RankFacts:
+def gather(comm: Comm, cores: Cores, folders: Mapping[str, Path], config: RunConfig) -> RankFacts:
     """Return this rank's facts; ``folders`` by what they are for, tried by one rank of a node."""
-    world, limit = session.world, find_limit(config.memory.host_limit)
+    world, limit = comm.world, find_limit(config.memory.host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    name, uuid, device_bytes, numa = _device(session)
+    name, uuid, device_bytes, numa = _device(comm)
     on_gpu, speaks = bool(device_bytes), world.local_rank == 0
     return RankFacts(
         rank=world.rank,
@@ -92,7 +90,7 @@ def gather(
         cpus=cores.given,
         num_reachable=cores.num_reachable,
         numa_nodes=tuple(sorted({n for cpu in cores.given if (n := _numa_of(cpu)) is not None})),
-        threads=session.threads,
+        threads=comm.threads,
         device_wanted=config.run.device,
         device=name,
         device_uuid=uuid,
@@ -135,13 +133,13 @@ def try_folder(role: str, path: Path) -> Folder:
     return Folder(role, str(path), stat.f_bavail * stat.f_frsize, WRITTEN_BYTES / took_s)
 
 
-def _device(session: Session) -> tuple[str, str, int, int | None]:
+def _device(comm: Comm) -> tuple[str, str, int, int | None]:
     """Return name, UUID, bytes and NUMA node."""
-    if session.device.type != "cuda":
+    if comm.device.type != "cuda":
         return "cpu", "", 0, None
     import torch
 
-    found: Any = torch.cuda.get_device_properties(session.device)
+    found: Any = torch.cuda.get_device_properties(comm.device)
     place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     return found.name, str(found.uuid), found.total_memory, numa_of(pci_path(SYS, place))
 

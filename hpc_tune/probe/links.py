@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import gather_objects, max_of
+from hpc_tune.world.comm import Comm
 
 if TYPE_CHECKING:
     import torch
@@ -75,37 +74,37 @@ class Links:
     order: tuple[int, ...] | None = None
 
 
-def measure(session: Session, limit_s: float = 30.0) -> Links:
+def measure(comm: Comm, limit_s: float = 30.0) -> Links:
     """Measure the links in at most about ``limit_s``; every rank returns the same. Collective."""
-    collectives = measure_collectives(session)
-    return replace(measure_pairs(session, limit_s), collectives=collectives)
+    collectives = measure_collectives(comm)
+    return replace(measure_pairs(comm, limit_s), collectives=collectives)
 
 
-def measure_collectives(session: Session) -> tuple[Collective, ...]:
+def measure_collectives(comm: Comm) -> tuple[Collective, ...]:
     """Measure operations of all ranks; every rank returns the same. Collective."""
-    return tuple(_collectives(session)) if session.world.size > 1 else ()
+    return tuple(_collectives(comm)) if comm.world.size > 1 else ()
 
 
-def measure_pairs(session: Session, limit_s: float) -> Links:
+def measure_pairs(comm: Comm, limit_s: float) -> Links:
     """Measure links alone in at most about ``limit_s``; every rank returns the same. Collective."""
-    if session.world.size == 1:
+    if comm.world.size == 1:
         return Links((), ())
     until_s = time.monotonic() + limit_s
     mine, skipped = [], 0
-    nodes = [peer.node for peer in session.roster]
+    nodes = [peer.node for peer in comm.roster]
     for round_ in rounds(nodes):
         # All or none: who is out of time keeps nobody waiting.
-        if max_of(session, [time.monotonic() > until_s]) != [0]:
+        if comm.max([time.monotonic() > until_s]) != [0]:
             skipped += len(round_)
             continue
         for pair in round_:
-            if session.world.rank in pair:
-                measured = _ping_pong(session, pair)
-                if session.world.rank == pair[0]:
+            if comm.world.rank in pair:
+                measured = _ping_pong(comm, pair)
+                if comm.world.rank == pair[0]:
                     mine.append(Pair(pair, (nodes[pair[0]], nodes[pair[1]]), *measured))
-    found = [pair for some in gather_objects(session, mine) for pair in some]
+    found = [pair for some in comm.gather(mine) for pair in some]
     pairs = tuple(sorted(found, key=lambda pair: pair.ranks))
-    return Links(pairs, (), skipped, _lanes(session, pairs))
+    return Links(pairs, (), skipped, _lanes(comm, pairs))
 
 
 def rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
@@ -165,58 +164,58 @@ def rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e3:.1f} kB/s"
 
 
-def _lanes(session: Session, pairs: Sequence[Pair]) -> float:
+def _lanes(comm: Comm, pairs: Sequence[Pair]) -> float:
     """Measure ``Links.lanes`` between the first two nodes. Collective."""
-    first, second = ([p.rank for p in session.roster if p.node == node] for node in (0, 1))
+    first, second = ([p.rank for p in comm.roster if p.node == node] for node in (0, 1))
     both = list(zip(first, second, strict=False))
     alone = [pair.bytes_per_s for pair in pairs if both and pair.ranks == both[0]]
     if len(both) < 2 or not alone:
         return 1.0
-    mine = [_ping_pong(session, pair)[1] for pair in both if session.world.rank in pair]
-    rates = gather_objects(session, mine[0] if mine else 0.0)
+    mine = [_ping_pong(comm, pair)[1] for pair in both if comm.world.rank in pair]
+    rates = comm.gather(mine[0] if mine else 0.0)
     return max(1.0, sum(rates[rank] for rank, _ in both) / alone[0])
 
 
-def _ping_pong(session: Session, pair: tuple[int, int]) -> tuple[float, float, float]:
+def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
     """Return latency in seconds, bytes per second, and those while both send; both take part.
 
     The first of them decides how large the large message is: it grows until it takes long enough.
     """
     import torch
 
-    first = session.world.rank == pair[0]
+    first = comm.world.rank == pair[0]
     other = pair[1] if first else pair[0]
-    small = _bytes(session, SMALL_BYTES)
-    _there_and_back(small, other, first, session)  # NCCL connects at the first message
-    times = [_there_and_back(small, other, first, session) for _ in range(_PINGS)]
+    small = _bytes(comm, SMALL_BYTES)
+    _there_and_back(small, other, first, comm)  # NCCL connects at the first message
+    times = [_there_and_back(small, other, first, comm) for _ in range(_PINGS)]
     latency_s = statistics.median(times) / 2
     num_bytes, seconds = FIRST_BYTES, 0.0
     while True:
-        large = _bytes(session, num_bytes)
-        _there_and_back(large, other, first, session)
-        seconds = min(_there_and_back(large, other, first, session) for _ in range(2)) / 2
+        large = _bytes(comm, num_bytes)
+        _there_and_back(large, other, first, comm)
+        seconds = min(_there_and_back(large, other, first, comm) for _ in range(2)) / 2
         is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MOST_BYTES
         # Queues fill for a while before data delays what acknowledges the other direction's.
         both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
-        told = torch.tensor([min(both, MOST_BYTES)], device=session.device)
+        told = torch.tensor([min(both, MOST_BYTES)], device=comm.device)
         _send(told, other) if first else _receive(told, other)
         if both := int(told):
             break
         num_bytes *= 4
-    large = _bytes(session, both)
-    both_s = statistics.mean(_exchange(large, other, session) for _ in range(2))
+    large = _bytes(comm, both)
+    both_s = statistics.mean(_exchange(large, other, comm) for _ in range(2))
     return latency_s, num_bytes / seconds, both / both_s
 
 
-def _there_and_back(data: "torch.Tensor", other: int, first: bool, session: Session) -> float:
+def _there_and_back(data: "torch.Tensor", other: int, first: bool, comm: Comm) -> float:
     began_s = time.perf_counter()
     _send(data, other) if first else _receive(data, other)
     _receive(data, other) if first else _send(data, other)
-    _wait(session)
+    _wait(comm)
     return time.perf_counter() - began_s
 
 
-def _exchange(data: "torch.Tensor", other: int, session: Session) -> float:
+def _exchange(data: "torch.Tensor", other: int, comm: Comm) -> float:
     """Return the seconds in which two ranks send each other ``data`` at the same time."""
     import torch
     import torch.distributed as dist
@@ -225,17 +224,17 @@ def _exchange(data: "torch.Tensor", other: int, session: Session) -> float:
     began_s = time.perf_counter()
     for way in dist.batch_isend_irecv([dist.P2POp(do, what, other) for do, what in ways]):
         way.wait()
-    _wait(session)
+    _wait(comm)
     return time.perf_counter() - began_s
 
 
-def _collectives(session: Session) -> Iterator[Collective]:
+def _collectives(comm: Comm) -> Iterator[Collective]:
     """Time each operation with a small message, and with one that is no longer all latency."""
-    size = session.world.size
+    size = comm.world.size
     for name, share in (("all-reduce", 2.0), ("all-gather", 1.0), ("reduce-scatter", 1.0)):
         num_bytes = SMALL_BYTES * size
         while True:
-            seconds = _time_of(name, num_bytes // 4 // size * size, session)
+            seconds = _time_of(name, num_bytes // 4 // size * size, comm)
             is_small, is_last = num_bytes < FIRST_BYTES, seconds > _LONG_ENOUGH_S
             if is_small or is_last or num_bytes >= MOST_BYTES:
                 bus = share * (size - 1) / size * num_bytes / seconds
@@ -245,7 +244,7 @@ def _collectives(session: Session) -> Iterator[Collective]:
             num_bytes = FIRST_BYTES if is_small else 4 * num_bytes
 
 
-def _time_of(name: str, num_values: int, session: Session) -> float:
+def _time_of(name: str, num_values: int, comm: Comm) -> float:
     """Return the seconds of one such operation, those of the slowest rank."""
     import torch
     import torch.distributed as dist
@@ -253,11 +252,11 @@ def _time_of(name: str, num_values: int, session: Session) -> float:
     # torch 2.13 has new names for these two and warns of the old ones.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    whole = torch.zeros(num_values, device=session.device)
-    part = torch.zeros(num_values // session.world.size, device=session.device)
+    whole = torch.zeros(num_values, device=comm.device)
+    part = torch.zeros(num_values // comm.world.size, device=comm.device)
     times = []
     for _ in range(4):  # the first connects
-        dist.barrier(group=session.cpu_group)
+        dist.barrier(group=comm.cpu_group)
         began_s = time.perf_counter()
         match name:
             case "all-reduce":
@@ -266,15 +265,15 @@ def _time_of(name: str, num_values: int, session: Session) -> float:
                 gather(whole, part)
             case _:
                 scatter(part, whole)
-        _wait(session)
+        _wait(comm)
         times.append(time.perf_counter() - began_s)
-    return max_of(session, [statistics.median(times[1:])])[0]
+    return comm.max([statistics.median(times[1:])])[0]
 
 
-def _bytes(session: Session, number: int) -> "torch.Tensor":
+def _bytes(comm: Comm, number: int) -> "torch.Tensor":
     import torch
 
-    return torch.zeros(number, dtype=torch.uint8, device=session.device)
+    return torch.zeros(number, dtype=torch.uint8, device=comm.device)
 
 
 def _send(data: "torch.Tensor", other: int) -> None:
@@ -289,8 +288,8 @@ def _receive(data: "torch.Tensor", other: int) -> None:
     dist.recv(data, other)
 
 
-def _wait(session: Session) -> None:
-    if session.device.type == "cuda":
+def _wait(comm: Comm) -> None:
+    if comm.device.type == "cuda":
         import torch
 
-        torch.cuda.synchronize(session.device)
+        torch.cuda.synchronize(comm.device)

@@ -5,15 +5,14 @@ from typing import Any
 
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.world.collective import agree, broadcast_object, gather_objects, sum_of
-from hpc_tune.world.session import Session
+from hpc_tune.world.comm import Comm
 
 # A disk of the node's own may have another name on each.
 _OF_A_NODE = {"parallel.offload_path"}
 _MOST_NAMED = 5
 
 
-def agree_on_settings(session: Session, config: RunConfig) -> None:
+def agree_on_settings(comm: Comm, config: RunConfig) -> None:
     """Compare every rank's settings with rank 0's. Collective.
 
     Ranks get different ones from another environment, another working directory, or another copy
@@ -23,12 +22,12 @@ def agree_on_settings(session: Session, config: RunConfig) -> None:
         ConfigError: on every rank, naming the fields that differ, their values and their ranks.
     """
     own = _flat(config)
-    first = broadcast_object(session, own)
+    first = comm.broadcast(own)
     others = {name: value for name, value in own.items() if value != first[name]}
-    if not sum_of(session, [bool(others)])[0]:
+    if not comm.sum([bool(others)])[0]:
         return
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, found in enumerate(gather_objects(session, others)):
+    for rank, found in enumerate(comm.gather(others)):
         for name, value in found.items():
             ranks_of[name, str(value)].append(rank)
     told = [
@@ -39,7 +38,7 @@ def agree_on_settings(session: Session, config: RunConfig) -> None:
         f"the ranks have different settings: {'; '.join(told[:_MOST_NAMED])}. Give all nodes the "
         "same file, arguments and environment"
     )
-    agree(session, error if session.world.rank == 0 else None, "comparing the settings")
+    comm.agree(error if comm.is_rank_0 else None, "comparing the settings")
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:

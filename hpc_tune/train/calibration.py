@@ -29,10 +29,8 @@ from hpc_tune.plan.account import STATE_COPIES, measure
 from hpc_tune.plan.answer import shape_of
 from hpc_tune.plan.choose import legal_layouts
 from hpc_tune.plan.speed import SUMS_OF_A_BLOCK, Compute, Network, StepWork, tensor_s
-from hpc_tune.train.saving import together
 from hpc_tune.units import format_bytes
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import barrier, max_of
+from hpc_tune.world.comm import Comm
 
 FEW, MORE = 1, 2
 _REPEATS, _LONG_ENOUGH_S = 3, 0.3
@@ -43,44 +41,44 @@ _SHORT_S = 1.0
 
 
 def measure_compute(
-    config: RunConfig, session: Session, room: int, network: Network, order: Sequence[int]
+    config: RunConfig, comm: Comm, room: int, network: Network, order: Sequence[int]
 ) -> Compute:
     """Measure this model's blocks on these ranks; every rank returns the same. Collective.
 
     ``room``: bytes that a rank has; ``network``: what was measured of it; ``order``: the ranks of
-    ``session`` as ``network`` numbers them.
+    ``comm`` as ``network`` numbers them.
 
     Raises:
         ConfigError: if even so few blocks do not fit.
     """
-    world, seconds, batch = session.world, {}, _batch(config, session.device)
-    with _Models(config, session, room) as models:
+    world, seconds, batch = comm.world, {}, _batch(config, comm.device)
+    with _Models(config, comm, room) as models:
         for layers in (FEW, MORE):
             once = partial(models.engine(layers, Layout(world.size, 1)).run_once, batch)
-            seconds[layers] = _slowest_s(once, session)
-        barrier(session, "the first rank to compute alone")
-        times = [_time_of(once, session.device) for _ in range(_REPEATS) if world.rank == 0]
-        [alone_s] = max_of(session, [statistics.median(times or [0.0])])
+            seconds[layers] = _slowest_s(once, comm)
+        comm.barrier("the first rank to compute alone")
+        times = [_time_of(once, comm.device) for _ in range(_REPEATS) if world.rank == 0]
+        [alone_s] = comm.max([statistics.median(times or [0.0])])
         block_s = max(1e-12, (seconds[MORE] - seconds[FEW]) / (MORE - FEW))
-        unshard_s = _copy_s(session)
+        unshard_s = _copy_s(comm)
         # Over slow links there is nothing else to see; on GPUs gathering runs beside compute.
         gathers_s = network.ring_s("all_gather", [order], models.gathered_bytes)
-        if world.size > 1 and session.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
+        if world.size > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
             once = partial(models.engine(MORE, Layout(1, world.size)).run_once, batch)
-            more_s = _slowest_s(once, session) - seconds[MORE] - gathers_s
+            more_s = _slowest_s(once, comm) - seconds[MORE] - gathers_s
             unshard_s = max(unshard_s, more_s / models.gathered_bytes)
-        sync_s = _sync_in_blocks_s(config, models, session, batch, seconds[MORE], network, order)
+        sync_s = _sync_in_blocks_s(config, models, comm, batch, seconds[MORE], network, order)
     if sync_s is None:
-        sync_s = _sync_s(session, block_s / SUMS_OF_A_BLOCK)
+        sync_s = _sync_s(comm, block_s / SUMS_OF_A_BLOCK)
     tokens = batch.num_tokens
     return Compute(
         block_s / tokens,
         max(0.0, seconds[FEW] - FEW * block_s) / tokens,
-        _update_s(session),
+        _update_s(comm),
         unshard_s,
         sync_s,
         max(1.0, seconds[MORE] / alone_s),
-        overlaps=session.device.type == "cuda",
+        overlaps=comm.device.type == "cuda",
     )
 
 
@@ -91,8 +89,8 @@ class _Models:
     work: StepWork
     gathered_bytes = 0.0
 
-    def __init__(self, config: RunConfig, session: Session, room: int) -> None:
-        self._config, self._session, self._room = config, session, room
+    def __init__(self, config: RunConfig, comm: Comm, room: int) -> None:
+        self._config, self._comm, self._room = config, comm, room
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> "_Models":
@@ -110,10 +108,10 @@ class _Models:
         text = json.dumps({**self._shape, "num_hidden_layers": layers})
         (self._folder / "config.json").write_text(text, encoding="utf-8")
         make = partial(self._make, layout)
-        return together(self._session, "measuring a decoder block", make)
+        return self._comm.together("measuring a decoder block", make)
 
     def _make(self, layout: Layout) -> NativeEngine:
-        config, device = self._config, self._session.device
+        config, device = self._config, self._comm.device
         dtype = compute_dtype(config.model.dtype, device)
         built = build(self._folder, dtype, config.tune, config.train.seed, weights=False)
         _check_room(built, self._room)
@@ -151,19 +149,19 @@ def _batch(config: RunConfig, device: torch.device) -> Batch:
     return Batch(tokens_BT, tokens_BT, positions_BT, rows * length, rows * length, 0)
 
 
-def _slowest_s(work: Callable[[], object], session: Session) -> float:
+def _slowest_s(work: Callable[[], object], comm: Comm) -> float:
     """Return the seconds that ``work`` takes when all ranks do it at once, those of the slowest.
 
     Often enough that the ranks, who may share processors, have had the same of them.
     """
-    barrier(session, "all ranks to begin")
-    [once_s] = max_of(session, [_time_of(work, session.device)])
+    comm.barrier("all ranks to begin")
+    [once_s] = comm.max([_time_of(work, comm.device)])
     repeats = max(1, math.ceil(_LONG_ENOUGH_S / once_s))
     times = []
     for _ in range(_REPEATS):
-        barrier(session, "all ranks to begin")
-        spent_s = _time_of(lambda: [work() for _ in range(repeats)], session.device)
-        times += max_of(session, [spent_s / repeats])
+        comm.barrier("all ranks to begin")
+        spent_s = _time_of(lambda: [work() for _ in range(repeats)], comm.device)
+        times += comm.max([spent_s / repeats])
     return statistics.median(times)
 
 
@@ -175,27 +173,27 @@ def _time_of(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began_s
 
 
-def _update_s(session: Session) -> float:
+def _update_s(comm: Comm) -> float:
     """Return the seconds of the optimizer per trained value."""
-    values = nn.Parameter(torch.zeros(_VALUES, device=session.device))
+    values = nn.Parameter(torch.zeros(_VALUES, device=comm.device))
     values.grad = torch.zeros_like(values)
-    return _slowest_s(torch.optim.AdamW([values], fused=True).step, session) / _VALUES
+    return _slowest_s(torch.optim.AdamW([values], fused=True).step, comm) / _VALUES
 
 
-def _copy_s(session: Session) -> float:
+def _copy_s(comm: Comm) -> float:
     """Return the seconds per byte of two new buffers, one filled and copied to the other."""
 
     def copy() -> None:
-        gathered = torch.zeros(_VALUES, device=session.device)
+        gathered = torch.zeros(_VALUES, device=comm.device)
         torch.empty_like(gathered).copy_(gathered)
 
-    return _slowest_s(copy, session) / (4 * _VALUES)
+    return _slowest_s(copy, comm) / (4 * _VALUES)
 
 
 def _sync_in_blocks_s(
     config: RunConfig,
     models: _Models,
-    session: Session,
+    comm: Comm,
     batch: Batch,
     whole_s: float,
     network: Network,
@@ -205,23 +203,23 @@ def _sync_in_blocks_s(
 
     ``whole_s``: seconds of ``MORE`` blocks that are not cut. None where they cannot be cut so.
     """
-    cut = Layout(1, 1, session.world.size)
+    cut = Layout(1, 1, comm.world.size)
     if cut.size == 1 or cut not in legal_layouts(config, models.work.config, cut.size):
         return None
-    spent_s = _slowest_s(partial(models.engine(MORE, cut).run_once, batch), session)
+    spent_s = _slowest_s(partial(models.engine(MORE, cut).run_once, batch), comm)
     messages_s = partial(tensor_s, models.work, MORE, cut, order, network, batch.num_tokens)
     without_s = whole_s / cut.size + messages_s(0.0)
     return max(0.0, spent_s - without_s) / (messages_s(1.0) - messages_s(0.0))
 
 
-def _sync_s(session: Session, work_s: float) -> float:
+def _sync_s(comm: Comm, work_s: float) -> float:
     """Return what a small sum of all ranks adds to ``work_s`` of work between two of them."""
-    if session.world.size == 1:
+    if comm.world.size == 1:
         return 0.0
-    matrix = torch.randn(_WIDTH, _WIDTH, device=session.device)
-    little = torch.zeros(8, device=session.device)
+    matrix = torch.randn(_WIDTH, _WIDTH, device=comm.device)
+    little = torch.zeros(8, device=comm.device)
     multiply = partial(torch.mm, matrix, matrix)
-    products = max(1, min(_MOST_PRODUCTS, round(work_s / _slowest_s(multiply, session))))
+    products = max(1, min(_MOST_PRODUCTS, round(work_s / _slowest_s(multiply, comm))))
 
     def between_sums(sums: bool) -> float:
         def work() -> None:
@@ -230,6 +228,6 @@ def _sync_s(session: Session, work_s: float) -> float:
             if sums:
                 dist.all_reduce(little)
 
-        return _slowest_s(work, session)
+        return _slowest_s(work, comm)
 
     return max(0.0, between_sums(True) - between_sums(False))

@@ -30,9 +30,7 @@ from hpc_tune.plan.speed import Network
 from hpc_tune.probe.links import measure_collectives, measure_pairs
 from hpc_tune.train.calibration import measure_compute
 from hpc_tune.train.foresight import run_plan
-from hpc_tune.train.saving import on_rank_0, together
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import max_of
+from hpc_tune.world.comm import Comm
 from hpc_tune.world.reform import reform
 
 LINKS_S = 10.0
@@ -76,10 +74,10 @@ class Chosen:
         }
 
 
-def choose(config: RunConfig, session: Session) -> tuple[Chosen, Session | None]:
+def choose(config: RunConfig, comm: Comm) -> tuple[Chosen, Comm | None]:
     """Measure and choose; return it with this rank's part in that world, or None outside of it.
 
-    Collective; ``session``'s process groups may be gone afterwards.
+    Collective; ``comm``'s process groups may be gone afterwards.
 
     Raises:
         ConfigError: if no layout is possible or fits. DataError: if the model cannot be used.
@@ -87,63 +85,57 @@ def choose(config: RunConfig, session: Session) -> tuple[Chosen, Session | None]
     path = config.model.path
     refuse_shape(path)
     if path != BUILTIN_TINY:
-        together(session, "reading the model's shape", lambda: read_shape(Path(path)))
+        comm.together("reading the model's shape", lambda: read_shape(Path(path)))
     log.info("auto    measuring links and a decoder block")
-    machine = machine_of(config, session)
-    measured, ordered = take_measures(config, session, machine)
+    machine = machine_of(config, comm)
+    measured, ordered = take_measures(config, comm, machine)
     chosen = choose_from(measured, config, ordered, machine)
     return chosen, reform(ordered, measured.places(chosen.ranks), config.run.timeout)
 
 
-def machine_of(config: RunConfig, session: Session) -> Machine:
+def machine_of(config: RunConfig, comm: Comm) -> Machine:
     """Return the machine as the plan knows it; of nodes that differ the least. Collective."""
-    host, device = find_limit(config.memory.host_limit).num_bytes, _device_bytes(session)
-    least = max_of(session, [-host, -device])
-    ranks = int(max_of(session, [session.world.local_size])[0])
+    host, device = find_limit(config.memory.host_limit).num_bytes, _device_bytes(comm)
+    least = comm.max([-host, -device])
+    ranks = int(comm.max([comm.world.local_size])[0])
     host, device = (-int(number) for number in least)
-    return Machine(session.world.num_nodes, ranks, device or None, host)
+    return Machine(comm.world.num_nodes, ranks, device or None, host)
 
 
-def take_measures(
-    config: RunConfig, session: Session, machine: Machine
-) -> tuple[Measured, Session]:
+def take_measures(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Measured, Comm]:
     """Measure links and compute, in some ten seconds. Collective.
 
-    Returns a session of all ranks, in an order that has no slow link in its ring if that can be:
+    Returns a comm of all ranks, in an order that has no slow link in its ring if that can be:
     collectives and gathering say more there.
 
     Raises:
         ConfigError: if the model's blocks are too large for that.
     """
     room = machine.device_bytes or machine.host_bytes // machine.ranks_per_node
-    nodes = tuple(peer.node for peer in session.roster)
-    links = measure_pairs(session, LINKS_S)
+    nodes = tuple(peer.node for peer in comm.roster)
+    links = measure_pairs(comm, LINKS_S)
     order = ring_order(Network.measured(links, nodes))
-    ordered = reform(session, order, config.run.timeout)
+    ordered = reform(comm, order, config.run.timeout)
     assert ordered is not None, "all ranks are in it"
     ordered = ordered.in_training()
     links = replace(links, collectives=measure_collectives(ordered), order=order)
     compute = measure_compute(config, ordered, room, Network.measured(links, nodes), order)
     give_back()
-    if session.device.type == "cuda":
+    if comm.device.type == "cuda":
         import torch
 
         torch.cuda.empty_cache()
     return Measured(nodes, links, compute), ordered
 
 
-def choose_from(
-    measured: Measured, config: RunConfig, session: Session, machine: Machine
-) -> Chosen:
+def choose_from(measured: Measured, config: RunConfig, comm: Comm, machine: Machine) -> Chosen:
     """Choose on the first rank. Collective.
 
     Raises:
         ConfigError: if no layout is possible or fits.
     """
     limit_s = config.run.timeout / 2  # the others wait for it
-    told = on_rank_0(
-        session, "choosing the layout", lambda: _ask(config, measured, machine, limit_s)
-    )
+    told = comm.on_rank_0("choosing the layout", lambda: _ask(config, measured, machine, limit_s))
     for line in told["lines"]:
         log.info("%s", line)
     return Chosen(
@@ -155,12 +147,12 @@ def choose_from(
     )
 
 
-def _device_bytes(session: Session) -> int:
-    if session.device.type == "cpu":
+def _device_bytes(comm: Comm) -> int:
+    if comm.device.type == "cpu":
         return 0
     import torch
 
-    total: int = torch.cuda.get_device_properties(session.device).total_memory
+    total: int = torch.cuda.get_device_properties(comm.device).total_memory
     return total
 
 

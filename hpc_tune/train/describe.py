@@ -18,7 +18,7 @@ from hpc_tune.log import JsonLines, log
 from hpc_tune.probe.software import versions
 from hpc_tune.train.inputs import Inputs
 from hpc_tune.units import format_count
-from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
 
 _GIT_LIMIT_S = 5.0
@@ -27,7 +27,7 @@ _FEW_STEPS = 5  # updates in an epoch
 
 def describe(
     config: RunConfig,
-    session: Session,
+    comm: Comm,
     inputs: Inputs,
     layout: Layout,
     why: str,
@@ -40,12 +40,12 @@ def describe(
     each, and write them into ``events`` with what a bug report would ask for (kind ``start``).
     """
     told = {
-        "world": _world(session),
+        "world": _world(comm),
         "model": _model(config, inputs),
         "data": _data(config, inputs, loader),
         "layout": f"{layout}: {why}",
         "memory": memory,
-        "batch": _batch(config, session, layout, loader, total_steps),
+        "batch": _batch(config, comm, layout, loader, total_steps),
         "rate": rate_of(config, total_steps),
     }
     for name, text in told.items():
@@ -56,14 +56,14 @@ def describe(
         rank=0,
         kind="start",
         **told,
-        size=session.world.size,
-        num_nodes=session.world.num_nodes,
+        size=comm.world.size,
+        num_nodes=comm.world.num_nodes,
         total_steps=total_steps,
         command=[sys.executable, "-m", "hpc_tune", *sys.argv[1:]],
         versions=versions(),
         commit=_commit(),
     )
-    if session.device.type == "cpu" and inputs.built.dtype == torch.bfloat16 and not cpu_has_bf16():
+    if comm.device.type == "cpu" and inputs.built.dtype == torch.bfloat16 and not cpu_has_bf16():
         log.warning(
             "model.dtype=bf16: this CPU has no products of bf16 (AVX512-BF16, AMX), and a step may "
             "take tens of times as long as with model.dtype=fp32"
@@ -110,11 +110,11 @@ def rate_of(config: RunConfig, total_steps: int) -> str:
     return f"{peak:.3g} ({why}): {before}{optim.schedule}"
 
 
-def _world(session: Session) -> str:
-    world = session.world
+def _world(comm: Comm) -> str:
+    world = comm.world
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
-    return f"{ranks} on {nodes} via {world.launcher}, {session.device.type}"
+    return f"{ranks} on {nodes} via {world.launcher}, {comm.device.type}"
 
 
 def _model(config: RunConfig, inputs: Inputs) -> str:
@@ -135,15 +135,13 @@ def _data(config: RunConfig, inputs: Inputs, loader: Loader) -> str:
     )
 
 
-def _batch(
-    config: RunConfig, session: Session, layout: Layout, loader: Loader, total_steps: int
-) -> str:
+def _batch(config: RunConfig, comm: Comm, layout: Layout, loader: Loader, total_steps: int) -> str:
     ranks = layout.data_size
     fewest, more = divmod(config.batch.global_size, ranks)
     uneven = f", {more} ranks one more: the others wait for them" if more else ""
-    who = "rank" if ranks == session.world.size else "group"
+    who = "rank" if ranks == comm.world.size else "group"
     who += "s" if ranks > 1 else ""
-    who += "" if ranks == session.world.size else " of ranks"
+    who += "" if ranks == comm.world.size else " of ranks"
     return (
         f"{config.batch.global_size} rows per step over {ranks} {who}: {fewest} each{uneven}; "
         f"{total_steps} steps = {loader.total_rows / loader.num_rows_per_epoch:.2f} epochs"

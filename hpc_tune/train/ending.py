@@ -10,7 +10,7 @@ from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostErr
 from hpc_tune.train import outcome
 from hpc_tune.train.live import InUseError, release
 from hpc_tune.train.outcome import Outcome, stopped
-from hpc_tune.world.bootstrap import Session
+from hpc_tune.world.comm import Comm
 from hpc_tune.world.failure import die, is_broken_connection, report_failure
 from hpc_tune.world.stop import StopFlag, process_start
 
@@ -20,42 +20,42 @@ _GRACE_S = 5.0  # for phases that look at the flag themselves
 _MARGIN_S = _GRACE_S + 2.0  # of the time limit
 
 
-def fail(session: Session | None, error: BaseException, run_dir: Path | None) -> NoReturn:
+def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Say once for the world what went wrong, leave outcome.json, and end every rank."""
     run_dir = None if isinstance(error, InUseError) else run_dir
-    code, speaks = _tell(session, error, run_dir)
+    code, speaks = _tell(comm, error, run_dir)
     # Who speaks ends the world, perhaps before rank 0 can do anything more.
-    if session is not None and run_dir is not None and (speaks or session.world.rank == 0):
-        release(run_dir, session.nonce)
-    die(session, code)
+    if comm is not None and run_dir is not None and (speaks or comm.is_rank_0):
+        release(run_dir, comm.nonce)
+    die(comm, code)
 
 
-def _tell(session: Session | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
+def _tell(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
     """Say and write what went wrong, if no other rank does; return the exit code and if so."""
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
-    told = _told(session, error, run_dir)
+    told = _told(comm, error, run_dir)
     if told is not None:
         return told, False
     is_urgent = isinstance(error, LeavingError) and bool(error.facts)
     if is_urgent:  # each rank that is short of memory tells so before anything takes time
         _write(_outcome_of(error, "", code), run_dir)
-    text = report_failure(session, error)
+    text = report_failure(comm, error)
     if text is None:
         time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
         return code, is_urgent
     print(text, file=sys.stderr, flush=True)
     # Of a cut both sides tell, and finding out who speaks takes time where the store is beyond it.
-    if not is_urgent and _told(session, error, run_dir) is None:
+    if not is_urgent and _told(comm, error, run_dir) is None:
         _write(_outcome_of(error, text, code), run_dir)
     return code, True
 
 
-def _told(session: Session | None, error: BaseException, run_dir: Path | None) -> int | None:
+def _told(comm: Comm | None, error: BaseException, run_dir: Path | None) -> int | None:
     """Return the exit code that another rank has told, if it may know the cause better.
 
     That is the rank that is gone, and of a cut rank 0.
     """
-    is_first = session is not None and session.world.rank == 0
+    is_first = comm is not None and comm.is_rank_0
     is_of_a_cut = isinstance(error, LostHostError) and not is_first
     if run_dir is None or not (is_broken_connection(error) or is_of_a_cut):
         return None
@@ -86,10 +86,10 @@ class EarlyLeave:
     and in the better way, within a few seconds.
     """
 
-    def __init__(self, session: Session, stop: StopFlag, run_dir: Path) -> None:
+    def __init__(self, comm: Comm, stop: StopFlag, run_dir: Path) -> None:
         """Watch ``stop``. ``step`` may be set when it is known."""
         self.step: int | None = None
-        self._session, self._stop, self._run_dir = session, stop, run_dir
+        self._comm, self._stop, self._run_dir = comm, stop, run_dir
         self._over, self._deciding = threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="early-leave", daemon=True).start()
 
@@ -109,7 +109,7 @@ class EarlyLeave:
             if reason is not None and not self._over.wait(_GRACE_S):
                 with self._deciding:
                     if not self._over.is_set():
-                        fail(self._session, LeavingError(reason, self.step), self._run_dir)
+                        fail(self._comm, LeavingError(reason, self.step), self._run_dir)
 
     def _reason(self, margin_s: float = 0.0) -> str | None:
         return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None

@@ -25,10 +25,8 @@ from hpc_tune.memory.policy import room_of
 from hpc_tune.plan.account import ModelSize
 from hpc_tune.plan.ledger import SURE_SHARE, most_bytes
 from hpc_tune.train.layout import bytes_per_rank
-from hpc_tune.train.saving import on_rank_0
 from hpc_tune.units import format_bytes
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import gather_objects, max_of
+from hpc_tune.world.comm import Comm
 from hpc_tune.world.discover import unlaunched
 
 _PLAN_LIMIT_S = 300.0
@@ -45,7 +43,7 @@ class Foreseen:
 
 def foresee(
     config: RunConfig,
-    session: Session,
+    comm: Comm,
     governor: Governor,
     size: ModelSize,
     layout: Layout,
@@ -61,10 +59,10 @@ def foresee(
         MemoryBudgetError: if a phase does not fit, and not ``force``.
     """
     # Nodes may differ, and all ranks must decide alike: the least of any counts.
-    room = bytes_per_rank(governor, session)
-    host, ranks = governor.limit.num_bytes, session.world.local_size
-    least_host, ranks = map(int, max_of(session, [-host, ranks]))
-    host, device = -least_host, room if session.device.type == "cuda" else None
+    room = bytes_per_rank(governor, comm)
+    host, ranks = governor.limit.num_bytes, comm.world.local_size
+    least_host, ranks = map(int, comm.max([-host, ranks]))
+    host, device = -least_host, room if comm.device.type == "cuda" else None
     rows = config.batch.micro_size if config.batch.micro_size != "auto" else 1
     tokens = rows * config.data.seq_len
     most = most_bytes(size, layout, model, tokens, bool(device))
@@ -72,11 +70,11 @@ def foresee(
         rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
         verdict = f"fits{rows_too}: at most {format_bytes(most)} of {format_bytes(room)} per rank"
         return Foreseen(None, verdict)
-    words = ["--nodes", session.world.num_nodes, "--gpus-per-node", ranks]
+    words = ["--nodes", comm.world.num_nodes, "--gpus-per-node", ranks]
     words += ["--device-memory", device or 0, "--host-memory", host]
     # The other ranks wait for it.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
-    said = on_rank_0(session, "planning", lambda: _ask(run_dir, map(str, words), limit_s))
+    said = comm.on_rank_0("planning", lambda: _ask(run_dir, map(str, words), limit_s))
     if said is not None:
         governor.expect(next(p["node_bytes"] for p in said["phases"] if p["name"] == "steady"))
     if said is None:
@@ -94,7 +92,7 @@ def foresee(
     text += f"\nWhat would help:\n{advice}\n--force starts it all the same."
     if not force:
         raise MemoryBudgetError(text)
-    if session.world.rank == 0:
+    if comm.is_rank_0:
         log.warning("%s", text)
     return Foreseen(said, "does not fit by the plan, and was forced")
 
@@ -111,11 +109,11 @@ def _verdict(said: dict[str, Any], device: int | None, host: int) -> str:
 
 
 def compare(
-    planned: dict[str, Any] | None, session: Session, governor: Governor, events: JsonLines
+    planned: dict[str, Any] | None, comm: Comm, governor: Governor, events: JsonLines
 ) -> None:
     """Write the most that a rank had in each phase beside what was planned. Collective."""
     measured: dict[str, int] = {}
-    for peaks in gather_objects(session, governor.peaks):
+    for peaks in comm.gather(governor.peaks):
         for phase, num_bytes in peaks.items():
             measured[phase] = max(measured.get(phase, 0), num_bytes)
     foreseen = {p["name"]: p["rank_bytes"] for p in planned["phases"]} if planned else {}

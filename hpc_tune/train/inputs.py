@@ -26,9 +26,7 @@ from hpc_tune.model.start import start_from
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer
 from hpc_tune.plan.account import ModelSize
 from hpc_tune.train.proof import prove
-from hpc_tune.train.saving import on_rank_0, together
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import agree, broadcast_object
+from hpc_tune.world.comm import Comm
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Inputs:
 
 
 def prepare_model(
-    config: RunConfig, session: Session, run_dir: Path, fresh: bool
+    config: RunConfig, comm: Comm, run_dir: Path, fresh: bool
 ) -> tuple[BuiltModel, RunConfig]:
     """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
 
@@ -59,8 +57,8 @@ def prepare_model(
         DataError: if a model of its kind would not be trained right.
     """
     import_transformers()
-    model_dir = ready_model(config.model.path, session, run_dir)
-    dtype = compute_dtype(config.model.dtype, session.device)
+    model_dir = ready_model(config.model.path, comm, run_dir)
+    dtype = compute_dtype(config.model.dtype, comm.device)
 
     def make() -> BuiltModel:
         built = build(model_dir, dtype, config.tune, config.train.seed)
@@ -68,7 +66,7 @@ def prepare_model(
         built = replace(built, seq_len=config.data.seq_len)
         return start_from(built, Path(start)) if start and fresh else built
 
-    built = together(session, "building the model", make)
+    built = comm.together("building the model", make)
     if built.dropout:
         log.warning(
             "the model's own dropout is off (%s in its config.json): it would differ with the "
@@ -89,14 +87,12 @@ def prepare_model(
         )
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
-    return built, _as_proven(config, session, built)
+    return built, _as_proven(config, comm, built)
 
 
-def _as_proven(config: RunConfig, session: Session, built: BuiltModel) -> RunConfig:
+def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
     """Return the settings that are right for the architecture, or refuse. Collective."""
-    proof = on_rank_0(
-        session, "trying the architecture", lambda: prove(read_config(built.directory))
-    )
+    proof = comm.on_rank_0("trying the architecture", lambda: prove(read_config(built.directory)))
     kind, parallel = built.config.model_type, config.parallel
     if proof.loss:
         raise DataError(
@@ -140,24 +136,23 @@ class Tokenizing:
 
 
 def prepare_data(
-    data: DataConfig, session: Session, run_dir: Path, model_dir: Path
+    data: DataConfig, comm: Comm, run_dir: Path, model_dir: Path
 ) -> tuple[TokenStore, TokenStore | None]:
     """Open the data and the held-out data, prepared first if raw. Collective."""
     own = Tokenizing(model_dir, data.chat_template)
     if data.chat_template:  # exports carry it, and the user's file may be gone by then
-        on_rank_0(
-            session,
+        comm.on_rank_0(
             "keeping the chat template",
             lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
         )
     if data.eval_path:
-        on_rank_0(session, "looking at the data", lambda: _warn_of_overlap(data))
+        comm.on_rank_0("looking at the data", lambda: _warn_of_overlap(data))
     part: Part = "train" if data.eval_fraction else "all"
-    store = ready_data(data.path, data, own, session, run_dir, part)
+    store = ready_data(data.path, data, own, comm, run_dir, part)
     if data.eval_fraction:
-        return store, ready_data(data.path, data, own, session, run_dir, "held-out")
+        return store, ready_data(data.path, data, own, comm, run_dir, "held-out")
     if data.eval_path:
-        return store, ready_data(data.eval_path, data, own, session, run_dir)
+        return store, ready_data(data.eval_path, data, own, comm, run_dir)
     return store, None
 
 
@@ -173,13 +168,13 @@ def _warn_of_overlap(data: DataConfig) -> None:
         )
 
 
-def ready_model(path: str, session: Session, run_dir: Path) -> Path:
+def ready_model(path: str, comm: Comm, run_dir: Path) -> Path:
     """Return the model's directory; builtin:tiny is written into the run directory first."""
     refuse_shape(path)
     if path != BUILTIN_TINY:
         return Path(path)
     directory = run_dir / "builtin-tiny"
-    on_rank_0(session, "writing builtin:tiny", lambda: write_tiny(directory))
+    comm.on_rank_0("writing builtin:tiny", lambda: write_tiny(directory))
     return directory
 
 
@@ -187,7 +182,7 @@ def ready_data(
     path: Paths,
     data: DataConfig,
     own: Tokenizing,
-    session: Session,
+    comm: Comm,
     run_dir: Path,
     part: Part = "all",
 ) -> TokenStore:
@@ -195,7 +190,7 @@ def ready_data(
 
     def open_it(file: Path, is_new: bool = False) -> TokenStore:
         store = TokenStore.open(file)
-        if session.world.rank == 0:
+        if comm.is_rank_0:
             store.require_tokenizer(own.tokenizer, own.mark)
             if (rows := embedding_rows(own.model_dir)) is not None:
                 highest = own.tokenizer.convert_ids_to_tokens(store.attributes.highest_token)
@@ -204,7 +199,7 @@ def ready_data(
         return store
 
     if is_prepared(path):
-        store = together(session, "opening the data", lambda: open_it(Path(shown(path))))
+        store = comm.together("opening the data", lambda: open_it(Path(shown(path))))
         if store.attributes.loss_on != data.loss_on:
             raise DataError(
                 f"data.loss_on={data.loss_on}, but {path} was prepared with data.loss_on="
@@ -219,13 +214,13 @@ def ready_data(
             path, own.mark, seq_len=data.seq_len, loss_on=data.loss_on, reading=reading
         )
 
-    out = on_rank_0(session, "looking at the data", place)
-    found = on_rank_0(session, "looking for prepared data", out.exists)
+    out = comm.on_rank_0("looking at the data", place)
+    found = comm.on_rank_0("looking for prepared data", out.exists)
     if not found:
-        on_rank_0(session, "making the data folder", lambda: make_folder(folder))
-        tokenizer = together(session, "loading the tokenizer", lambda: own.tokenizer)
-        prepare_file(path, out, data, tokenizer, session, part)
-    return together(session, "opening the data", lambda: open_it(out, is_new=not found))
+        comm.on_rank_0("making the data folder", lambda: make_folder(folder))
+        tokenizer = comm.together("loading the tokenizer", lambda: own.tokenizer)
+        prepare_file(path, out, data, tokenizer, comm, part)
+    return comm.together("opening the data", lambda: open_it(out, is_new=not found))
 
 
 def reading_of(data: DataConfig, part: Part = "all") -> Reading:
@@ -239,7 +234,7 @@ def prepare_file(
     out: Path,
     data: DataConfig,
     tokenizer: Any,
-    session: Session,
+    comm: Comm,
     part: Part = "all",
 ) -> None:
     """Tokenise raw data into ``out``, each rank its part. Collective.
@@ -247,14 +242,14 @@ def prepare_file(
     Raises:
         DataError: on every rank, if the data of one cannot be used.
     """
-    world = session.world
+    world = comm.world
     name = f"{shown(path)}{'' if part == 'all' else f' ({part} part)'}"
     progress = Progress(f"tokenising {name}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:
         known = DataError(str(error)) if isinstance(error, OSError) else error
         assert known is None or isinstance(known, HpcTuneError)
-        agree(session, known, "preparing the data")
+        comm.agree(known, "preparing the data")
 
     counters = prepare(
         path,
@@ -266,8 +261,8 @@ def prepare_file(
         rank=world.rank,
         size=world.size,
         agree=agree_or_raise,
-        share=lambda own: broadcast_object(session, own),
-        threads=session.threads,
+        share=lambda own: comm.broadcast(own),
+        threads=comm.threads,
         report=progress.show,
     )
     progress.close()

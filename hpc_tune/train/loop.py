@@ -30,8 +30,7 @@ from hpc_tune.train.outcome import Outcome, done, stopped
 from hpc_tune.train.pressure import Pressure
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.saving import Saver
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import gather_objects, max_of, sum_of
+from hpc_tune.world.comm import Comm
 from hpc_tune.world.stop import StopFlag
 
 _MOST_RANKS = 1 << 20
@@ -60,7 +59,7 @@ class Work:
     on where the resumed run left it.
     """
 
-    session: Session
+    comm: Comm
     config: RunConfig
     engine: Engine
     loader: Loader
@@ -170,19 +169,18 @@ def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float)
     minutes = work.config.checkpoint.every_minutes
     due = minutes is not None and time.monotonic() - saved_at_s >= 60 * minutes
     counted = batches if work.counts_rows else []
-    loss_tokens, tokens, save_votes, stop_votes, saves_done, *memory = sum_of(
-        work.session,
+    loss_tokens, tokens, save_votes, stop_votes, saves_done, *memory = work.comm.sum(
         [
             sum(b.num_loss_tokens for b in counted),
             sum(b.num_tokens for b in counted),
-            due and work.session.world.rank == 0,
+            due and work.comm.is_rank_0,
             reason is not None,
             *work.saver.votes(),
             *work.pressure.votes(),
         ],
     )
     if stop_votes:
-        reasons = [r for r in gather_objects(work.session, reason) if r is not None]
+        reasons = [r for r in work.comm.gather(reason) if r is not None]
         reason = reasons[0]
     return Boundary(int(loss_tokens), int(tokens), save_votes > 0, reason, saves_done, memory)
 
@@ -258,13 +256,12 @@ class _Worst:
 def _worst_of_all(work: Work, sample: MemorySample | None, work_s: float) -> _Worst:
     """Find the extremes of all ranks by one collective, whatever their number."""
     tenths_of_ms = max(0, round(1e4 * work_s))
-    host, device, slowest, least = max_of(
-        work.session,
+    host, device, slowest, least = work.comm.max(
         [
             sample.host_bytes if sample else 0,
             sample.device.used_bytes if sample and sample.device else 0,
             # A rank's time and its number in one value, which a float64 holds exactly.
-            tenths_of_ms * _MOST_RANKS + work.session.world.rank,
+            tenths_of_ms * _MOST_RANKS + work.comm.world.rank,
             -tenths_of_ms,
         ],
     )
@@ -281,7 +278,7 @@ def _evaluate(work: Work, step: int, before: Evals) -> Evals:
         assert work.eval_batches is not None
         for batch in work.eval_batches():
             asked = work.stop.is_asked(2 * work.saver.last_save_s)
-            if sum_of(work.session, [asked]) != [0]:
+            if work.comm.sum([asked]) != [0]:
                 was_cut = True
                 return
             yield batch

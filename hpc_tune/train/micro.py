@@ -10,14 +10,13 @@ from hpc_tune.engine.base import Engine
 from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import own_bytes
 from hpc_tune.memory.policy import Level, room_of
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import max_of
+from hpc_tune.world.comm import Comm
 
 POLL_S = 0.002
 
 
 def largest_micro_size(
-    session: Session, engine: Engine, governor: Governor, seq_len: int, most_rows: int
+    comm: Comm, engine: Engine, governor: Governor, seq_len: int, most_rows: int
 ) -> int:
     """Return the largest power of two, or ``most_rows``, of rows that fit on every rank.
 
@@ -27,17 +26,17 @@ def largest_micro_size(
     """
     if most_rows <= 1:
         return 1
-    row_bytes = _peak_of(lambda: engine.run_once(full_row(seq_len)), session.device)
-    if session.device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(session.device)
+    row_bytes = _peak_of(lambda: engine.run_once(full_row(seq_len)), comm.device)
+    if comm.device.type == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info(comm.device)
         free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         room_bytes = room_of(total_bytes - free_bytes, total_bytes, Level.TIGHT)
     else:
         room_bytes = room_of(governor.used_bytes(), governor.limit.num_bytes, Level.TIGHT)
-        room_bytes //= session.world.local_size
+        room_bytes //= comm.world.local_size
     fits = max(1, room_bytes // max(row_bytes, 1))
     # The rank with the least room decides.
-    fits = -int(max_of(session, [-fits])[0])
+    fits = -int(comm.max([-fits])[0])
     return most_rows if fits >= most_rows else 1 << (fits.bit_length() - 1)
 
 

@@ -19,39 +19,37 @@ from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.train.ending import fail
 from hpc_tune.train.inputs import make_folder, prepare_file, reading_of, ready_model
-from hpc_tune.train.saving import on_rank_0, together
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 
 
 def run_prepare(config: RunConfig, out: Path) -> int:
     """Write ``out`` from data.path with model.path's tokenizer; return the exit code."""
-    session = None
+    comm = None
     try:
         if out.suffix not in (".h5", ".hdf5"):
             raise ConfigError(f"--out {out}: expected a name that ends in .h5")
-        session = bootstrap(config.run, partial(fail, run_dir=None))
-        configure(session.world.rank)
-        on_rank_0(session, "making the output folder", lambda: make_folder(out.absolute().parent))
-        directory = ready_model(config.model.path, session, out.absolute().parent)
-        tokenizer = together(
-            session,
+        comm = bootstrap(config.run, partial(fail, run_dir=None))
+        configure(comm.world.rank)
+        comm.on_rank_0("making the output folder", lambda: make_folder(out.absolute().parent))
+        directory = ready_model(config.model.path, comm, out.absolute().parent)
+        tokenizer = comm.together(
             "loading the tokenizer",
             lambda: load_tokenizer(directory, config.data.chat_template),
         )
         data = config.data
         if not data.eval_fraction:
-            prepare_file(data.path, out, data, tokenizer, session)
+            prepare_file(data.path, out, data, tokenizer, comm)
             log.info("wrote %s. Use it with data.path=%s", out, out)
         else:
             held_out = out.with_stem(f"{out.stem}-held-out")
-            prepare_file(data.path, out, data, tokenizer, session, "train")
-            prepare_file(data.path, held_out, data, tokenizer, session, "held-out")
+            prepare_file(data.path, out, data, tokenizer, comm, "train")
+            prepare_file(data.path, held_out, data, tokenizer, comm, "held-out")
             log.info("wrote %s and %s. Use them with", out, held_out)
             log.info("data.path=%s data.eval_path=%s", out, held_out)
-        shutdown(session)
+        shutdown(comm)
         return EXIT_DONE
     except (Exception, KeyboardInterrupt) as error:
-        fail(session, error, None)
+        fail(comm, error, None)
 
 
 def run_show(config: RunConfig, num_rows: int) -> int:

@@ -29,8 +29,7 @@ from hpc_tune.train import outcome
 from hpc_tune.train.ending import fail
 from hpc_tune.train.saving import Saver
 from hpc_tune.units import format_bytes
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import gather_objects
+from hpc_tune.world.comm import Comm
 
 _LEVELS = tuple(Level)[1:]
 _HOST_SIDE = frozenset({Action.SHRINK_BUFFERS, Action.SAVE_IN_PIECES})
@@ -60,22 +59,20 @@ def look_back(run_dir: Path) -> Before:
     return Before()
 
 
-def make_governor(
-    memory: MemoryConfig, session: Session, run_dir: Path, faults: Faults
-) -> Governor:
+def make_governor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> Governor:
     """Return this rank's governor; the first rank of each node keeps the node's last words.
 
     Raises:
         MemoryBudgetError: if the processes alone take what the node grants.
     """
-    world = session.world
+    world = comm.world
     governor = Governor(
         memory.host_limit,
-        session.device,
+        comm.device,
         memory.governor,
         world.rank,
         world.hostname,
-        [peer.pid for peer in session.roster if peer.node == world.node],
+        [peer.pid for peer in comm.roster if peer.node == world.node],
         aftermath.path_of(run_dir, world.node) if world.local_rank == 0 else None,
         faults,
     )
@@ -102,14 +99,14 @@ class Pressure:
 
     def __init__(
         self,
-        session: Session,
+        comm: Comm,
         governor: Governor,
         run_dir: Path,
         events: JsonLines,
         committed_step: Callable[[], int | None],
     ) -> None:
         """Work with ``governor``; ``committed_step`` is what a start now would go on from."""
-        self._session, self._governor, self._run_dir = session, governor, run_dir
+        self._comm, self._governor, self._run_dir = comm, governor, run_dir
         self._events, self._committed_step = events, committed_step
         self._ladder = Ladder()
         self._levels = (Level.CALM, Level.CALM)
@@ -179,7 +176,7 @@ class Pressure:
             self._ladder, decision = decide(self._ladder, level, self._available(sides))
         if decision is None and level == self._told:
             return None
-        worst = max(gather_objects(self._session, self._own_share()), key=lambda share: share.full)
+        worst = max(self._comm.gather(self._own_share()), key=lambda share: share.full)
         if level != self._told:
             self._told = level
             self._tell(step, worst, f"memory is {level.name.lower()}", level=level.name.lower())
@@ -198,7 +195,7 @@ class Pressure:
 
     def leave_at_once(self, need: Need) -> None:
         """End the world before the kernel does; for the governor's thread."""
-        fail(self._session, self._leaving(need), self._run_dir)
+        fail(self._comm, self._leaving(need), self._run_dir)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what an error means: an allocation that fails is a reason to leave."""
@@ -231,7 +228,7 @@ class Pressure:
 
     @property
     def _computes_on_host(self) -> bool:
-        return self._session.device.type == "cpu"
+        return self._comm.device.type == "cpu"
 
     def _available(self, sides: frozenset[Action]) -> frozenset[Action]:
         assert self._engine is not None

@@ -20,8 +20,7 @@ import torch
 
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import log
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import gather_objects
+from hpc_tune.world.comm import Comm
 
 FOLDER = "profile"
 STRAGGLER = 1.1  # x the median rank's work
@@ -57,12 +56,10 @@ class Shares:
 class StepProfile:
     """Profiles the steps of ``steps`` (the first of a run is 1), on all ranks at once."""
 
-    def __init__(
-        self, session: Session, run_dir: Path, steps: range, done: int, total: int
-    ) -> None:
+    def __init__(self, comm: Comm, run_dir: Path, steps: range, done: int, total: int) -> None:
         """Profile those of ``steps`` that a run of ``total`` steps with ``done`` behind it does."""
         if steps and not done < steps[0] <= total:
-            if session.world.rank == 0:
+            if comm.is_rank_0:
                 log.warning(
                     "train.profile=%d:%d is not among the steps that this run does, %d to %d: "
                     "nothing is profiled",
@@ -70,7 +67,7 @@ class StepProfile:
                 )
             steps = range(0)
         steps = steps[: max(0, total + 1 - steps.start)]
-        self._session, self._folder, self._steps = session, run_dir / FOLDER, steps
+        self._comm, self._folder, self._steps = comm, run_dir / FOLDER, steps
         self._profiler: torch.profiler.profile | None = None
         self._comm_s = self._data_s = self._step_s = 0.0
 
@@ -80,7 +77,7 @@ class StepProfile:
         if step not in self._steps:
             yield
             return
-        on_gpu = self._session.device.type == "cuda"
+        on_gpu = self._comm.device.type == "cuda"
         if self._profiler is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -92,7 +89,7 @@ class StepProfile:
         with torch.profiler.record_function(f"step {step}"):
             yield
         if on_gpu:
-            torch.cuda.synchronize(self._session.device)
+            torch.cuda.synchronize(self._comm.device)
             torch.cuda.nvtx.range_pop()
         self._step_s += time.perf_counter() - began_s
 
@@ -111,11 +108,11 @@ class StepProfile:
         assert profiler is not None
         profiler.stop()
         self._profiler = None
-        world = self._session.world
+        world = self._comm.world
         with _or_a_warning(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"rank-{world.rank}.json.gz"))
-        on_gpu = self._session.device.type == "cuda"
+        on_gpu = self._comm.device.type == "cuda"
         compute_s, copies_s = by_kind(profiler.key_averages(), on_gpu)
         mine = Shares(
             world.rank,
@@ -126,7 +123,7 @@ class StepProfile:
             self._data_s / count,
             self._step_s / count,
         )
-        everyone = gather_objects(self._session, mine)
+        everyone = self._comm.gather(mine)
         first, last = self._steps[0], self._steps[-1]
         lines = [f"profile of steps {first} to {last}, seconds per step", *table(everyone)]
         if world.rank != 0:

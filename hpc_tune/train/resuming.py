@@ -10,12 +10,10 @@ from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 from hpc_tune.model.weights import index_checkpoint
-from hpc_tune.train.saving import on_rank_0, together
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import gather_objects
+from hpc_tune.world.comm import Comm
 
 
-def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path | None:
+def find_checkpoint(comm: Comm, config: RunConfig, store: Store) -> Path | None:
     """Return the checkpoint to go on from, or None for a fresh start. Collective.
 
     Raises:
@@ -23,41 +21,40 @@ def find_checkpoint(session: Session, config: RunConfig, store: Store) -> Path |
         or of a run with settings that must be the same, or a fresh start is asked for where
         checkpoints are.
     """
-    path = _asked_for(session, config, store)
+    path = _asked_for(comm, config, store)
     if path is not None:
         # Before anything takes time, such as preparing data for another length of rows.
-        on_rank_0(
-            session,
+        comm.on_rank_0(
             "comparing with the checkpoint's settings",
             lambda: require_settings(RunState.from_json(read_state(path), str(path)), config),
         )
     return path
 
 
-def _asked_for(session: Session, config: RunConfig, store: Store) -> Path | None:
+def _asked_for(comm: Comm, config: RunConfig, store: Store) -> Path | None:
     wanted = config.checkpoint.resume
-    if wanted != "auto" and on_rank_0(
-        session, "looking for checkpoints", lambda: _was_followed(store, wanted)
+    if wanted != "auto" and comm.on_rank_0(
+        "looking for checkpoints", lambda: _was_followed(store, wanted)
     ):
-        if session.world.rank == 0:
+        if comm.is_rank_0:
             log.info("checkpoint.resume=%s was followed by an earlier start: going on", wanted)
-        return _newest_valid(session, store)
+        return _newest_valid(comm, store)
     match wanted:
         case "auto":
-            return _newest_valid(session, store)
+            return _newest_valid(comm, store)
         case "none":
-            on_rank_0(session, "looking for checkpoints", lambda: _require_none(store))
+            comm.on_rank_0("looking for checkpoints", lambda: _require_none(store))
             return None
         case path:
-            on_rank_0(session, "looking for a checkpoint", lambda: _require_manifest(Path(path)))
-            refused = _refusal(session, Path(path))
+            comm.on_rank_0("looking for a checkpoint", lambda: _require_manifest(Path(path)))
+            refused = _refusal(comm, Path(path))
             if refused is not None:
                 raise CheckpointError(refused)
             return Path(path)
 
 
 def restore(
-    session: Session,
+    comm: Comm,
     path: Path,
     engine: Engine,
     config: RunConfig,
@@ -73,23 +70,23 @@ def restore(
     def load() -> RunState:
         state = RunState.from_json(read_state(path), str(path))
         for warning in compare(state, config, identity, total_steps):
-            if session.world.rank == 0:
+            if comm.is_rank_0:
                 log.warning("resume: %s", warning)
         engine.load(index, state.step)
         return state
 
     # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
-    index = on_rank_0(session, "looking at a checkpoint's files", lambda: index_checkpoint(path))
-    return together(session, "loading a checkpoint", load)
+    index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
+    return comm.together("loading a checkpoint", load)
 
 
-def _newest_valid(session: Session, store: Store) -> Path | None:
-    steps = on_rank_0(session, "looking for checkpoints", store.steps)
+def _newest_valid(comm: Comm, store: Store) -> Path | None:
+    steps = comm.on_rank_0("looking for checkpoints", store.steps)
     for path in reversed(steps):
-        refused = _refusal(session, path)
+        refused = _refusal(comm, path)
         if refused is None:
             return path
-        if session.world.rank == 0:
+        if comm.is_rank_0:
             log.warning("refused a checkpoint: %s; trying the one before", refused)
     if steps:
         raise CheckpointError(
@@ -99,15 +96,15 @@ def _newest_valid(session: Session, store: Store) -> Path | None:
     return None
 
 
-def _refusal(session: Session, path: Path) -> str | None:
+def _refusal(comm: Comm, path: Path) -> str | None:
     """Return what is wrong with a checkpoint; each rank reads its share of the bytes."""
     found = None
     try:
-        with session.watched("verifying a checkpoint"):
-            verify(path, session.world.rank, session.world.size)
+        with comm.watched("verifying a checkpoint"):
+            verify(path, comm.world.rank, comm.world.size)
     except CheckpointError as error:
         found = str(error)
-    return next((refused for refused in gather_objects(session, found) if refused), None)
+    return next((refused for refused in comm.gather(found) if refused), None)
 
 
 def _was_followed(store: Store, wanted: str) -> bool:

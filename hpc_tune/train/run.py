@@ -54,9 +54,10 @@ from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.reporting import write_report
 from hpc_tune.train.resuming import find_checkpoint, restore
 from hpc_tune.train.rundir import make_run_dir
-from hpc_tune.train.saving import Saver, on_rank_0, together
+from hpc_tune.train.saving import Saver
 from hpc_tune.units import format_bytes
-from hpc_tune.world.bootstrap import Session, bootstrap, shutdown
+from hpc_tune.world.bootstrap import bootstrap, shutdown
+from hpc_tune.world.comm import Comm
 from hpc_tune.world.hang import HangWatch
 from hpc_tune.world.reform import dismiss, wait_outside
 from hpc_tune.world.stop import StopFlag
@@ -73,49 +74,49 @@ def run(
     ``stop`` replaces the one that listens to signals, the time limit and the STOP file. ``force``
     starts what the plan says does not fit into memory. ``faults`` are for tests.
     """
-    session = None
+    comm = None
     causes: list[Callable[[BaseException], BaseException]] = []
     run_dir = Path(config.run.dir)
     try:
-        session = (faults.join or bootstrap)(config.run, partial(fail, run_dir=run_dir))
-        configure(session.world.rank)
-        agree_on_settings(session, config)
+        comm = (faults.join or bootstrap)(config.run, partial(fail, run_dir=run_dir))
+        configure(comm.world.rank)
+        agree_on_settings(comm, config)
         if stop is None:
             # A file system is not asked for the STOP file by thousands of ranks each second.
-            first = session.world.rank == 0
+            first = comm.is_rank_0
             stop = StopFlag(run_dir if first else None, config.train.time_limit, is_first=first)
         stop.install()
-        early = EarlyLeave(session, stop, run_dir)
+        early = EarlyLeave(comm, stop, run_dir)
         causes.append(early.cause_of)
-        chosen, store, outside = None, session.store, 0
+        chosen, store, outside = None, comm.store, 0
         if config.parallel.layout == "auto":
             # No rank may work for hours here.
-            chosen, inside = choose(config, session.in_training())
+            chosen, inside = choose(config, comm.in_training())
             config = chosen.applied(config)
             early.close()
             causes.clear()
-            outside = session.world.size - len(chosen.ranks) if session.world.rank == 0 else 0
+            outside = comm.world.size - len(chosen.ranks) if comm.is_rank_0 else 0
             if inside is None:
-                return wait_outside(session)
-            session = inside
-            configure(session.world.rank)
-            early = EarlyLeave(session, stop, run_dir)
+                return wait_outside(comm)
+            comm = inside
+            configure(comm.world.rank)
+            early = EarlyLeave(comm, stop, run_dir)
             causes.append(early.cause_of)
-        result = _run(config, session, run_dir, stop, early, causes, force, chosen, faults)
+        result = _run(config, comm, run_dir, stop, early, causes, force, chosen, faults)
         causes.clear()  # they hold the engine, whose process groups must be gone at the end
-        shutdown(session)
+        shutdown(comm)
         dismiss(store, outside, result.exit_code)
         return result.exit_code
     except (Exception, KeyboardInterrupt) as error:
         cause: BaseException = error
         for cause_of in causes:
             cause = cause_of(cause)
-        fail(session, cause, run_dir)
+        fail(comm, cause, run_dir)
 
 
 def _run(
     config: RunConfig,
-    session: Session,
+    comm: Comm,
     run_dir: Path,
     stop: StopFlag,
     early: EarlyLeave,
@@ -125,79 +126,76 @@ def _run(
     faults: Faults,
 ) -> Outcome:
     """``causes`` takes what tells of an error what it means."""
-    world, mine = session.world, session.world.rank == 0
-    lost = partial(fail, session, run_dir=run_dir)
-    session = replace(session, hang=HangWatch(config.run.timeout, lost))
-    mark = LiveMark(run_dir, this_process(session.nonce, run_dir), lost)
+    world, is_rank_0 = comm.world, comm.is_rank_0
+    lost = partial(fail, comm, run_dir=run_dir)
+    comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
+    mark = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
     making = partial(make_run_dir, config, run_dir, mark)
-    before = on_rank_0(session, "making the run directory", making)
+    before = comm.on_rank_0("making the run directory", making)
     if world.num_nodes > 1:
-        looking = partial(require_shared, run_dir, session.nonce, session.roster[0].hostname)
-        elsewhere = world.local_rank == 0 and not mine
-        together(session, "finding the run directory", looking if elsewhere else lambda: None)
-    events = JsonLines(run_dir / "events.jsonl" if mine else None)
+        looking = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
+        elsewhere = world.local_rank == 0 and not is_rank_0
+        comm.together("finding the run directory", looking if elsewhere else lambda: None)
+    events = JsonLines(run_dir / "events.jsonl" if is_rank_0 else None)
     step, saver = 0, None
-    governor = together(
-        session,
+    governor = comm.together(
         "looking at the memory",
-        lambda: make_governor(config.memory, session, run_dir, faults),
+        lambda: make_governor(config.memory, comm, run_dir, faults),
     )
-    training = session.in_training()
+    training = comm.in_training()
     pressure = Pressure(
         training, governor, run_dir, events, lambda: saver.committed_step if saver else step
     )
     causes.append(pressure.cause_of)
-    if mine and before.death:
+    if is_rank_0 and before.death:
         log.warning(before.death)
         events.write(time=time.time(), step=None, rank=0, kind="warning", message=before.death)
     governor.start(pressure.leave_at_once)
     kept = config.checkpoint
     store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
-    checkpoint = find_checkpoint(session, config, store)
+    checkpoint = find_checkpoint(comm, config, store)
     if config.train.deterministic:
         _make_deterministic()
     asked = config  # what a checkpoint keeps and is compared with
-    built, config = prepare_model(config, session, run_dir, fresh=checkpoint is None)
+    built, config = prepare_model(config, comm, run_dir, fresh=checkpoint is None)
     size = measure(built.module)
-    layout, why, parallel = settle_layout(config, session, governor, built, size)
+    layout, why, parallel = settle_layout(config, comm, governor, built, size)
     if chosen is not None:
         why = f"the shortest step by prediction, {chosen.step_s:.3g} s"
-    foreseen = foresee(config, session, governor, size, layout, built.config, run_dir, force)
+    foreseen = foresee(config, comm, governor, size, layout, built.config, run_dir, force)
     governor.enter("data", "preparing the data", tell=True)
-    inputs = Inputs(built, size, *prepare_data(config.data, session, run_dir, built.directory))
+    inputs = Inputs(built, size, *prepare_data(config.data, comm, run_dir, built.directory))
     place = layout.place(world.rank)
     loader = _make_loader(config, inputs, layout, place)
     total_steps = math.ceil(loader.total_rows / config.batch.global_size)
-    if mine:
+    if is_rank_0:
         words = (layout, why, loader, total_steps, foreseen.verdict)
-        describe(config, session, inputs, *words, events)
+        describe(config, comm, inputs, *words, events)
     if config.train.compile:
         cache = Path(config.run.compile_cache or run_dir / "compile-cache")
         share = governor.limit.num_bytes // world.local_size
-        together(
-            session,
+        comm.together(
             "preparing to compile",
-            lambda: prepare_compiler(cache, world.node, session.device, session.threads, share),
+            lambda: prepare_compiler(cache, world.node, comm.device, comm.threads, share),
         )
     governor.enter("load", "loading the model", tell=True)
     with asking(governor.ensure):
-        engine = together(
-            session,
+        engine = comm.together(
             "loading the model",
-            lambda: _make_engine(inputs, layout, session, config, parallel, faults),
+            lambda: _make_engine(inputs, layout, comm, config, parallel, faults),
         )
     saved = None
     if checkpoint is not None:
         governor.enter("load", "loading a checkpoint", tell=True)
         with asking(governor.ensure):
-            saved = restore(session, checkpoint, engine, asked, built.identity, total_steps)
-        together(session, "finding the place in the data", lambda: loader.restore(saved.loader))
+            saved = restore(comm, checkpoint, engine, asked, built.identity, total_steps)
+        comm.together("finding the place in the data", lambda: loader.restore(saved.loader))
         step = saved.step
         log.info("resumed from %s at step %d of %d", checkpoint, step, total_steps)
         events.write(time=time.time(), step=step, rank=0, kind="resume", path=str(checkpoint))
     early.step = step
     rows = -(-config.batch.global_size // layout.data_size)
-    micro_size = _micro_size(config, session, engine, governor, layout, saved)
+    micro_size = _micro_size(config, comm, engine, governor, layout, saved)
     loader.set_micro_size(micro_size)
 
     model = (size, built.config, layout, parallel, built.dtype.itemsize)
@@ -241,16 +239,15 @@ def _run(
 
     governor.enter("first step", "beginning the first step", tell=True)
     governor.fence()
-    on_cpu = session.device.type == "cpu"
-    peak = None if on_cpu else peak_flops(torch.cuda.get_device_name(session.device))
-    metrics = together(
-        session,
+    on_cpu = comm.device.type == "cpu"
+    peak = None if on_cpu else peak_flops(torch.cuda.get_device_name(comm.device))
+    metrics = comm.together(
         "opening the metrics",
-        lambda: Metrics(run_dir if mine else None, config, total_steps, step, chosen is None),
+        lambda: Metrics(run_dir if is_rank_0 else None, config, total_steps, step, chosen is None),
     )
     result = run_loop(
         Work(
-            session=training,
+            comm=training,
             config=config,
             engine=engine,
             loader=loader,
@@ -274,7 +271,7 @@ def _run(
         step,
     )
     early.close()
-    compare(foreseen.plan, session, governor, events)
+    compare(foreseen.plan, comm, governor, events)
     if chosen is not None:
         events.write(
             time=time.time(), step=None, rank=0, kind="layout", **chosen.compare(metrics.steps_s)
@@ -282,13 +279,13 @@ def _run(
     metrics.close()
     loader.close()
     stop.close()
-    on_rank_0(session, "ending the run", lambda: _finish(config, run_dir, store, built, result))
+    comm.on_rank_0("ending the run", lambda: _finish(config, run_dir, store, built, result))
     governor.close()
     events.write(time=time.time(), step=result.step, rank=0, kind="stop", reason=result.reason)
     events.close()
     if config.run.report and result.has_time:
-        on_rank_0(session, "writing the report", lambda: write_report(run_dir))
-    if mine:
+        comm.on_rank_0("writing the report", lambda: write_report(run_dir))
+    if is_rank_0:
         mark.close()
     return result
 
@@ -302,12 +299,12 @@ def _make_deterministic() -> None:
 def _make_engine(
     inputs: Inputs,
     layout: Layout,
-    session: Session,
+    comm: Comm,
     config: RunConfig,
     parallel: ParallelConfig,
     faults: Faults,
 ) -> Engine:
-    common = (layout, session.device, config.optim, parallel, config.train)
+    common = (layout, comm.device, config.optim, parallel, config.train)
     if parallel.zero_stage is not None:
         return ZeroEngine(inputs.built, *common)
     return NativeEngine(inputs.built, *common, loss_share=inputs.loss_share, faults=faults)
@@ -333,7 +330,7 @@ def _make_loader(config: RunConfig, inputs: Inputs, layout: Layout, place: Place
 
 def _micro_size(
     config: RunConfig,
-    session: Session,
+    comm: Comm,
     engine: Engine,
     governor: Governor,
     layout: Layout,
@@ -344,7 +341,7 @@ def _micro_size(
     if saved is not None and saved.layout == asdict(layout):
         return saved.micro_size
     most_rows = micro_rows(config, layout)
-    return largest_micro_size(session, engine, governor, config.data.seq_len, most_rows)
+    return largest_micro_size(comm, engine, governor, config.data.seq_len, most_rows)
 
 
 def _evaluation(

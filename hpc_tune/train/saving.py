@@ -19,33 +19,12 @@ from hpc_tune.errors import CheckpointError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import JsonLines, log
 from hpc_tune.model.regions import Region, WrittenFile
-from hpc_tune.world.bootstrap import Session
-from hpc_tune.world.collective import agree, broadcast_object, gather_objects, sum_of
+from hpc_tune.world.comm import Comm
 
 T = TypeVar("T")
 FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
 STATE_PREFIXES = tuple(f"{part}." for part in STATE_NAMES)
 _POLL_S = 0.02
-
-
-def together(session: Session, what: str, work: Callable[[], T]) -> T:
-    """Do ``work`` on every rank; if it fails on one, raise on all. Collective."""
-    result: T | None = None
-    error: HpcTuneError | None = None
-    try:
-        with session.watched(what):
-            result = work()
-    except HpcTuneError as caught:
-        error = caught
-    agree(session, error, what)
-    return result  # type: ignore[return-value]
-
-
-def on_rank_0(session: Session, what: str, work: Callable[[], T]) -> T:
-    """Do ``work`` on rank 0 and return its result everywhere; raise on all if it fails."""
-    mine = session.world.rank == 0
-    result = together(session, what, lambda: work() if mine else None)
-    return broadcast_object(session, result)  # type: ignore[return-value]
 
 
 class Saver:
@@ -62,7 +41,7 @@ class Saver:
 
     def __init__(
         self,
-        session: Session,
+        comm: Comm,
         store: Store,
         engine: Engine,
         events: JsonLines,
@@ -81,7 +60,7 @@ class Saver:
         self._admit, self._faults = admit, faults
         self._pack = pack
         self.committed_step = step
-        self._session, self._store, self._engine, self._events = session, store, engine, events
+        self._comm, self._store, self._engine, self._events = comm, store, engine, events
         self._settings, self._limit_s = settings, limit_s
         self._background = settings.background and engine.saves_in_background
         self._in_pieces = False
@@ -114,8 +93,7 @@ class Saver:
         self._began_s, self._blocked_s = time.monotonic(), 0.0
         with self._blocking():
             try:
-                self._folder = on_rank_0(
-                    self._session,
+                self._folder = self._comm.on_rank_0(
                     "making a checkpoint folder",
                     lambda: self._store.begin(state.step),
                 )
@@ -160,7 +138,7 @@ class Saver:
         """Wait until the checkpoint that is on its way is committed. Raises as ``advance``."""
         with self._blocking():
             while self.busy:
-                [num_done] = sum_of(self._session, self.votes())
+                [num_done] = self._comm.sum(self.votes())
                 self._advance(num_done)
                 if self.busy:
                     time.sleep(_POLL_S)
@@ -181,26 +159,25 @@ class Saver:
         self._blocked_s += time.monotonic() - self._waits_since_s
 
     def _advance(self, num_done: float) -> None:
-        if self._state is None or num_done < self._session.world.size:
+        if self._state is None or num_done < self._comm.world.size:
             return
-        state, mine = self._state, self._session.world.rank == 0
+        state, is_rank_0 = self._state, self._comm.is_rank_0
         try:
             if self._writer is not None:
                 writer, self._writer = self._writer, None
-                written = together(self._session, "writing a checkpoint", writer.result)
-                self._files = [f for some in gather_objects(self._session, written) for f in some]
-                if mine:
+                written = self._comm.together("writing a checkpoint", writer.result)
+                self._files = [f for some in self._comm.gather(written) for f in some]
+                if is_rank_0:
                     self._commit = _Task(lambda: self._commit_files(state))
                 return
             commit, self._commit = self._commit, None
-            path = on_rank_0(
-                self._session,
+            path = self._comm.on_rank_0(
                 "committing a checkpoint",
                 lambda: commit.result() if commit else None,
             )
         except HpcTuneError as error:
             self._commit, self._state = None, None
-            if mine:
+            if is_rank_0:
                 self._store.abandon(self._folder)
             self._give_up(state.step, error)
             return
@@ -221,7 +198,7 @@ class Saver:
 
     def _parts(self) -> dict[Path, list[Region]]:
         """Return what this rank writes, by file: optimizer state apart from adapters."""
-        regions, file = self._engine.regions(), f"{self._session.world.rank:05d}.safetensors"
+        regions, file = self._engine.regions(), f"{self._comm.world.rank:05d}.safetensors"
         parts = {self._folder / f"rank-{file}": regions}
         if self._pack is not None:
             is_state = [r.name.startswith(STATE_PREFIXES) for r in regions]
@@ -244,7 +221,7 @@ class Saver:
         self._events.write(
             time=time.time(), step=step, rank=0, kind="warning", message=f"not saved: {error}"
         )
-        if self._session.world.rank == 0:
+        if self._comm.is_rank_0:
             log.warning("step %d was not saved, training goes on: %s", step, error)
 
 

@@ -1,7 +1,7 @@
 """From the launcher to a working world: one call at the start of every rank, one at its clean end.
 
     discover -> cores and threads -> torch -> device -> rendezvous -> process groups
-    -> proof of devices -> Session
+    -> proof of devices -> Comm
 
 torch is imported here and not before: MPI comes first, and the threads that torch starts inherit
 the rank's cores.
@@ -29,14 +29,13 @@ from hpc_tune.world.channel import (
     master_channel,
     slurm_channel,
 )
-from hpc_tune.world.collective import all_gather
+from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import check_devices, pick_device
 from hpc_tune.world.discover import UNKNOWN, World, claim_of, discover, rank_hint
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
 from hpc_tune.world.nodes import nodes_of, place_of
 from hpc_tune.world.reach import HostWatch, Lost
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
-from hpc_tune.world.session import Peer, Session
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +48,7 @@ _SETTLE_LIMIT_S = 5.0
 _GLOO_THREAD = "pt_gloo_runloop"
 
 
-def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Session:
+def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
     """Form the world and return this rank's part in it; collective over all ranks.
 
     ``lost`` ends the world when another host is down or cut off, which a thread finds out.
@@ -65,8 +64,8 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Session:
         watch_launcher(who)
     hint = "look for ranks that failed to start, or for a network that the nodes do not share"
     with time_limit("all ranks to start", START_LIMIT_S, hint, who):
-        world, comm = discover()
-        channel = _open_channel(world, comm)
+        world, mpi_comm = discover()
+        channel = _open_channel(world, mpi_comm)
         if world.launcher == UNKNOWN and channel is not None:
             hosts = channel.all_gather(world.hostname)
             nodes = nodes_of(hosts, hosts, [None] * world.size)
@@ -90,7 +89,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Session:
         }
         all_facts = all_gather(facts, cpu_group)
     warning = check_devices([f["device"] for f in all_facts], launched)
-    session = Session(
+    comm = Comm(
         world=world,
         device=device,
         cpu_group=cpu_group,
@@ -100,28 +99,28 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Session:
         threads=threads,
         sees_local_pids=len({f["pids"] for f in all_facts if f["peer"].node == world.node}) == 1,
     )
-    end_world_on_uncaught(session)
+    end_world_on_uncaught(comm)
     if world.num_nodes > 1:
-        watch = HostWatch(session, address, settings.host_timeout, lost)
-        session = replace(session, watch=watch)
+        watch = HostWatch(comm, address, settings.host_timeout, lost)
+        comm = replace(comm, watch=watch)
     if world.rank == 0:
         log.info(affinity.describe([f["cores"] for f in all_facts], world.num_nodes))
         counts = Counter(note for f in all_facts for note in f["notes"])
         counts.update([warning] if warning else [])
         for text, count in counts.items():
             log.warning("%s%s", text, f" (on {count} ranks)" if count > 1 else "")
-    return session
+    return comm
 
 
-def shutdown(session: Session) -> None:
+def shutdown(comm: Comm) -> None:
     """End the world cleanly, when all is well on every rank; MPI's own end follows at exit."""
     import torch.distributed as dist
 
-    who = f"rank {session.world.rank} on {session.world.hostname}"
+    who = f"rank {comm.world.rank} on {comm.world.hostname}"
     with time_limit("all ranks to finish", END_LIMIT_S, "look at what the others still do", who):
-        dist.barrier(group=session.cpu_group)
-        if session.watch is not None:
-            session.watch.close()
+        dist.barrier(group=comm.cpu_group)
+        if comm.watch is not None:
+            comm.watch.close()
         dist.destroy_process_group()
         gc.collect()  # an engine is in cycles and holds groups
         settle()
@@ -151,10 +150,10 @@ def _state_if(name: str, task: Path) -> str | None:
     return rest.split()[0] if found == name else None
 
 
-def _open_channel(world: World, comm: Any) -> Channel | None:
+def _open_channel(world: World, mpi_comm: Any) -> Channel | None:
     """Return how the ranks talk before torch; ``None`` under torchrun, whose store needs torch."""
-    if comm is not None:
-        return MpiChannel(comm)
+    if mpi_comm is not None:
+        return MpiChannel(mpi_comm)
     if world.launcher == "torchrun":
         return None
     if world.size == 1:

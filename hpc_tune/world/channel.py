@@ -51,13 +51,13 @@ class SoloChannel:
 class MpiChannel:
     """Speaks over MPI's COMM_WORLD."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, mpi_comm: Any) -> None:
         """Take an mpi4py communicator of all ranks."""
-        self._comm = comm
+        self._mpi_comm = mpi_comm
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
-        return [json.loads(text) for text in self._comm.allgather(json.dumps(value))]
+        return [json.loads(text) for text in self._mpi_comm.allgather(json.dumps(value))]
 
     def close(self) -> None:
         """Do nothing: MPI ends with the process."""

@@ -186,22 +186,22 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     _check_library(claim, library, environ)
     if not MPI.Is_initialized():
         MPI.Init_thread()
-    comm = MPI.COMM_WORLD
-    _check_claim(claim, comm.Get_rank(), comm.Get_size(), library, environ)
-    on_node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
-    lowest = on_node.bcast(comm.Get_rank() if on_node.Get_rank() == 0 else None)
+    mpi_comm = MPI.COMM_WORLD
+    _check_claim(claim, mpi_comm.Get_rank(), mpi_comm.Get_size(), library, environ)
+    on_node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=mpi_comm.Get_rank())
+    lowest = on_node.bcast(mpi_comm.Get_rank() if on_node.Get_rank() == 0 else None)
     on_node.Free()
     hostname = socket.gethostname()
-    told = comm.allgather((lowest, hostname, claim.local_size))
+    told = mpi_comm.allgather((lowest, hostname, claim.local_size))
     nodes = nodes_of(*(list(column) for column in zip(*told, strict=True)))
     world = World(
-        rank=comm.Get_rank(),
-        size=comm.Get_size(),
+        rank=mpi_comm.Get_rank(),
+        size=mpi_comm.Get_size(),
         hostname=hostname,
         launcher=claim.launcher,
-        **place_of(comm.Get_rank(), nodes),
+        **place_of(mpi_comm.Get_rank(), nodes),
     )
-    return world, comm
+    return world, mpi_comm
 
 
 def unlaunched() -> dict[str, str]:

@@ -15,11 +15,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, RemoteError
+
+if TYPE_CHECKING:
+    from hpc_tune.world.comm import Comm, Peer
 from hpc_tune.world.discover import rank_hint
-from hpc_tune.world.session import Peer, Session
 
 _STORE_LIMIT_S = 2.0
 _ABORT_LIMIT_S = 5.0
@@ -27,7 +29,7 @@ _DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any r
 _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
 _NEIGHBOUR_SPEAKS_WITHIN_S = 1.0  # on another node a rank beside the dead one can name it
 _OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
-_FIRST_SPEAKER_S = 1.5  # before a session, rank 0 speaks first and its end ends the others
+_FIRST_SPEAKER_S = 1.5  # before there is a world, rank 0 speaks first and its end ends the others
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra", "slurmstepd", "pals")
 _BROKEN = (
     "connection closed",
@@ -43,7 +45,7 @@ _BROKEN = (
 )
 
 
-def die(session: Session | None, exit_code: int = EXIT_FAILED) -> NoReturn:
+def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
     """End the whole world now with this exit code; never returns."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -51,8 +53,8 @@ def die(session: Session | None, exit_code: int = EXIT_FAILED) -> NoReturn:
     # Absent, or half imported where the limit ran out inside MPI_Init.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and hasattr(mpi, "COMM_WORLD"):
-        if session is not None:
-            who = f"rank {session.world.rank} on {session.world.hostname}"
+        if comm is not None:
+            who = f"rank {comm.world.rank} on {comm.world.hostname}"
         else:
             who = f"rank {rank_hint(os.environ)}"
 
@@ -67,7 +69,7 @@ def die(session: Session | None, exit_code: int = EXIT_FAILED) -> NoReturn:
     os._exit(exit_code)
 
 
-def report_failure(session: Session | None, error: BaseException) -> str | None:
+def report_failure(comm: "Comm | None", error: BaseException) -> str | None:
     """Return what this rank should print about its error, or ``None`` if another rank speaks.
 
     One rank speaks for the world: the first that adds to a counter in the store, or, where the
@@ -76,25 +78,25 @@ def report_failure(session: Session | None, error: BaseException) -> str | None:
     """
     if isinstance(error, RemoteError):
         return None
-    if session is None:
+    if comm is None:
         if rank_hint(os.environ) > 0:
             time.sleep(_FIRST_SPEAKER_S)
         return _text(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, [])
-    dead = _wait_for_dead(session) if is_broken_connection(error) else []
+    dead = _wait_for_dead(comm) if is_broken_connection(error) else []
     store_is_gone = any(peer.rank == 0 for peer in dead)
-    if not _speaks_first(session, store_is_gone):
+    if not _speaks_first(comm, store_is_gone):
         return None
-    return _text(f"rank {session.world.rank} on {session.world.hostname}", error, dead)
+    return _text(f"rank {comm.world.rank} on {comm.world.hostname}", error, dead)
 
 
-def dead_peers(session: Session) -> list[Peer]:
+def dead_peers(comm: "Comm") -> "list[Peer]":
     """Return the ranks of this node whose process is gone or a zombie."""
-    mine = session.world
-    if not session.sees_local_pids:
+    mine = comm.world
+    if not comm.sees_local_pids:
         return []
     return [
         peer
-        for peer in session.roster
+        for peer in comm.roster
         if peer.node == mine.node and peer.rank != mine.rank and not _is_alive(peer.pid)
     ]
 
@@ -141,21 +143,21 @@ def watch_launcher(who: str, every_s: float = 1.0) -> None:
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
-def end_world_on_uncaught(session: Session | None) -> None:
+def end_world_on_uncaught(comm: "Comm | None") -> None:
     """Make an exception that nobody caught end the world, instead of hanging in MPI's Finalize."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        end_world(session, error)
+        end_world(comm, error)
 
     sys.excepthook = hook
 
 
-def end_world(session: Session | None, error: BaseException) -> NoReturn:
+def end_world(comm: "Comm | None", error: BaseException) -> NoReturn:
     """Say once for the world what went wrong and end every rank."""
-    text = report_failure(session, error)
+    text = report_failure(comm, error)
     if text is not None:
         print(text, file=sys.stderr, flush=True)
-    die(session, error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED)
+    die(comm, error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED)
 
 
 def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
@@ -165,7 +167,7 @@ def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
     return timer
 
 
-def _text(who: str, error: BaseException, dead: list[Peer]) -> str:
+def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
     if isinstance(error, LeavingError):
         return f"{who}: {error}"
     if isinstance(error, HpcTuneError):
@@ -179,31 +181,31 @@ def _text(who: str, error: BaseException, dead: list[Peer]) -> str:
     return text
 
 
-def _wait_for_dead(session: Session) -> list[Peer]:
-    elsewhere = [peer.node for peer in session.roster if peer.node != session.world.node]
+def _wait_for_dead(comm: "Comm") -> "list[Peer]":
+    elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
     has_neighbours = len(elsewhere) > len(set(elsewhere))
     limit_s = _NEIGHBOUR_SPEAKS_WITHIN_S if has_neighbours else _DEATH_SHOWS_WITHIN_S
     until_s = time.monotonic() + limit_s
-    while not (dead := dead_peers(session)) and time.monotonic() < until_s:
+    while not (dead := dead_peers(comm)) and time.monotonic() < until_s:
         time.sleep(0.01)
     return dead
 
 
-def _speaks_first(session: Session, store_is_gone: bool) -> bool:
-    if session.world.size == 1:
+def _speaks_first(comm: "Comm", store_is_gone: bool) -> bool:
+    if comm.world.size == 1:
         return True
     if store_is_gone:
-        return _speaks_first_on_host(session.nonce)
+        return _speaks_first_on_host(comm.nonce)
     answer: list[bool] = []
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):
-            answer.append(session.store.add("hpc_tune/failed", 1) == 1)
+            answer.append(comm.store.add("hpc_tune/failed", 1) == 1)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_STORE_LIMIT_S)
-    return answer[0] if answer else _speaks_first_on_host(session.nonce)
+    return answer[0] if answer else _speaks_first_on_host(comm.nonce)
 
 
 def _speaks_first_on_host(nonce: str) -> bool:

@@ -20,10 +20,10 @@ import threading
 from collections.abc import Callable
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LostHostError, RemoteError, WorldError
+from hpc_tune.world.comm import Comm
 from hpc_tune.world.rendezvous import local_addresses
-from hpc_tune.world.session import Session
 
-Lost = Callable[[Session, HpcTuneError], None]
+Lost = Callable[[Comm, HpcTuneError], None]
 # A lost packet or two are no outage; each probe has a quarter of the limit.
 NUM_PROBES = 3
 _CONNECT_LIMIT_S = 30.0
@@ -42,7 +42,7 @@ _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 class HostWatch:
     """Watches the hosts of a world of several nodes, until ``close``."""
 
-    def __init__(self, session: Session, address: str, limit_s: float, lost: Lost) -> None:
+    def __init__(self, comm: Comm, address: str, limit_s: float, lost: Lost) -> None:
         """Connect this rank; ``address`` is where all ranks reach rank 0's host.
 
         ``lost`` ends the world. It is called in a thread, once, when a host has not answered for
@@ -51,15 +51,15 @@ class HostWatch:
         Raises:
             WorldError: if rank 0 cannot be reached now.
         """
-        self._session, self._limit_s, self._lost = session, limit_s, lost
+        self._comm, self._limit_s, self._lost = comm, limit_s, lost
         self._closed = threading.Event()
-        self._hello = hashlib.sha256(f"hpc_tune reach {session.nonce}".encode()).digest()
+        self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
         self._wake_read, self._wake_write = socket.socketpair()
         self._ranks: dict[socket.socket, int] = {}
         listener: socket.socket | None = None
-        if session.world.rank == 0:
-            listener = _listen(address, session.world.size)
-            session.store.set(_KEY, json.dumps([address, listener.getsockname()[1]]))
+        if comm.is_rank_0:
+            listener = _listen(address, comm.world.size)
+            comm.store.set(_KEY, json.dumps([address, listener.getsockname()[1]]))
         else:
             self._ranks[self._connect()] = 0
         self._thread = threading.Thread(
@@ -75,14 +75,14 @@ class HostWatch:
         self._thread.join(_HELLO_LIMIT_S + 1.0)
 
     def _connect(self) -> socket.socket:
-        address, port = json.loads(self._session.store.get(_KEY))
+        address, port = json.loads(self._comm.store.get(_KEY))
         try:
             peer = socket.create_connection((address, port), timeout=_CONNECT_LIMIT_S)
             self._probe(peer)
-            peer.sendall(self._hello + self._session.world.rank.to_bytes(4, "big"))
+            peer.sendall(self._hello + self._comm.world.rank.to_bytes(4, "big"))
         except OSError as error:
             raise WorldError(
-                f"{self._session.world.hostname} cannot reach rank 0 at {address} port {port} "
+                f"{self._comm.world.hostname} cannot reach rank 0 at {address} port {port} "
                 f"({error}), where it has met it before: look for a firewall between the nodes"
             ) from error
         peer.settimeout(None)
@@ -115,7 +115,7 @@ class HostWatch:
             size = len(self._hello) + 4
             said = peer.recv(size, socket.MSG_WAITALL)
             rank = int.from_bytes(said[-4:], "big")
-            if len(said) == size and said[:-4] == self._hello and rank < self._session.world.size:
+            if len(said) == size and said[:-4] == self._hello and rank < self._comm.world.size:
                 self._probe(peer)
                 peer.settimeout(None)
                 self._ranks[peer] = rank
@@ -145,12 +145,12 @@ class HostWatch:
         if word == _LEAVE:
             self._leave(RemoteError("rank 0 has lost a host", EXIT_FAILED))
         elif not self._closed.wait(_GONE_LIMIT_S):
-            host = self._session.roster[rank].hostname
+            host = self._comm.roster[rank].hostname
             self._leave(WorldError(f"rank {rank} on {host} is gone"))
 
     def _lost_host(self, rank: int) -> LostHostError:
-        mine, peer = self._session.world, self._session.roster[rank]
-        ranks = [str(other.rank) for other in self._session.roster if other.node == peer.node]
+        mine, peer = self._comm.world, self._comm.roster[rank]
+        ranks = [str(other.rank) for other in self._comm.roster if other.node == peer.node]
         return LostHostError(
             f"host {peer.hostname} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}) has not "
             f"answered in {self._limit_s:.0f} s (run.host_timeout): it is down, or the network "
@@ -164,11 +164,11 @@ class HostWatch:
         limit = threading.Timer(_LEAVE_LIMIT_S, os._exit, [EXIT_FAILED])
         limit.daemon = True
         limit.start()
-        if self._session.world.rank == 0:
+        if self._comm.is_rank_0:
             for peer in self._ranks:
                 with contextlib.suppress(OSError):
                     peer.send(_LEAVE, socket.MSG_DONTWAIT)
-        self._lost(self._session, error)
+        self._lost(self._comm, error)
 
 
 def _listen(address: str, backlog: int) -> socket.socket:

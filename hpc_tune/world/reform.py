@@ -1,6 +1,6 @@
 """A world of some of the ranks, in another order, made of one that is there.
 
-    ranks measured -> reform -> those that work: a Session as if launched so
+    ranks measured -> reform -> those that work: a Comm as if launched so
                              -> the others: wait_outside until the run has ended
 
 The first rank of the launcher always works: it holds the store, by which those outside know that
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from hpc_tune.errors import EXIT_FAILED
 from hpc_tune.world.bootstrap import init_groups, settle
-from hpc_tune.world.collective import barrier
+from hpc_tune.world.comm import Comm, Peer
 from hpc_tune.world.failure import end_world_on_uncaught
-from hpc_tune.world.session import Peer, Session
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -27,28 +26,28 @@ _LEAVE_LIMIT_S = 10.0
 _ENDED, _LEFT, _FAILED = "hpc_tune/ended", "hpc_tune/left", "hpc_tune/failed"
 
 
-def reform(session: Session, ranks: Sequence[int], timeout_s: float) -> Session | None:
+def reform(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     """Return this rank's part in a world of ``ranks``, in this order, or None outside of it.
 
-    Collective over all ranks; ``session``'s process groups are gone afterwards. ``timeout_s`` is
+    Collective over all ranks; ``comm``'s process groups are gone afterwards. ``timeout_s`` is
     run.timeout.
     """
     import torch.distributed as dist
 
     assert 0 in ranks, "the rank that holds the store must work"
-    if list(ranks) == list(range(session.world.size)):
-        return session
-    barrier(session, "all ranks to know the layout", timeout_s)
+    if list(ranks) == list(range(comm.world.size)):
+        return comm
+    comm.barrier("all ranks to know the layout", timeout_s)
     dist.destroy_process_group()
     gc.collect()
     settle()
-    if session.world.rank not in ranks:
+    if comm.world.rank not in ranks:
         return None
-    roster = _renumbered(session, ranks)
-    me = list(ranks).index(session.world.rank)
+    roster = _renumbered(comm, ranks)
+    me = list(ranks).index(comm.world.rank)
     beside = [peer.rank for peer in roster if peer.node == roster[me].node]
     world = dataclasses.replace(
-        session.world,
+        comm.world,
         rank=me,
         size=len(ranks),
         local_rank=beside.index(me),
@@ -56,19 +55,17 @@ def reform(session: Session, ranks: Sequence[int], timeout_s: float) -> Session 
         node=roster[me].node,
         num_nodes=len({peer.node for peer in roster}),
     )
-    times = session.reformed + 1
-    store = dist.PrefixStore(f"hpc_tune/reformed/{times}", session.store)
-    group = init_groups(world, session.device, store, timeout_s)
-    found = dataclasses.replace(
-        session, world=world, cpu_group=group, roster=roster, reformed=times
-    )
+    times = comm.reformed + 1
+    store = dist.PrefixStore(f"hpc_tune/reformed/{times}", comm.store)
+    group = init_groups(world, comm.device, store, timeout_s)
+    found = dataclasses.replace(comm, world=world, cpu_group=group, roster=roster, reformed=times)
     end_world_on_uncaught(found)
     return found
 
 
-def wait_outside(session: Session) -> int:
-    """Return the run's exit code when it has ended; ``session`` is the one before ``reform``."""
-    store, code = session.store, None
+def wait_outside(comm: Comm) -> int:
+    """Return the run's exit code when it has ended; ``comm`` is the one before ``reform``."""
+    store, code = comm.store, None
     while code is None:
         time.sleep(_POLL_S)
         try:
@@ -79,8 +76,8 @@ def wait_outside(session: Session) -> int:
                 code = EXIT_FAILED
         except RuntimeError:  # the store is gone with its rank
             code = EXIT_FAILED
-    if session.watch is not None:
-        session.watch.close()
+    if comm.watch is not None:
+        comm.watch.close()
     return code
 
 
@@ -94,11 +91,11 @@ def dismiss(store: "Store", num_outside: int, exit_code: int) -> None:
         time.sleep(0.1)
 
 
-def _renumbered(session: Session, ranks: Sequence[int]) -> tuple[Peer, ...]:
+def _renumbered(comm: Comm, ranks: Sequence[int]) -> tuple[Peer, ...]:
     nodes: dict[int, int] = {}
     for rank in ranks:
-        nodes.setdefault(session.roster[rank].node, len(nodes))
+        nodes.setdefault(comm.roster[rank].node, len(nodes))
     return tuple(
-        dataclasses.replace(session.roster[old], rank=new, node=nodes[session.roster[old].node])
+        dataclasses.replace(comm.roster[old], rank=new, node=nodes[comm.roster[old].node])
         for new, old in enumerate(ranks)
     )

@@ -14,7 +14,6 @@ PROGRAM = """
 import json, os, sys, time
 from hpc_tune import log
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.world import collective
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.reform import dismiss, reform, wait_outside
 import torch
@@ -34,15 +33,15 @@ told = {
     "was": first.world.rank, "pid": os.getpid(), "is": inside.world.rank,
     "world": str(inside.world), "sum": total.tolist(),
     "roster": [[p.rank, p.node, p.pid] for p in inside.roster],
-    "gathered": collective.gather_objects(inside, first.world.rank),
-    "from_last": collective.broadcast_object(inside, first.world.rank, src=len(ranks) - 1),
+    "gathered": inside.gather(first.world.rank),
+    "from_last": inside.broadcast(first.world.rank, src=len(ranks) - 1),
     "mesh": dist.init_device_mesh("cpu", (len(ranks),)).get_group().size(),
 }
 print(json.dumps(told), flush=True)
 time.sleep(float(os.environ["WORK_S"]))
 if os.environ["FAILS"] == str(inside.world.rank):
     raise RuntimeError("planted")
-collective.barrier(inside, "the work")
+inside.barrier("the work")
 shutdown(inside)
 dismiss(first.store, outside, int(os.environ["CODE"]))
 sys.exit(int(os.environ["CODE"]))

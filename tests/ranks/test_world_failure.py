@@ -16,7 +16,6 @@ PROGRAM = """
 import os, sys, time
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import DataError, HpcTuneError
-from hpc_tune.world import collective
 from hpc_tune.world.bootstrap import bootstrap
 from hpc_tune.world.failure import die, report_failure
 from hpc_tune.world.stop import StopFlag
@@ -24,7 +23,7 @@ from hpc_tune.world.stop import StopFlag
 s = bootstrap(RunSettings())
 StopFlag().install()
 sys.stdout.write(f"rank {s.world.rank} is pid {os.getpid()}\\n")
-collective.barrier(s, "start")
+s.barrier("start")
 cause, victim = os.environ["CAUSE"], int(os.environ["VICTIM"])
 try:
     if s.world.rank == victim and cause == "raise":
@@ -34,9 +33,9 @@ try:
     if cause == "sleep":
         if s.world.rank == victim:
             time.sleep(600)
-        collective.barrier(s, "a rank that sleeps", limit_s=2)
+        s.barrier("a rank that sleeps", limit_s=2)
     while True:
-        collective.sum_of(s, [1.0])
+        s.sum([1.0])
         time.sleep(0.01)
 except Exception as error:
     if os.environ.get("UNCAUGHT"):

@@ -25,7 +25,6 @@ import json, os, sys
 from hpc_tune import log
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import DataError, HpcTuneError
-from hpc_tune.world import collective
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.discover import rank_hint
 
@@ -37,22 +36,22 @@ assert me == rank_hint()
 def agreed(failing):
     error = DataError(f"bad row on {me}") if me in failing else None
     try:
-        collective.agree(s, error, "reading")
+        s.agree(error, "reading")
     except HpcTuneError as e:
         return [type(e).__name__, str(e), e.exit_code]
     return None
 
-collective.barrier(s, "the test", limit_s=30)
-collective.barrier(s, "the test")
+s.barrier("the test", limit_s=30)
+s.barrier("the test")
 told = {
     "world": str(s.world),
     "device": str(s.device),
     "roster": [[p.rank, p.node, p.pid] for p in s.roster],
     "pid": os.getpid(),
-    "gathered": collective.gather_objects(s, {"rank": me, "pad": "x" * me}),
-    "from_last": collective.broadcast_object(s, ("from", me), src=n - 1),
-    "sum": collective.sum_of(s, [1, me, 0.5]),
-    "max": collective.max_of(s, [me, -me]),
+    "gathered": s.gather({"rank": me, "pad": "x" * me}),
+    "from_last": s.broadcast(("from", me), src=n - 1),
+    "sum": s.sum([1, me, 0.5]),
+    "max": s.max([me, -me]),
     "agreed": [agreed([]), agreed([n - 1]), agreed(range(n))],
     "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
     "nonce": s.nonce,

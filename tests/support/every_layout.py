@@ -27,7 +27,6 @@ from hpc_tune.plan.ledger import PROCESS_BYTES
 from hpc_tune.plan.speed import Network, StepWork, step_time
 from hpc_tune.train.choosing import choose_from, machine_of, take_measures
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.collective import max_of, sum_of
 from hpc_tune.world.reform import reform
 
 WARM_UP, STEPS, ENOUGH_S = 1, 4, 25.0
@@ -47,20 +46,20 @@ def batches_of(config, layout, rank):
     return batches, config.batch.global_size * length
 
 
-def steps_of(config, built, layout, reshard, session):
+def steps_of(config, built, layout, reshard, comm):
     """Return the seconds of each step, and those in which this rank waited for messages."""
     parallel = with_layout(config.parallel, layout).model_copy(update={"reshard": reshard})
-    engine = NativeEngine(built, layout, session.device, config.optim, parallel)
-    batches, tokens = batches_of(config, layout, session.world.rank)
+    engine = NativeEngine(built, layout, comm.device, config.optim, parallel)
+    batches, tokens = batches_of(config, layout, comm.world.rank)
     times, waits = [], []
     for number in range(WARM_UP + STEPS):
-        [spent_s] = max_of(session, [sum(times)])
+        [spent_s] = comm.max([sum(times)])
         if number > WARM_UP and spent_s > ENOUGH_S:
             break
         began_s = time.perf_counter()
-        sum_of(session, [0.0])  # as the loop does before a step, and after it
+        comm.sum([0.0])  # as the loop does before a step, and after it
         waits.append(engine.train_step(batches, tokens, 1e-4).comm_s)
-        sum_of(session, [0.0])
+        comm.sum([0.0])
         times.append(time.perf_counter() - began_s)
     return times[WARM_UP:], waits[WARM_UP:]
 
@@ -68,14 +67,14 @@ def steps_of(config, built, layout, reshard, session):
 def main():
     """Do it all; see above."""
     config = load_config(None, ["parallel=auto", *sys.argv[1:]])
-    session = bootstrap(config.run)
-    configure(session.world.rank)
-    machine = machine_of(config, session)
+    comm = bootstrap(config.run)
+    configure(comm.world.rank)
+    machine = machine_of(config, comm)
     began_s = time.monotonic()
-    measured, session = take_measures(config, session, machine)
+    measured, comm = take_measures(config, comm, machine)
     measuring_s = time.monotonic() - began_s
-    chosen = choose_from(measured, config, session, machine)
-    dtype = compute_dtype(config.model.dtype, session.device)
+    chosen = choose_from(measured, config, comm, machine)
+    dtype = compute_dtype(config.model.dtype, comm.device)
 
     def built():
         return build(Path(config.model.path), dtype, config.tune, config.train.seed)
@@ -91,7 +90,7 @@ def main():
         for one in candidates(config, work, room, measured.compute, network, PROCESS_BYTES)
         if one.layout.size == all_ranks
     ]
-    inside = reform(session, measured.places(order), config.run.timeout)
+    inside = reform(comm, measured.places(order), config.run.timeout)
     runs = [(layout, order) for layout in whole]
     if len(chosen.ranks) < all_ranks:
         runs.append((chosen.layout, chosen.ranks))
@@ -120,10 +119,10 @@ def main():
                 "chosen": layout == chosen.layout,
             }
         )
-        if inside.world.rank == 0:
+        if inside.is_rank_0:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         gc.collect()
-    if inside.world.rank == 0:
+    if inside.is_rank_0:
         compute = {name: getattr(measured.compute, name) for name in ("sharing", "sync_s")}
         told = {"rows": rows, "lines": chosen.lines, "measuring_s": measuring_s, **compute}
         told["measured"] = json.loads(measured.to_json())

@@ -121,7 +121,8 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from hpc_tune.train.run import run
-    from hpc_tune.world.bootstrap import Peer, Session
+    from hpc_tune.world.bootstrap import Peer
+    from hpc_tune.world.comm import Comm
     from hpc_tune.world.stop import StopFlag
 
     heard = iter(said)
@@ -129,7 +130,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
     def join(settings, lost):
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
         place = (rank % PER_NODE, min(PER_NODE, size), rank // PER_NODE, -(-size // PER_NODE))
-        return Session(
+        return Comm(
             world=World(rank, size, *place, f"n{rank // PER_NODE}", "fake"),
             device=torch.device("cpu"),
             cpu_group=dist.group.WORLD,

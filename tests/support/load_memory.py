@@ -18,7 +18,6 @@ from pathlib import Path
 from hpc_tune.config.load import load_config
 from hpc_tune.model.regions import write_regions
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.collective import barrier, sum_of
 from tests.support.peak import Peak
 
 NUM_TOKENS = 128
@@ -50,7 +49,7 @@ def main() -> None:
             *overrides,
         ],
     )
-    session = bootstrap(config.run)
+    comm = bootstrap(config.run)
     import torch
 
     from hpc_tune.batch import Batch
@@ -71,24 +70,24 @@ def main() -> None:
     files = list(directory.glob("*.safetensors"))
     built = build(directory, torch.bfloat16, config.tune, seed=0)
     size = measure(built.module)
-    layout, _ = choose_layout(config.parallel, session.world.size, size, 1 << 60)
+    layout, _ = choose_layout(config.parallel, comm.world.size, size, 1 << 60)
     parallel = config.parallel
     if parallel.reshard == "auto":
         parallel = parallel.model_copy(update={"reshard": "block"})
     drop_from_page_cache(files)
-    barrier(session, "all ranks to have built the model")
+    comm.barrier("all ranks to have built the model")
     before, read_before = own_bytes(), bytes_read()
     with Peak() as loading:
-        engine = engine_type(built, layout, session.device, config.optim, parallel)
+        engine = engine_type(built, layout, comm.device, config.optim, parallel)
     loaded = own_bytes()
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)
     with Peak() as step:
         engine.train_step([batch], NUM_TOKENS * layout.data_size, 1e-3)
     read = bytes_read() - read_before
-    barrier(session, "all ranks to have done the step")
+    comm.barrier("all ranks to have done the step")
     with tempfile.TemporaryDirectory() as folder, Peak() as saving:
-        file = Path(folder) / f"{session.world.rank}.safetensors"
+        file = Path(folder) / f"{comm.world.rank}.safetensors"
         if regions := engine.regions():
             write_regions(file, regions)
     growth = {
@@ -97,13 +96,13 @@ def main() -> None:
         "step": step.bytes - before,
         "saving": saving.bytes - before,
     }
-    totals = sum_of(session, [*growth.values(), read])
-    if session.world.rank == 0:
+    totals = comm.sum([*growth.values(), read])
+    if comm.is_rank_0:
         model_bytes = sum(f.stat().st_size for f in files)
         said = {"model_bytes": model_bytes, "layout": str(layout)}
         print(json.dumps(said | dict(zip([*growth, "read_bytes"], totals, strict=True))))
     del engine
-    shutdown(session)
+    shutdown(comm)
 
 
 if __name__ == "__main__":

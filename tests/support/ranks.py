@@ -79,7 +79,7 @@ def started(
 ) -> Iterator["subprocess.Popen[str]"]:
     """Start a command with its output in pipes; end it and all its descendants at the exit.
 
-    A killed mpirun leaves its session folder, by process number; a later one of the same number
+    A killed mpirun leaves its comm folder, by process number; a later one of the same number
     fails at it. So each has a place of its own for them.
     """
     sessions = tempfile.TemporaryDirectory(prefix="mpi-", ignore_cleanup_errors=True)

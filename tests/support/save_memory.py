@@ -20,7 +20,6 @@ from typing import Any
 
 from hpc_tune.config.load import load_config
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.collective import barrier, max_of, sum_of
 from tests.support.peak import Peak
 
 NUM_TOKENS, NUM_MICRO = 16, 2
@@ -30,7 +29,7 @@ def main() -> None:
     directory, folder, num_saves = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     words = ["run.device=cpu", "tune.method=full", "tune.param_dtype=bf16", "optim.lr=1e-5"]
     config = load_config(None, words + sys.argv[4:])
-    session = bootstrap(config.run)
+    comm = bootstrap(config.run)
     import torch
 
     from hpc_tune.batch import Batch
@@ -46,12 +45,12 @@ def main() -> None:
     from hpc_tune.train.saving import Saver
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)
-    layout, _ = choose_layout(config.parallel, session.world.size, measure(built.module), 1 << 60)
+    layout, _ = choose_layout(config.parallel, comm.world.size, measure(built.module), 1 << 60)
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)
     store = Store(folder, keep=1)
     newest = store.latest()
-    barrier(session, "all ranks to have built the model")
+    comm.barrier("all ranks to have built the model")
     before = own_bytes()
     engine: Any = None
 
@@ -62,7 +61,7 @@ def main() -> None:
     def begin() -> None:
         nonlocal engine
         parallel = config.parallel.model_copy(update={"reshard": "block"})
-        engine = NativeEngine(built, layout, session.device, config.optim, parallel)
+        engine = NativeEngine(built, layout, comm.device, config.optim, parallel)
         if newest is not None:
             engine.load(index_checkpoint(newest), 1)
         step()
@@ -71,11 +70,11 @@ def main() -> None:
         saver.start(RunState(number, 100, "", {}, {}, 1, {}))
         while saver.busy:
             step(saver.before_update)
-            saver.advance(sum_of(session, saver.votes())[0])
+            saver.advance(comm.sum(saver.votes())[0])
 
     with Peak() as peak:
         begin()
-    [start] = max_of(session, [peak.bytes - before])
+    [start] = comm.max([peak.bytes - before])
     began_s = time.monotonic()
     with Peak() as peak:
         step()
@@ -87,8 +86,8 @@ def main() -> None:
     for background in (False, True):
         settings = config.checkpoint.model_copy(update={"background": background})
         events = folder.with_name(f"events-{background}.jsonl")
-        lines = JsonLines(events if session.world.rank == 0 else None)
-        saver = Saver(session, store, engine, lines, settings, 600.0, 0, None)
+        lines = JsonLines(events if comm.is_rank_0 else None)
+        saver = Saver(comm, store, engine, lines, settings, 600.0, 0, None)
         grown = []
         for _ in range(num_saves):
             usual = step_peak if background else own_bytes()
@@ -96,16 +95,16 @@ def main() -> None:
                 save(saver, next(numbers))
             grown.append(peak.bytes - usual)
         name = "background" if background else "waiting"
-        added[name] = max_of(session, grown) if grown else []
-        barrier(session, "the events of all saves")
+        added[name] = comm.max(grown) if grown else []
+        comm.barrier("the events of all saves")
         if num_saves:
             written = map(json.loads, events.read_text().splitlines())
             blocked_s[name] = [event["blocked_s"] for event in written]
-    if session.world.rank == 0:
+    if comm.is_rank_0:
         found = {"start": start, "added": added, "blocked_s": blocked_s, "step_s": step_s}
         print(json.dumps(found))
     engine = None  # its groups go before the world does
-    shutdown(session)
+    shutdown(comm)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from typing import Any
 from hpc_tune.config.load import load_config
 from hpc_tune.faults import Faults
 from hpc_tune.train.run import run
-from hpc_tune.world.bootstrap import Session, bootstrap
+from hpc_tune.world.bootstrap import bootstrap
+from hpc_tune.world.comm import Comm
 
 
-def join(*arguments: Any) -> Session:
-    session = bootstrap(*arguments)
-    sys.stdout.write(json.dumps(dataclasses.asdict(session.world)) + "\n")
-    return session
+def join(*arguments: Any) -> Comm:
+    comm = bootstrap(*arguments)
+    sys.stdout.write(json.dumps(dataclasses.asdict(comm.world)) + "\n")
+    return comm
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 """What is asked of prepared data before a run begins."""
 
-import contextlib
 import json
-from types import SimpleNamespace
 
 import pytest
+import torch
 from test_data_support import byte_tokenizer, chat, write_jsonl, zero_tokens
 
 from hpc_tune.config.schema import DataConfig
 from hpc_tune.data.prepare import prepare
 from hpc_tune.errors import DataError
 from hpc_tune.train.inputs import Tokenizing, prepare_data, ready_data
+from hpc_tune.world.comm import Comm
+from hpc_tune.world.discover import World
 
-ALONE = SimpleNamespace(
-    world=SimpleNamespace(rank=0, size=1), threads=1, watched=lambda _: contextlib.nullcontext()
-)
+WORLD = World(0, 1, 0, 1, 0, 1, "n0", "single")
+ALONE = Comm(WORLD, torch.device("cpu"), None, (), None, "nonce", threads=1, sees_local_pids=True)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def left(monkeypatch):
     """What the world was ended with, as soon as it was."""
     errors = []
     monkeypatch.setattr(ending, "_GRACE_S", 0.4)
-    monkeypatch.setattr(ending, "fail", lambda session, error, run_dir: errors.append(error))
+    monkeypatch.setattr(ending, "fail", lambda comm, error, run_dir: errors.append(error))
     return errors
 
 
@@ -68,17 +68,17 @@ def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
 def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
     tmp_path, monkeypatch, rank, reason
 ):
-    def die(session, code):
+    def die(comm, code):
         raise SystemExit(code)
 
     monkeypatch.setattr(ending, "die", die)
-    monkeypatch.setattr(ending, "report_failure", lambda session, error: str(error))
-    session = SimpleNamespace(world=SimpleNamespace(rank=rank), nonce="1")
+    monkeypatch.setattr(ending, "report_failure", lambda comm, error: str(error))
+    comm = SimpleNamespace(world=SimpleNamespace(rank=rank), is_rank_0=rank == 0, nonce="1")
     for before in (None, outcome.Outcome("failed", "said before", None, 1)):
         if before is not None:
             outcome.write(before, tmp_path)
         with pytest.raises(SystemExit, match="1"):
-            ending.fail(session, LostHostError("host b is lost"), tmp_path)
+            ending.fail(comm, LostHostError("host b is lost"), tmp_path)
         told = outcome.read(tmp_path)
         assert told["reason"] == ("host b is lost" if before is None else reason)
 

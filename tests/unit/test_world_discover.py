@@ -132,8 +132,8 @@ def test_a_world_prints_as_one_line():
 
 
 def test_a_world_without_mpi_comes_from_the_variables_alone():
-    world, comm = discover(SRUN)
-    assert comm is None
+    world, mpi_comm = discover(SRUN)
+    assert mpi_comm is None
     assert str(world) == "rank 6/7 node 2/3 local 1/2 via slurm"
 
 
@@ -220,7 +220,7 @@ def test_the_library_that_is_named_is_the_launchers_own(
 def test_importing_the_world_imports_neither_torch_nor_mpi():
     code = (
         "import sys\n"
-        "from hpc_tune.world import bootstrap, collective, discover, failure, stop\n"
+        "from hpc_tune.world import bootstrap, comm, discover, failure, stop\n"
         "discover.rank_hint(); discover.discover({})\n"
         "print(sorted({'torch', 'mpi4py'} & set(sys.modules)))"
     )

@@ -9,8 +9,8 @@ import pytest
 
 from hpc_tune.errors import RemoteError, WorldError
 from hpc_tune.world import reach
+from hpc_tune.world.comm import Peer
 from hpc_tune.world.reach import HostWatch
-from hpc_tune.world.session import Peer
 
 NUM_RANKS = 3
 
@@ -31,9 +31,11 @@ class World:
     def start(self, rank, roster):
         store = SimpleNamespace(set=self.store.__setitem__, get=self.store.__getitem__)
         world = SimpleNamespace(rank=rank, size=NUM_RANKS, node=rank, hostname=f"n{rank}")
-        session = SimpleNamespace(world=world, roster=roster, store=store, nonce="abc")
-        lost = lambda session, error: self.heard.put((session.world.rank, error))  # noqa: E731
-        return HostWatch(session, "127.0.0.1", 20.0, lost)
+        comm = SimpleNamespace(
+            world=world, is_rank_0=rank == 0, roster=roster, store=store, nonce="abc"
+        )
+        lost = lambda comm, error: self.heard.put((comm.world.rank, error))  # noqa: E731
+        return HostWatch(comm, "127.0.0.1", 20.0, lost)
 
     def connection(self, rank):
         """Return a rank's end of its connection to rank 0."""

@@ -1,0 +1,187 @@
+"""The communicator of a run: what a rank knows of its world, and small collectives over it.
+
+Control traffic goes over the CPU group: objects, sums, maxima, a barrier, agreement on errors. A
+world of one pays nothing. Objects travel as pickles between the ranks of one trusted job.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from hpc_tune.errors import HpcTuneError, RemoteError
+from hpc_tune.world.discover import World
+from hpc_tune.world.failure import time_limit
+from hpc_tune.world.hang import HangWatch
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup, Store
+
+T = TypeVar("T")
+
+
+class Watch(Protocol):
+    """What tells of lost hosts; see ``reach.HostWatch``."""
+
+    def close(self) -> None:
+        """Watch no more."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One rank as a process."""
+
+    rank: int
+    node: int
+    hostname: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Comm:
+    """A bootstrapped world and its collectives.
+
+    ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a world of
+    one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
+    to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
+    processes. ``reformed``: how often its ranks were chosen and numbered anew. ``hang`` is what
+    ``watched`` watches with, where a run has set it.
+    """
+
+    world: World
+    device: "torch.device"
+    cpu_group: "ProcessGroup"
+    roster: tuple[Peer, ...]
+    store: "Store"
+    nonce: str
+    threads: int
+    sees_local_pids: bool
+    watch: Watch | None = None
+    reformed: int = 0
+    hang: HangWatch | None = None
+
+    @property
+    def is_rank_0(self) -> bool:
+        """Whether this is rank 0, which writes files and speaks for all."""
+        return self.world.rank == 0
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return the object of rank ``src``; the others' is ignored. Collective."""
+        import torch.distributed as dist
+
+        if self.world.size == 1:
+            return value
+        box = [value if self.world.rank == src else None]
+        dist.broadcast_object_list(box, src=src, group=self.cpu_group)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's object, by rank, on all ranks. Collective."""
+        return all_gather(value, self.cpu_group)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the element-wise sum over the ranks, added in fp64. Collective."""
+        import torch.distributed as dist
+
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the element-wise maximum over the ranks. Collective."""
+        import torch.distributed as dist
+
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def barrier(self, what: str, limit_s: float | None = None) -> None:
+        """Wait until every rank is here; after ``limit_s`` the world ends, saying ``what`` it was.
+
+        Without a limit the CPU group's long timeout holds.
+        """
+        import torch.distributed as dist
+
+        if self.world.size == 1:
+            return
+        if limit_s is None:
+            dist.barrier(group=self.cpu_group)
+            return
+        who = f"rank {self.world.rank} on {self.world.hostname}"
+        with time_limit(what, limit_s, "another rank did not come", who):
+            dist.barrier(group=self.cpu_group)
+
+    def agree(self, error: HpcTuneError | None, what: str) -> None:
+        """Raise on every rank if any rank brings an error. Collective.
+
+        To be called outside ``except`` and ``finally``. The lowest rank that has an error raises
+        its own; all others raise ``RemoteError`` with its message and exit code, so that one rank
+        prints.
+        """
+        import torch.distributed as dist
+
+        rank, size = self.world.rank, self.world.size
+        first = int(self._reduce([rank if error else size], dist.ReduceOp.MIN)[0])
+        if first == size:
+            return
+        found = self.broadcast((str(error), error.exit_code) if error else None, src=first)
+        if error is not None and rank == first:
+            raise error
+        assert found is not None
+        message, exit_code = found
+        raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """Do ``work`` on every rank; if it fails on one, raise on all. Collective."""
+        result: T | None = None
+        error: HpcTuneError | None = None
+        try:
+            with self.watched(what):
+                result = work()
+        except HpcTuneError as caught:
+            error = caught
+        self.agree(error, what)
+        return result  # type: ignore[return-value]
+
+    def on_rank_0(self, what: str, work: Callable[[], T]) -> T:
+        """Do ``work`` on rank 0 and return its result everywhere; raise on all if it fails.
+
+        Collective.
+        """
+        result = self.together(what, lambda: work() if self.is_rank_0 else None)
+        return self.broadcast(result)  # type: ignore[return-value]
+
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        """Watch a block in which this rank works alone: where it stands still, the world ends."""
+        return self.hang.over(what) if self.hang is not None else nullcontext()
+
+    def in_training(self) -> "Comm":
+        """Return this communicator with control traffic that waits no longer than run.timeout.
+
+        Before training and after it one rank may work for hours; in between all go step by step,
+        and one that does not come never will.
+        """
+        import torch.distributed as dist
+
+        everyone = dist.group.WORLD
+        assert everyone is not None, "a communicator has process groups"
+        return replace(self, cpu_group=everyone)
+
+    def _reduce(self, values: Sequence[float], op: Any) -> list[float]:
+        import torch
+        import torch.distributed as dist
+
+        if self.world.size == 1:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=op, group=self.cpu_group)
+        result: list[float] = tensor.tolist()
+        return result
+
+
+def all_gather(value: T, group: "ProcessGroup") -> list[T]:
+    """Return every rank's object, by rank; for use where there is a group and no ``Comm``."""
+    import torch.distributed as dist
+
+    if group.size() == 1:
+        return [value]
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
