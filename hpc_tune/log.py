@@ -1,18 +1,13 @@
-"""Rank-aware logging, the JSON-lines event writer and the progress display.
+"""Rank-aware logging and the progress display.
 
 Rank 0 speaks for the world: ``log.info`` prints there only. A warning is printed by the rank that
 has it, with the rank in front. Everything goes to stderr, so that a command's result on stdout can
 be piped.
 """
 
-import errno
-import json
 import logging
-import os
 import sys
 import time
-from io import FileIO
-from pathlib import Path
 from typing import Any
 
 from hpc_tune.units import format_seconds
@@ -46,85 +41,6 @@ def configure(rank: int) -> None:
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     for name in _CHATTER:
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-class WholeAppends:
-    """A file to which each piece of bytes is appended whole or not at all.
-
-    One that the file system does not take is lost and warned of once: telling is never worth a run.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open ``path`` for appending.
-
-        Raises:
-            OSError: if that cannot be done.
-        """
-        self._file: FileIO | None = FileIO(path, "a")
-        self._warned = False
-
-    def append(self, data: bytes) -> None:
-        """Append ``data``, or nothing."""
-        if self._file is None:
-            return
-        try:
-            written = self._file.write(data)
-            if written < len(data):
-                os.ftruncate(self._file.fileno(), self._file.tell() - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            if not self._warned:
-                log.warning(
-                    "%s cannot be written, lines are lost: %s", self._file.name, error.strerror
-                )
-            self._warned = True
-
-    def close(self) -> None:
-        """Close the file; later appends are dropped."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class JsonLines:
-    """Appends one JSON object per line; a reader never sees half a line of a finished write."""
-
-    def __init__(self, path: Path | None) -> None:
-        """Open ``path`` for appending; ``None`` makes a writer that drops what it is given.
-
-        Raises:
-            OSError: if it cannot be opened.
-        """
-        self._file: WholeAppends | None = None
-        if path is not None:
-            _end_torn_line(path)
-            self._file = WholeAppends(path)
-
-    def write(self, **fields: Any) -> None:
-        """Append one object of JSON types; NaN and infinities are written as null."""
-        if self._file is not None:
-            clean = {k: _finite(v) for k, v in fields.items()}
-            self._file.append((json.dumps(clean, ensure_ascii=False) + "\n").encode())
-
-    def close(self) -> None:
-        """Close the file; later writes are dropped."""
-        if self._file is not None:
-            self._file.close()
-
-
-def _end_torn_line(path: Path) -> None:
-    """Give a file whose last line was cut off by a kill its line end back."""
-    if path.exists() and path.stat().st_size:
-        with path.open("rb+") as file:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
 
 
 class Progress:

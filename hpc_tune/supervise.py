@@ -25,7 +25,7 @@ from typing import Literal
 
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
 from hpc_tune.log import log
-from hpc_tune.train import outcome
+from hpc_tune.rundir import outcome
 from hpc_tune.train.reporting import write_report
 from hpc_tune.world.stop import job_end
 

@@ -6,6 +6,7 @@ ROWS.json is a list of {"directory", "method", "layout", "packing", "attention"}
 line to RESULTS for each from number FIRST on: {"losses": [...]} or {"error": text}.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -98,6 +99,7 @@ def main() -> None:
         if comm.is_rank_0:
             with results.open("a") as out:
                 out.write(json.dumps(told) + "\n")
+        gc.collect()  # engines hold themselves in circles
     shutdown(comm)
 
 

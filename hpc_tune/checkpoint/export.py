@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from hpc_tune.atomic_file import sync_folder
 from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
-from hpc_tune.checkpoint.store import sync_folder, synced
+from hpc_tune.checkpoint.store import synced
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
 from hpc_tune.log import Progress

@@ -1,6 +1,5 @@
 """Find the checkpoint a user means, and say what is in a run directory."""
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +8,10 @@ from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
-from hpc_tune.memory import aftermath
 from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.weights import index_model_directory
+from hpc_tune.rundir import heartbeat, outcome
 from hpc_tune.units import format_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -135,16 +134,15 @@ def _line(checkpoint: Path, check_bytes: bool) -> str:
 
 
 def _outcome_lines(path: Path) -> list[str]:
-    try:
-        outcome = json.loads((path / "outcome.json").read_text(encoding="utf-8"))
-        return [f"outcome: {outcome['status']} ({outcome['reason']})"]
-    except (OSError, ValueError, KeyError, TypeError):
-        words = aftermath.read(path)
-    if not words:
+    ended = outcome.read(path)
+    if ended is not None and {"status", "reason"} <= ended.keys():
+        return [f"outcome: {ended['status']} ({ended['reason']})"]
+    last = heartbeat.read(path)
+    if not last:
         return []
-    if time.time() - max(word.time for word in words) < aftermath.ALIVE_S:
-        return [f"outcome: none yet, it is {words[0].phase}"]
-    return [f"outcome: {aftermath.describe(words)}"]
+    if time.time() - max(beat.time for beat in last) < heartbeat.ALIVE_S:
+        return [f"outcome: none yet, it is {last[0].phase}"]
+    return [f"outcome: {heartbeat.describe(last)}"]
 
 
 def _store_of(path: Path) -> Store:

@@ -21,7 +21,6 @@ on local disks, NFS and Lustre; no locks are used.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.atomic_file import sync_file, sync_folder
 from hpc_tune.errors import CheckpointError
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
@@ -204,26 +204,14 @@ def _hash_file(file: Path) -> str:
 
 
 def _write_synced(file: Path, content: dict[str, Any]) -> None:
-    with file.open("w", encoding="utf-8") as out:
-        out.write(json.dumps(content, indent=1, sort_keys=True))
-        out.flush()
-        os.fsync(out.fileno())
+    file.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
+    sync_file(file)
 
 
 def synced(file: Path) -> WrittenFile:
     """Make a small file that a library wrote durable, and describe it."""
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+    sync_file(file)
     return WrittenFile(file.name, file.stat().st_size, _hash_file(file))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the entries of a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

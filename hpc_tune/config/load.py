@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.config.combinations import check
 from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
 from hpc_tune.config.schema import RunConfig
@@ -154,9 +155,7 @@ def _over_defaults(tree: DictConfig) -> DictConfig:
 def write_resolved(config: RunConfig, path: Path) -> None:
     """Write every field of ``config`` to ``path`` as YAML that ``load_config`` reads back."""
     text = yaml.safe_dump(config.model_dump(), sort_keys=False)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.rename(path)
+    write_file(path, text)
 
 
 def field_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:

@@ -8,7 +8,6 @@ each file, before the first step, and again only where the size or time of the f
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.data.layout import PREPARE_AGAIN, Column, TokenStore
 from hpc_tune.errors import DataError
 from hpc_tune.log import log
@@ -77,9 +77,7 @@ def verify_once(store: TokenStore, known: Path, is_new: bool = False) -> None:
             log.info("verifying %s, %s, once", store.path, format_bytes(status.st_size))
         verify(store)
     with contextlib.suppress(OSError):  # it is verified again then
-        temporary = known.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**marks, name: mark}), encoding="utf-8")
-        os.replace(temporary, known)
+        write_file(known, json.dumps({**marks, name: mark}))
 
 
 def _hash(values: Column) -> Any:

@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -29,6 +28,7 @@ from typing import BinaryIO
 import numpy as np
 
 from hpc_tune import __version__
+from hpc_tune.atomic_file import replacing
 from hpc_tune.data.chats import template_date_of
 from hpc_tune.data.encode import Encoder, LossOn
 from hpc_tune.data.files import Paths, as_list, shown
@@ -314,22 +314,17 @@ def _write_part(work: Plan, number: int, encoder: Encoder) -> None:
     """Write a chunk as blocks (header, lengths, tokens, mask), and what was found at the end."""
     part, findings = work.part(number), Findings()
     examples = read_chunk(work.chunks[number], work.reading, findings)
-    temporary = part.with_suffix(f".{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for block in encoder.encode(examples):
-                header = np.array([(len(block.lengths), len(block.tokens))], dtype=_HEADER)
-                file.write(header.tobytes())
-                file.write(block.lengths.astype("<i8").tobytes())
-                file.write(block.tokens.tobytes())
-                file.write(block.loss_mask.tobytes())
-            encoder.counters.bad_rows = findings.num_bad
-            facts = json.dumps([asdict(encoder.counters), asdict(findings)]).encode()
-            file.write(np.array([(-1, len(facts))], dtype=_HEADER).tobytes())
-            file.write(facts + _PART_END)
-        os.replace(temporary, part)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(part) as temporary, temporary.open("wb") as file:
+        for block in encoder.encode(examples):
+            header = np.array([(len(block.lengths), len(block.tokens))], dtype=_HEADER)
+            file.write(header.tobytes())
+            file.write(block.lengths.astype("<i8").tobytes())
+            file.write(block.tokens.tobytes())
+            file.write(block.loss_mask.tobytes())
+        encoder.counters.bad_rows = findings.num_bad
+        facts = json.dumps([asdict(encoder.counters), asdict(findings)]).encode()
+        file.write(np.array([(-1, len(facts))], dtype=_HEADER).tobytes())
+        file.write(facts + _PART_END)
 
 
 def _is_complete(part: Path) -> bool:

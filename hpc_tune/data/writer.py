@@ -5,10 +5,8 @@ writes, so that memory does not grow with the data and a full disk is an error, 
 Temporary name, fsync, rename, fsync of the folder.
 """
 
-import contextlib
 import json
 import os
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from hpc_tune.atomic_file import replacing
 from hpc_tune.data.content import HASHED, joined, new_hash
 from hpc_tune.data.layout import FORMAT, VERSION, Attributes
 from hpc_tune.data.seal import seal
@@ -45,30 +44,13 @@ def write_store(
     ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
     anything fails, nothing is left behind, and what was at ``path`` before is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with replacing(path, durable=True) as temporary:
         places = _allocate(temporary, histogram, token_dtype(attributes.vocab_size))
         with temporary.open("r+b", buffering=0) as file:
             content, highest = _fill(file.fileno(), places, blocks, histogram)
         told = replace(attributes, content=content, highest_token=highest)
         _write_attributes(temporary, told)
         seal(temporary)
-        with temporary.open("r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` survive a crash, where the file system lets us ask for it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _allocate(

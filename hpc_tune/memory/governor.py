@@ -13,20 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.memory import aftermath
 from hpc_tune.memory.device import DeviceSample, sample_device
 from hpc_tune.memory.fence import Fence
 from hpc_tune.memory.host import (
     HostLimit,
     Usage,
     find_limit,
-    oom_kills,
     own_bytes,
     shm_bytes,
     stalled_share,
@@ -48,7 +45,7 @@ _NEAR_PERIOD_S = 0.02
 _NEAR_SHARE = 0.7
 _WINDOW_S = 0.5
 _PLAN_ERROR = 0.1
-_LAST_WORD_EVERY_S = 5.0
+_HEARTBEAT_EVERY_S = 5.0
 Mode = Literal["on", "observe", "off"]
 
 
@@ -87,6 +84,16 @@ class Need:
     words: str
 
 
+class Heartbeat(Protocol):
+    """What keeps a file for whoever looks after a death; see ``rundir/heartbeat.py``."""
+
+    def beat(self, phase: str, used: int) -> None:
+        """Say what the run does and how many bytes the node uses."""
+
+    def close(self) -> None:
+        """End it: the run ends by itself."""
+
+
 class Governor:
     """Samples memory in the background between ``start`` and ``close``.
 
@@ -101,13 +108,13 @@ class Governor:
         rank: int = 0,
         host: str = "this host",
         pids: Sequence[int] = (),
-        last_word: Path | None = None,
+        heartbeat: Heartbeat | None = None,
         faults: Faults = NO_FAULTS,
     ) -> None:
         """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
 
-        ``pids`` are the ranks that share this node's memory. ``last_word`` is a file that is kept
-        up to date for whoever looks after a death.
+        ``pids`` are the ranks that share this node's memory. ``heartbeat`` is told every few
+        seconds what the run does and how many bytes the node uses.
         """
         self.limit: HostLimit = find_limit(host_limit)
         self._phase, self.words = "start", "starting"
@@ -117,8 +124,7 @@ class Governor:
         self._device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
         self._usage, self._reading = Usage(self.limit, pids=self._pids), threading.Lock()
-        self._last_word, self._last_word_s = last_word, float("-inf")
-        self._kills = oom_kills(self.limit)
+        self._heartbeat, self._heartbeat_s = heartbeat, float("-inf")
         self._leave: Callable[[Need], None] | None = None
         self._worst_host = self._familiar = self._expected = 0
         self._recent: deque[tuple[float, int]] = deque()
@@ -150,7 +156,7 @@ class Governor:
         """
         self._phase, self.words = phase, words
         if tell:
-            self._last_word_s = float("-inf")
+            self._heartbeat_s = float("-inf")
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -276,8 +282,8 @@ class Governor:
             self._usage.close()
         if self._fence is not None:
             self._fence.lift()
-        if self._last_word is not None:
-            self._last_word.unlink(missing_ok=True)
+        if self._heartbeat is not None:
+            self._heartbeat.close()
 
     def _note(self, num_bytes: int) -> None:
         peaks, phase = self._peaks_by_phase, self._phase
@@ -297,9 +303,9 @@ class Governor:
             self._note(anonymous)
             is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
             period_s = _NEAR_PERIOD_S if is_near else self._period_s
-            if self._last_word is not None and now_s - self._last_word_s > _LAST_WORD_EVERY_S:
-                self._write_last_word(used)
-                self._last_word_s = now_s
+            if self._heartbeat is not None and now_s - self._heartbeat_s > _HEARTBEAT_EVERY_S:
+                self._heartbeat.beat(self.words, used)
+                self._heartbeat_s = now_s
             if self.mode == "on":
                 self._guard(used, mapped, now_s)
 
@@ -316,15 +322,3 @@ class Governor:
             words = f"{need.words}; the limit would have been reached within a second"
             self._leave(replace(need, words=words))
             self._leave = None
-
-    def _write_last_word(self, used: int) -> None:
-        assert self._last_word is not None
-        cgroup = None if self.limit.cgroup is None else str(self.limit.cgroup)
-        had, source = self.limit.num_bytes, self.limit.source
-        word = aftermath.LastWord(
-            time.time(), self.words, self._host, used, had, source, cgroup, self._kills
-        )
-        try:
-            aftermath.write(word, self._last_word)
-        except OSError:
-            self._last_word = None  # a disk that is full is told of by who must write

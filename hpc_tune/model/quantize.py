@@ -91,6 +91,19 @@ def quantize_linears(blocks: nn.Module, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: if bitsandbytes is not installed or cannot be imported.
     """
+    require_bitsandbytes()
+    for owner in list(blocks.modules()):
+        for name, child in list(owner.named_children()):
+            if type(child) is nn.Linear:
+                setattr(owner, name, FourBitLinear(child, dtype))
+
+
+def require_bitsandbytes() -> None:
+    """Import bitsandbytes, which takes seconds.
+
+    Raises:
+        ConfigError: if it is not installed or cannot be imported.
+    """
     try:
         import bitsandbytes  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
@@ -99,10 +112,6 @@ def quantize_linears(blocks: nn.Module, dtype: torch.dtype) -> None:
             f"tune.method=qlora needs bitsandbytes, which cannot be imported ({reason}); install "
             "it with pip install 'hpc_tune[qlora]', or use tune.method=lora"
         ) from None
-    for owner in list(blocks.modules()):
-        for name, child in list(owner.named_children()):
-            if type(child) is nn.Linear:
-                setattr(owner, name, FourBitLinear(child, dtype))
 
 
 def four_bit_layers(module: nn.Module) -> Iterator[tuple[str, FourBitLinear]]:

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.memory import aftermath
-from hpc_tune.train import outcome
+from hpc_tune.rundir import heartbeat, outcome
 
 Row = Mapping[str, Any]
 _HUGE, _LAST_TIME = 1e300, 4e9  # the year 2096
@@ -52,7 +51,7 @@ class Run:
     evals: Sequence[Row]
     events: Sequence[Row]
     outcome: Row
-    words: Sequence[aftermath.LastWord]
+    words: Sequence[heartbeat.Heartbeat]
     segments: Sequence[Segment]
     silent_s: float
 
@@ -63,7 +62,7 @@ class Run:
             told = str(self.outcome.get("status"))
             return told if told in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
         longest_s = max((row.get("step_s") or 0.0 for row in self.steps[-20:]), default=0.0)
-        limit_s = aftermath.ALIVE_S + (0 if self.words else 3 * longest_s)
+        limit_s = heartbeat.ALIVE_S + (0 if self.words else 3 * longest_s)
         if self.silent_s < limit_s:
             return "running"
         return "died" if self.words else "unknown"
@@ -75,7 +74,7 @@ class Run:
             case "running":
                 return f"it is {self.words[0].phase}" if self.words else "it is under way"
             case "died":
-                return aftermath.describe(self.words)
+                return heartbeat.describe(self.words)
             case "unknown":
                 return "it left no outcome.json and no last words"
             case _:
@@ -181,7 +180,7 @@ def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row]) -> Run:
         evals=evals,
         events=events,
         outcome=outcome.read(path) or {},
-        words=(words := aftermath.read(path)),
+        words=(words := heartbeat.read(path)),
         segments=_segments(events, steps),
         silent_s=_silent_s(path, words),
     )
@@ -237,7 +236,7 @@ def _settings(path: Path) -> dict[str, Any]:
     }
 
 
-def _silent_s(path: Path, words: Sequence[aftermath.LastWord]) -> float:
+def _silent_s(path: Path, words: Sequence[heartbeat.Heartbeat]) -> float:
     """Return how long ago the run gave its last sign of life."""
     signs = [word.time for word in words]
     for name in ("metrics.jsonl", "events.jsonl"):

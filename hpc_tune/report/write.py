@@ -1,10 +1,10 @@
 """The report command: run directories -> report.html and its figures as PNG."""
 
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import ConfigError
 from hpc_tune.report.page import page
 from hpc_tune.report.plots import all_figures
@@ -33,9 +33,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
             figure.savefig(drawn, format="svg")
             figures.append((name, caption, drawn.getvalue()))
             figure.savefig(folder / f"{name}.png", dpi=_DPI)
-        temporary = out.with_name(f".{out.name}.{os.getpid()}")
-        temporary.write_text(page(runs, figures), encoding="utf-8")
-        temporary.replace(out)
+        write_file(out, page(runs, figures))
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written: {error.strerror or error}; name another file with --out"

@@ -3,8 +3,8 @@
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -14,8 +14,9 @@ from hpc_tune.data.files import shown
 from hpc_tune.data.loader import Loader
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.optim import for_batch, learning_rate
-from hpc_tune.log import JsonLines, log
+from hpc_tune.log import log
 from hpc_tune.probe.software import versions
+from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.inputs import Inputs
 from hpc_tune.units import format_count
 from hpc_tune.world.comm import Comm
@@ -34,12 +35,12 @@ def describe(
     loader: Loader,
     total_steps: int,
     memory: str,
-    events: JsonLines,
+    events: Events,
 ) -> None:
     """Print the world, the model, the data, the layout, the batch and the learning rate, a line
     each, and write them into ``events`` with what a bug report would ask for (kind ``start``).
     """
-    told = {
+    told: dict[str, Any] = {
         "world": _world(comm),
         "model": _model(config, inputs),
         "data": _data(config, inputs, loader),
@@ -51,10 +52,7 @@ def describe(
     for name, text in told.items():
         log.info("%-7s %s", name, text)
     events.write(
-        time=time.time(),
-        step=None,
-        rank=0,
-        kind="start",
+        "start",
         **told,
         size=comm.world.size,
         num_nodes=comm.world.num_nodes,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError
-from hpc_tune.train import outcome
-from hpc_tune.train.live import InUseError, release
-from hpc_tune.train.outcome import Outcome, stopped
+from hpc_tune.rundir import outcome
+from hpc_tune.rundir.outcome import Outcome, stopped
+from hpc_tune.rundir.owner import InUseError, release
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.failure import die, is_broken_connection, report_failure
 from hpc_tune.world.stop import StopFlag, process_start

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.log import WholeAppends
+from hpc_tune.rundir.json_lines import WholeAppends
 
 
 class EventFile:

@@ -9,7 +9,6 @@ The trace needs an interpreter to itself, some seconds, and under 1 GB on the fi
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import Any
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import MemoryBudgetError
-from hpc_tune.log import JsonLines, log
+from hpc_tune.log import log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
 from hpc_tune.plan.account import ModelSize
 from hpc_tune.plan.ledger import SURE_SHARE, most_bytes
+from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.layout import bytes_per_rank
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
@@ -108,9 +108,7 @@ def _verdict(said: dict[str, Any], device: int | None, host: int) -> str:
     return text
 
 
-def compare(
-    planned: dict[str, Any] | None, comm: Comm, governor: Governor, events: JsonLines
-) -> None:
+def compare(planned: dict[str, Any] | None, comm: Comm, governor: Governor, events: Events) -> None:
     """Write the most that a rank had in each phase beside what was planned. Collective."""
     measured: dict[str, int] = {}
     for peaks in comm.gather(governor.peaks):
@@ -121,7 +119,7 @@ def compare(
         phase: {"rank_bytes": num_bytes, "planned": foreseen.get(phase)}
         for phase, num_bytes in measured.items()
     }
-    events.write(time=time.time(), step=None, rank=0, kind="memory", phases=phases)
+    events.write("memory", phases=phases)
 
 
 def run_plan(

@@ -25,8 +25,8 @@ from hpc_tune.log import log
 from hpc_tune.memory.governor import Governor, MemorySample
 from hpc_tune.memory.host import give_back
 from hpc_tune.memory.policy import Action
+from hpc_tune.rundir.outcome import Outcome, done, stopped
 from hpc_tune.train.metrics import Metrics, StepMetrics
-from hpc_tune.train.outcome import Outcome, done, stopped
 from hpc_tune.train.pressure import Pressure
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.saving import Saver

@@ -1,6 +1,5 @@
 """What a run tells while it runs: metrics.jsonl, TensorBoard, W&B and the progress display."""
 
-import json
 import statistics
 import time
 from collections import deque
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.log import JsonLines, Progress, log
+from hpc_tune.log import Progress, log
+from hpc_tune.rundir.json_lines import METRICS, JsonLines, drop_after
 from hpc_tune.train.event_file import EventFile
 from hpc_tune.train.wandb_log import WandbLog
 from hpc_tune.units import format_bytes, format_count, format_seconds
@@ -80,8 +80,8 @@ class Metrics:
         self.steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._progress = Progress("step", total_steps, start_step, enabled=run_dir is not None)
         if run_dir is not None:
-            drop_after(run_dir / "metrics.jsonl", start_step)
-        self._lines = JsonLines(run_dir / "metrics.jsonl" if run_dir else None)
+            drop_after(run_dir / METRICS, start_step)
+        self._lines = JsonLines(run_dir / METRICS if run_dir else None)
         self._plots: list[EventFile | WandbLog] = []
         if run_dir is not None and config.run.tensorboard:
             self._plots.append(EventFile(run_dir / "tensorboard", start_step))
@@ -143,19 +143,3 @@ class Metrics:
                     scalars[f"{name}/{kind}" if kind else name] = number
         for plots in self._plots:
             plots.write(step, scalars)
-
-
-def drop_after(path: Path, step: int) -> None:
-    """Remove the lines of steps after ``step``, which a resumed run does again, and a torn line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + b"\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(b"".join(kept))
-    temporary.rename(path)

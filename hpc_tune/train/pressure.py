@@ -6,7 +6,6 @@ Each rank decides by the same counts and the same ladder, so all do the same thi
 """
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,13 +18,14 @@ from hpc_tune.data.loader import PREFETCH_BYTES, Loader
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import LeavingError, MemoryBudgetError
 from hpc_tune.faults import Faults
-from hpc_tune.log import JsonLines, log
-from hpc_tune.memory import aftermath
+from hpc_tune.log import log
 from hpc_tune.memory.device import give_back_cache, is_out_of_memory
 from hpc_tune.memory.governor import Governor, MemorySample, Need
-from hpc_tune.memory.host import give_back, own_bytes
+from hpc_tune.memory.host import find_limit, give_back, own_bytes
 from hpc_tune.memory.policy import Action, Decision, Ladder, Level, decide, lower
-from hpc_tune.train import outcome
+from hpc_tune.rundir import heartbeat
+from hpc_tune.rundir.json_lines import Events
+from hpc_tune.rundir.previous import Previous
 from hpc_tune.train.ending import fail
 from hpc_tune.train.saving import Saver
 from hpc_tune.units import format_bytes
@@ -36,36 +36,16 @@ _HOST_SIDE = frozenset({Action.SHRINK_BUFFERS, Action.SAVE_IN_PIECES})
 _DEVICE_SIDE = frozenset({Action.SPLIT_MICRO_BATCHES, Action.RECOMPUTE, Action.MOVE_OPTIMIZER})
 
 
-@dataclass(frozen=True)
-class Before:
-    """What the run before this one in the same directory says: what its governor had done, whether
-    memory ended it, and, if it left no outcome, how it died.
-    """
-
-    taken: tuple[str, ...] = ()
-    forced: bool = False
-    death: str | None = None
-
-
-def look_back(run_dir: Path) -> Before:
-    """Return what the last run here left behind."""
-    told, words = outcome.read(run_dir), aftermath.read(run_dir)
-    if told is not None:
-        taken = tuple(map(str, told.get("governor", ())))
-        return Before(taken, forced=told.get("status") == "stopped" and "need" in told)
-    if words:
-        death = f"the last run in {run_dir} did not end by itself; {aftermath.describe(words)}"
-        return Before(forced=aftermath.was_memory(words), death=death)
-    return Before()
-
-
 def make_governor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> Governor:
-    """Return this rank's governor; the first rank of each node keeps the node's last words.
+    """Return this rank's governor; the first rank of each node keeps the node's heartbeat.
 
     Raises:
         MemoryBudgetError: if the processes alone take what the node grants.
     """
-    world = comm.world
+    world, beat = comm.world, None
+    if world.local_rank == 0:
+        path = heartbeat.path_of(run_dir, world.node)
+        beat = heartbeat.HeartbeatFile(path, world.hostname, find_limit(memory.host_limit))
     governor = Governor(
         memory.host_limit,
         comm.device,
@@ -73,7 +53,7 @@ def make_governor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Fault
         world.rank,
         world.hostname,
         [peer.pid for peer in comm.roster if peer.node == world.node],
-        aftermath.path_of(run_dir, world.node) if world.local_rank == 0 else None,
+        beat,
         faults,
     )
     asked, limit = memory.host_limit, governor.limit
@@ -102,7 +82,7 @@ class Pressure:
         comm: Comm,
         governor: Governor,
         run_dir: Path,
-        events: JsonLines,
+        events: Events,
         committed_step: Callable[[], int | None],
     ) -> None:
         """Work with ``governor``; ``committed_step`` is what a start now would go on from."""
@@ -121,7 +101,7 @@ class Pressure:
         saver: Saver,
         micro_size: int,
         data_file: Path,
-        before: Before,
+        previous: Previous,
     ) -> None:
         """Know what can be acted upon, and begin where the run before this one had come to.
 
@@ -131,9 +111,10 @@ class Pressure:
         self._whole_micro_size, self._data_file = micro_size, data_file
         if self._governor.mode != "on":
             return
-        taken = tuple(action for name in before.taken for action in Action if action.value == name)
+        values = {action.value: action for action in Action}
+        taken = tuple(values[name] for name in previous.actions if name in values)
         self._ladder = Ladder(taken)
-        if before.forced:
+        if previous.ended_for_memory:
             self._ladder = Ladder(lower(taken, self._available(_HOST_SIDE | _DEVICE_SIDE)))
         for number, action in enumerate(self._ladder.taken):
             self._pull(action, on=True, times=self._ladder.taken[: number + 1].count(action))
@@ -289,10 +270,9 @@ class Pressure:
         message = f"{worst.text}: {said}"
         rank = worst.need.rank
         self._events.write(
-            time=time.time(),
-            step=step,
-            rank=rank,
-            kind="governor",
+            "governor",
+            step,
+            rank,
             **fields,
             message=message,
             **worst.facts,

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.loader import make_batch
@@ -34,6 +35,7 @@ from hpc_tune.log import log
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel, build, first_line
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.quantize import require_bitsandbytes
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
 
 LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
@@ -49,6 +51,7 @@ class Proof:
 
     ``loss``: it must not be trained. ``attention``: not with attention document by document.
     ``packing``: one document per row. ``pipeline`` and ``tensor``: not in such a layout.
+    ``four_bits``: not with a base in 4 bits (QLoRA), which is tried where it is asked for.
     """
 
     loss: str = ""
@@ -56,29 +59,30 @@ class Proof:
     packing: str = ""
     pipeline: str = ""
     tensor: str = ""
+    four_bits: str = ""
 
 
-def prove(config: Any) -> Proof:
+def prove(config: Any, four_bits: bool = False) -> Proof:
     """Return what a trial of the architecture of ``config`` shows, or showed before."""
-    file = _cache_file(config)
+    file = _cache_file(config, four_bits)
     try:
         return Proof(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         pass
     log.info("trying a small %s model against transformers' own", config.model_type)
-    proof = try_out(config)
+    proof = try_out(config, four_bits)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(asdict(proof)), encoding="utf-8")
-        part.replace(file)
+        write_file(file, json.dumps(asdict(proof)))
     except OSError as error:
         log.debug("%s cannot be written, the next start tries it again: %s", file, error)
     return proof
 
 
-def try_out(config: Any) -> Proof:
+def try_out(config: Any, four_bits: bool = False) -> Proof:
     """Return what a trial of the architecture of ``config`` shows. Seconds on one core."""
+    if four_bits:  # before imports are lean, which would hide it
+        require_bitsandbytes()
     with lean_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         directory = Path(folder)
         try:
@@ -107,6 +111,7 @@ def try_out(config: Any) -> Proof:
             packing=_guarded(trial.wrong_packing, built),
             pipeline=_guarded(trial.wrong_stages),
             tensor=_guarded(trial.wrong_slices),
+            four_bits=_guarded(trial.wrong_in_four_bits) if four_bits else "",
         )
 
 
@@ -248,6 +253,11 @@ class _Trial:
             return f"in two stages the loss is {hidden_BTD.item():.6g}, not {sum(self.losses):.6g}"
         return ""
 
+    def wrong_in_four_bits(self) -> str:
+        built = _loaded(build(self.directory, torch.float32, TuneConfig(method="qlora"), 0))
+        loss = built.module(_batch([self.documents[:1]]))
+        return "" if loss.isfinite() else f"in 4 bits a document's loss is {loss.item()}"
+
     def wrong_slices(self) -> str:
         if why_no_slices(self.build().config, 2):
             return ""  # refused in words of its own
@@ -339,14 +349,14 @@ def _joined(models: list[Any]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def _cache_file(config: Any) -> Path:
+def _cache_file(config: Any, four_bits: bool) -> Path:
     """Return where the proof for a configuration and this software is kept."""
     said = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         said.pop(name, None)
     package = Path(__file__).parent.parent
     digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
-    digest.update(software().encode())
+    digest.update(f"{software()} {four_bits}".encode())
     for source in _SOURCES:
         path = package / source
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:

@@ -5,7 +5,6 @@ bootstrap -> run directory -> model shapes -> layout -> data -> engine -> resume
 
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,14 +28,17 @@ from hpc_tune.engine.wrap import prepare_compiler
 from hpc_tune.engine.zero import ZeroEngine
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.log import JsonLines, configure, log
+from hpc_tune.log import configure, log
 from hpc_tune.memory.governor import Governor
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.room import asking
 from hpc_tune.plan.account import measure
 from hpc_tune.plan.choose import micro_rows
 from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
-from hpc_tune.train import outcome
+from hpc_tune.rundir import outcome
+from hpc_tune.rundir.json_lines import EVENTS, Events
+from hpc_tune.rundir.outcome import Outcome
+from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.train.agreement import agree_on_settings
 from hpc_tune.train.choosing import Chosen, choose
 from hpc_tune.train.describe import describe
@@ -44,11 +46,9 @@ from hpc_tune.train.ending import EarlyLeave, fail
 from hpc_tune.train.foresight import compare, foresee
 from hpc_tune.train.inputs import Inputs, prepare_data, prepare_model
 from hpc_tune.train.layout import settle_layout
-from hpc_tune.train.live import LiveMark, require_shared, this_process
 from hpc_tune.train.loop import Work, run_loop
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
-from hpc_tune.train.outcome import Outcome
 from hpc_tune.train.pressure import Pressure, make_governor
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.reporting import write_report
@@ -131,12 +131,12 @@ def _run(
     comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
     mark = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
     making = partial(make_run_dir, config, run_dir, mark)
-    before = comm.on_rank_0("making the run directory", making)
+    previous = comm.on_rank_0("making the run directory", making)
     if world.num_nodes > 1:
         looking = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
         elsewhere = world.local_rank == 0 and not is_rank_0
         comm.together("finding the run directory", looking if elsewhere else lambda: None)
-    events = JsonLines(run_dir / "events.jsonl" if is_rank_0 else None)
+    events = Events(run_dir / EVENTS if is_rank_0 else None)
     step, saver = 0, None
     governor = comm.together(
         "looking at the memory",
@@ -147,9 +147,9 @@ def _run(
         training, governor, run_dir, events, lambda: saver.committed_step if saver else step
     )
     causes.append(pressure.cause_of)
-    if is_rank_0 and before.death:
-        log.warning(before.death)
-        events.write(time=time.time(), step=None, rank=0, kind="warning", message=before.death)
+    if is_rank_0 and previous.death:
+        log.warning(previous.death)
+        events.write("warning", message=previous.death)
     governor.start(pressure.leave_at_once)
     kept = config.checkpoint
     store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
@@ -192,7 +192,7 @@ def _run(
         comm.together("finding the place in the data", lambda: loader.restore(saved.loader))
         step = saved.step
         log.info("resumed from %s at step %d of %d", checkpoint, step, total_steps)
-        events.write(time=time.time(), step=step, rank=0, kind="resume", path=str(checkpoint))
+        events.write("resume", step, path=str(checkpoint))
     early.step = step
     rows = -(-config.batch.global_size // layout.data_size)
     micro_size = _micro_size(config, comm, engine, governor, layout, saved)
@@ -220,9 +220,9 @@ def _run(
     saver = Saver(
         training, store, engine, events, kept, limit_s, step, pack, governor.admit, faults
     )
-    if saved is not None and not before.taken:  # a run that was killed left it there alone
-        before = replace(before, taken=tuple(saved.governor))
-    pressure.attach(engine, loader, saver, micro_size, inputs.store.path, before)
+    if saved is not None and not previous.actions:  # a run that was killed left it there alone
+        previous = replace(previous, actions=tuple(saved.governor))
+    pressure.attach(engine, loader, saver, micro_size, inputs.store.path, previous)
     tokens, num_micro = rows * config.data.seq_len, -(-rows // pressure.micro_size)
     micro = (tokens // num_micro, round(inputs.loss_share * tokens / num_micro))
     sent = sum(expected([micro] * num_micro).values())
@@ -273,15 +273,13 @@ def _run(
     early.close()
     compare(foreseen.plan, comm, governor, events)
     if chosen is not None:
-        events.write(
-            time=time.time(), step=None, rank=0, kind="layout", **chosen.compare(metrics.steps_s)
-        )
+        events.write("layout", **chosen.compare(metrics.steps_s))
     metrics.close()
     loader.close()
     stop.close()
     comm.on_rank_0("ending the run", lambda: _finish(config, run_dir, store, built, result))
     governor.close()
-    events.write(time=time.time(), step=result.step, rank=0, kind="stop", reason=result.reason)
+    events.write("stop", result.step, reason=result.reason)
     events.close()
     if config.run.report and result.has_time:
         comm.on_rank_0("writing the report", lambda: write_report(run_dir))

@@ -5,14 +5,13 @@ from pathlib import Path
 from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.memory import aftermath
-from hpc_tune.train import outcome
-from hpc_tune.train.live import LiveMark
-from hpc_tune.train.pressure import Before, look_back
+from hpc_tune.rundir import heartbeat, outcome, previous
+from hpc_tune.rundir.owner import LiveMark
+from hpc_tune.rundir.previous import Previous
 from hpc_tune.train.wandb_log import require_wandb
 
 
-def make_run_dir(config: RunConfig, run_dir: Path, mark: LiveMark) -> Before:
+def make_run_dir(config: RunConfig, run_dir: Path, mark: LiveMark) -> Previous:
     """Make the run directory, this job's alone, and find out now and not at the first save if it
     can be written.
 
@@ -25,9 +24,9 @@ def make_run_dir(config: RunConfig, run_dir: Path, mark: LiveMark) -> Before:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         mark.take()
-        before = look_back(run_dir)
-        (run_dir / aftermath.FOLDER).mkdir(exist_ok=True)
-        aftermath.clear(run_dir)
+        left = previous.read(run_dir)
+        (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
+        heartbeat.clear(run_dir)
         (run_dir / outcome.FILE).unlink(missing_ok=True)
         write_resolved(config, run_dir / "config.resolved.yaml")
     except OSError as error:
@@ -35,4 +34,4 @@ def make_run_dir(config: RunConfig, run_dir: Path, mark: LiveMark) -> Before:
             f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "
             "a file system that this job may write to and that has room"
         ) from None
-    return before
+    return left

@@ -17,8 +17,9 @@ from hpc_tune.engine.base import Engine
 from hpc_tune.engine.native import STATE_NAMES
 from hpc_tune.errors import CheckpointError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.log import JsonLines, log
+from hpc_tune.log import log
 from hpc_tune.model.regions import Region, WrittenFile
+from hpc_tune.rundir.json_lines import Events
 from hpc_tune.world.comm import Comm
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Saver:
         comm: Comm,
         store: Store,
         engine: Engine,
-        events: JsonLines,
+        events: Events,
         settings: CheckpointConfig,
         limit_s: float,
         step: int,
@@ -186,10 +187,8 @@ class Saver:
         self.last_save_s = now_s - self._began_s
         blocked_s = self._blocked_s + now_s - self._waits_since_s
         self._events.write(
-            time=time.time(),
-            step=state.step,
-            rank=0,
-            kind="checkpoint",
+            "checkpoint",
+            state.step,
             path=str(path),
             bytes=sum(f.num_bytes for f in self._files),
             save_s=round(self.last_save_s, 3),
@@ -218,9 +217,7 @@ class Saver:
     def _give_up(self, step: int, error: HpcTuneError) -> None:
         if self._settings.required:
             raise error
-        self._events.write(
-            time=time.time(), step=step, rank=0, kind="warning", message=f"not saved: {error}"
-        )
+        self._events.write("warning", step, message=f"not saved: {error}")
         if self._comm.is_rank_0:
             log.warning("step %d was not saved, training goes on: %s", step, error)
 

@@ -36,12 +36,12 @@ def main() -> None:
     from hpc_tune.checkpoint.state import RunState
     from hpc_tune.checkpoint.store import Store
     from hpc_tune.engine.native import NativeEngine
-    from hpc_tune.log import JsonLines
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
     from hpc_tune.model.weights import index_checkpoint
     from hpc_tune.plan.account import measure
     from hpc_tune.plan.choose import choose_layout
+    from hpc_tune.rundir.json_lines import JsonLines
     from hpc_tune.train.saving import Saver
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)

@@ -12,10 +12,11 @@ ROOT = Path(__file__).parents[2] / "hpc_tune"
 
 # From the lowest floor to the highest; what is in one row must not know its neighbours.
 FLOORS = (
-    ("errors", "units", "log", "lean", "faults"),
+    ("errors", "units", "log", "lean", "faults", "atomic_file"),
     ("config",),
     ("world", "batch"),
     ("memory", "data", "model", "probe"),
+    ("rundir",),
     ("engine", "checkpoint"),
     ("plan", "train"),
     ("slurm", "supervise", "report", "generate", "completion", "overview", "cli", "__main__"),

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError, LostHostError
-from hpc_tune.train import ending, outcome
+from hpc_tune.rundir import outcome
+from hpc_tune.train import ending
 from hpc_tune.train.ending import EarlyLeave
 from hpc_tune.world.stop import StopFlag
 

@@ -13,10 +13,9 @@ from hpc_tune.checkpoint.locate import describe, locate
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import field_names, load_config
 from hpc_tune.errors import CheckpointError, ConfigError, WorldError
-from hpc_tune.memory import aftermath
 from hpc_tune.report.write import write_report
+from hpc_tune.rundir import heartbeat, outcome
 from hpc_tune.slurm import render
-from hpc_tune.train import outcome
 from hpc_tune.train.metrics import drop_after
 from hpc_tune.units import parse_bytes, parse_seconds
 from hpc_tune.world.discover import World, claim_of, discover, rank_hint
@@ -184,7 +183,7 @@ def test_what_lies_in_run_directories(folder, drawn):
     (folder / "outcome.json").write_text(json.dumps(told))
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(tree))
     outcome.read(folder)
-    aftermath.read(folder)
+    heartbeat.read(folder)
     write_report([folder])
     drop_after(folder / "metrics.jsonl", 3)
     assert not [f for f in folder.rglob("*") if f.suffix == ".tmp"]

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from hpc_tune.errors import LeavingError
-from hpc_tune.memory import aftermath, governor
+from hpc_tune.memory import governor
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.fence import Fence
 from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import HostLimit, Usage
 from hpc_tune.memory.policy import Level
 from hpc_tune.model.room import ask, asking
-from hpc_tune.train import outcome
-from hpc_tune.train.pressure import look_back
+from hpc_tune.rundir import heartbeat, outcome, previous
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -204,21 +203,22 @@ def test_switched_off_it_does_nothing(host):
     watching.close()
 
 
-def test_its_last_words_are_there_while_it_runs_and_gone_after(host, tmp_path):
-    file = aftermath.path_of(tmp_path, 3)
+def test_its_heartbeat_is_there_while_it_runs_and_gone_after(host, tmp_path):
+    file = heartbeat.path_of(tmp_path, 3)
     file.parent.mkdir()
-    watching = Governor(None, CPU, "observe", host="n1", last_word=file)
+    beat = heartbeat.HeartbeatFile(file, "n1", HostLimit(1000 * MIB, "the machine"))
+    watching = Governor(None, CPU, "observe", heartbeat=beat)
     watching.start()
     watching.enter("load", "loading the model", tell=True)
-    wait_for(lambda: [w.phase for w in aftermath.read(tmp_path)] == ["loading the model"])
-    [word] = aftermath.read(tmp_path)
+    wait_for(lambda: [w.phase for w in heartbeat.read(tmp_path)] == ["loading the model"])
+    [word] = heartbeat.read(tmp_path)
     assert (word.host, word.used, word.limit) == ("n1", 100 * MIB, 1000 * MIB)
     watching.close()
-    assert aftermath.read(tmp_path) == []
+    assert heartbeat.read(tmp_path) == []
 
 
 def leave_words(run_dir, **changed):
-    file = aftermath.path_of(run_dir, 0)
+    file = heartbeat.path_of(run_dir, 0)
     file.parent.mkdir(exist_ok=True)
     said = {
         "time": 1.0,
@@ -234,20 +234,20 @@ def leave_words(run_dir, **changed):
 
 
 def test_a_run_without_an_outcome_was_killed(tmp_path):
-    assert look_back(tmp_path).death is None
+    assert previous.read(tmp_path).death is None
     leave_words(tmp_path)
-    before = look_back(tmp_path)
-    assert not before.forced
-    assert "Last seen on n1 at 1970-01-01" in before.death
-    assert "while training step 7: 500 B of 1000 B host memory in use (50% of" in before.death
-    assert "probably" not in before.death
+    last = previous.read(tmp_path)
+    assert not last.ended_for_memory
+    assert "Last seen on n1 at 1970-01-01" in last.death
+    assert "while training step 7: 500 B of 1000 B host memory in use (50% of" in last.death
+    assert "probably" not in last.death
 
 
 def test_near_the_limit_it_was_probably_memory(tmp_path):
     leave_words(tmp_path, used=900)
-    before = look_back(tmp_path)
-    assert before.forced
-    assert before.death.endswith("; probably by the kernel, for memory")
+    last = previous.read(tmp_path)
+    assert last.ended_for_memory
+    assert last.death.endswith("; probably by the kernel, for memory")
 
 
 def test_the_kernels_counter_is_proof(tmp_path):
@@ -255,18 +255,18 @@ def test_the_kernels_counter_is_proof(tmp_path):
     group.mkdir()
     (group / "memory.events").write_text("oom_kill 6\n")
     leave_words(tmp_path, cgroup=str(group))
-    before = look_back(tmp_path)
-    assert before.forced
-    assert "the kernel killed 2 of that group's processes for memory" in before.death
+    last = previous.read(tmp_path)
+    assert last.ended_for_memory
+    assert "the kernel killed 2 of that group's processes for memory" in last.death
 
 
 def test_words_that_cannot_be_read_are_none(tmp_path):
     leave_words(tmp_path)
-    aftermath.path_of(tmp_path, 1).write_text("{")
-    aftermath.path_of(tmp_path, 2).write_text('{"time": 1}')
-    assert len(aftermath.read(tmp_path)) == 1
-    aftermath.clear(tmp_path)
-    assert look_back(tmp_path).death is None
+    heartbeat.path_of(tmp_path, 1).write_text("{")
+    heartbeat.path_of(tmp_path, 2).write_text('{"time": 1}')
+    assert len(heartbeat.read(tmp_path)) == 1
+    heartbeat.clear(tmp_path)
+    assert previous.read(tmp_path).death is None
 
 
 def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
@@ -282,10 +282,10 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
         "had": 1,
         "governor": ["shrink_buffers"],
     }
-    before = look_back(tmp_path)
-    assert (before.taken, before.forced, before.death) == (("shrink_buffers",), True, None)
+    last = previous.read(tmp_path)
+    assert (last.actions, last.ended_for_memory, last.death) == (("shrink_buffers",), True, None)
     outcome.write(outcome.stopped("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path)
-    assert not look_back(tmp_path).forced
+    assert not previous.read(tmp_path).ended_for_memory
 
 
 def test_behind_the_fence_an_allocation_fails_instead_of_killing():

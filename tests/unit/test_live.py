@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.train.live import (
+from hpc_tune.rundir.owner import (
     FILE,
     LiveMark,
     is_known_to_be,

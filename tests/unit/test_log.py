@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_tune import log as log_module
-from hpc_tune.log import JsonLines, Progress, configure, log
+from hpc_tune.log import Progress, configure, log
+from hpc_tune.rundir.json_lines import JsonLines
 from hpc_tune.train.metrics import drop_after
 
 

@@ -129,3 +129,9 @@ def test_a_small_model_has_the_heads_and_kinds_of_layers_of_the_large_one(kind):
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)
         assert kinds is None or set(getattr(small, name)) == set(kinds)
+
+
+def test_a_model_that_looks_at_its_weights_itself_cannot_have_them_in_four_bits():
+    pytest.importorskip("bitsandbytes")
+    assert "fails with RuntimeError" in try_out(config_of("gemma3n_text"), True).four_bits
+    assert not try_out(config_of("llama"), True).four_bits

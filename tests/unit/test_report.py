@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from hpc_tune import cli
-from hpc_tune.memory import aftermath
 from hpc_tune.report import watch as watching
 from hpc_tune.report.page import facts, straggler, where_time_went
 from hpc_tune.report.plots import PLOTS, all_figures
 from hpc_tune.report.read import Lines, differences, read_run
 from hpc_tune.report.write import write_report
+from hpc_tune.rundir import heartbeat
 
 BEGAN_S = 1_700_000_000.0
 LIMIT = 8 << 30
@@ -125,8 +125,8 @@ def test_every_axis_says_what_it_shows_in_which_unit(make):
 
 def test_a_run_that_was_killed_is_told_of_with_its_last_words(make):
     run = make(events=EVENTS)
-    word = aftermath.LastWord(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
-    aftermath.write(word, aftermath.path_of(run, 0))
+    word = heartbeat.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
+    heartbeat.write(word, heartbeat.path_of(run, 0))
     text = checked(write_report([run]))
     assert read_run(run).state == "died"
     assert "it was killed: no outcome.json. Last seen on n1" in text
@@ -252,8 +252,8 @@ def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypa
     assert read_run(run).state == "unknown"
     os.utime(run / "metrics.jsonl")
     assert read_run(run).state == "running"
-    word = aftermath.LastWord(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
-    aftermath.write(word, aftermath.path_of(run, 0))
+    word = heartbeat.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
+    heartbeat.write(word, heartbeat.path_of(run, 0))
     assert read_run(run).reason == "it is training step 3"
 
 

@@ -11,10 +11,10 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from test_report import BEGAN_S, DONE, EVENTS, LIMIT, event, make, step
 
-from hpc_tune.memory import aftermath
 from hpc_tune.report.plots import all_figures
 from hpc_tune.report.read import read_run
 from hpc_tune.report.write import write_report
+from hpc_tune.rundir import heartbeat
 
 __all__ = ["make"]  # a fixture
 
@@ -66,8 +66,8 @@ def many_kinds(make):
         "killed": make("killed", events=EVENTS, settings="lr: 0.2"),
         "early": make("early", steps=[], evals=False, outcome=DONE | {"status": "failed"}),
     }
-    word = aftermath.LastWord(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
-    aftermath.write(word, aftermath.path_of(kinds["killed"], 0))
+    word = heartbeat.Heartbeat(BEGAN_S + 21, "saving", "n1", 7 << 30, LIMIT, "cgroup", None, 0)
+    heartbeat.write(word, heartbeat.path_of(kinds["killed"], 0))
     return {**{name: [run] for name, run in kinds.items()}, "overlaid": list(kinds.values())}
 
 

@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
 from hpc_tune.world.stop import process_start
@@ -158,9 +159,7 @@ class LiveMark:
 
     def _take_over(self, owner: Owner | None) -> None:
         log.info("run.dir=%s: %s has ended without a word", self._path.parent, owner or "another")
-        temporary = self._path.with_name(f".{FILE}.{self._me.nonce}")
-        temporary.write_text(json.dumps(asdict(self._me)), encoding="utf-8")
-        temporary.replace(self._path)
+        write_file(self._path, json.dumps(asdict(self._me)))
         time.sleep(_SETTLE_S)
 
     def _keep(self) -> None:

@@ -1,12 +1,12 @@
 """outcome.json: how the run ended, as the only witness that can be trusted."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.world.stop import STOP_FILE
 
@@ -47,11 +47,9 @@ def write(outcome: Outcome, run_dir: Path) -> None:
     """Write outcome.json atomically; a STOP file that ended the run is removed: it was heard."""
     if outcome.status != "failed":
         (run_dir / STOP_FILE).unlink(missing_ok=True)
-    temporary = run_dir / f".{FILE}.{os.getpid()}"
     said = asdict(outcome)
     said |= said.pop("facts")
-    temporary.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(run_dir / FILE)
+    write_file(run_dir / FILE, json.dumps(said, indent=1) + "\n")
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:

@@ -1,0 +1,131 @@
+"""What a node says every few seconds of a run: when it is killed, how it was last seen.
+
+    run.dir/memory/node-0.json, one small file per node
+
+A run that ends by itself writes outcome.json and removes them.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from hpc_tune.atomic_file import write_file
+from hpc_tune.memory.host import HostLimit, oom_kills
+from hpc_tune.units import format_bytes
+
+FOLDER = "memory"
+ALIVE_S = 30.0  # a run says every few seconds that it is there
+NEAR_THE_LIMIT = 0.85  # of it in use: the kernel may have killed for memory
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Host memory of one node a few seconds before the end, or now if the run is alive.
+
+    ``time`` is in seconds since the epoch, ``used`` and ``limit`` are bytes. ``oom_kills`` is the
+    kernel's counter, for ``cgroup`` or the machine, when the run began.
+    """
+
+    time: float
+    phase: str
+    host: str
+    used: int
+    limit: int
+    limit_source: str
+    cgroup: str | None
+    oom_kills: int
+
+
+_HEARTBEAT = TypeAdapter(Heartbeat)
+
+
+class HeartbeatFile:
+    """Keeps the file of this node up to date."""
+
+    def __init__(self, path: Path, host: str, limit: HostLimit) -> None:
+        """Write to ``path``, whose folder exists by then."""
+        self._path: Path | None = path
+        self._host, self._limit, self._kills = host, limit, oom_kills(limit)
+
+    def beat(self, phase: str, used: int) -> None:
+        """Say what the run does and how many bytes the node uses; a full disk ends it."""
+        if self._path is None:
+            return
+        limit = self._limit
+        cgroup = None if limit.cgroup is None else str(limit.cgroup)
+        said = (phase, self._host, used, limit.num_bytes, limit.source, cgroup, self._kills)
+        try:
+            write(Heartbeat(time.time(), *said), self._path)
+        except OSError:
+            self._path = None  # a disk that is full is told of by who must write
+
+    def close(self) -> None:
+        """Remove the file: the run ends by itself."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def path_of(run_dir: Path, node: int) -> Path:
+    """Return the file of a node."""
+    return run_dir / FOLDER / f"node-{node}.json"
+
+
+def write(heartbeat: Heartbeat, path: Path) -> None:
+    """Replace the file.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    write_file(path, json.dumps(asdict(heartbeat)))
+
+
+def read(run_dir: Path) -> list[Heartbeat]:
+    """Return what the nodes of the last run said, the fullest first."""
+    found = []
+    for file in sorted((run_dir / FOLDER).glob("node-*.json")):
+        try:
+            heartbeat = _HEARTBEAT.validate_json(file.read_bytes())
+        except (OSError, ValueError):
+            continue
+        found += [heartbeat] if heartbeat.limit > 0 else []
+    return sorted(found, key=lambda beat: -beat.used / beat.limit)
+
+
+def clear(run_dir: Path) -> None:
+    """Remove what was said."""
+    for file in (run_dir / FOLDER).glob("node-*.json"):
+        file.unlink(missing_ok=True)
+
+
+def was_memory(last: Sequence[Heartbeat]) -> bool:
+    """Tell whether a run that left no outcome ended for memory, as far as one can know."""
+    return any(_kills_since(one) > 0 or one.used >= NEAR_THE_LIMIT * one.limit for one in last)
+
+
+def describe(last: Sequence[Heartbeat]) -> str:
+    """Return, for a person, how a run without an outcome was last seen."""
+    fullest = last[0]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))
+    text = (
+        f"it was killed: no outcome.json. Last seen on {fullest.host} at {when} while "
+        f"{fullest.phase}: {format_bytes(fullest.used)} of {format_bytes(fullest.limit)} host "
+        f"memory in use ({fullest.used / fullest.limit:.0%} of {fullest.limit_source})"
+    )
+    kills = max(map(_kills_since, last))
+    if kills:
+        text += f"; since it began the kernel killed {kills} of that group's processes for memory"
+    elif was_memory(last):
+        text += "; probably by the kernel, for memory"
+    return text
+
+
+def _kills_since(heartbeat: Heartbeat) -> int:
+    """Return how often the kernel killed since the run began; 0 where its group is gone."""
+    if heartbeat.cgroup is None or not Path(heartbeat.cgroup).is_dir():
+        return 0
+    limit = HostLimit(heartbeat.limit, heartbeat.limit_source, Path(heartbeat.cgroup))
+    return max(0, oom_kills(limit) - heartbeat.oom_kills)
