@@ -92,9 +92,9 @@ def prepare_model(
 
 def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
     """Return the settings that are right for the architecture, or refuse. Collective."""
+    four_bits = config.tune.method == "qlora"
     proof = comm.on_rank_0(
-        "trying the architecture",
-        lambda: prove(read_config(built.directory), config.tune.method == "qlora"),
+        "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
     )
     kind, parallel = built.config.model_type, config.parallel
     if proof.loss:
@@ -110,7 +110,7 @@ def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
                 f"{setting}={size}: a {kind} model would not be trained right: {why}; use "
                 "parallel.shard"
             )
-    if config.tune.method == "qlora" and proof.four_bits:
+    if four_bits and proof.four_bits:
         raise ConfigError(
             f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.four_bits}; "
             "use tune.method=lora"
