@@ -2,13 +2,14 @@ import ast
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2] / "hpc_tune"
+sys.path.insert(0, str(ROOT.parent / "tools"))
+
+from house_table import circles_in, imports_of  # noqa: E402
 
 # From the lowest floor to the highest; what is in one row must not know its neighbours.
 FLOORS = (
@@ -54,28 +55,6 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 FILES = sorted(ROOT.rglob("*.py"))
 
 
-def imports_of(file: Path, for_types: bool = True) -> set[str]:
-    """Every dotted name that a file imports, inside functions and, on request, for types alone."""
-    found: set[str] = set()
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    unseen = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for body in node.body
-        for inner in ast.walk(body)
-    }
-    for node in ast.walk(tree):
-        if node in unseen and not for_types:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: a relative import hides the floor"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
 def room_of(file: Path) -> str:
     return file.relative_to(ROOT).with_suffix("").parts[0]
 
@@ -117,28 +96,8 @@ def test_the_check_sees_an_import_inside_a_function(tmp_path):
     assert imports_of(file) == {"hpc_tune.cli.main", "h5py._hl"}
 
 
-def circle_in(files: Sequence[Path], package: Path) -> list[str]:
-    """Return the files of a circle of imports, the first one twice; nothing if there is none.
-
-    An import inside a function counts, one for types alone does not.
-    """
-    paths = {file: file.relative_to(package.parent).with_suffix("").parts for file in files}
-    names = {file: ".".join(parts).removesuffix(".__init__") for file, parts in paths.items()}
-    ours, needs = set(names.values()), {}
-    for file, own in names.items():
-        found = imports_of(file, for_types=False)
-        # Of "a.b.c" either c is a file, or something in the file a.b.
-        modules = {name if name in ours else name.rpartition(".")[0] for name in found}
-        needs[own] = (modules & ours) - {own}
-    try:
-        TopologicalSorter(needs).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
 def test_no_files_import_each_other_in_a_circle():
-    assert circle_in(FILES, ROOT) == []
+    assert circles_in(ROOT) == []
 
 
 @pytest.mark.parametrize(
@@ -160,8 +119,7 @@ def test_a_circle_of_three_files_is_found(tmp_path, last, closes):
     texts = {"__init__": "", "a": "from ours.b import f", "b": "from ours import c", "c": last}
     for name, text in texts.items():
         (package / f"{name}.py").write_text(text)
-    circle = circle_in(sorted(package.glob("*.py")), package)
-    assert set(circle) == ({"ours.a", "ours.b", "ours.c"} if closes else set())
+    assert circles_in(package) == ([["ours.a", "ours.b", "ours.c"]] if closes else [])
 
 
 def users_of(third_party: str) -> set[str]:
