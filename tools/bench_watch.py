@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 POLL_S = 1.0
 RUN_LIMIT_S = 3600
@@ -60,25 +62,19 @@ def watched(
 
 def _watch(pid: int, device: str, peaks: list[int], finished: threading.Event) -> None:
     while not finished.wait(POLL_S):
-        peaks[0] = max(peaks[0], sum(_own_share(one) for one in _family(pid)))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(pid)
+            family = [top, *top.children(recursive=True)]
+            peaks[0] = max(peaks[0], sum(_own_share(one.pid) for one in family))
         if device == "cuda":
             peaks[1] = max(peaks[1], _device_bytes())
 
 
-def _family(pid: int) -> Iterator[int]:
-    """Yield a process and all below it."""
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text(encoding="ascii").split()
-        except OSError:
-            continue
-        for child in children:
-            yield from _family(int(child))
-
-
 def _own_share(pid: int) -> int:
-    """Return a process's anonymous and shared bytes, its part of those that others have too."""
+    """Return a process's anonymous and shared bytes, its part of those that others have too.
+
+    psutil has no such sum: its figures hold mapped files too.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -269,7 +269,7 @@ def return_freed_blocks() -> None:
 def own_bytes(proc: Path = Path("/proc"), pid: int | None = None) -> int:
     """Return the anonymous and shared bytes (RssAnon + RssShmem) of this process, or of another.
 
-    0 for one that is gone.
+    0 for one that is gone. psutil has no such sum: its figures hold mapped files too.
     """
     status = _fields(proc / ("self" if pid is None else str(pid)) / "status", separator=":")
     return (status.get("RssAnon", 0) + status.get("RssShmem", 0)) * 1024

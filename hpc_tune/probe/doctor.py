@@ -21,6 +21,7 @@ from hpc_tune.probe.links import measure
 from hpc_tune.probe.table import as_dict, as_lines
 from hpc_tune.world.affinity import reachable_cpus
 from hpc_tune.world.bootstrap import bootstrap, shutdown
+from hpc_tune.world.processes import ancestors
 
 # All of it is to take less than a minute on two nodes of eight, whatever the cores; each further
 # node is one more round of pairs.
@@ -89,11 +90,9 @@ def is_terminal(launcher: str) -> bool:
     if not sys.stdout.isatty() or launcher != "openmpi":
         return sys.stdout.isatty()
     try:
-        mine = shown = os.readlink("/proc/self/fd/1")
-        pid = "self"
-        while shown == mine:
-            pid = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-            shown = os.readlink(f"/proc/{pid}/fd/1")
+        own = os.readlink("/proc/self/fd/1")
+        outputs = (os.readlink(f"/proc/{pid}/fd/1") for pid, _ in ancestors())
+        shown = next((output for output in outputs if output != own), "")
     except OSError:
         return False
     return shown.startswith(("/dev/pts/", "/dev/tty"))

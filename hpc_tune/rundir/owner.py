@@ -23,6 +23,7 @@ from typing import Any
 from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
+from hpc_tune.world.processes import started_s
 from hpc_tune.world.stop import process_start
 
 FILE = "live.json"
@@ -232,12 +233,8 @@ def _look(path: Path) -> tuple[Owner | None, float, float] | None:
 
 def _start_of(pid: int) -> str | None:
     """Return when a process started, in the kernel's ticks; None if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else fields[19]
+    after_boot_s = started_s(pid)
+    return None if after_boot_s is None else f"{after_boot_s * os.sysconf('SC_CLK_TCK'):.0f}"
 
 
 def _place() -> str:

@@ -141,7 +141,10 @@ def settle() -> None:
 
 
 def _state_if(name: str, task: Path) -> str | None:
-    """Return the state of a thread if it has this name, such as S: it waits."""
+    """Return the state of a thread if it has this name, such as S: it waits.
+
+    psutil tells neither of threads.
+    """
     try:
         stat = (task / "stat").read_text()
     except OSError:

@@ -13,15 +13,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, RemoteError
+from hpc_tune.world.discover import rank_hint
+from hpc_tune.world.processes import ancestors, is_alive
 
 if TYPE_CHECKING:
     from hpc_tune.world.comm import Comm, Peer
-from hpc_tune.world.discover import rank_hint
 
 _STORE_LIMIT_S = 2.0
 _ABORT_LIMIT_S = 5.0
@@ -97,7 +97,7 @@ def dead_peers(comm: "Comm") -> "list[Peer]":
     return [
         peer
         for peer in comm.roster
-        if peer.node == mine.node and peer.rank != mine.rank and not _is_alive(peer.pid)
+        if peer.node == mine.node and peer.rank != mine.rank and not is_alive(peer.pid)
     ]
 
 
@@ -129,12 +129,14 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
 
 def watch_launcher(who: str, every_s: float = 1.0) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun leaves orphans."""
-    parent, launcher = os.getppid(), _launcher_pid()
+    parent = os.getppid()
+    # The nearest, such as mpirun behind a shell script.
+    launcher = next((pid for pid, name in ancestors() if name.startswith(_LAUNCHERS)), None)
 
     def watch() -> None:
         while True:
             time.sleep(every_s)
-            if os.getppid() != parent or (launcher is not None and not _is_alive(launcher)):
+            if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
                 # Nobody may read the other end any more.
                 with contextlib.suppress(OSError, ValueError):
                     print(f"{who}: the launcher is gone, leaving", file=sys.stderr, flush=True)
@@ -220,29 +222,3 @@ def _speaks_first_on_host(nonce: str) -> bool:
         return False
     claim.detach()
     return True
-
-
-def _is_alive(pid: int) -> bool:
-    stat = _stat(pid)
-    return stat is not None and stat[0] not in "ZX"
-
-
-def _stat(pid: int) -> tuple[str, int, str] | None:
-    """Return (state, parent, name) of a process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    name = text[text.index("(") + 1 : text.rindex(")")]
-    fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[1]), name
-
-
-def _launcher_pid() -> int | None:
-    """Return the nearest ancestor that is a launcher, such as mpirun behind a shell script."""
-    pid = os.getppid()
-    while pid > 1 and (stat := _stat(pid)) is not None:
-        if stat[2].startswith(_LAUNCHERS):
-            return pid
-        pid = stat[1]
-    return None

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, WorldError
 
 _LOOK_EVERY_S = 1.0
@@ -72,34 +74,33 @@ class HangWatch:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 
 
-def progress() -> tuple[int, ...]:
+def progress() -> tuple[float, ...]:
     """Return what grows while the main thread computes or reads, or waits for a child that does."""
     main = threading.main_thread().ident
     assert main is not None
     spent = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
-    return (spent, _read_bytes(), *(_ticks(pid) for pid in _children()))
+    return (spent, _read_bytes(), *(_cpu_s(pid) for pid in _children()))
 
 
 def _read_bytes() -> int:
     """Return what this process has had read from disks; pages that are mapped count too."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/io").read_text().splitlines():
-            if line.startswith("read_bytes:"):
-                return int(line.split()[1])
+    # Where a kernel does not count it, psutil has no such method.
+    with contextlib.suppress(psutil.Error, OSError, ValueError, AttributeError):
+        return psutil.Process().io_counters().read_bytes
     return 0
 
 
 def _children() -> list[int]:
+    # Once a second: psutil's children() would look at every process of the node.
     try:
         return [*map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())]
     except (OSError, ValueError):
         return []
 
 
-def _ticks(pid: int) -> int:
+def _cpu_s(pid: int) -> float:
     """Return the time that a process and those that it has waited for have computed."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return sum(map(int, stat[stat.rindex(")") + 2 :].split()[11:15]))
-    except (OSError, ValueError):
+        return sum(psutil.Process(pid).cpu_times()[:4])  # without waiting for disks
+    except (psutil.Error, OSError):
         return 0

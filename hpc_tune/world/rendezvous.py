@@ -8,20 +8,18 @@ No port is guessed, nothing listens on more than one interface, and loopback is 
 than one node.
 """
 
-import array
 import contextlib
-import fcntl
 import hashlib
 import ipaddress
 import secrets
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world.channel import Channel
@@ -132,24 +130,13 @@ def candidates(
 
 
 def local_addresses() -> list[Address]:
-    """Return the addresses of the interfaces of this host that are up."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        size, length = 40, 40 * 512  # struct ifreq: 16 bytes of name, then a sockaddr_in
-        buffer = array.array("B", bytes(length))
-        request = struct.pack("iL", length, buffer.buffer_info()[0])
-        (used,) = struct.unpack_from("i", fcntl.ioctl(probe, 0x8912, request))  # SIOCGIFCONF
-    for start in range(0, used, size):
-        entry = buffer[start : start + size].tobytes()
-        # An alias such as eth0:1 belongs to eth0.
-        name = entry[:16].partition(b"\0")[0].decode().partition(":")[0]
-        found.append(Address(name, socket.inet_ntoa(entry[20:24])))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else []:
-        digits, _, _, scope, _, name = line.split()
-        if scope in ("00", "10"):  # global and loopback
-            found.append(Address(name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))))
-    return found
+    """Return the addresses of this host's interfaces, without the link-local ones of IPv6."""
+    return [
+        Address(name.partition(":")[0], address.address)  # an alias such as eth0:1 belongs to eth0
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6) and "%" not in address.address
+    ]
 
 
 def interface_towards(ip: str) -> str | None:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_tune.log import log
+from hpc_tune.world.processes import started_s
 
 STOP_FILE = "STOP"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -101,10 +102,9 @@ class StopFlag:
 
 def process_start() -> float:
     """Return when this process started, in seconds since the epoch."""
-    stat = Path("/proc/self/stat").read_text()
-    ticks = int(stat[stat.rindex(")") + 2 :].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
+    after_boot_s = started_s(os.getpid())
+    assert after_boot_s is not None, "a process that asks is alive"
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s
 
 
 def job_end(environ: Mapping[str, str], ask: bool) -> float | None:

@@ -12,10 +12,11 @@ import time
 
 import pytest
 
+from hpc_tune.world.processes import is_alive
 from tests.ranks.test_train_ends import ENDLESS, Job, rank_of
 from tests.support.hosts import hosts
 from tests.support.launchers import ACROSS, across
-from tests.support.ranks import HANG_S, is_alive, rank_environment, run_ranks
+from tests.support.ranks import HANG_S, rank_environment, run_ranks
 from tests.support.training import events, losses, outcome, rows, train, worlds_in, worst_gap
 
 OPEN_MPI = "Open MPI 5 of PyPI"

@@ -12,14 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import (
-    HANG_S,
-    descendants,
-    find_mpirun,
-    is_alive,
-    rank_environment,
-    started,
-)
+from hpc_tune.world.processes import is_alive
+from tests.support.ranks import HANG_S, descendants, find_mpirun, rank_environment, started
 from tests.support.training import (
     SMALL,
     STEPS,

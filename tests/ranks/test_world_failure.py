@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import HANG_S, find_mpirun, is_alive, mpirun, rank_environment, started
+from hpc_tune.world.processes import is_alive
+from tests.support.ranks import HANG_S, find_mpirun, mpirun, rank_environment, started
 
 # The environment variable CAUSE says what rank 2 (of 4) or rank 1 (of 2) does.
 PROGRAM = """

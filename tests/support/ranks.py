@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support import warm
@@ -148,24 +149,7 @@ def torchrun(
 
 def descendants(pid: int) -> list[int]:
     """Return the children of a process, their children, and so on."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            stat = (folder / "stat").read_text(errors="replace")
-            parent = int(stat[stat.rindex(")") + 2 :].split()[1])
-            children.setdefault(parent, []).append(int(folder.name))
-    found, todo = [], [pid]
-    while todo:
-        new = children.get(todo.pop(), [])
-        found += new
-        todo += new
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Tell whether a process exists and is no zombie."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return False
-    return stat[stat.rindex(")") + 2] not in "ZX"
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

@@ -46,7 +46,7 @@ OWNERS = {
     "safetensors": ("model/",),
     "bitsandbytes": ("model/quantize.py",),
     "torchao": ("engine/float8.py",),
-    "psutil": (),  # its memory is the machine's, not what the job may use
+    "psutil": ("world/processes.py", "world/hang.py", "world/rendezvous.py"),
     "matplotlib": ("report/",),
     "wandb": ("train/wandb_log.py",),
     "pynvml": ("probe/topology.py",),
@@ -142,6 +142,12 @@ def test_every_owner_imports_what_it_owns(third_party):
     assert [o for o in OWNERS[third_party] if not any(u.startswith(o) for u in users)] == []
 
 
+def test_psutil_is_not_asked_for_the_memory_of_the_machine():
+    """A job may use what its cgroup grants: memory/host.py."""
+    files = [*FILES, *(ROOT.parent / "tools").glob("*.py")]
+    assert not [file for file in files if "virtual_memory" in file.read_text(encoding="utf-8")]
+
+
 def test_init_files_of_rooms_are_empty():
     assert not [f for f in ROOT.glob("*/**/__init__.py") if f.read_text().strip()]
 
@@ -150,7 +156,7 @@ def test_no_file_is_over_400_lines():
     assert not {f: n for f in FILES if (n := len(f.read_text().splitlines())) > 400}
 
 
-HEAVY = ("torch", "transformers", "peft", "numpy", "h5py", "mpi4py")
+HEAVY = ("torch", "transformers", "peft", "numpy", "h5py", "mpi4py", "psutil")
 ENTRY = """
 import runpy, sys
 sys.argv = ["hpc_tune", *{arguments!r}]

@@ -1,5 +1,8 @@
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -96,6 +99,18 @@ def test_this_host_has_loopback_and_its_interfaces_are_named_by_the_kernel():
     found = local_addresses()
     assert Address("lo", "127.0.0.1") in found
     assert {a.interface for a in found} <= {name for _, name in socket.if_nameindex()}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_an_alias_belongs_to_its_interface_and_link_local_addresses_are_left_out():
+    adding = "ip link set lo up; ip addr add 10.9.0.1/24 dev lo label lo:1; "
+    adding += "ip addr add fd00::2/64 dev lo; ip addr add fe80::3/64 dev lo; "
+    program = "from hpc_tune.world.rendezvous import local_addresses\n"
+    program += "print(*(f'{a.interface}={a.ip}' for a in local_addresses()))"
+    command = ["unshare", "--net", "sh", "-c", adding + '"$0" -c "$1"', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    expected = ["lo=10.9.0.1", "lo=127.0.0.1", "lo=::1", "lo=fd00::2"]
+    assert sorted(done.stdout.split()) == expected, done.stderr
 
 
 @pytest.mark.parametrize(

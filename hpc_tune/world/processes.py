@@ -1,0 +1,41 @@
+"""Other processes of this node: whether they live, since when, and whose children this one is.
+
+psutil knows. It is not asked for memory: its total is the machine's, where a job may use what its
+cgroup grants (memory/host.py).
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import psutil
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process is there, may be looked at, and is no zombie."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except (psutil.Error, OSError):  # such as too many open files
+        return False
+
+
+def started_s(pid: int) -> float | None:
+    """Return when a process started, in seconds since the boot; None if it is not alive.
+
+    psutil's create_time adds the time of the boot, which changes when the clock is set and is
+    rounded to seconds: without it, one process has one start.
+    """
+    try:
+        boot_s = psutil.boot_time()  # before the process: psutil below 7.1 adds the last one asked
+        return psutil.Process(pid).create_time() - boot_s if is_alive(pid) else None
+    except (psutil.Error, OSError):
+        return None
+
+
+def ancestors() -> Iterator[tuple[int, str]]:
+    """Yield (pid, name) of this process's parent, its parent and so on, as far as may be seen."""
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process()
+        # Not psutil's parents(): where others' are hidden, it takes the lowest pid for the first.
+        while pid := process.ppid():
+            process = psutil.Process(pid)
+            yield pid, process.name()
