@@ -141,11 +141,8 @@ def settle() -> None:
 
 
 def _state_if(name: str, task: Path) -> str | None:
-    """Return the state of a thread if it has this name, such as S: it waits.
-
-    psutil tells neither of threads.
-    """
-    try:
+    """Return the state of a thread if it has this name, such as S: it waits."""
+    try:  # psutil tells neither of threads
         stat = (task / "stat").read_text()
     except OSError:
         return None
