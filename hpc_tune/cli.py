@@ -90,9 +90,7 @@ def _build_parser() -> _Parser:
         description=f"hpc_tune {__version__}: fine-tune large language models on HPC clusters",
         epilog=_settings_text(),
     )
-    parser.add_argument(
-        "--version", action=_Version, nargs=0, help="print versions for bug reports"
-    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print what bug reports need")
     commands = parser.add_subparsers(
         title="commands",
         metavar="COMMAND --help",

@@ -75,12 +75,7 @@ SETTINGS = (
         default=[],
     ),
     argument(
-        "settings",
-        str,
-        "settings; they override those of FILE",
-        nargs="*",
-        metavar="key=value",
-        default=[],
+        "settings", str, "settings that override FILE's", nargs="*", metavar="key=value", default=[]
     ),
 )
 RUN = argument("run", Path, "a run directory or one of its checkpoints", metavar="RUN")
@@ -172,10 +167,10 @@ def show(options: Namespace) -> int:
     argument(
         "--save",
         ("streamed", "gathered"),
-        "streamed: as hpc_tune saves; gathered: as tools do that first gather the model on one rank",
+        "streamed: as hpc_tune saves; gathered: as tools that first gather the model on one rank",
         default="streamed",
     ),
-    argument("--measured", str, "with parallel=auto: the output of doctor --json there, a file"),
+    argument("--measured", str, "with parallel=auto: file with what doctor --json printed there"),
     argument("--hardware", str, "with parallel=auto: kind of cluster, such as h100-ib400"),
     JSON,
     *SETTINGS,
@@ -205,12 +200,7 @@ def plan(options: Namespace) -> int:
 
 @command(
     RUN,
-    argument(
-        "--to",
-        ("adapter", "merged"),
-        "adapter: a PEFT adapter; merged: a whole model, the adapter merged into its weights",
-        required=True,
-    ),
+    argument("--to", ("adapter", "merged"), "a PEFT adapter, or the whole model", required=True),
     argument("--out", Path, "directory to write (default: RUN/export/adapter, or .../merged)"),
     argument("--base", Path, "directory of the base model, if it has moved"),
 )
