@@ -1,66 +1,72 @@
-"""Completion of commands and settings in a shell, as a script that the shell reads once.
+"""Completion of commands, their arguments and settings in a shell: a script that it reads once.
 
 eval "$(hpc_tune completion bash)"
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hpc_tune.config.load import describe_fields
-from hpc_tune.errors import ConfigError
 
 SHELLS = ("bash", "zsh")
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 # bash gives key=value as three words, and wants only what follows the sign.
 _SCRIPT = """_hpc_tune() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" key
-    COMPREPLY=()
-    if [ "$word" = "=" ]; then key="$before"; word=""
-    elif [ "$before" = "=" ]; then key="${{COMP_WORDS[COMP_CWORD-2]}}"
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command=train
+    local settings="{settings}" words="" files=""
+    if [ "$COMP_CWORD" -gt 1 ]; then
+        case "${{COMP_WORDS[1]}}" in {commands}) command="${{COMP_WORDS[1]}}" ;; esac
     fi
-    case "$key" in
-        "") ;;
-{choices}
-        *) COMPREPLY=($(compgen -f -- "$word")); return ;;
+    if [ "$word" = "=" ]; then word="" before="$before="
+    elif [ "$before" = "=" ]; then before="${{COMP_WORDS[COMP_CWORD-2]}}="
+    fi
+    case "$command $before" in
+{values}
+        *=) files=1 ;;
+        *)
+            case "$command" in
+{arguments}
+            esac
+            [ "$COMP_CWORD" = 1 ] && words="$words {names} --version" ;;
     esac
-    case "$before" in
-        --config|--out|--run|--model|inspect|export|report|watch|show)
-            COMPREPLY=($(compgen -f -- "$word")); return ;;
-    esac
-    if [ "$COMP_CWORD" = 1 ]; then
-        COMPREPLY=($(compgen -W "{commands} --help --version" -- "$word"))
-    fi
-    COMPREPLY+=($(compgen -W "--config --help" -- "$word"))
-    local settings=($(compgen -W "{settings}" -- "$word"))
-    if [ ${{#settings[@]}} -gt 0 ]; then
-        COMPREPLY+=("${{settings[@]}}")
-        [ ${{#COMPREPLY[@]}} = 1 ] && compopt -o nospace 2> /dev/null
-    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    [ -n "$files" ] && COMPREPLY+=($(compgen -f -- "$word"))
+    case "${{COMPREPLY[*]}}" in *" "*) ;; *=) compopt -o nospace 2> /dev/null ;; esac
 }}
 complete -F _hpc_tune hpc_tune
 """
 
 
-def script(shell: str, commands: Iterable[str]) -> str:
-    """Return the script for a shell.
-
-    Raises:
-        ConfigError: if there is none for it.
-    """
-    if shell not in SHELLS:
-        raise ConfigError(f"completion {shell}: expected {' or '.join(SHELLS)}")
-    fields = list(describe_fields())
-    choices = []
+def script(shell: str, commands: Mapping[str, Any]) -> str:
+    """Return the script for a shell, made of what the ``commands`` declare for argparse."""
+    fields, values, arguments = list(describe_fields()), [], []
     for name, kind, _, _ in fields:
-        values = "true false" if kind == "bool" else " ".join(_words(kind))
-        if values:
-            words = f'COMPREPLY=($(compgen -W "{values}" -- "$word")); return'
-            choices.append(f"        {name}) {words} ;;")
-    text = _SCRIPT.format(
-        choices="\n".join(choices),
-        commands=" ".join(commands),
+        words = ["true", "false"] if kind == "bool" else _words(kind)
+        values += [_case(f'*" {name}="', words, files=False)] if words else []
+    for command, (_, declared) in commands.items():
+        words, takes_files = ["--help"], False
+        for name, kwargs in declared:
+            choices = kwargs.get("choices", ())
+            if name == "settings":
+                words.append("$settings")
+            elif not name.startswith("-"):
+                words, takes_files = [*words, *choices], not choices
+            else:
+                words.append(name)
+                if "action" not in kwargs or kwargs["action"] == "append":
+                    values.append(_case(f'"{command} {name}"', choices, files=not choices))
+        arguments.append("        " + _case(command, words, takes_files))
+    return (_ZSH if shell == "zsh" else "") + _SCRIPT.format(
         settings=" ".join(f"{name}=" for name, *_ in fields),
+        names=" ".join(commands),
+        commands="|".join(commands),
+        values="\n".join(values),
+        arguments="\n".join(arguments),
     )
-    return (_ZSH if shell == "zsh" else "") + text
+
+
+def _case(pattern: str, words: Sequence[str], files: bool) -> str:
+    return f'        {pattern}) words="{" ".join(words)}" files={"1" if files else ""} ;;'
 
 
 def _words(kind: str) -> list[str]:

@@ -18,7 +18,6 @@ import torch
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.zero_settings import BUCKET_VALUES
-from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
@@ -362,17 +361,3 @@ def _smaller_state(config: RunConfig, machine: Machine) -> list[str]:
         advice.append("weights: tune.method=qlora keeps the base in 4 bits")
     advice.append("more nodes")
     return advice
-
-
-def machine_of(
-    nodes: int, ranks_per_node: int, device_bytes: int | None, host_bytes: int
-) -> Machine:
-    """Return the machine of the command line.
-
-    Raises:
-        ConfigError: if a number is not positive.
-    """
-    for name, value in (("--nodes", nodes), ("--gpus-per-node", ranks_per_node)):
-        if value < 1:
-            raise ConfigError(f"{name} {value}: expected at least 1")
-    return Machine(nodes, ranks_per_node, device_bytes, host_bytes)

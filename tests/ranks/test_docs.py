@@ -164,7 +164,7 @@ def test_shown_output_must_come_but_for_its_numbers(shown, missing):
         ("mpirun -np 8 python -m hpc_tune train.max_steps=2", None),
         ("python -m hpc_tune trian.max_steps=2", "trian: no such key"),
         ("python -m hpc_tune inspect runs/a --verify | head -n 1", None),
-        ("python -m hpc_tune inspect runs/a --verfiy", "unrecognized arguments: --verfiy"),
+        ("python -m hpc_tune inspect runs/a --verfiy", "unknown argument --verfiy"),
         ("srun python -m hpc_tune plan optim.lr=fast || true", "optim.lr='fast'"),
         ("python -m hpc_tune --config nowhere.yaml", "nowhere.yaml: no such file"),
         ("sbatch --nodes=4 slurm/tiny_cpu.sh optim.lr=1e-3", None),

@@ -7,7 +7,6 @@ A ``console`` block has commands behind ``$`` and output below, a ``bash`` block
 Where ``<!-- not run: REASON -->`` stands above a block it is only checked.
 """
 
-import argparse
 import contextlib
 import io
 import re
@@ -15,12 +14,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 from hpc_tune import cli
+from hpc_tune.commands import COMMANDS
 from hpc_tune.config.load import field_names, load_config
-from hpc_tune.errors import EXIT_DONE, ConfigError
+from hpc_tune.errors import ConfigError
 from tests.support.ranks import ROOT
 
 DOCS = ROOT / "docs"
@@ -164,9 +162,10 @@ def unknown_settings(text: str) -> list[str]:
         named = [(m[0], m[2]) for m in _SETTING.finditer(code)]
         found += [name for name, field in named if name not in known and field not in _FILES]
         words = code.split()
-        if words[0] in cli.COMMANDS:
+        if words[0] in COMMANDS:
+            _, arguments = COMMANDS[words[0]]
             given = {word.partition("=")[0] for word in words if word.startswith("--")}
-            found += [f"{words[0]} {option}" for option in sorted(given - _options_of(words[0]))]
+            found += [f"{words[0]} {option}" for option in sorted(given - dict(arguments).keys())]
     return found
 
 
@@ -225,38 +224,14 @@ def _simple_commands(text: str, environ: Mapping[str, str]) -> Iterator[list[str
                 words.append(word)
 
 
-class _Understood(Exception):
-    """The arguments of a command are good."""
-
-
 def _problems_of_call(words: Sequence[str]) -> list[str]:
     """Parse the arguments of a command as it does, and validate its settings; start nothing."""
-    parse, options_and_config = argparse.ArgumentParser.parse_args, cli._options_and_config
-
-    def parse_only(self: argparse.ArgumentParser, *given: Any) -> None:
-        parse(self, *given)
-        raise _Understood
-
-    def load_only(*given: Any) -> None:
-        options_and_config(*given)
-        raise _Understood
-
-    said = io.StringIO()
-    with (
-        contextlib.redirect_stderr(said),
-        contextlib.redirect_stdout(said),
-        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_only),
-        mock.patch.object(cli, "_options_and_config", load_only),
-    ):
-        try:
-            if cli.main(words) == EXIT_DONE:
-                return []  # it has no arguments
-        except _Understood:
-            return []
-        except SystemExit as leaving:
-            if not leaving.code:
-                return []
-    return [said.getvalue().strip()]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            cli.parse(words)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _problems_of_script(words: Sequence[str]) -> list[str]:
@@ -271,13 +246,6 @@ def _problems_of_script(words: Sequence[str]) -> list[str]:
     except ConfigError as error:
         return [f"{words[at]} {' '.join(settings)}: {error}"]
     return []
-
-
-def _options_of(command: str) -> set[str]:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        cli.main([command, "--help"])
-    return set(re.findall(r"--[a-z][a-z-]*", said.getvalue().partition("settings (in FILE")[0]))
 
 
 def _missing_paths(text: str, folder: Path) -> list[str]:

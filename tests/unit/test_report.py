@@ -204,7 +204,7 @@ def test_twenty_thousand_steps_give_a_small_page(make):
         (["report", "run", "--out", "x.pdf"], "expected the name of an .html file"),
         (["report", "run", "--out", "/proc/x/y.html"], "cannot be written"),
         (["watch", "nowhere"], "nowhere is no folder"),
-        (["watch", "run", "--every", "0"], "--every 0: expected seconds"),
+        (["watch", "run", "--every", "0"], "--every: found 0, expected at least 0.01"),
     ],
 )
 def test_wrong_uses_are_told_in_one_message(make, tmp_path, monkeypatch, capsys, arguments, said):

@@ -1,0 +1,294 @@
+"""The commands: of each its arguments, its help (the docstring) and what it does.
+
+``options`` are the arguments as argparse reads them; where SETTINGS are among them,
+``options.config`` is the configuration that they describe. A command imports what it needs when it
+runs, so that --help and mistakes are answered without torch.
+"""
+
+import math
+import shlex
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.completion import SHELLS, script
+from hpc_tune.config.load import is_tiny
+from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from hpc_tune.lean import lean_imports, postpone_compiler
+from hpc_tune.log import log
+from hpc_tune.units import parse_bytes
+
+Argument = tuple[str, dict[str, Any]]  # what argparse's add_argument is given
+Run = Callable[[Namespace], int]  # from the options to the exit code
+COMMANDS: dict[str, tuple[Run, Sequence[Argument]]] = {}
+
+
+def command(*arguments: Argument) -> Callable[[Run], Run]:
+    """Make the function below the command of its name."""
+
+    def declare(run: Run) -> Run:
+        COMMANDS[run.__name__] = run, arguments
+        return run
+
+    return declare
+
+
+def argument(name: str, kind: Any, help: str, least: float = -math.inf, **kwargs: Any) -> Argument:
+    """Declare an argument: a flag (bool), one of some words (tuple), or what ``kind`` reads."""
+    if kind is bool:
+        kwargs["action"] = "store_true"
+    elif isinstance(kind, tuple):
+        kwargs["choices"] = kind
+    else:
+        kwargs["type"] = _reader(kind, least)
+    if isinstance(kwargs.get("default"), str | int | float):
+        help += " (default: %(default)s)"
+    return name, {"help": help, **kwargs}
+
+
+def _reader(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+    """Return a type for argparse that explains what is wrong."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+        if isinstance(value, int | float) and not value >= least:
+            raise ArgumentTypeError(f"found {text}, expected at least {least:g}")
+        return value
+
+    return read
+
+
+SETTINGS = (
+    argument(
+        "--config",
+        str,
+        "YAML file of settings; may be repeated, later files win; without any, the defaults below "
+        "hold, or those of a tiny test run if neither model.path nor data.path is set",
+        dest="files",
+        metavar="FILE",
+        action="append",
+        default=[],
+    ),
+    argument(
+        "settings", str, "settings that override FILE's", nargs="*", metavar="key=value", default=[]
+    ),
+)
+RUN = argument("run", Path, "a run directory or one of its checkpoints", metavar="RUN")
+JSON = argument("--json", bool, "print JSON instead of a table")
+
+
+@command(argument("--force", bool, "start even if the run is predicted not to fit"), *SETTINGS)
+def train(options: Namespace) -> int:
+    """Fine-tune a model (the default command)."""
+    if not options.files and not is_tiny(options.settings):
+        log.info("config  no --config: the defaults (see --help) apply to what is not set here")
+    with lean_imports():
+        from hpc_tune.train.run import run
+    if not options.config.train.compile:
+        postpone_compiler()
+    return run(options.config, force=options.force)
+
+
+@command(
+    argument("--launch", shlex.split, "launcher of the ranks, such as srun", required=True),
+    argument("--requeue", shlex.split, "command that requeues the job (default: Slurm's own)"),
+    argument("--python", shlex.split, "Python of the ranks", default=shlex.quote(sys.executable)),
+    *SETTINGS,
+)
+def supervise(options: Namespace) -> int:
+    """In a batch job, start the ranks, restart them after a failure, and requeue the job."""
+    from hpc_tune.supervise import Supervisor
+
+    run, launch = options.config.run, [*options.launch, *options.python]
+    return Supervisor(launch, _passed_on(options), Path(run.dir), options.requeue, run.report).run()
+
+
+@command(argument("--dry-run", bool, "print the script instead of submitting it"), *SETTINGS)
+def submit(options: Namespace) -> int:
+    """Write a batch script from the slurm settings and submit it with sbatch."""
+    from hpc_tune import slurm
+
+    text = slurm.render(options.config.slurm, _passed_on(options), Path.cwd())
+    if options.dry_run:
+        print(text, end="")
+        return EXIT_DONE
+    job, run_dir = slurm.submit(text), options.config.run.dir
+    print(f"submitted job {job}, run directory {run_dir}; squeue -j {job} shows its state")
+    return EXIT_DONE
+
+
+def _passed_on(options: Namespace) -> list[str]:
+    """Return the arguments that give another command the same configuration."""
+    return [*(word for file in options.files for word in ("--config", file)), *options.settings]
+
+
+@command(
+    JSON,
+    argument("--links", float, "seconds of link tests (default: 10 + 0.5 per node)", least=0),
+    *SETTINGS,
+)
+def doctor(options: Namespace) -> int:
+    """Check that nodes, network and software are ready for a run; launch it like the run."""
+    from hpc_tune.probe.doctor import run_doctor
+
+    return run_doctor(options.config, options.json, options.links)
+
+
+@command(argument("--out", Path, "the .h5 file to write", required=True), *SETTINGS)
+def prepare(options: Namespace) -> int:
+    """Tokenise a dataset into one .h5 file, to be used as data.path."""
+    from hpc_tune.train.preparing import run_prepare
+
+    return run_prepare(options.config, options.out)
+
+
+@command(
+    argument("data", str, "a dataset, as data.path takes it, or a prepared .h5", metavar="DATA"),
+    argument("--rows", int, "number of rows to print", least=0, default=5),
+    *SETTINGS,
+)
+def show(options: Namespace) -> int:
+    """Print examples as the model sees them, with the tokens that count in the loss marked."""
+    from hpc_tune.train.preparing import run_show
+
+    return run_show(options.config, options.rows)
+
+
+@command(
+    argument("--nodes", int, "number of nodes", least=1, default=1),
+    argument("--gpus-per-node", int, "GPUs, and so ranks, per node", least=1, default=8),
+    argument("--device-memory", parse_bytes, "memory per GPU; 0 plans for CPUs", default="80GiB"),
+    argument("--host-memory", parse_bytes, "memory per node", default="512GiB"),
+    argument(
+        "--save",
+        ("streamed", "gathered"),
+        "streamed: as hpc_tune saves; gathered: as tools that first gather the model on one rank",
+        default="streamed",
+    ),
+    argument("--measured", str, "with parallel=auto: file with what doctor --json printed there"),
+    argument("--hardware", str, "with parallel=auto: kind of cluster, such as h100-ib400"),
+    JSON,
+    *SETTINGS,
+)
+def plan(options: Namespace) -> int:
+    """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
+    from hpc_tune.plan.answer import answer, as_json, as_lines
+    from hpc_tune.plan.ledger import Machine
+
+    config, device_bytes = options.config, options.device_memory or None
+    machine = Machine(options.nodes, options.gpus_per_node, device_bytes, options.host_memory)
+    if config.parallel.layout == "auto":
+        from hpc_tune.plan import auto
+
+        named = options.measured, options.hardware
+        choice, machine, config = auto.choose_for(config, machine, *named)
+        if options.json:
+            print(auto.as_json(choice))
+            return EXIT_DONE
+        print("\n".join([*auto.as_lines(choice), ""]))
+    elif options.measured or options.hardware:
+        raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
+    found = answer(config, machine, options.save)
+    print(as_json(found) if options.json else "\n".join(as_lines(found)))
+    return EXIT_DONE if found.fits else EXIT_FAILED
+
+
+@command(
+    RUN,
+    argument("--to", ("adapter", "merged"), "a PEFT adapter, or the whole model", required=True),
+    argument("--out", Path, "directory to write (default: RUN/export/adapter, or .../merged)"),
+    argument("--base", Path, "directory of the base model, if it has moved"),
+)
+def export(options: Namespace) -> int:
+    """Export a checkpoint as a PEFT adapter or as a merged model."""
+    from hpc_tune.checkpoint.export import export_adapter, export_merged
+    from hpc_tune.checkpoint.locate import locate, require_base
+
+    found = locate(options.run, options.base)
+    base = require_base(found, "--base")
+    out = options.out or found.run_dir / "export" / options.to
+    write = export_adapter if options.to == "adapter" else export_merged
+    print(write(found.checkpoint, found.config.tune, base, out, found.template))
+    return EXIT_DONE
+
+
+@command(
+    argument("--run", Path, "a run directory or one of its checkpoints"),
+    argument("--model", Path, "a model directory; with --run: the base model, if it has moved"),
+    argument("--base", bool, "with --run: without the adapter"),
+    argument("--prompt", str, "the user's message; - reads it from stdin", required=True),
+    argument("--max-tokens", int, "maximum number of tokens to generate", least=1, default=128),
+    argument("--temperature", float, "sampling temperature; 0: greedy", least=0, default=0.0),
+    argument("--seed", int, "random seed for sampling", default=0),
+)
+def generate(options: Namespace) -> int:
+    """Answer a prompt with a fine-tuned model."""
+    if options.run is None and options.model is None:
+        raise ConfigError("generate needs --run RUN or --model DIR")
+    from hpc_tune.generate import answer
+
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    sampling = options.max_tokens, options.temperature, options.seed
+    print(answer(options.run, options.model, not options.base, prompt, *sampling))
+    return EXIT_DONE
+
+
+@command(
+    argument("run", str, "a run directory, a checkpoint or a prepared .h5 file", metavar="RUN"),
+    argument("--verify", bool, "read all files and verify their checksums"),
+    argument("--against", Path, "another run or checkpoint: also list the settings that differ"),
+)
+def inspect(options: Namespace) -> int:
+    """List and check the checkpoints of a run, or describe a prepared .h5 file."""
+    path = Path(options.run)
+    if path.suffix in (".h5", ".hdf5"):
+        from hpc_tune.data.show import describe_prepared
+
+        lines, is_valid = describe_prepared(path)
+    else:
+        from hpc_tune.checkpoint.locate import describe, differences
+
+        lines, is_valid = describe(path, options.verify)
+        if options.against:
+            lines += differences(path, options.against) or ["no setting differs"]
+    print("\n".join(lines))
+    return EXIT_DONE if is_valid else EXIT_FAILED
+
+
+@command(
+    argument("runs", Path, "run directories", nargs="+", metavar="RUN"),
+    argument("--out", Path, ".html file (default: report.html in RUN, or here for several)"),
+)
+def report(options: Namespace) -> int:
+    """Write an HTML report about one run, or one that compares several."""
+    if options.out and options.out.suffix != ".html":
+        raise ConfigError(f"--out {options.out}: expected the name of an .html file")
+    from hpc_tune.report.write import write_report
+
+    print(write_report(options.runs, options.out))
+    return EXIT_DONE
+
+
+@command(
+    RUN,
+    argument("--every", float, "seconds between updates", least=0.01, default=2.0),
+    argument("--once", bool, "print the current state once and exit"),
+)
+def watch(options: Namespace) -> int:
+    """Follow a run in the terminal while it trains."""
+    from hpc_tune.report import watch as live
+
+    live.watch(options.run, options.every, options.once)
+    return EXIT_DONE
+
+
+@command(argument("shell", SHELLS, "the shell that reads the script"))
+def completion(options: Namespace) -> int:
+    """Print a completion script: eval "$(hpc_tune completion bash)"."""
+    print(script(options.shell, COMMANDS), end="")
+    return EXIT_DONE
