@@ -111,7 +111,7 @@ def supervise(options: Namespace) -> int:
 @command(argument("--dry-run", bool, "print the script instead of submitting it"), *SETTINGS)
 def submit(options: Namespace) -> int:
     """Write a batch script from the slurm settings and submit it with sbatch."""
-    from hpc_tune import slurm
+    from hpc_tune.cluster import slurm
 
     text = slurm.render(options.config.slurm, _passed_on(options), Path.cwd())
     if options.dry_run:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_tune import cli
+from hpc_tune.cluster.slurm import render
 from hpc_tune.config.batch_job import SlurmConfig
 from hpc_tune.errors import ConfigError
-from hpc_tune.slurm import render
 
 WHOLE = SlurmConfig(
     account="physics",
