@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from hpc_tune import __version__
+from hpc_tune.cluster.launchers import rank_hint
 from hpc_tune.commands import COMMANDS, SETTINGS
 from hpc_tune.config.load import describe_fields, load_config
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
-from hpc_tune.world.discover import rank_hint
 
 OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print what is wrong before the launcher ends it
 _ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, this rank alone has the problem

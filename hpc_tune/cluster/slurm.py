@@ -1,17 +1,57 @@
-"""The batch script that the ``slurm`` part of a configuration describes, and its submission."""
+"""Slurm: srun as a launcher, and the batch script that the ``slurm`` settings describe."""
 
 import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from hpc_tune.cluster.plain import NEEDED
+from hpc_tune.cluster.protocol import (
+    LIBMPI_OF_MPICH,
+    LIBMPI_OF_OPEN_MPI,
+    Claim,
+    Environ,
+    Launcher,
+    MeetingPoint,
+    read_claim,
+)
 from hpc_tune.config.batch_job import SlurmConfig
-from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.errors import ConfigError, HpcTuneError, WorldError
 
+STEP_SIZE = "SLURM_STEP_NUM_TASKS"
+# Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
+# srun.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _SUBMIT_LIMIT_S = 60.0
 # A #SBATCH line ends a value at white space, and a comment or a quote changes what follows.
 _WORD = re.compile(r"[\w@%+=:,./\[\]|&*-]+")
+
+
+def is_srun_step(environ: Environ) -> bool:
+    """Tell whether srun has started this process.
+
+    Every process of a batch script inherits SLURM_PROCID=0 too.
+    """
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return (
+        bool(re.fullmatch(r"[0-9]{1,10}", step))
+        and int(step) < _FIRST_SPECIAL_STEP
+        and "SLURM_PROCID" in environ
+    )
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Return the hosts of Slurm's list, such as ``"n[01-03,7],gpu-[1-2]x[0-1]"``."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
+            tails = [plain] if plain else _expand_ranges(ranges)
+            names = [name + tail for name in names for tail in tails]
+        hosts += names
+    return hosts
 
 
 def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str:
@@ -85,3 +125,94 @@ def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
         ("leave_before", "--signal", f"B:USR1@{settings.leave_before:.0f}"),
     ]
     return [(name, option, str(value)) for name, option, value in found if value is not None]
+
+
+def _claim(environ: Environ) -> Claim | None:
+    if not is_srun_step(environ):
+        return None
+    plain = _claim_without_mpi(environ)
+    # A task may start ranks itself, as deepspeed's launcher does on each node.
+    sets_all = all(name in environ for name in (*NEEDED, "LOCAL_RANK"))
+    if sets_all and environ["WORLD_SIZE"] != str(plain.size):
+        return None
+    # One task is often an interactive shell (srun --pty bash), whose PMI server serves one MPI_Init
+    # only.
+    if plain.size == 1:
+        return plain
+    if environ.get("PMIX_NAMESPACE", "").startswith("slurm"):
+        return replace(plain, launcher="srun-pmix", libmpi=LIBMPI_OF_OPEN_MPI)
+    if "PMI_RANK" in environ:
+        return replace(plain, launcher="srun-pmi2", libmpi=LIBMPI_OF_MPICH)
+    return plain
+
+
+def _claim_without_mpi(environ: Environ) -> Claim:
+    # SLURM_NTASKS can be the job's; the step's own count is right where both exist.
+    def first(*names: str) -> str:
+        return next((name for name in names if name in environ), names[0])
+
+    claim = read_claim(
+        environ,
+        "slurm",
+        rank="SLURM_PROCID",
+        size=first(STEP_SIZE, "SLURM_NTASKS"),
+        local_rank="SLURM_LOCALID",
+        node="SLURM_NODEID",
+        num_nodes=first("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    )
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
+    local_size = _tasks_on_node(tasks, claim.node)
+    if local_size is None and claim.num_nodes == 1:
+        local_size = claim.size
+    return replace(claim, local_size=local_size)
+
+
+def _tasks_on_node(text: str, node: int | None) -> int | None:
+    """Return the tasks of one node from Slurm's run-length list, such as ``"4(x2),3"``."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?", part)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node is not None and node < len(counts) else None
+
+
+def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
+    """Return the first node of the step, and what only this start of this step knows."""
+    hosts = expand_nodelist(
+        environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
+    )
+    several_nodes = (claim.num_nodes or 1) > 1
+    addresses = hosts[:1] if several_nodes else ["127.0.0.1"]
+    # srun often runs on the allocation's first node, which helps where node names do not resolve.
+    if several_nodes and environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        addresses.append(environ["SLURM_LAUNCH_NODE_IPADDR"])
+    if not addresses:
+        raise WorldError(
+            "SLURM_STEP_NODELIST is empty, so rank 0 cannot be found; start with srun or mpirun"
+        )
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return MeetingPoint(addresses, "/".join(environ.get(name, "") for name in names))
+
+
+def _expand_ranges(text: str) -> list[str]:
+    values: list[str] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if not high:
+            values.append(low)
+        else:
+            values += [str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)]
+    return values
+
+
+SRUN = Launcher(
+    _claim,
+    prefixes=("SLURM_",),
+    processes=("slurmstepd",),
+    advice="Under srun, --mpi=pmix (Open MPI), --mpi=pmi2 (MPICH) or --mpi=none (no MPI is used "
+    "then) may be all it needs.",
+    meeting_point=_meeting_point,
+    claim_without_mpi=_claim_without_mpi,
+)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hpc_tune.cluster import openmpi
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.errors import ConfigError, HpcTuneError
@@ -153,9 +154,9 @@ def local_rank(device: torch.device) -> Iterator[None]:
     variable, which need not be the index, to say the same.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    from_mpi = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+    from_mpi = os.environ.pop(openmpi.LOCAL_RANK, None)
     try:
         yield
     finally:
         if from_mpi is not None:
-            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = from_mpi
+            os.environ[openmpi.LOCAL_RANK] = from_mpi

@@ -4,16 +4,15 @@ before the world: cores, a loopback master -> bootstrap -> facts of all ranks, l
 -> a table for people, or JSON for programs; exit code 1 if something would break a run
 """
 
-import ipaddress
 import json
 import os
-import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_tune.cluster import openmpi
+from hpc_tune.cluster.torchrun import check_master
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, WorldError
+from hpc_tune.errors import EXIT_DONE, EXIT_FAILED
 from hpc_tune.log import configure
 from hpc_tune.probe.facts import Cores, gather
 from hpc_tune.probe.findings import find
@@ -61,33 +60,13 @@ def run_doctor(config: RunConfig, as_json: bool, links_s: float | None = None) -
     return EXIT_FAILED if broken else EXIT_DONE
 
 
-def check_master(environ: Mapping[str, str]) -> None:
-    """Refuse a torchrun of several nodes whose master address is each node's own.
-
-    Raises:
-        WorldError: since no two nodes would ever meet.
-    """
-    name, nodes = environ.get("MASTER_ADDR", ""), environ.get("GROUP_WORLD_SIZE", "1")
-    if not name or nodes in ("", "1"):
-        return
-    try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as error:
-        raise WorldError(f"MASTER_ADDR={name} cannot be resolved: {error}") from None
-    if ipaddress.ip_address(address).is_loopback:
-        raise WorldError(
-            f"MASTER_ADDR={name} is {address}, each node's own address, on {nodes} nodes: give "
-            "torchrun --master-addr the address of the first node's network"
-        )
-
-
 def is_terminal(launcher: str) -> bool:
     """Tell whether a person sees what is printed here.
 
     Open MPI gives each rank a terminal of its own, wherever mpirun itself prints to: then the first
     parent with another output counts.
     """
-    if not sys.stdout.isatty() or launcher != "openmpi":
+    if not sys.stdout.isatty() or launcher != openmpi.NAME:
         return sys.stdout.isatty()
     try:
         own = os.readlink("/proc/self/fd/1")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.cluster.launchers import unlaunched
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import MemoryBudgetError
@@ -27,7 +28,6 @@ from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.layout import bytes_per_rank
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.discover import unlaunched
 
 _PLAN_LIMIT_S = 300.0
 _PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare

@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hpc_tune.cluster.launchers import unlaunched
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
 from hpc_tune.units import format_bytes
-from hpc_tune.world.discover import unlaunched
 
 REPORT_BYTES = 250 << 20  # what drawing it takes, with some to spare
 _LIMIT_S = 60.0

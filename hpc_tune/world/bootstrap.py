@@ -18,20 +18,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc_tune.cluster.launchers import claim_of, launcher_of, rank_hint
+from hpc_tune.cluster.plain import UNKNOWN
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
 from hpc_tune.world import affinity
-from hpc_tune.world.channel import (
-    Channel,
-    MpiChannel,
-    SoloChannel,
-    master_channel,
-    slurm_channel,
-)
+from hpc_tune.world.channel import Channel, MpiChannel, SoloChannel, StarChannel
 from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import check_devices, pick_device
-from hpc_tune.world.discover import UNKNOWN, World, claim_of, discover, rank_hint
+from hpc_tune.world.discover import World, discover
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
 from hpc_tune.world.nodes import nodes_of, place_of
 from hpc_tune.world.reach import HostWatch, Lost
@@ -151,15 +147,17 @@ def _state_if(name: str, task: Path) -> str | None:
 
 
 def _open_channel(world: World, mpi_comm: Any) -> Channel | None:
-    """Return how the ranks talk before torch; ``None`` under torchrun, whose store needs torch."""
+    """Return how the ranks talk before torch; ``None`` with a store, which needs torch."""
     if mpi_comm is not None:
         return MpiChannel(mpi_comm)
-    if world.launcher == "torchrun":
+    launcher, claim = launcher_of(os.environ)
+    if launcher.has_store:
         return None
     if world.size == 1:
         return SoloChannel()
-    open_star = master_channel if world.launcher == UNKNOWN else slurm_channel
-    return open_star(world, os.environ, START_LIMIT_S * 0.8)
+    assert launcher.meeting_point is not None, f"{claim.launcher} starts several ranks without MPI"
+    point = launcher.meeting_point(os.environ, claim)
+    return StarChannel(world, point.addresses, point.token, START_LIMIT_S * 0.8, point.ports)
 
 
 def _take_cores(

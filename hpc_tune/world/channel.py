@@ -1,18 +1,16 @@
 """How ranks talk before torch.distributed exists: one operation, an all-gather of JSON values.
 
-MPI's COMM_WORLD where there is one. Under srun without MPI, rank 0 listens on a port that all ranks
-derive from the job and the step, and the others connect to it; under a launcher that sets torch's
-variables, on MASTER_PORT. Values travel as JSON, never as pickles.
+MPI's COMM_WORLD where there is one; else rank 0 listens at the launcher's meeting point and the
+others connect to it. Values travel as JSON, never as pickles.
 """
 
 import hashlib
 import json
-import re
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hpc_tune.errors import WorldError
@@ -64,7 +62,7 @@ class MpiChannel:
 
 
 class StarChannel:
-    """A star of TCP connections around rank 0, for srun without MPI."""
+    """A star of TCP connections around rank 0, for ranks without MPI."""
 
     def __init__(
         self,
@@ -182,60 +180,11 @@ class StarChannel:
         return peer
 
 
-def slurm_channel(world: World, environ: Mapping[str, str], limit_s: float) -> StarChannel:
-    """Connect the ranks of a Slurm step without MPI."""
-    hosts = expand_nodelist(
-        environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
-    )
-    addresses = hosts[:1] if world.num_nodes > 1 else ["127.0.0.1"]
-    # srun often runs on the allocation's first node, which helps where node names do not resolve.
-    if world.num_nodes > 1 and environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        addresses.append(environ["SLURM_LAUNCH_NODE_IPADDR"])
-    if not addresses:
-        raise WorldError(
-            "SLURM_STEP_NODELIST is empty, so rank 0 cannot be found; start with srun or mpirun"
-        )
-    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    token = "/".join(environ.get(name, "") for name in names)
-    return StarChannel(world, addresses, token, limit_s)
-
-
-def master_channel(world: World, environ: Mapping[str, str], limit_s: float) -> StarChannel:
-    """Connect the ranks of a launcher that sets MASTER_ADDR and MASTER_PORT."""
-    port = int(environ["MASTER_PORT"])
-    # Not the address: rank 0 is often told that it is localhost.
-    token = f"{world.size} ranks at {port}"
-    return StarChannel(world, [environ["MASTER_ADDR"]], token, limit_s, [port])
-
-
 def candidate_ports(token: str) -> list[int]:
     """Return the ports on which rank 0 of the job with this token may listen."""
     start = int.from_bytes(hashlib.sha256(token.encode()).digest()[:4], "big")
     span = _LAST_PORT - _FIRST_PORT - NUM_CANDIDATE_PORTS
     return [_FIRST_PORT + start % span + i for i in range(NUM_CANDIDATE_PORTS)]
-
-
-def expand_nodelist(text: str) -> list[str]:
-    """Return the hosts of Slurm's list, such as ``"n[01-03,7],gpu-[1-2]x[0-1]"``."""
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        names = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
-            tails = [plain] if plain else _expand_ranges(ranges)
-            names = [name + tail for name in names for tail in tails]
-        hosts += names
-    return hosts
-
-
-def _expand_ranges(text: str) -> list[str]:
-    values: list[str] = []
-    for part in text.split(","):
-        low, _, high = part.partition("-")
-        if not high:
-            values.append(low)
-        else:
-            values += [str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)]
-    return values
 
 
 def _listen_on_first_free(host: str, ports: Sequence[int]) -> socket.socket:

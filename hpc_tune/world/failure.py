@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from hpc_tune.cluster.launchers import PROCESSES, rank_hint
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, RemoteError
-from hpc_tune.world.discover import rank_hint
 from hpc_tune.world.processes import ancestors, is_alive
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little b
 _NEIGHBOUR_SPEAKS_WITHIN_S = 1.0  # on another node a rank beside the dead one can name it
 _OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
 _FIRST_SPEAKER_S = 1.5  # before there is a world, rank 0 speaks first and its end ends the others
-_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prted", "orted", "hydra", "slurmstepd", "pals")
 _BROKEN = (
     "connection closed",
     "connection reset",
@@ -131,7 +130,7 @@ def watch_launcher(who: str, every_s: float = 1.0) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun leaves orphans."""
     parent = os.getppid()
     # The nearest, such as mpirun behind a shell script.
-    launcher = next((pid for pid, name in ancestors() if name.startswith(_LAUNCHERS)), None)
+    launcher = next((pid for pid, name in ancestors() if name.startswith(PROCESSES)), None)
 
     def watch() -> None:
         while True:

@@ -23,10 +23,10 @@ MPI = ["openmpi", "mpich", "intelmpi"]
 PROGRAM = """
 import json, os, sys
 from hpc_tune import log
+from hpc_tune.cluster.launchers import rank_hint
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import DataError, HpcTuneError
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.discover import rank_hint
 
 log.configure(rank_hint())
 s = bootstrap(RunSettings())
@@ -184,10 +184,10 @@ def test_two_jobs_at_the_same_time_do_not_meet():
 FAILING = """
 import sys
 from hpc_tune import log
+from hpc_tune.cluster.launchers import rank_hint
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.world.bootstrap import bootstrap
-from hpc_tune.world.discover import rank_hint
 from hpc_tune.world.failure import die, report_failure
 
 {before}

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.cluster.launchers import rank_hint
 from hpc_tune.config.load import load_config
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.train.run import run
-from hpc_tune.world.discover import rank_hint
 from hpc_tune.world.stop import StopFlag
 
 ROW = "== run"

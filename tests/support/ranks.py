@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpc_tune.cluster.launchers import PREFIXES
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 # Ends a run that hangs, before pytest ends the test. Says nothing about speed: what takes seconds
 # takes minutes on a slow machine with a busy neighbour.
 HANG_S = 600.0
-_LAUNCHER_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "HYDRA_", "TORCHELASTIC_")
 _SET_BY_BOOTSTRAP = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
 
 
@@ -55,7 +55,7 @@ def rank_environment(num_ranks: int, extra: Mapping[str, str] | None = None) -> 
     env = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith(_LAUNCHER_VARIABLES) and key not in _SET_BY_BOOTSTRAP
+        if not key.startswith(PREFIXES) and key not in _SET_BY_BOOTSTRAP
     }
     env |= {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")])),

@@ -1,4 +1,4 @@
-"""The batch script that ``submit`` writes: what stands in it, and that every word comes through."""
+"""Slurm: the batch script that ``submit`` writes, and the lists of nodes that srun gives."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_tune import cli
-from hpc_tune.cluster.slurm import render
+from hpc_tune.cluster.slurm import expand_nodelist, render
 from hpc_tune.config.batch_job import SlurmConfig
 from hpc_tune.errors import ConfigError
 
@@ -110,3 +110,17 @@ def test_a_job_gets_all_files_of_settings_in_their_order(capsys, tmp_path):
     named = [word for name in ("site", "mine") for word in ("--config", f"{tmp_path}/{name}.yaml")]
     assert cli.main(["submit", "--dry-run", *named, "train.seed=7"]) == 0
     assert capsys.readouterr().out.endswith(f" {' '.join(named)} train.seed=7\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("n1", ["n1"]),
+        ("n[1-3,07]", ["n1", "n2", "n3", "n07"]),
+        ("node[008-010],gpu-a", ["node008", "node009", "node010", "gpu-a"]),
+        ("r[1-2]c[0-1]x,login", ["r1c0x", "r1c1x", "r2c0x", "r2c1x", "login"]),
+    ],
+)
+def test_slurms_node_lists_are_expanded(text, hosts):
+    assert expand_nodelist(text) == hosts

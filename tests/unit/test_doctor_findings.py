@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_tune.errors import WorldError
-from hpc_tune.probe.doctor import check_master
 from hpc_tune.probe.facts import Folder, RankFacts, try_folder
 from hpc_tune.probe.findings import find
 from hpc_tune.probe.links import Collective, Links, Pair, outliers, rate, rounds
@@ -213,14 +211,6 @@ def test_each_pair_of_a_node_and_each_pair_of_nodes_talks_once(nodes):
 
 def same(nodes, pair):
     return nodes[pair[0]] == nodes[pair[1]]
-
-
-def test_a_loopback_master_is_refused_where_there_are_nodes():
-    with pytest.raises(WorldError, match="MASTER_ADDR=localhost is .*, each node's own"):
-        check_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"})
-    check_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "1"})
-    check_master({"MASTER_ADDR": "192.0.2.1", "GROUP_WORLD_SIZE": "2"})
-    check_master({})
 
 
 def test_a_folder_that_is_not_there_yet_is_tried_where_it_will_be(tmp_path):

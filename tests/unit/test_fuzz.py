@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hpc_tune.checkpoint.locate import describe, locate
 from hpc_tune.checkpoint.store import Store
+from hpc_tune.cluster.launchers import claim_of, rank_hint
 from hpc_tune.cluster.slurm import render
 from hpc_tune.config.load import field_names, load_config
 from hpc_tune.errors import CheckpointError, ConfigError, WorldError
@@ -18,7 +19,7 @@ from hpc_tune.report.write import write_report
 from hpc_tune.rundir import heartbeat, outcome
 from hpc_tune.train.metrics import drop_after
 from hpc_tune.units import parse_bytes, parse_seconds
-from hpc_tune.world.discover import World, claim_of, discover, rank_hint
+from hpc_tune.world.discover import World, discover
 from tests.support.fuzz import JSON, damaged, flips, fuzz, said
 from tests.support.training import give_manifest
 

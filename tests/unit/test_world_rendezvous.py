@@ -11,7 +11,7 @@ import pytest
 from hpc_tune.errors import WorldError
 from hpc_tune.world import channel, rendezvous
 from hpc_tune.world.affinity import runs_of
-from hpc_tune.world.channel import StarChannel, candidate_ports, expand_nodelist
+from hpc_tune.world.channel import StarChannel, candidate_ports
 from hpc_tune.world.discover import World
 from hpc_tune.world.rendezvous import Address, candidates, choose, local_addresses, meet
 
@@ -53,20 +53,6 @@ def on_threads(size, function):
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(function, rank) for rank in range(size)]
         return [f.exception() or f.result() for f in futures]
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("", []),
-        ("n1", ["n1"]),
-        ("n[1-3,07]", ["n1", "n2", "n3", "n07"]),
-        ("node[008-010],gpu-a", ["node008", "node009", "node010", "gpu-a"]),
-        ("r[1-2]c[0-1]x,login", ["r1c0x", "r1c1x", "r2c0x", "r2c1x", "login"]),
-    ],
-)
-def test_slurms_node_lists_are_expanded(text, hosts):
-    assert expand_nodelist(text) == hosts
 
 
 ADDRESSES = [

@@ -1,0 +1,51 @@
+"""Which launcher has started this process."""
+
+import os
+
+from hpc_tune.cluster import hydra, openmpi, pals, plain, slurm, torchrun
+from hpc_tune.cluster.protocol import Claim, Environ, Launcher
+from hpc_tune.errors import WorldError
+
+# The first that claims the process is its launcher, so the innermost stands first: torchrun runs
+# under srun, mpirun under sbatch or over daemons that srun has started.
+LAUNCHERS = (
+    torchrun.TORCHRUN,
+    openmpi.OPENMPI,
+    hydra.MVAPICH,
+    pals.PALS,
+    hydra.HYDRA,
+    slurm.SRUN,
+    openmpi.PRUN,
+    plain.PLAIN,
+    plain.SINGLE,
+)
+PREFIXES = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
+PROCESSES = tuple(name for launcher in LAUNCHERS for name in launcher.processes)
+
+
+def launcher_of(environ: Environ) -> tuple[Launcher, Claim]:
+    """Return the launcher of this process and what its variables claim (pure).
+
+    Raises:
+        WorldError: if they are senseless.
+    """
+    claims = ((launcher, launcher.claim(environ)) for launcher in LAUNCHERS)
+    return next((launcher, claim) for launcher, claim in claims if claim is not None)
+
+
+def claim_of(environ: Environ) -> Claim:
+    """Return what the launcher's variables claim (pure)."""
+    return launcher_of(environ)[1]
+
+
+def rank_hint(environ: Environ = os.environ) -> int:
+    """Return a cheap guess of this process's rank, from the launcher's variables alone."""
+    try:
+        return claim_of(environ).rank or 0
+    except WorldError:
+        return 0
+
+
+def unlaunched() -> dict[str, str]:
+    """Return the environment without the launchers' variables, for a process that is no rank."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(PREFIXES)}

@@ -1,0 +1,156 @@
+import subprocess
+import sys
+
+import pytest
+
+from hpc_tune.cluster.launchers import claim_of, rank_hint, unlaunched
+from hpc_tune.cluster.protocol import Claim
+from hpc_tune.cluster.torchrun import check_master
+from hpc_tune.errors import WorldError
+from tests.support.launcher_variables import (
+    BATCH_SHELL,
+    HYDRA,
+    OPENMPI,
+    PALS,
+    PLAIN,
+    PMI,
+    SRUN,
+    TORCHRUN,
+)
+
+HEAVY = ("torch", "mpi4py", "numpy", "psutil", "h5py", "transformers")
+OPEN_MPI, MPICH = "libmpi.so.40", "libmpi.so.12"
+SRUN_CLAIM = Claim("slurm", None, 6, 7, 1, 2, 2, 3)
+PLAIN_CLAIM = Claim("an unknown launcher", None, 3, 4)
+SINGLE = Claim("single", None, 0, 1, 0, 1, 0, 1)
+HYDRA_CLAIM = Claim("mpich", MPICH, 3, 8, 3, 4)
+
+TABLE = {
+    "nothing": ({}, SINGLE),
+    "Open MPI": (OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
+    "mpirun in a batch script": (
+        BATCH_SHELL | OPENMPI,
+        Claim("openmpi", OPEN_MPI, 5, 16, 1, 4),
+    ),
+    "mpirun whose daemons srun started": (SRUN | OPENMPI, Claim("openmpi", OPEN_MPI, 5, 16, 1, 4)),
+    "MPICH Hydra": (HYDRA, HYDRA_CLAIM),
+    "Hydra whose proxies srun started": (SRUN | HYDRA, HYDRA_CLAIM),
+    "Intel MPI": (HYDRA | {"I_MPI_HYDRA_BOOTSTRAP": "slurm"}, Claim("intelmpi", MPICH, 3, 8, 3, 4)),
+    "an Intel module beside MPICH": (HYDRA | {"I_MPI_ROOT": "/opt/intel"}, HYDRA_CLAIM),
+    "MVAPICH": (
+        {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"},
+        Claim("mvapich", MPICH, 1, 2),
+    ),
+    "Cray PALS": (PALS | {"PMI_SIZE": "16"}, Claim("pals", MPICH, 9, 16, 1, 4)),
+    "Cray PALS that srun started": (
+        SRUN | PALS | {"PALS_RANKID": "6"},
+        Claim("pals", MPICH, 6, 7, 1, 4),
+    ),
+    "srun": (SRUN, SRUN_CLAIM),
+    "srun of an old Slurm": (
+        {k: v for k, v in SRUN.items() if "STEP" not in k} | {"SLURM_STEPID": "0"},
+        Claim("slurm", None, 6, 16, 1, 4, 2, 4),
+    ),
+    "srun with PMI2": (
+        SRUN | PMI | {"PMI_FD": "9"},
+        Claim("srun-pmi2", MPICH, 6, 7, 1, 2, 2, 3),
+    ),
+    "srun with PMIx": (
+        SRUN | {"PMIX_RANK": "6", "PMIX_NAMESPACE": "slurm.pmix.77.0"},
+        Claim("srun-pmix", OPEN_MPI, 6, 7, 1, 2, 2, 3),
+    ),
+    "a shell of srun --pty with PMIx": (
+        SRUN
+        | {
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "1",
+            "PMIX_RANK": "0",
+            "PMIX_NAMESPACE": "slurm.pmix.77.0",
+        },
+        Claim("slurm", None, 0, 1, 0, 1, 0, 1),
+    ),
+    "plain python in a batch script": (BATCH_SHELL, SINGLE),
+    "plain python in the batch step": (BATCH_SHELL | {"SLURM_STEP_ID": "4294967291"}, SINGLE),
+    "plain python in an interactive step": (BATCH_SHELL | {"SLURM_STEP_ID": "4294967290"}, SINGLE),
+    "torchrun": (TORCHRUN, Claim("torchrun", None, 3, 4, 1, 2, 1, 2)),
+    "torchrun under srun": (SRUN | TORCHRUN, Claim("torchrun", None, 3, 4, 1, 2, 1, 2)),
+    "deepspeed's launcher": (PLAIN | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, PLAIN_CLAIM),
+    "a Kubernetes PyTorchJob": (PLAIN, PLAIN_CLAIM),
+    "a loop over ssh in a batch script": (BATCH_SHELL | PLAIN, PLAIN_CLAIM),
+    "torch's variables under srun": (SRUN | PLAIN, SRUN_CLAIM),
+    "srun whose tasks set torch's variables": (
+        SRUN | PLAIN | {"RANK": "6", "WORLD_SIZE": "7", "LOCAL_RANK": "1"},
+        SRUN_CLAIM,
+    ),
+    "deepspeed's launcher in each task of srun": (SRUN | PLAIN | {"LOCAL_RANK": "1"}, PLAIN_CLAIM),
+    "torch's variables of one process": ({"RANK": "0", "WORLD_SIZE": "1"}, SINGLE),
+    "a size of one alone": ({"WORLD_SIZE": "1", "MASTER_PORT": "29500"}, SINGLE),
+    "PRRTE's prun": ({"PMIX_RANK": "2", "PMIX_NAMESPACE": "prte-1"}, Claim("pmix", OPEN_MPI, 2)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_launcher_is_read_from_its_variables(name):
+    environ, expected = TABLE[name]
+    assert claim_of(environ) == expected
+    assert rank_hint(environ) == expected.rank
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_without_the_launchers_variables_a_process_is_no_rank(name, monkeypatch):
+    for key, value in TABLE[name][0].items():
+        monkeypatch.setenv(key, value)
+    assert claim_of(unlaunched()) == SINGLE
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"RANK": "x"}, "RANK='x' in the environment is not a number"),
+        ({"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+    ],
+)
+def test_senseless_variables_are_named(changed, says):
+    with pytest.raises(WorldError, match=says):
+        claim_of(TORCHRUN | changed)
+    assert rank_hint(TORCHRUN | changed) == 0
+
+
+@pytest.mark.parametrize("lacking", PLAIN)
+def test_of_an_unknown_launcher_each_variable_that_is_missing_is_named(lacking):
+    environ = {key: value for key, value in PLAIN.items() if key != lacking}
+    with pytest.raises(WorldError, match=f"but not {lacking}: .* mpirun, srun or torchrun"):
+        claim_of(environ)
+
+
+def test_a_rank_without_a_size_is_not_a_run_of_its_own():
+    with pytest.raises(WorldError, match="RANK=0, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT:"):
+        claim_of({"RANK": "0"})
+
+
+def test_a_port_that_is_none_is_named():
+    with pytest.raises(WorldError, match="MASTER_PORT='http' is not the number of a port"):
+        claim_of(PLAIN | {"MASTER_PORT": "http"})
+
+
+def test_a_loopback_master_is_refused_where_there_are_nodes():
+    with pytest.raises(WorldError, match="MASTER_ADDR=localhost is .*, each node's own"):
+        check_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "2"})
+    check_master({"MASTER_ADDR": "localhost", "GROUP_WORLD_SIZE": "1"})
+    check_master({"MASTER_ADDR": "192.0.2.1", "GROUP_WORLD_SIZE": "2"})
+    check_master({})
+
+
+def test_a_rank_asks_its_launcher_without_importing_anything_heavy():
+    code = (
+        "import sys\n"
+        "from hpc_tune.cluster.launchers import rank_hint\n"
+        "rank_hint({})\n"
+        f"print(sorted({{*{HEAVY!r}}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
