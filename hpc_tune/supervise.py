@@ -11,9 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -23,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from hpc_tune.cluster.schedulers import job_end, job_of
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
 from hpc_tune.log import log
 from hpc_tune.rundir import outcome
 from hpc_tune.train.reporting import write_report
-from hpc_tune.world.stop import job_end
 
 FILE = "starts.jsonl"
 MOST_CRASHES = 2  # in a row that come no further
@@ -122,16 +120,15 @@ class Supervisor:
         """Know the command: ``launch`` (srun or mpirun with options, and a Python) before
         ``-m hpc_tune train arguments``.
 
-        ``requeue`` is the command that puts the job back into its queue; without it Slurm's own
-        where there is one. ``report``: write report.html after a start that did not do all.
+        ``requeue`` is the command that puts the job back into its queue; without it the scheduler's
+        own where there is one. ``report``: write report.html after a start that did not do all.
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._report = report
-        self._run_dir, self._job = run_dir, environ.get("SLURM_JOB_ID", environ.get("PBS_JOBID"))
-        self._requeue = list(requeue or [])
-        if not self._requeue and "SLURM_JOB_ID" in environ and shutil.which("scontrol"):
-            self._requeue = ["scontrol", "requeue", environ["SLURM_JOB_ID"]]
-        self._slurm_job = environ.get("SLURM_JOB_ID")
+        self._run_dir, self._requeue = run_dir, list(requeue or [])
+        self._job = job_of(environ)
+        if not self._requeue and self._job is not None:
+            self._requeue = self._job.requeue_command()
         self._end_s = job_end(environ, ask=True)
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: int | None = None
@@ -187,13 +184,14 @@ class Supervisor:
         reason = self._reason(told)
         asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
         newest = _newest(self._run_dir)
-        return Start(from_step, newest, told["status"], reason, exit_code, asked, self._job)
+        job_id = None if self._job is None else self._job.id
+        return Start(from_step, newest, told["status"], reason, exit_code, asked, job_id)
 
     def _reason(self, told: Mapping[str, object]) -> str:
         """Return why the ranks left: where they tell of a signal, by who has sent it."""
         if self._asked is not None and signal.Signals(self._asked).name in _ENDED_BY:
             return signal.Signals(self._asked).name
-        if told["status"] != "done" and self._slurm_job and _is_preempted(self._slurm_job):
+        if told["status"] != "done" and self._job is not None and self._job.is_preempted():
             return _PREEMPTED
         # A launcher ends all ranks by it when it has lost one: that is no wish of the user's.
         left = told["reason"] in _ENDED_BY
@@ -245,21 +243,6 @@ def _leave_with_parent() -> Callable[[], object]:
     """
     prctl = ctypes.CDLL(None).prctl  # found before the fork
     return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1))
-
-
-def _is_preempted(job: str) -> bool:
-    """Ask Slurm whether it takes the job's nodes away.
-
-    With a grace time (GraceTime) it sends SIGTERM to the ranks, as scancel can, and waits; a job
-    that ends in that time counts as ended and is not requeued.
-    """
-    try:
-        shown = subprocess.run(
-            ["scontrol", "show", "job", job], capture_output=True, text=True, timeout=_SCHEDULER_S
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return re.search(r"\bPreemptTime=\d", shown) is not None
 
 
 def _stamp(run_dir: Path) -> tuple[int, int] | None:

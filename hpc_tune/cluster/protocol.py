@@ -1,10 +1,13 @@
-"""What this project has to know of a launcher: each file of this package gives it as one value.
+"""What this project has to know of a launcher and of a scheduler; each has a file that says it.
 
-environment -> Launcher.claim -> Claim, if this launcher has started the process
+    environment -> Launcher.claim -> Claim, if this launcher has started the process
+    environment -> Scheduler.job_id -> the id of the job, if this scheduler runs it
+
+A ``Launcher`` or ``Scheduler`` leaves out what there is nothing to say of.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_tune.errors import WorldError
@@ -48,8 +51,12 @@ class MeetingPoint:
     ports: Sequence[int] | None = None
 
 
-def _never(library: str) -> bool:
+def _never(asked: str) -> bool:
     return False
+
+
+def _unknown(asked: object) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,30 @@ class Launcher:
     has_store: bool = False
     meeting_point: Callable[[Environ, Claim], MeetingPoint] | None = None
     claim_without_mpi: Callable[[Environ], Claim] | None = None
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What runs batch jobs, and what it tells them.
+
+    ``job_id``, ``restart_count`` (how often it has started the job again) and ``end`` (in seconds
+    since the epoch) are the names of variables.
+
+    From the environment: ``memory_limits`` gives the bytes that each node grants the job, with the
+    variables that say so; ``granted_cpus`` the number of CPUs of this node.
+
+    By the id of the job: ``ask_end`` and ``is_preempted`` ask the scheduler, which may take long;
+    ``requeue_command`` puts the job back into the queue, and is empty where nothing can.
+    """
+
+    job_id: str
+    restart_count: str | None = None
+    end: str | None = None
+    memory_limits: Callable[[Environ], Iterable[tuple[int, str]]] = lambda environ: ()
+    granted_cpus: Callable[[Environ], int | None] = _unknown
+    ask_end: Callable[[str], float | None] = _unknown
+    is_preempted: Callable[[str], bool] = _never
+    requeue_command: Callable[[str], Sequence[str]] = lambda job_id: ()
 
 
 def read_claim(environ: Environ, launcher: str, libmpi: str | None = None, **names: str) -> Claim:

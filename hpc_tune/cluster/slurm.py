@@ -1,10 +1,12 @@
-"""Slurm: srun as a launcher, and the batch script that the ``slurm`` settings describe."""
+"""Slurm: srun as a launcher, the scheduler, and the batch script of the ``slurm`` settings."""
 
 import re
 import shlex
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from hpc_tune.cluster.plain import NEEDED
@@ -15,6 +17,7 @@ from hpc_tune.cluster.protocol import (
     Environ,
     Launcher,
     MeetingPoint,
+    Scheduler,
     read_claim,
 )
 from hpc_tune.config.batch_job import SlurmConfig
@@ -25,6 +28,7 @@ STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _SUBMIT_LIMIT_S = 60.0
+_END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
 # A #SBATCH line ends a value at white space, and a comment or a quote changes what follows.
 _WORD = re.compile(r"[\w@%+=:,./\[\]|&*-]+")
 
@@ -215,4 +219,61 @@ SRUN = Launcher(
     "then) may be all it needs.",
     meeting_point=_meeting_point,
     claim_without_mpi=_claim_without_mpi,
+)
+
+
+def _memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:
+    """Yield what --mem and --mem-per-cpu granted, in megabytes; 0 means all of the node's."""
+    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{what}", "") for what in ("NODE", "CPU"))
+    cpus = _granted_cpus(environ)
+    if per_node.isdigit() and int(per_node):
+        yield int(per_node) << 20, "SLURM_MEM_PER_NODE"
+    if per_cpu.isdigit() and cpus is not None and int(per_cpu) * cpus:
+        yield int(per_cpu) * cpus << 20, "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE"
+
+
+def _granted_cpus(environ: Environ) -> int | None:
+    text = environ.get("SLURM_CPUS_ON_NODE", "")
+    return int(text) if text.isdigit() else None
+
+
+def _ask_end(job_id: str) -> float | None:
+    """A job without a limit has no end."""
+    shown = _show_job(job_id, _END_LIMIT_S) if job_id.isdigit() else ""
+    match = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
+    return None if match is None else datetime.fromisoformat(match[1]).timestamp()
+
+
+def _is_preempted(job_id: str) -> bool:
+    """Ask whether it takes the job's nodes away.
+
+    With a grace time (GraceTime) it sends SIGTERM to the ranks, as scancel can, and waits; a job
+    that ends in that time counts as ended and is not requeued.
+    """
+    return re.search(r"\bPreemptTime=\d", _show_job(job_id, _PREEMPTED_LIMIT_S)) is not None
+
+
+def _show_job(job_id: str, limit_s: float) -> str:
+    """Return what scontrol says of a job, nothing if it does not answer."""
+    try:
+        return subprocess.run(
+            ["scontrol", "show", "job", job_id], capture_output=True, text=True, timeout=limit_s
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _requeue_command(job_id: str) -> list[str]:
+    return ["scontrol", "requeue", job_id] if shutil.which("scontrol") else []
+
+
+SLURM = Scheduler(
+    job_id="SLURM_JOB_ID",
+    restart_count="SLURM_RESTART_COUNT",
+    end="SLURM_JOB_END_TIME",
+    memory_limits=_memory_limits,
+    granted_cpus=_granted_cpus,
+    ask_end=_ask_end,
+    is_preempted=_is_preempted,
+    requeue_command=_requeue_command,
 )

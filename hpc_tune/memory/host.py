@@ -1,7 +1,7 @@
 """Host memory as the kernel counts it against this job.
 
 The limit is the tightest one on the way from the process's own cgroup up to the root (in Slurm the
-leaf says max and the limit sits on an ancestor), else Slurm's own word, else the machine's RAM.
+leaf says max and the limit sits on an ancestor), else the scheduler's word, else the machine's RAM.
 What counts against it is anonymous, shared (tmpfs too) and unevictable memory, and the kernel's
 own for the job where it is told apart; page cache is given back before anything is killed and does
 not count.
@@ -17,6 +17,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from hpc_tune.cluster.schedulers import memory_limits
 
 RETURNED_BYTES, MOST_KEPT_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -79,7 +81,7 @@ def find_limit(
     Of equal ones the outermost: a Slurm job has that of its steps, and more processes.
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
-    limits += _slurm_limits(environ)
+    limits += [HostLimit(num_bytes, source) for num_bytes, source in memory_limits(environ)]
     limits.append(HostLimit(_meminfo(proc)["MemTotal"], MACHINE))
     found = min(limits, key=lambda limit: limit.num_bytes)
     if configured is not None and configured < found.num_bytes:
@@ -294,16 +296,6 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
                 text = "".join(_lines(folder / name)).strip()
                 if text.isdigit() and int(text) < _UNLIMITED:
                     yield HostLimit(int(text), f"{folder / name}", folder)
-
-
-def _slurm_limits(environ: Mapping[str, str]) -> Iterator[HostLimit]:
-    """Yield what --mem and --mem-per-cpu granted, in megabytes; 0 means all of the node's."""
-    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{what}", "") for what in ("NODE", "CPU"))
-    cpus = environ.get("SLURM_CPUS_ON_NODE", "")
-    if per_node.isdigit() and int(per_node):
-        yield HostLimit(int(per_node) << 20, "SLURM_MEM_PER_NODE")
-    if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu) * int(cpus):
-        yield HostLimit(int(per_cpu) * int(cpus) << 20, "SLURM_MEM_PER_CPU x SLURM_CPUS_ON_NODE")
 
 
 def _sum_below(group: Path) -> None:

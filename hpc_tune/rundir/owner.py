@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.atomic_file import write_file
+from hpc_tune.cluster.schedulers import job_of
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
 from hpc_tune.world.processes import started_s
@@ -67,6 +68,7 @@ class Owner:
 
 def this_process(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.environ) -> Owner:
     """Return what a run of this process in ``run_dir`` says of itself."""
+    job = job_of(environ)
     return Owner(
         nonce,
         socket.gethostname(),
@@ -74,8 +76,8 @@ def this_process(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.envi
         _start_of(os.getpid()) or "",
         _place(),
         str(run_dir.resolve()),
-        environ.get("SLURM_JOB_ID", environ.get("PBS_JOBID", "")),
-        environ.get("SLURM_RESTART_COUNT", "0"),
+        "" if job is None else job.id,
+        "0" if job is None else job.restart_count,
         process_start(),
     )
 

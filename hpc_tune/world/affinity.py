@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_tune.cluster.schedulers import granted_cpus
+
 Mask = frozenset[int]
 Physical = Callable[[int], tuple[int, int]]
 
@@ -74,9 +76,9 @@ def share_of_cores(
 def reachable_cpus() -> Mask:
     """Return the CPUs that this process could widen its mask to.
 
-    The kernel cuts a mask down to the cpuset, so asking for all shows what is ours. Where Slurm
-    gave fewer CPUs of the node than that, nobody says which, and the present mask is all that
-    counts.
+    The kernel cuts a mask down to the cpuset, so asking for all shows what is ours. Where the
+    scheduler granted fewer CPUs of the node than that, nobody says which, and the present mask is
+    all that counts.
     """
     now = frozenset(os.sched_getaffinity(0))
     try:
@@ -85,8 +87,8 @@ def reachable_cpus() -> Mask:
         os.sched_setaffinity(0, now)
     except OSError:
         return now
-    given = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    return now if given.isdigit() and len(widest) > int(given) else widest
+    granted = granted_cpus(os.environ)
+    return now if granted is not None and len(widest) > granted else widest
 
 
 def runs_of(mask: Mask) -> list[list[int]]:

@@ -5,23 +5,19 @@ other ranks. Nothing here is a collective.
 """
 
 import os
-import re
 import signal
-import subprocess
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_tune.log import log
+from hpc_tune.cluster.schedulers import job_end
 from hpc_tune.world.processes import started_s
 
 STOP_FILE = "STOP"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _FILE_CHECK_EVERY_S = 1.0
-_SCONTROL_LIMIT_S = 10.0
 
 
 class StopFlag:
@@ -36,9 +32,8 @@ class StopFlag:
     ) -> None:
         """Know the deadline: ``time_limit_s`` after the process started or the job's, if earlier.
 
-        ``is_first`` is for rank 0 alone: it says when a signal is heard, and may call scontrol once
-        where the environment does not tell the end, since a thousand ranks that ask at once hurt
-        the scheduler.
+        ``is_first`` is for rank 0 alone: it says when a signal is heard, and may ask the scheduler
+        once where the environment does not tell the end: a thousand ranks that ask at once hurt it.
         """
         self._speaks = is_first
         self._file = None if run_dir is None else run_dir / STOP_FILE
@@ -105,41 +100,3 @@ def process_start() -> float:
     after_boot_s = started_s(os.getpid())
     assert after_boot_s is not None, "a process that asks is alive"
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s
-
-
-def job_end(environ: Mapping[str, str], ask: bool) -> float | None:
-    """Return when the batch job ends, in seconds since the epoch; None where it has no limit.
-
-    One that is past is another job's, whose environment a shell has kept: no job outlives its end.
-    HPC_TUNE_JOB_END is for the script of a scheduler that does not tell. ``ask``: call Slurm's
-    scontrol where the environment does not tell.
-    """
-    for name in ("HPC_TUNE_JOB_END", "SLURM_JOB_END_TIME"):
-        text = environ.get(name, "")
-        if text.isdigit() and int(text) > time.time():
-            return float(text)
-        if text.isdigit() and int(text) > 0 and ask:
-            log.warning(
-                "%s=%s is past, so it is not this job's end: the environment is an older job's",
-                *(name, text),
-            )
-    job = environ.get("SLURM_JOB_ID", "")
-    if not ask or not job.isdigit():
-        return None
-    try:
-        shown = subprocess.run(
-            ["scontrol", "show", "job", job],
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_LIMIT_S,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return _end_in(shown)
-
-
-def _end_in(shown: str) -> float | None:
-    """Return the end of a job from scontrol's text; a job without a limit has none."""
-    match = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
-    return None if match is None else datetime.fromisoformat(match[1]).timestamp()

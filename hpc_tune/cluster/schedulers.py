@@ -1,0 +1,74 @@
+"""What the scheduler of this batch job says of it."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpc_tune.cluster import pbs, slurm
+from hpc_tune.cluster.protocol import Environ, Scheduler
+from hpc_tune.log import log
+
+# The first whose job id is in the environment is the scheduler of the job.
+SCHEDULERS = (
+    slurm.SLURM,
+    pbs.PBS,
+)
+# For the script of a scheduler that does not tell when the job ends.
+_END_BY_SCRIPT = "HPC_TUNE_JOB_END"
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The job that this process belongs to."""
+
+    scheduler: Scheduler
+    id: str
+    restart_count: str
+
+    def is_preempted(self) -> bool:
+        """Ask the scheduler whether it takes the job's nodes away."""
+        return self.scheduler.is_preempted(self.id)
+
+    def requeue_command(self) -> list[str]:
+        """Return what puts the job back into the queue, empty where nothing can."""
+        return list(self.scheduler.requeue_command(self.id))
+
+
+def job_of(environ: Environ) -> BatchJob | None:
+    """Return the batch job of a process with these variables; ``None`` outside of a job."""
+    for scheduler in SCHEDULERS:
+        if job_id := environ.get(scheduler.job_id):
+            count = environ.get(scheduler.restart_count or "", "0")
+            return BatchJob(scheduler, job_id, count)
+    return None
+
+
+def job_end(environ: Environ, ask: bool) -> float | None:
+    """Return when the batch job ends, in seconds since the epoch; ``None`` if it has no limit.
+
+    An end that is past is another job's, whose environment a shell has kept: no job outlives its
+    end. ``ask``: ask the scheduler where the environment does not tell.
+    """
+    for name in (_END_BY_SCRIPT, *(s.end for s in SCHEDULERS if s.end is not None)):
+        text = environ.get(name, "")
+        if text.isdigit() and int(text) > time.time():
+            return float(text)
+        if text.isdigit() and int(text) > 0 and ask:
+            log.warning(
+                "%s=%s is past, so it is not this job's end: the environment is an older job's",
+                *(name, text),
+            )
+    job = job_of(environ) if ask else None
+    return None if job is None else job.scheduler.ask_end(job.id)
+
+
+def memory_limits(environ: Environ) -> Iterator[tuple[int, str]]:
+    """Yield the bytes of host memory that a node grants the job, and the variables that say so."""
+    for scheduler in SCHEDULERS:
+        yield from scheduler.memory_limits(environ)
+
+
+def granted_cpus(environ: Environ) -> int | None:
+    """Return the CPUs of this node that the job was granted; ``None`` if nobody says."""
+    counts = (scheduler.granted_cpus(environ) for scheduler in SCHEDULERS)
+    return next((count for count in counts if count is not None), None)

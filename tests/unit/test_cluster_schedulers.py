@@ -1,0 +1,108 @@
+import time
+from datetime import datetime
+
+import pytest
+
+from hpc_tune.cluster import schedulers
+from hpc_tune.cluster.protocol import Scheduler
+from hpc_tune.cluster.schedulers import granted_cpus, job_end, job_of, memory_limits
+
+END = datetime(2031, 5, 6, 7, 8, 9)
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """A function that plants a scontrol which answers with a text."""
+
+    def answers(text):
+        program = tmp_path / "scontrol"
+        program.write_text(f'#!/bin/sh\n[ "$*" = "show job 7" ] || exit 9\necho "{text}"\n')
+        program.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("environ", "job_id", "count"),
+    [
+        ({"SLURM_JOB_ID": "7"}, "7", "0"),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "7", "2"),
+        ({"PBS_JOBID": "7.head"}, "7.head", "0"),
+        ({"PBS_JOBID": "7.head", "SLURM_JOB_ID": ""}, "7.head", "0"),
+        ({"PBS_JOBID": "7.head", "SLURM_RESTART_COUNT": "2"}, "7.head", "0"),
+    ],
+)
+def test_a_job_is_known_by_its_schedulers_variables(environ, job_id, count):
+    job = job_of(environ)
+    assert (job.id, job.restart_count) == (job_id, count)
+
+
+def test_outside_of_a_job_there_is_none():
+    assert job_of({"SLURM_RESTART_COUNT": "2"}) is None
+    assert job_end({}, ask=True) is None
+    assert granted_cpus({}) is None
+    assert list(memory_limits({})) == []
+
+
+def test_only_slurms_own_command_requeues(scontrol):
+    scontrol("")
+    assert job_of({"SLURM_JOB_ID": "7"}).requeue_command() == ["scontrol", "requeue", "7"]
+    assert job_of({"PBS_JOBID": "7.head"}).requeue_command() == []
+
+
+def test_where_there_is_no_scontrol_nothing_requeues(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    job = job_of({"SLURM_JOB_ID": "7"})
+    assert job.requeue_command() == []
+    assert not job.is_preempted()
+    assert job_end({"SLURM_JOB_ID": "7"}, ask=True) is None
+
+
+@pytest.mark.parametrize(
+    ("shown", "end_s"),
+    [
+        (f"JobId=7 StartTime=2020-01-01T00:00:00 EndTime={END.isoformat()}", END.timestamp()),
+        ("JobId=7 EndTime=Unknown", None),
+        ("", None),
+    ],
+)
+def test_slurm_tells_the_end_of_a_job_that_has_one(scontrol, shown, end_s):
+    scontrol(shown)
+    assert job_end({"SLURM_JOB_ID": "7"}, ask=True) == end_s
+    assert job_end({"SLURM_JOB_ID": "7"}, ask=False) is None
+    assert job_end({"SLURM_JOB_ID": "x"}, ask=True) is None
+    assert job_end({"PBS_JOBID": "7"}, ask=True) is None
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_preempted"),
+    [("PreemptTime=2026-01-01T00:00:00", True), ("PreemptTime=None", False), ("", False)],
+)
+def test_slurm_tells_whether_it_takes_the_nodes_away(scontrol, shown, is_preempted):
+    scontrol(f"JobId=7 {shown} EndTime=Unknown")
+    assert job_of({"SLURM_JOB_ID": "7"}).is_preempted() == is_preempted
+    assert not job_of({"PBS_JOBID": "7"}).is_preempted()
+
+
+def test_the_scripts_word_on_the_end_comes_first():
+    soon, later = (str(int(time.time()) + seconds) for seconds in (60, 600))
+    environ = {"HPC_TUNE_JOB_END": soon, "SLURM_JOB_END_TIME": later}
+    assert job_end(environ, ask=False) == float(soon)
+    assert job_end(environ | {"HPC_TUNE_JOB_END": ""}, ask=False) == float(later)
+
+
+def test_a_scheduler_is_one_row(monkeypatch):
+    site = Scheduler(
+        "SITE_JOB",
+        end="SITE_END",
+        memory_limits=lambda environ: [(1 << 30, "SITE_MEMORY")],
+        requeue_command=lambda job_id: ["requeue", job_id],
+    )
+    monkeypatch.setattr(schedulers, "SCHEDULERS", (*schedulers.SCHEDULERS, site))
+    environ = {"SITE_JOB": "a/1", "SITE_END": str(int(time.time()) + 60)}
+    job = job_of(environ)
+    assert (job.id, job.restart_count, job.is_preempted()) == ("a/1", "0", False)
+    assert job.requeue_command() == ["requeue", "a/1"]
+    assert job_end(environ, ask=True) == float(environ["SITE_END"])
+    assert list(memory_limits(environ)) == [(1 << 30, "SITE_MEMORY")]
