@@ -74,6 +74,7 @@ class Work:
     pressure: Pressure
     profile: StepProfile
     stop: StopFlag
+    start_step: int
     total_steps: int
     flops_per_token: float
     peak_flops: float | None
@@ -81,13 +82,14 @@ class Work:
     faults: Faults
 
 
-def run_loop(work: Work, start_step: int) -> Outcome:
-    """Train from ``start_step`` to the end, or to an agreed stop, and leave a checkpoint there.
+def run_loop(work: Work) -> Outcome:
+    """Train to the end, or to an agreed stop, and leave a checkpoint there.
 
     Raises:
         HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
     """
-    step, saved_step, saver, evals = start_step, start_step, work.saver, work.evals
+    start_step = step = saved_step = work.start_step
+    saver, evals = work.saver, work.evals
     saved_at_s, step_s = time.monotonic(), 0.0
     optim = for_batch(work.config.optim, work.config.batch.global_size)
     if work.eval_batches is not None and start_step == 0:

@@ -6,7 +6,7 @@ Each rank decides by the same counts and the same ladder, so all do the same thi
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hpc_tune.memory.policy import Action, Decision, Ladder, Level, decide, lowe
 from hpc_tune.rundir import heartbeat
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.ending import fail
+from hpc_tune.train.exit import fail
 from hpc_tune.train.saving import Saver
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
@@ -83,11 +83,11 @@ class Pressure:
         governor: Governor,
         run_dir: Path,
         events: Events,
-        committed_step: Callable[[], int | None],
     ) -> None:
-        """Work with ``governor``; ``committed_step`` is what a start now would go on from."""
+        """Work with ``governor``. ``step`` may be set: what a start now would resume from."""
         self._comm, self._governor, self._run_dir = comm, governor, run_dir
-        self._events, self._committed_step = events, committed_step
+        self._events, self.step = events, 0
+        self._saver: Saver | None = None
         self._ladder = Ladder()
         self._levels = (Level.CALM, Level.CALM)
         self._told = Level.CALM
@@ -194,7 +194,8 @@ class Pressure:
 
     def _leaving(self, need: Need) -> LeavingError:
         words = f"{need.words}. {self._next()}"
-        return LeavingError(words, self._committed_step(), self.facts(need))
+        step = self._saver.committed_step if self._saver is not None else self.step
+        return LeavingError(words, step, self.facts(need))
 
     def _next(self) -> str:
         """Return what the next start does, or what the user can do."""
@@ -257,6 +258,7 @@ class Pressure:
                 self._loader.set_prefetch(0 if on else PREFETCH_BYTES)
                 return "steps are built when they are needed" if on else "steps are built ahead"
             case Action.SAVE_IN_PIECES:
+                assert self._saver is not None
                 self._saver.set_in_pieces(on)
                 return "training waits for saves" if on else "saves go on in the background"
             case Action.SPLIT_MICRO_BATCHES:
