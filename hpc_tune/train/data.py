@@ -61,7 +61,7 @@ class Tokenizing:
 def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
     """Open the data, prepared first if raw, at this rank's place in it. Collective."""
     config, place = model.config, resolved.place
-    job.governor.enter("data", "preparing the data", tell=True)
+    job.monitor.enter("data", "preparing the data", tell=True)
     stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
     loader = Loader(
         stores[0],

@@ -23,7 +23,7 @@ def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcom
     work.loader.close()
     job.stop.close()
     job.comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, ended))
-    job.governor.close()
+    job.monitor.close()
     job.events.write("stop", ended.step, reason=ended.reason)
     job.events.close()
     if job.config.run.report and ended.has_time:

@@ -12,14 +12,14 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.faults import Faults
 from hpc_tune.log import log
-from hpc_tune.memory.governor import Governor
+from hpc_tune.memory.monitor import Monitor
 from hpc_tune.rundir import heartbeat, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
 from hpc_tune.train.choosing import Chosen
 from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
-from hpc_tune.train.pressure import Pressure, make_governor
+from hpc_tune.train.governor import Governor, make_monitor
 from hpc_tune.train.wandb_log import require_wandb
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.hang import HangWatch
@@ -43,8 +43,8 @@ class Job:
     previous: Previous
     store: Store
     events: Events
+    monitor: Monitor
     governor: Governor
-    pressure: Pressure
     owner: LiveMark
     stop: StopFlag
     watchdog: StartupWatchdog
@@ -73,20 +73,20 @@ def open_job(
         )
         _require_shared(comm, run_dir)
         events = Events(run_dir / EVENTS if is_rank_0 else None)
-        governor = comm.together(
-            "looking at the memory", lambda: make_governor(config.memory, comm, run_dir, faults)
+        monitor = comm.together(
+            "looking at the memory", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
         training = comm.in_training()
-        pressure = Pressure(training, governor, run_dir, events)
-        with translating(pressure.cause_of):
+        governor = Governor(training, monitor, run_dir, events)
+        with translating(governor.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
                 events.write("warning", message=last.death)
-            governor.start(pressure.leave_at_once)
+            monitor.start(governor.leave_at_once)
             kept = config.checkpoint
             store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
             yield Job(
-                *(config, comm, training, run_dir, last, store, events, governor, pressure),
+                *(config, comm, training, run_dir, last, store, events, monitor, governor),
                 *(owner, stop, watchdog, chosen, faults),
             )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout, Place
 from hpc_tune.log import log
-from hpc_tune.memory.governor import Governor
+from hpc_tune.memory.monitor import Monitor
 from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, without_effect
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -25,7 +25,7 @@ class Resolved:
 def resolve(job: Job, model: Model) -> Resolved:
     """Settle the layout. Collective."""
     asked, comm, size = model.config.parallel, job.comm, model.size
-    room = bytes_per_rank(job.governor, comm)
+    room = bytes_per_rank(job.monitor, comm)
     layout, why = choose_layout(asked, comm.world.size, size, room, _ranks_per_node(comm))
     check_layout(layout, asked, model.built.config)
     if comm.is_rank_0:
@@ -37,14 +37,14 @@ def resolve(job: Job, model: Model) -> Resolved:
     return Resolved(layout, why, layout.place(comm.world.rank), parallel)
 
 
-def bytes_per_rank(governor: Governor, comm: Comm) -> int:
+def bytes_per_rank(monitor: Monitor, comm: Comm) -> int:
     """Return the least that any rank has for what it computes with, in bytes. Collective."""
     if comm.device.type == "cuda":
         import torch
 
         least = torch.cuda.get_device_properties(comm.device).total_memory
     else:
-        least = governor.limit.num_bytes // comm.world.local_size
+        least = monitor.limit.num_bytes // comm.world.local_size
     return -int(comm.max([-least])[0])
 
 

@@ -18,10 +18,10 @@ from hpc_tune.train.model import Model
 
 def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engine:
     """Load the model into the engine that its layout asks for. Collective."""
-    config, comm, governor = model.config, job.comm, job.governor
+    config, comm, monitor = model.config, job.comm, job.monitor
     if config.train.compile:
         cache = Path(config.run.compile_cache or job.dir / "compile-cache")
-        share = governor.limit.num_bytes // comm.world.local_size
+        share = monitor.limit.num_bytes // comm.world.local_size
         comm.together(
             "preparing to compile",
             lambda: prepare_compiler(cache, comm.world.node, comm.device, comm.threads, share),
@@ -34,8 +34,8 @@ def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engin
         share = data.loss_share
         return NativeEngine(model.built, *common, loss_share=share, faults=job.faults)
 
-    governor.enter("load", "loading the model", tell=True)
-    with asking(governor.ensure):
+    monitor.enter("load", "loading the model", tell=True)
+    with asking(monitor.ensure):
         return comm.together("loading the model", make)
 
 

@@ -42,10 +42,10 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     Raises:
         MemoryBudgetError: if a phase does not fit, and not ``force``.
     """
-    config, comm, governor = model.config, job.comm, job.governor
+    config, comm, monitor = model.config, job.comm, job.monitor
     # Nodes may differ, and all ranks must decide alike: the least of any counts.
-    room = bytes_per_rank(governor, comm)
-    host, ranks = governor.limit.num_bytes, comm.world.local_size
+    room = bytes_per_rank(monitor, comm)
+    host, ranks = monitor.limit.num_bytes, comm.world.local_size
     least_host, ranks = map(int, comm.max([-host, ranks]))
     host, device = -least_host, room if comm.device.type == "cuda" else None
     rows = config.batch.micro_size if config.batch.micro_size != "auto" else 1
@@ -61,7 +61,7 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     said = comm.on_rank_0("planning", lambda: _ask(job.dir, map(str, words), limit_s))
     if said is not None:
-        governor.expect(next(p["node_bytes"] for p in said["phases"] if p["name"] == "steady"))
+        monitor.expect(next(p["node_bytes"] for p in said["phases"] if p["name"] == "steady"))
     if said is None:
         return Forecast(None, "not planned, see above")
     if said["fits"]:
@@ -97,7 +97,7 @@ def compare(job: Job, forecast: Forecast) -> None:
     """Write the most that a rank had in each phase beside what was planned. Collective."""
     planned = forecast.plan
     measured: dict[str, int] = {}
-    for peaks in job.comm.gather(job.governor.peaks):
+    for peaks in job.comm.gather(job.monitor.peaks):
         for phase, num_bytes in peaks.items():
             measured[phase] = max(measured.get(phase, 0), num_bytes)
     foreseen = {p["name"]: p["rank_bytes"] for p in planned["phases"]} if planned else {}

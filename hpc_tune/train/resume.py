@@ -82,14 +82,14 @@ def resume(
         return state
 
     # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
-    job.governor.enter("load", "loading a checkpoint", tell=True)
-    with asking(job.governor.ensure):
+    job.monitor.enter("load", "loading a checkpoint", tell=True)
+    with asking(job.monitor.ensure):
         index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
         saved = comm.together("loading a checkpoint", load)
     comm.together("finding the place in the data", lambda: data.loader.restore(saved.loader))
     log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
     job.events.write("resume", saved.step, path=str(path))
-    job.watchdog.step = job.pressure.step = saved.step
+    job.watchdog.step = job.governor.step = saved.step
     return saved
 
 

@@ -41,7 +41,7 @@ def prepare_training(
     last = job.previous
     if saved is not None and not last.actions:  # a run that was killed left it there alone
         last = replace(last, actions=tuple(saved.governor))
-    job.pressure.attach(engine, data.loader, saver, micro_size, data.store.path, last)
+    job.governor.attach(engine, data.loader, saver, micro_size, data.store.path, last)
     sizes = (model.size, model.built.config, layout, resolved.parallel, model.built.dtype.itemsize)
     expected = partial(expected_bytes, *sizes, data.loss_share)
     _say_micro_batches(job, model, resolved, data, expected)
@@ -61,11 +61,11 @@ def prepare_training(
             job.config.model_dump(),
             evals.loss_at(step),
             asdict(evals),
-            job.pressure.taken,
+            job.governor.taken,
         )
 
-    job.governor.enter("first step", "beginning the first step", tell=True)
-    job.governor.fence()
+    job.monitor.enter("first step", "beginning the first step", tell=True)
+    job.monitor.fence()
     peak = None
     if comm.device.type != "cpu":
         peak = peak_flops(torch.cuda.get_device_name(comm.device))
@@ -86,14 +86,14 @@ def prepare_training(
         state=state,
         evals=Evals.from_json(saved.evals if saved is not None else {}),
         metrics=metrics,
-        governor=job.governor,
+        monitor=job.monitor,
         stop=job.stop,
         start_step=step,
         total_steps=data.total_steps,
         flops_per_token=flops_per_token(model.size, model.built.config, config.data.seq_len),
         peak_flops=peak * comm.world.size if peak else None,
         expected_bytes=expected,
-        pressure=job.pressure,
+        governor=job.governor,
         profile=StepProfile(job.training, job.dir, steps, step, data.total_steps),
         faults=job.faults,
     )
@@ -108,7 +108,7 @@ def _micro_size(
     if saved is not None and saved.layout == asdict(layout):
         return saved.micro_size
     most_rows = micro_rows(config, layout)
-    return largest_micro_size(job.comm, engine, job.governor, config.data.seq_len, most_rows)
+    return largest_micro_size(job.comm, engine, job.monitor, config.data.seq_len, most_rows)
 
 
 def _saver(job: Job, model: Model, engine: Engine, step: int) -> Saver:
@@ -118,7 +118,7 @@ def _saver(job: Job, model: Model, engine: Engine, step: int) -> Saver:
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
     return Saver(
         *(job.training, job.store, engine, job.events, kept, limit_s, step, pack),
-        *(job.governor.admit, job.faults),
+        *(job.monitor.admit, job.faults),
     )
 
 
@@ -127,7 +127,7 @@ def _say_micro_batches(
 ) -> None:
     config = model.config
     rows = -(-config.batch.global_size // resolved.layout.data_size)
-    micro_size = job.pressure.micro_size
+    micro_size = job.governor.micro_size
     tokens, num_micro = rows * config.data.seq_len, -(-rows // micro_size)
     micro = (tokens // num_micro, round(data.loss_share * tokens / num_micro))
     sent = sum(expected([micro] * num_micro).values())
@@ -152,5 +152,5 @@ def _evaluation(
         num_rows=config.train.eval_rows,
         rank=resolved.place.data,
         size=resolved.layout.data_size,
-        micro_size=job.pressure.micro_size,
+        micro_size=job.governor.micro_size,
     )
