@@ -26,10 +26,10 @@ from hpc_tune.plan.auto import with_layout
 from hpc_tune.plan.choose import ring_order
 from hpc_tune.plan.ledger import Machine
 from hpc_tune.plan.measured import Measured
+from hpc_tune.plan.process import run_plan
 from hpc_tune.plan.speed import Network
 from hpc_tune.probe.links import measure_collectives, measure_pairs
 from hpc_tune.train.calibration import measure_compute
-from hpc_tune.train.foresight import run_plan
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.reform import reform
 
@@ -74,15 +74,15 @@ class Chosen:
         }
 
 
-def choose(config: RunConfig, comm: Comm) -> tuple[Chosen, Comm | None]:
+def choose_ranks(config: RunConfig, world: Comm) -> tuple[Chosen, Comm | None]:
     """Measure and choose; return it with this rank's part in that world, or None outside of it.
 
-    Collective; ``comm``'s process groups may be gone afterwards.
+    Collective; ``world``'s process groups may be gone afterwards.
 
     Raises:
         ConfigError: if no layout is possible or fits. DataError: if the model cannot be used.
     """
-    path = config.model.path
+    path, comm = config.model.path, world.in_training()  # no rank may work for hours here
     refuse_shape(path)
     if path != BUILTIN_TINY:
         comm.together("reading the model's shape", lambda: read_shape(Path(path)))

@@ -16,8 +16,11 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.optim import for_batch, learning_rate
 from hpc_tune.log import log
 from hpc_tune.probe.software import versions
-from hpc_tune.rundir.json_lines import Events
-from hpc_tune.train.inputs import Inputs
+from hpc_tune.train.data import Data
+from hpc_tune.train.job import Job
+from hpc_tune.train.layout import Resolved
+from hpc_tune.train.model import Model
+from hpc_tune.train.preflight import Forecast
 from hpc_tune.units import format_count
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
@@ -26,32 +29,26 @@ _GIT_LIMIT_S = 5.0
 _FEW_STEPS = 5  # updates in an epoch
 
 
-def describe(
-    config: RunConfig,
-    comm: Comm,
-    inputs: Inputs,
-    layout: Layout,
-    why: str,
-    loader: Loader,
-    total_steps: int,
-    memory: str,
-    events: Events,
-) -> None:
+def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, data: Data) -> None:
     """Print the world, the model, the data, the layout, the batch and the learning rate, a line
-    each, and write them into ``events`` with what a bug report would ask for (kind ``start``).
+    each, and write them into events.jsonl with what a bug report would ask for (kind ``start``).
     """
+    if not job.comm.is_rank_0:
+        return
+    config, comm, layout = model.config, job.comm, resolved.layout
+    loader, total_steps = data.loader, data.total_steps
     told: dict[str, Any] = {
         "world": _world(comm),
-        "model": _model(config, inputs),
-        "data": _data(config, inputs, loader),
-        "layout": f"{layout}: {why}",
-        "memory": memory,
+        "model": _model(model),
+        "data": _data(config, data),
+        "layout": f"{layout}: {resolved.why}",
+        "memory": forecast.verdict,
         "batch": _batch(config, comm, layout, loader, total_steps),
         "rate": rate_of(config, total_steps),
     }
     for name, text in told.items():
         log.info("%-7s %s", name, text)
-    events.write(
+    job.events.write(
         "start",
         **told,
         size=comm.world.size,
@@ -61,7 +58,7 @@ def describe(
         versions=versions(),
         commit=_commit(),
     )
-    if comm.device.type == "cpu" and inputs.built.dtype == torch.bfloat16 and not cpu_has_bf16():
+    if comm.device.type == "cpu" and model.built.dtype == torch.bfloat16 and not cpu_has_bf16():
         log.warning(
             "model.dtype=bf16: this CPU has no products of bf16 (AVX512-BF16, AMX), and a step may "
             "take tens of times as long as with model.dtype=fp32"
@@ -115,19 +112,20 @@ def _world(comm: Comm) -> str:
     return f"{ranks} on {nodes} via {world.launcher}, {comm.device.type}"
 
 
-def _model(config: RunConfig, inputs: Inputs) -> str:
-    size, tune = inputs.size, config.tune
+def _model(model: Model) -> str:
+    config, size, tune = model.config, model.size, model.config.tune
     adapter = f" r={tune.rank} alpha={tune.alpha:g}" if tune.method != "full" else ""
     return (
         f"{config.model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method}{adapter}), "
-        f"{str(inputs.built.dtype).removeprefix('torch.')}"
+        f"{str(model.built.dtype).removeprefix('torch.')}"
     )
 
 
-def _data(config: RunConfig, inputs: Inputs, loader: Loader) -> str:
+def _data(config: RunConfig, data: Data) -> str:
+    loader = data.loader
     return (
-        f"{shown(config.data.path)}: {format_count(inputs.store.num_documents)} documents in "
+        f"{shown(config.data.path)}: {format_count(data.store.num_documents)} documents in "
         f"{format_count(loader.num_rows_per_epoch)} rows of {config.data.seq_len} tokens, "
         f"{100 * loader.padding:.1f}% padding"
     )

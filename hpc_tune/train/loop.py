@@ -22,12 +22,12 @@ from hpc_tune.engine.optim import for_batch, learning_rate
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.faults import Faults
 from hpc_tune.log import log
-from hpc_tune.memory.governor import Governor, MemorySample
 from hpc_tune.memory.host import give_back
+from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
+from hpc_tune.train.governor import Governor
 from hpc_tune.train.metrics import Metrics, StepMetrics
-from hpc_tune.train.pressure import Pressure
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.saving import Saver
 from hpc_tune.world.comm import Comm
@@ -70,10 +70,11 @@ class Work:
     state: Callable[[int, dict[str, Any], Evals], RunState]
     evals: Evals
     metrics: Metrics
+    monitor: Monitor
     governor: Governor
-    pressure: Pressure
     profile: StepProfile
     stop: StopFlag
+    start_step: int
     total_steps: int
     flops_per_token: float
     peak_flops: float | None
@@ -81,13 +82,14 @@ class Work:
     faults: Faults
 
 
-def run_loop(work: Work, start_step: int) -> Outcome:
-    """Train from ``start_step`` to the end, or to an agreed stop, and leave a checkpoint there.
+def run_loop(work: Work) -> Outcome:
+    """Train to the end, or to an agreed stop, and leave a checkpoint there.
 
     Raises:
         HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
     """
-    step, saved_step, saver, evals = start_step, start_step, work.saver, work.evals
+    start_step = step = saved_step = work.start_step
+    saver, evals = work.saver, work.evals
     saved_at_s, step_s = time.monotonic(), 0.0
     optim = for_batch(work.config.optim, work.config.batch.global_size)
     if work.eval_batches is not None and start_step == 0:
@@ -101,8 +103,8 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         work.faults.at("boundary", step + 1)
         boundary = _agree(work, batches, saved_at_s, margin_s)
         saver.advance(boundary.saves_done)
-        micro_size = work.pressure.micro_size
-        need = work.pressure.act(boundary.memory, step)
+        micro_size = work.governor.micro_size
+        need = work.governor.act(boundary.memory, step)
         stop_reason = boundary.stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
@@ -112,13 +114,13 @@ def run_loop(work: Work, start_step: int) -> Outcome:
             _start_save(work, work.state(step, place, evals))
         if stop_reason:
             saver.finish()
-            facts = work.pressure.facts(need) if need else {}
+            facts = work.governor.facts(need) if need else {}
             return stopped(stop_reason, saver.committed_step, facts)
-        if work.pressure.micro_size != micro_size:
+        if work.governor.micro_size != micro_size:
             work.loader.restore(place)
             batches = work.loader.next_step()
         phase = "save, in the background" if saver.busy else "steady"
-        work.governor.enter(
+        work.monitor.enter(
             "first step" if step == start_step else phase, f"training step {step + 1}"
         )
         lr = learning_rate(optim, step, work.total_steps)
@@ -129,8 +131,8 @@ def run_loop(work: Work, start_step: int) -> Outcome:
         step += 1
         _check_finite(result, step, saver.committed_step)
         step_s = time.monotonic() - began_s
-        sample = work.governor.worst()
-        work.pressure.see(sample)
+        sample = work.monitor.worst()
+        work.governor.see(sample)
         _record(work, step, lr, batches, result, boundary, step_s, data_s, sample)
         work.profile.after(step, result, data_s)
         is_last = step == work.total_steps
@@ -158,7 +160,7 @@ def _start_save(work: Work, state: RunState) -> None:
     if work.saver.waits:
         phase = "save, training waits"
         give_back()
-    work.governor.enter(phase, f"saving step {state.step}")
+    work.monitor.enter(phase, f"saving step {state.step}")
     work.faults.at("save", state.step)
     work.saver.start(state)
 
@@ -176,7 +178,7 @@ def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float)
             due and work.comm.is_rank_0,
             reason is not None,
             *work.saver.votes(),
-            *work.pressure.votes(),
+            *work.governor.votes(),
         ],
     )
     if stop_votes:
@@ -230,9 +232,9 @@ def _record(
             sent_bytes=result.sent_bytes,
             expected_bytes=work.expected_bytes(
                 [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in batches],
-                Action.RECOMPUTE.value in work.pressure.taken,
+                Action.RECOMPUTE.value in work.governor.taken,
             ),
-            device_util=work.governor.device_utilization(),
+            device_util=work.monitor.device_utilization(),
             host_bytes=worst.host_bytes if sample else None,
             host_limit_bytes=sample.host_limit_bytes if sample else None,
             device_bytes=worst.device_bytes if sample and sample.device else None,
@@ -285,7 +287,7 @@ def _evaluate(work: Work, step: int, before: Evals) -> Evals:
 
     give_back()
     phase = "save, in the background" if work.saver.busy else "evaluate"
-    work.governor.enter(phase, f"evaluating after step {step}")
+    work.monitor.enter(phase, f"evaluating after step {step}")
     log.info("step %d: evaluating on held-out data", step)
     began_s = time.monotonic()
     loss_sum, tokens = work.engine.evaluate(batches())

@@ -7,8 +7,8 @@ import torch
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.base import Engine
-from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import own_bytes
+from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import Level, room_of
 from hpc_tune.world.comm import Comm
 
@@ -16,7 +16,7 @@ POLL_S = 0.002
 
 
 def largest_micro_size(
-    comm: Comm, engine: Engine, governor: Governor, seq_len: int, most_rows: int
+    comm: Comm, engine: Engine, monitor: Monitor, seq_len: int, most_rows: int
 ) -> int:
     """Return the largest power of two, or ``most_rows``, of rows that fit on every rank.
 
@@ -32,7 +32,7 @@ def largest_micro_size(
         free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         room_bytes = room_of(total_bytes - free_bytes, total_bytes, Level.TIGHT)
     else:
-        room_bytes = room_of(governor.used_bytes(), governor.limit.num_bytes, Level.TIGHT)
+        room_bytes = room_of(monitor.used_bytes(), monitor.limit.num_bytes, Level.TIGHT)
         room_bytes //= comm.world.local_size
     fits = max(1, room_bytes // max(row_bytes, 1))
     # The rank with the least room decides.

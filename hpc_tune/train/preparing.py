@@ -17,8 +17,9 @@ from hpc_tune.log import configure, log
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.train.ending import fail
-from hpc_tune.train.inputs import make_folder, prepare_file, reading_of, ready_model
+from hpc_tune.train.data import make_folder, prepare_file, reading_of
+from hpc_tune.train.exit import fail
+from hpc_tune.train.model import ready_model
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 
 

@@ -46,6 +46,14 @@ class StopFlag:
             ends.append(end)
         self._deadline = min(ends, default=None)
 
+    @classmethod
+    def of_run(cls, run_dir: Path, time_limit_s: float | None, is_rank_0: bool) -> "StopFlag":
+        """Return the flag of a rank.
+
+        Rank 0 alone looks for the STOP file: a file system is not asked by thousands each second.
+        """
+        return cls(run_dir if is_rank_0 else None, time_limit_s, is_first=is_rank_0)
+
     def install(self) -> None:
         """Take over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts at once."""
         for number in SIGNALS:

@@ -9,7 +9,7 @@ from test_data_support import byte_tokenizer, chat, write_jsonl, zero_tokens
 from hpc_tune.config.schema import DataConfig
 from hpc_tune.data.prepare import prepare
 from hpc_tune.errors import DataError
-from hpc_tune.train.inputs import Tokenizing, prepare_data, ready_data
+from hpc_tune.train.data import Tokenizing, prepare_data, ready_data
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.discover import World
 

@@ -8,8 +8,8 @@ import pytest
 
 from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError, LostHostError
 from hpc_tune.rundir import outcome
-from hpc_tune.train import ending
-from hpc_tune.train.ending import EarlyLeave
+from hpc_tune.train import exit as train_exit
+from hpc_tune.train.exit import StartupWatchdog
 from hpc_tune.world.stop import StopFlag
 
 
@@ -17,8 +17,8 @@ from hpc_tune.world.stop import StopFlag
 def left(monkeypatch):
     """What the world was ended with, as soon as it was."""
     errors = []
-    monkeypatch.setattr(ending, "_GRACE_S", 0.4)
-    monkeypatch.setattr(ending, "fail", lambda comm, error, run_dir: errors.append(error))
+    monkeypatch.setattr(train_exit, "_GRACE_S", 0.4)
+    monkeypatch.setattr(train_exit, "fail", lambda comm, error, run_dir: errors.append(error))
     return errors
 
 
@@ -35,11 +35,11 @@ def wait_until(what, limit_s=120.0):
 
 
 def wait_until_unwatched():
-    wait_until(lambda: "early-leave" not in {thread.name for thread in threading.enumerate()})
+    wait_until(lambda: "startup-watchdog" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
-    early = EarlyLeave(None, asked(tmp_path), tmp_path)
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
     early.step = 7
     wait_until(lambda: left)
     early.close()
@@ -48,7 +48,7 @@ def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
 
 
 def test_one_that_has_begun_to_train_does_not(tmp_path, left):
-    early = EarlyLeave(None, asked(tmp_path), tmp_path)
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
     early.close()
     wait_until_unwatched()
     assert left == []
@@ -56,10 +56,10 @@ def test_one_that_has_begun_to_train_does_not(tmp_path, left):
 
 def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
     error = ConfigError("the compiler was killed")
-    quiet = EarlyLeave(None, StopFlag(None, environ={}), tmp_path)
+    quiet = StartupWatchdog(None, StopFlag(None, environ={}), tmp_path)
     assert quiet.cause_of(error) is error
     quiet.close()
-    early = EarlyLeave(None, asked(tmp_path), tmp_path)
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
     assert isinstance(early.cause_of(error), LeavingError)
     early.close()
     assert early.cause_of(error) is error
@@ -72,14 +72,14 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
     def die(comm, code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(ending, "die", die)
-    monkeypatch.setattr(ending, "report_failure", lambda comm, error: str(error))
+    monkeypatch.setattr(train_exit, "die", die)
+    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: str(error))
     comm = SimpleNamespace(world=SimpleNamespace(rank=rank), is_rank_0=rank == 0, nonce="1")
     for before in (None, outcome.Outcome("failed", "said before", None, 1)):
         if before is not None:
             outcome.write(before, tmp_path)
         with pytest.raises(SystemExit, match="1"):
-            ending.fail(comm, LostHostError("host b is lost"), tmp_path)
+            train_exit.fail(comm, LostHostError("host b is lost"), tmp_path)
         told = outcome.read(tmp_path)
         assert told["reason"] == ("host b is lost" if before is None else reason)
 

@@ -6,7 +6,7 @@ Each rank decides by the same counts and the same ladder, so all do the same thi
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from hpc_tune.errors import LeavingError, MemoryBudgetError
 from hpc_tune.faults import Faults
 from hpc_tune.log import log
 from hpc_tune.memory.device import give_back_cache, is_out_of_memory
-from hpc_tune.memory.governor import Governor, MemorySample, Need
 from hpc_tune.memory.host import find_limit, give_back, own_bytes
+from hpc_tune.memory.monitor import MemorySample, Monitor, Need
 from hpc_tune.memory.policy import Action, Decision, Ladder, Level, decide, lower
 from hpc_tune.rundir import heartbeat
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.ending import fail
+from hpc_tune.train.exit import fail
 from hpc_tune.train.saving import Saver
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
@@ -36,8 +36,8 @@ _HOST_SIDE = frozenset({Action.SHRINK_BUFFERS, Action.SAVE_IN_PIECES})
 _DEVICE_SIDE = frozenset({Action.SPLIT_MICRO_BATCHES, Action.RECOMPUTE, Action.MOVE_OPTIMIZER})
 
 
-def make_governor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> Governor:
-    """Return this rank's governor; the first rank of each node keeps the node's heartbeat.
+def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> Monitor:
+    """Return this rank's monitor; the first rank of each node keeps the node's heartbeat.
 
     Raises:
         MemoryBudgetError: if the processes alone take what the node grants.
@@ -46,7 +46,7 @@ def make_governor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Fault
     if world.local_rank == 0:
         path = heartbeat.path_of(run_dir, world.node)
         beat = heartbeat.HeartbeatFile(path, world.hostname, find_limit(memory.host_limit))
-    governor = Governor(
+    monitor = Monitor(
         memory.host_limit,
         comm.device,
         memory.governor,
@@ -56,12 +56,12 @@ def make_governor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Fault
         beat,
         faults,
     )
-    asked, limit = memory.host_limit, governor.limit
-    if governor.ranks_bytes() >= limit.num_bytes:
+    asked, limit = memory.host_limit, monitor.limit
+    if monitor.ranks_bytes() >= limit.num_bytes:
         raise MemoryBudgetError(
             f"{limit.source} grants {format_bytes(limit.num_bytes)} of host memory on "
             f"{world.hostname}, and its {world.local_size} ranks take "
-            f"{format_bytes(governor.ranks_bytes())} before a model is there; grant more, or start "
+            f"{format_bytes(monitor.ranks_bytes())} before a model is there; grant more, or start "
             "fewer ranks per node"
         )
     if world.rank == 0 and asked is not None and limit.num_bytes < asked:
@@ -71,23 +71,23 @@ def make_governor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Fault
             limit.source,
             format_bytes(limit.num_bytes),
         )
-    return governor
+    return monitor
 
 
-class Pressure:
+class Governor:
     """Acts on memory pressure, or only tells of it (memory.governor=observe)."""
 
     def __init__(
         self,
         comm: Comm,
-        governor: Governor,
+        monitor: Monitor,
         run_dir: Path,
         events: Events,
-        committed_step: Callable[[], int | None],
     ) -> None:
-        """Work with ``governor``; ``committed_step`` is what a start now would go on from."""
-        self._comm, self._governor, self._run_dir = comm, governor, run_dir
-        self._events, self._committed_step = events, committed_step
+        """Work with ``monitor``. ``step`` may be set: what a start now would resume from."""
+        self._comm, self._monitor, self._run_dir = comm, monitor, run_dir
+        self._events, self.step = events, 0
+        self._saver: Saver | None = None
         self._ladder = Ladder()
         self._levels = (Level.CALM, Level.CALM)
         self._told = Level.CALM
@@ -109,7 +109,7 @@ class Pressure:
         """
         self._engine, self._loader, self._saver = engine, loader, saver
         self._whole_micro_size, self._data_file = micro_size, data_file
-        if self._governor.mode != "on":
+        if self._monitor.mode != "on":
             return
         values = {action.value: action for action in Action}
         taken = tuple(values[name] for name in previous.actions if name in values)
@@ -136,7 +136,7 @@ class Pressure:
         """Take in the worst of the last step."""
         if sample is not None:
             self._sample = sample
-            self._levels = self._governor.levels(sample)
+            self._levels = self._monitor.levels(sample)
 
     def votes(self) -> list[float]:
         """Return what this rank adds to the boundary's sum: one for each level it has reached."""
@@ -150,7 +150,7 @@ class Pressure:
         )
         level = max(host, device)
         decision = None
-        if self._governor.mode == "on":
+        if self._monitor.mode == "on":
             sides = (_HOST_SIDE if host == level else frozenset()) | (
                 _DEVICE_SIDE if device == level or self._computes_on_host else frozenset()
             )
@@ -175,26 +175,27 @@ class Pressure:
         return {**told, "governor": self.taken}
 
     def leave_at_once(self, need: Need) -> None:
-        """End the world before the kernel does; for the governor's thread."""
+        """End the world before the kernel does; for the monitor's thread."""
         fail(self._comm, self._leaving(need), self._run_dir)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what an error means: an allocation that fails is a reason to leave."""
-        if self._governor.mode != "on" or not is_out_of_memory(error):
+        if self._monitor.mode != "on" or not is_out_of_memory(error):
             return error
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if isinstance(error, torch.OutOfMemoryError):
-            need = self._governor.device_need()
+            need = self._monitor.device_need()
         else:
-            sample = self._governor.worst()
-            need = self._governor.need(sample.host_bytes if sample else 0)
+            sample = self._monitor.worst()
+            need = self._monitor.need(sample.host_bytes if sample else 0)
         return self._leaving(
             replace(need, words=f"{need.words}; an allocation failed: {first_line}")
         )
 
     def _leaving(self, need: Need) -> LeavingError:
         words = f"{need.words}. {self._next()}"
-        return LeavingError(words, self._committed_step(), self.facts(need))
+        step = self._saver.committed_step if self._saver is not None else self.step
+        return LeavingError(words, step, self.facts(need))
 
     def _next(self) -> str:
         """Return what the next start does, or what the user can do."""
@@ -222,10 +223,10 @@ class Pressure:
     def _own_share(self) -> "_Share":
         sample = self._sample
         if sample is None:
-            return _Share(0.0, self._governor.need(0), {}, "")
+            return _Share(0.0, self._monitor.need(0), {}, "")
         full, need = (
             sample.host_bytes / sample.host_limit_bytes,
-            self._governor.need(sample.host_bytes),
+            self._monitor.need(sample.host_bytes),
         )
         text = f"{need.host}: host {_of(sample.host_bytes, sample.host_limit_bytes)}"
         facts = {key: value for key, value in asdict(sample).items() if key != "device"}
@@ -239,7 +240,7 @@ class Pressure:
         before = own_bytes()
         times = self._ladder.taken.count(decision.action)
         said = self._pull(decision.action, decision.way == "do", times)
-        self._governor.forget()
+        self._monitor.forget()
         if decision.action == Action.TRIM:
             said = f"{format_bytes(max(0, before - own_bytes()))} given back by rank 0"
         self._tell(step, worst, said, action=decision.action.value, way=decision.way)
@@ -257,6 +258,7 @@ class Pressure:
                 self._loader.set_prefetch(0 if on else PREFETCH_BYTES)
                 return "steps are built when they are needed" if on else "steps are built ahead"
             case Action.SAVE_IN_PIECES:
+                assert self._saver is not None
                 self._saver.set_in_pieces(on)
                 return "training waits for saves" if on else "saves go on in the background"
             case Action.SPLIT_MICRO_BATCHES:

@@ -8,79 +8,64 @@ The trace needs an interpreter to itself, some seconds, and under 1 GB on the fi
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.cluster.launchers import unlaunched
-from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import MemoryBudgetError
 from hpc_tune.log import log
-from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
-from hpc_tune.plan.account import ModelSize
 from hpc_tune.plan.ledger import SURE_SHARE, most_bytes
-from hpc_tune.rundir.json_lines import Events
-from hpc_tune.train.layout import bytes_per_rank
+from hpc_tune.plan.process import run_plan
+from hpc_tune.train.job import Job
+from hpc_tune.train.layout import Resolved, bytes_per_rank
+from hpc_tune.train.model import Model
 from hpc_tune.units import format_bytes
-from hpc_tune.world.comm import Comm
 
 _PLAN_LIMIT_S = 300.0
 _PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class Forecast:
     """What ``plan --json`` says of a run, None where it surely fits, and the verdict in words."""
 
     plan: dict[str, Any] | None
     verdict: str
 
 
-def foresee(
-    config: RunConfig,
-    comm: Comm,
-    governor: Governor,
-    size: ModelSize,
-    layout: Layout,
-    model: Any,
-    run_dir: Path,
-    force: bool,
-) -> Foreseen:
+def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Forecast:
     """Return what this run will take. Collective.
-
-    ``model`` is the transformers config.
 
     Raises:
         MemoryBudgetError: if a phase does not fit, and not ``force``.
     """
+    config, comm, monitor = model.config, job.comm, job.monitor
     # Nodes may differ, and all ranks must decide alike: the least of any counts.
-    room = bytes_per_rank(governor, comm)
-    host, ranks = governor.limit.num_bytes, comm.world.local_size
+    room = bytes_per_rank(monitor, comm)
+    host, ranks = monitor.limit.num_bytes, comm.world.local_size
     least_host, ranks = map(int, comm.max([-host, ranks]))
     host, device = -least_host, room if comm.device.type == "cuda" else None
     rows = config.batch.micro_size if config.batch.micro_size != "auto" else 1
     tokens = rows * config.data.seq_len
-    most = most_bytes(size, layout, model, tokens, bool(device))
+    most = most_bytes(model.size, resolved.layout, model.built.config, tokens, bool(device))
     if most < SURE_SHARE * room:
         rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
         verdict = f"fits{rows_too}: at most {format_bytes(most)} of {format_bytes(room)} per rank"
-        return Foreseen(None, verdict)
+        return Forecast(None, verdict)
     words = ["--nodes", comm.world.num_nodes, "--gpus-per-node", ranks]
     words += ["--device-memory", device or 0, "--host-memory", host]
     # The other ranks wait for it.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
-    said = comm.on_rank_0("planning", lambda: _ask(run_dir, map(str, words), limit_s))
+    said = comm.on_rank_0("planning", lambda: _ask(job.dir, map(str, words), limit_s))
     if said is not None:
-        governor.expect(next(p["node_bytes"] for p in said["phases"] if p["name"] == "steady"))
+        monitor.expect(next(p["node_bytes"] for p in said["phases"] if p["name"] == "steady"))
     if said is None:
-        return Foreseen(None, "not planned, see above")
+        return Forecast(None, "not planned, see above")
     if said["fits"]:
-        return Foreseen(said, _verdict(said, device, host))
+        return Forecast(said, _verdict(said, device, host))
     bad = [p for p in said["phases"] if not p["fits"] and not p["optional"]]
     text = "this run does not fit into memory:\n" + "\n".join(
         f"  - {phase['name']}: {format_bytes(phase['device_bytes'])} on a device, "
@@ -94,7 +79,7 @@ def foresee(
         raise MemoryBudgetError(text)
     if comm.is_rank_0:
         log.warning("%s", text)
-    return Foreseen(said, "does not fit by the plan, and was forced")
+    return Forecast(said, "does not fit by the plan, and was forced")
 
 
 def _verdict(said: dict[str, Any], device: int | None, host: int) -> str:
@@ -108,10 +93,11 @@ def _verdict(said: dict[str, Any], device: int | None, host: int) -> str:
     return text
 
 
-def compare(planned: dict[str, Any] | None, comm: Comm, governor: Governor, events: Events) -> None:
+def compare(job: Job, forecast: Forecast) -> None:
     """Write the most that a rank had in each phase beside what was planned. Collective."""
+    planned = forecast.plan
     measured: dict[str, int] = {}
-    for peaks in comm.gather(governor.peaks):
+    for peaks in job.comm.gather(job.monitor.peaks):
         for phase, num_bytes in peaks.items():
             measured[phase] = max(measured.get(phase, 0), num_bytes)
     foreseen = {p["name"]: p["rank_bytes"] for p in planned["phases"]} if planned else {}
@@ -119,21 +105,7 @@ def compare(planned: dict[str, Any] | None, comm: Comm, governor: Governor, even
         phase: {"rank_bytes": num_bytes, "planned": foreseen.get(phase)}
         for phase, num_bytes in measured.items()
     }
-    events.write("memory", phases=phases)
-
-
-def run_plan(
-    config: Path, words: Iterable[str], limit_s: float
-) -> "subprocess.CompletedProcess[str]":
-    """Run ``plan --json`` on a configuration file, as a process that no launcher has started.
-
-    Raises:
-        OSError, subprocess.TimeoutExpired: if it cannot be started, or is not done in time.
-    """
-    command = [sys.executable, "-m", "hpc_tune", "plan", "--json", "--config", str(config), *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=limit_s, env=unlaunched()
-    )
+    job.events.write("memory", phases=phases)
 
 
 def _ask(run_dir: Path, words: Iterable[str], limit_s: float) -> dict[str, Any] | None:

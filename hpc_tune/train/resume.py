@@ -9,11 +9,15 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
+from hpc_tune.model.room import asking
 from hpc_tune.model.weights import index_checkpoint
+from hpc_tune.train.data import Data
+from hpc_tune.train.job import Job
+from hpc_tune.train.model import Model
 from hpc_tune.world.comm import Comm
 
 
-def find_checkpoint(comm: Comm, config: RunConfig, store: Store) -> Path | None:
+def find_checkpoint(job: Job) -> Path | None:
     """Return the checkpoint to go on from, or None for a fresh start. Collective.
 
     Raises:
@@ -21,7 +25,8 @@ def find_checkpoint(comm: Comm, config: RunConfig, store: Store) -> Path | None:
         or of a run with settings that must be the same, or a fresh start is asked for where
         checkpoints are.
     """
-    path = _asked_for(comm, config, store)
+    comm, config = job.comm, job.config
+    path = _asked_for(comm, config, job.store)
     if path is not None:
         # Before anything takes time, such as preparing data for another length of rows.
         comm.on_rank_0(
@@ -53,31 +58,39 @@ def _asked_for(comm: Comm, config: RunConfig, store: Store) -> Path | None:
             return Path(path)
 
 
-def restore(
-    comm: Comm,
-    path: Path,
-    engine: Engine,
-    config: RunConfig,
-    identity: str,
-    total_steps: int,
-) -> RunState:
-    """Load ``path`` into the engine and return the rest of its state. Collective.
+def resume(
+    job: Job, path: Path | None, model: Model, engine: Engine, data: Data
+) -> RunState | None:
+    """Load the checkpoint at ``path`` into the engine and find its place in the data. Collective.
+
+    Returns the rest of its state; None where there is none to resume from.
 
     Raises:
         CheckpointError: if it is of another run, or its tensors do not fit.
     """
 
+    if path is None:
+        return None
+    comm, total_steps = job.comm, data.total_steps
+
     def load() -> RunState:
         state = RunState.from_json(read_state(path), str(path))
-        for warning in compare(state, config, identity, total_steps):
+        for warning in compare(state, job.config, model.built.identity, total_steps):
             if comm.is_rank_0:
                 log.warning("resume: %s", warning)
         engine.load(index, state.step)
         return state
 
     # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
-    index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
-    return comm.together("loading a checkpoint", load)
+    job.monitor.enter("load", "loading a checkpoint", tell=True)
+    with asking(job.monitor.ensure):
+        index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
+        saved = comm.together("loading a checkpoint", load)
+    comm.together("finding the place in the data", lambda: data.loader.restore(saved.loader))
+    log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
+    job.events.write("resume", saved.step, path=str(path))
+    job.watchdog.step = job.governor.step = saved.step
+    return saved
 
 
 def _newest_valid(comm: Comm, store: Store) -> Path | None:

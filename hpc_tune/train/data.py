@@ -1,129 +1,44 @@
-"""The model and the data of a run, made ready: builtins written, raw data prepared, shapes read."""
+"""The data of a run, made ready: raw data prepared, prepared data verified and opened."""
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
-from hpc_tune.config.schema import DataConfig, RunConfig, is_prepared
+from hpc_tune.config.schema import DataConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
 from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.loader import Loader
 from hpc_tune.data.prepare import cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
 from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
-from hpc_tune.lean import import_transformers
 from hpc_tune.log import Progress, log
-from hpc_tune.model.build import BuiltModel, build, compute_dtype
-from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.language import read_config
-from hpc_tune.model.positions import scaled_by_length
-from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.model.start import start_from
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer
-from hpc_tune.plan.account import ModelSize
-from hpc_tune.train.proof import prove
+from hpc_tune.train.job import Job
+from hpc_tune.train.layout import Resolved
+from hpc_tune.train.model import Model
 from hpc_tune.world.comm import Comm
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The model and the data of a run, ready to be used."""
+class Data:
+    """The data of a run, and what this rank reads of them; ``eval_store``: held-out data."""
 
-    built: BuiltModel
-    size: ModelSize
     store: TokenStore
     eval_store: TokenStore | None
+    loader: Loader
+    total_steps: int
 
     @property
     def loss_share(self) -> float:
         """Which share of the tokens carries loss."""
         counters = self.store.attributes.counters
         return counters.loss_tokens / counters.tokens
-
-
-def prepare_model(
-    config: RunConfig, comm: Comm, run_dir: Path, fresh: bool
-) -> tuple[BuiltModel, RunConfig]:
-    """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
-
-    Returns the settings too: without data.packing where the model cannot keep documents apart.
-
-    Raises:
-        ConfigError: if the settings are not for such a model.
-        DataError: if a model of its kind would not be trained right.
-    """
-    import_transformers()
-    model_dir = ready_model(config.model.path, comm, run_dir)
-    dtype = compute_dtype(config.model.dtype, comm.device)
-
-    def make() -> BuiltModel:
-        built = build(model_dir, dtype, config.tune, config.train.seed)
-        start = config.tune.init_from
-        built = replace(built, seq_len=config.data.seq_len)
-        return start_from(built, Path(start)) if start and fresh else built
-
-    built = comm.together("building the model", make)
-    if built.dropout:
-        log.warning(
-            "the model's own dropout is off (%s in its config.json): it would differ with the "
-            "number of ranks; tune.dropout is for adapters",
-            ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
-        )
-    longest = getattr(built.config, "max_position_embeddings", None)
-    if longest is not None and config.data.seq_len > longest:
-        log.warning(
-            "data.seq_len=%d is longer than the model's %d positions; what is beyond them it has "
-            "never seen: use %d or less, or a config.json that stretches them (rope_scaling)",
-            *(config.data.seq_len, longest, longest),
-        )
-    if built.others:
-        log.info(
-            "the language model alone is trained; %s stay as they are, and data has text alone",
-            ", ".join(built.others),
-        )
-    if scaled_by_length(built.config):
-        log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
-    return built, _as_proven(config, comm, built)
-
-
-def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
-    """Return the settings that are right for the architecture, or refuse. Collective."""
-    four_bits = config.tune.method == "qlora"
-    proof = comm.on_rank_0(
-        "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
-    )
-    kind, parallel = built.config.model_type, config.parallel
-    if proof.loss:
-        raise DataError(
-            f"{config.model.path}: a {kind} model would not be trained right: {proof.loss}"
-        )
-    for setting, size, why in (
-        ("parallel.pipeline", parallel.pipeline, proof.pipeline),
-        ("parallel.tensor", parallel.tensor, proof.tensor),
-    ):
-        if (size or 1) > 1 and why:
-            raise ConfigError(
-                f"{setting}={size}: a {kind} model would not be trained right: {why}; use "
-                "parallel.shard"
-            )
-    if four_bits and proof.four_bits:
-        raise ConfigError(
-            f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.four_bits}; "
-            "use tune.method=lora"
-        )
-    if proof.attention:
-        built.module.within_documents = False
-    if not config.data.packing or not proof.packing:
-        return config
-    log.warning(
-        "data.packing is off, one document per row, since for a %s model %s", kind, proof.packing
-    )
-    data = config.data.model_copy(update={"packing": False})
-    return config.model_copy(update={"data": data})
 
 
 class Tokenizing:
@@ -141,6 +56,28 @@ class Tokenizing:
     def mark(self) -> str:
         """Its fingerprint: half a second for 50,000 tokens."""
         return fingerprint(self.tokenizer)
+
+
+def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
+    """Open the data, prepared first if raw, at this rank's place in it. Collective."""
+    config, place = model.config, resolved.place
+    job.monitor.enter("data", "preparing the data", tell=True)
+    stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
+    loader = Loader(
+        stores[0],
+        seq_len=config.data.seq_len,
+        packing=config.data.packing,
+        seed=config.train.seed,
+        global_size=config.batch.global_size,
+        total_rows=0,
+        rank=place.data,
+        size=resolved.layout.data_size,
+    )
+    if config.train.max_steps is not None:
+        loader.total_rows = config.train.max_steps * config.batch.global_size
+    else:
+        loader.total_rows = math.ceil((config.train.epochs or 1) * loader.num_rows_per_epoch)
+    return Data(*stores, loader, math.ceil(loader.total_rows / config.batch.global_size))
 
 
 def prepare_data(
@@ -174,16 +111,6 @@ def _warn_of_overlap(data: DataConfig) -> None:
             "Name the held-out split, or use data.eval_fraction",
             *(same[0], f" and {len(same) - 1} more" if len(same) > 1 else ""),
         )
-
-
-def ready_model(path: str, comm: Comm, run_dir: Path) -> Path:
-    """Return the model's directory; builtin:tiny is written into the run directory first."""
-    refuse_shape(path)
-    if path != BUILTIN_TINY:
-        return Path(path)
-    directory = run_dir / "builtin-tiny"
-    comm.on_rank_0("writing builtin:tiny", lambda: write_tiny(directory))
-    return directory
 
 
 def ready_data(

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hpc_tune.errors import LeavingError
-from hpc_tune.memory import governor
+from hpc_tune.memory import monitor
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.fence import Fence
-from hpc_tune.memory.governor import Governor
 from hpc_tune.memory.host import HostLimit, Usage
+from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import Level
 from hpc_tune.model.room import ask, asking
 from hpc_tune.rundir import heartbeat, outcome, previous
@@ -29,8 +29,8 @@ class Host:
 
     def __init__(self, patch, limit=1000 * MIB, used=100 * MIB):
         self.limit, self.used, self.asked = limit, used, 0
-        patch.setattr(governor, "find_limit", lambda configured: HostLimit(limit, "the test"))
-        patch.setattr(governor.Usage, "used_bytes", lambda usage: self._answer())
+        patch.setattr(monitor, "find_limit", lambda configured: HostLimit(limit, "the test"))
+        patch.setattr(monitor.Usage, "used_bytes", lambda usage: self._answer())
 
     def _answer(self):
         self.asked += 1
@@ -55,7 +55,7 @@ def wait_for(what, limit_s=120.0):
 
 
 def test_it_keeps_the_worst_of_the_interval_between_two_questions(host):
-    watching = Governor(None, CPU, "observe")
+    watching = Monitor(None, CPU, "observe")
     watching.start()
     host.used = 700 * MIB
     host.wait_for_samples()
@@ -69,7 +69,7 @@ def test_it_keeps_the_worst_of_the_interval_between_two_questions(host):
 @pytest.mark.parametrize(("mode", "leaves"), [("on", True), ("observe", False), ("off", False)])
 def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, leaves):
     needs = []
-    watching = Governor(None, CPU, mode, host="n1")
+    watching = Monitor(None, CPU, mode, host="n1")
     watching.start(needs.append)
     watching.enter("load", "loading the model", tell=True)
     host.used = 995 * MIB
@@ -87,7 +87,7 @@ def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, 
 
 def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
     needs = []
-    watching = Governor(None, CPU, "on")
+    watching = Monitor(None, CPU, "on")
     host.used = 993 * MIB
     watching.levels(watching.worst())
     watching.start(needs.append)
@@ -105,7 +105,7 @@ def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
 )
 def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, leaves):
     needs = []
-    watching = Governor(None, CPU, "on")
+    watching = Monitor(None, CPU, "on")
     watching.expect(expected * MIB)
     watching.start(needs.append)
     for used in range(100, peak + 1, 10):  # 500 MiB/s
@@ -116,7 +116,7 @@ def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, lea
 
 
 def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
-    watching, levels = Governor(None, CPU, "on"), []
+    watching, levels = Monitor(None, CPU, "on"), []
     for step in range(60):
         host.used = (100 + 20 * step) * MIB
         level, device = watching.levels(watching.worst())
@@ -130,7 +130,7 @@ def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
 
 
 def test_after_something_was_done_growth_is_counted_anew(host):
-    watching = Governor(None, CPU, "on")
+    watching = Monitor(None, CPU, "on")
     for step in range(10):
         host.used = (700 + 20 * step) * MIB
         level, _ = watching.levels(watching.worst())
@@ -154,7 +154,7 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
     host, mode, used_mib, asked_mib, admitted
 ):
     host.used = used_mib * MIB
-    watching = Governor(None, CPU, mode, pids=[1, 2, 3, 4])
+    watching = Monitor(None, CPU, mode, pids=[1, 2, 3, 4])
     assert watching.admit(asked_mib * MIB, "a copy") is admitted
 
 
@@ -170,7 +170,7 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
 def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib, taken_mib, leaves):
     needs = []
     host.used = used_mib * MIB
-    watching = Governor(None, CPU, mode, pids=[1, 2, 3, 4])
+    watching = Monitor(None, CPU, mode, pids=[1, 2, 3, 4])
     watching._leave = needs.append
     with asking(watching.ensure):
         ask(taken_mib * MIB)
@@ -181,7 +181,7 @@ def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib,
 
 
 def test_it_knows_this_ranks_peak_in_each_phase(host):
-    watching = Governor(None, CPU, "observe")
+    watching = Monitor(None, CPU, "observe")
     watching.start()
     watching.enter("load", "loading")
     held = torch.ones(200 * MIB, dtype=torch.uint8)
@@ -196,10 +196,10 @@ def test_it_knows_this_ranks_peak_in_each_phase(host):
 
 
 def test_switched_off_it_does_nothing(host):
-    watching = Governor(None, CPU, "off")
+    watching = Monitor(None, CPU, "off")
     watching.start()
     assert watching.worst() is None
-    assert "memory governor" not in {thread.name for thread in threading.enumerate()}
+    assert "memory monitor" not in {thread.name for thread in threading.enumerate()}
     watching.close()
 
 
@@ -207,7 +207,7 @@ def test_its_heartbeat_is_there_while_it_runs_and_gone_after(host, tmp_path):
     file = heartbeat.path_of(tmp_path, 3)
     file.parent.mkdir()
     beat = heartbeat.HeartbeatFile(file, "n1", HostLimit(1000 * MIB, "the machine"))
-    watching = Governor(None, CPU, "observe", heartbeat=beat)
+    watching = Monitor(None, CPU, "observe", heartbeat=beat)
     watching.start()
     watching.enter("load", "loading the model", tell=True)
     wait_for(lambda: [w.phase for w in heartbeat.read(tmp_path)] == ["loading the model"])
@@ -327,7 +327,7 @@ def test_what_an_allocation_that_fails_looks_like(error, memory):
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["observe", "on"])
 def test_watching_costs_less_than_half_a_percent_of_a_core(mode):
-    watching = Governor(None, CPU, mode)
+    watching = Monitor(None, CPU, mode)
     watching.fence()
     watching.start(lambda need: None)
     clock = time.pthread_getcpuclockid(watching._thread.ident)
@@ -348,7 +348,7 @@ def test_watching_does_not_slow_a_step():
     took_s = {True: [], False: []}
     for turn in range(40):
         watched = turn % 2 == 0
-        watching = Governor(None, CPU, "on" if watched else "off")
+        watching = Monitor(None, CPU, "on" if watched else "off")
         watching.fence()
         watching.start(lambda need: None)
         for _ in range(20):

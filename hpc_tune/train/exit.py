@@ -1,15 +1,25 @@
-"""How a run ends before its time: with an error, or asked to leave before the first step."""
+"""How a run ends before its time: with an error, or asked to leave before the first step.
+
+joined, failing     the scopes of a run: an error in one of them is told once and ends every rank
+startup_watchdog    leaves where the phases before the first step cannot look whether they should
+"""
 
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError
+from hpc_tune.log import configure
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import Outcome, stopped
 from hpc_tune.rundir.owner import InUseError, release
+from hpc_tune.world.bootstrap import bootstrap
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.failure import die, is_broken_connection, report_failure
 from hpc_tune.world.stop import StopFlag, process_start
@@ -18,6 +28,51 @@ SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
 _POLL_S = 0.2
 _GRACE_S = 5.0  # for phases that look at the flag themselves
 _MARGIN_S = _GRACE_S + 2.0  # of the time limit
+
+
+@contextmanager
+def joined(
+    settings: RunSettings, run_dir: Path | None, join: Callable[..., Comm] | None = None
+) -> Iterator[Comm]:
+    """Join the world for a block; what goes wrong in it ends every rank.
+
+    ``join`` stands for ``bootstrap`` in tests.
+    """
+    with failing(None, run_dir):
+        comm = (join or bootstrap)(settings, partial(fail, run_dir=run_dir))
+        configure(comm.world.rank)
+    with failing(comm, run_dir):
+        yield comm
+
+
+@contextmanager
+def failing(comm: Comm | None, run_dir: Path | None) -> Iterator[None]:
+    """End every rank with what goes wrong in a block; see ``fail``."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        fail(comm, error, run_dir)
+
+
+@contextmanager
+def startup_watchdog(comm: Comm, stop: StopFlag, run_dir: Path) -> Iterator["StartupWatchdog"]:
+    """Watch ``stop`` in a block, until the watchdog is closed, and say what an error comes from."""
+    watchdog = StartupWatchdog(comm, stop, run_dir)
+    with translating(watchdog.cause_of):
+        yield watchdog
+    watchdog.close()
+
+
+@contextmanager
+def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[None]:
+    """Raise what ``cause_of`` an error of the block says instead of it."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        cause = cause_of(error)
+        if cause is error:
+            raise
+        raise cause from None
 
 
 def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
@@ -78,7 +133,7 @@ def _write(result: Outcome, run_dir: Path | None) -> None:
         print(f"outcome.json cannot be written: {unwritten}", file=sys.stderr, flush=True)
 
 
-class EarlyLeave:
+class StartupWatchdog:
     """Ends the world when this rank is asked to leave, until ``close``.
 
     For what comes before the first update of the weights: nothing is lost there, and reading data,
@@ -91,7 +146,7 @@ class EarlyLeave:
         self.step: int | None = None
         self._comm, self._stop, self._run_dir = comm, stop, run_dir
         self._over, self._deciding = threading.Event(), threading.Lock()
-        threading.Thread(target=self._watch, name="early-leave", daemon=True).start()
+        threading.Thread(target=self._watch, name="startup-watchdog", daemon=True).start()
 
     def close(self) -> None:
         """Watch no more; does not return if the rank is leaving already."""

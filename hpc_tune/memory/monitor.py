@@ -94,7 +94,7 @@ class Heartbeat(Protocol):
         """End it: the run ends by itself."""
 
 
-class Governor:
+class Monitor:
     """Samples memory in the background between ``start`` and ``close``.
 
     ``words`` say what the run does now, for messages and for who looks after a death.
@@ -133,7 +133,7 @@ class Governor:
         self._retries = 0
         self._fence: Fence | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory governor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="memory monitor", daemon=True)
 
     def start(self, leave: Callable[[Need], None] | None = None) -> None:
         """Begin to sample; ``leave`` ends the world, and is called from the thread."""

@@ -1,0 +1,59 @@
+"""The end of a run: the adapter exported, the outcome written, the report drawn."""
+
+from hpc_tune.checkpoint.export import export_adapter
+from hpc_tune.checkpoint.locate import template_of
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.log import log
+from hpc_tune.rundir import outcome
+from hpc_tune.rundir.outcome import Outcome
+from hpc_tune.train.job import Job
+from hpc_tune.train.loop import Work
+from hpc_tune.train.model import Model
+from hpc_tune.train.preflight import Forecast, compare
+from hpc_tune.train.reporting import write_report
+
+
+def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcome) -> None:
+    """Close what the run had open, and say how it ended. Collective."""
+    job.watchdog.close()
+    compare(job, forecast)
+    if job.chosen is not None:
+        job.events.write("layout", **job.chosen.compare(work.metrics.steps_s))
+    work.metrics.close()
+    work.loader.close()
+    job.stop.close()
+    job.comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, ended))
+    job.monitor.close()
+    job.events.write("stop", ended.step, reason=ended.reason)
+    job.events.close()
+    if job.config.run.report and ended.has_time:
+        job.comm.on_rank_0("writing the report", lambda: write_report(job.dir))
+    if job.comm.is_rank_0:
+        job.owner.close()
+
+
+def _write_outcome(job: Job, model: Model, ended: Outcome) -> None:
+    """Export the adapter of a finished run, write the outcome, and say what can be done next."""
+    config, run_dir = model.config, job.dir
+    if ended.status == "done" and config.tune.method != "full":
+        out = run_dir / "export" / "adapter"
+        try:
+            template, base = template_of(run_dir, config), model.built.directory
+            out = export_adapter(job.store.steps()[-1], config.tune, base, out, template)
+        except OSError as error:
+            raise HpcTuneError(f"{out} cannot be written: {error}") from None
+        log.info("adapter exported to %s", out)
+    try:
+        outcome.write(ended, run_dir)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", run_dir / outcome.FILE, error.strerror)
+    if ended.status == "done":
+        log.info(
+            "done after %d steps. Next: python -m hpc_tune generate --run %s --prompt '...'",
+            ended.step,
+            run_dir,
+        )
+    else:
+        log.info(
+            "stopped at step %s: %s. The same command goes on from here", ended.step, ended.reason
+        )

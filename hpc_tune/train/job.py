@@ -1,0 +1,120 @@
+"""A job: what surrounds a run from the making of its directory to its outcome."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from hpc_tune.checkpoint.store import Store
+from hpc_tune.config.load import write_resolved
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.faults import Faults
+from hpc_tune.log import log
+from hpc_tune.memory.monitor import Monitor
+from hpc_tune.rundir import heartbeat, outcome, previous
+from hpc_tune.rundir.json_lines import EVENTS, Events
+from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
+from hpc_tune.rundir.previous import Previous
+from hpc_tune.train.choosing import Chosen
+from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
+from hpc_tune.train.governor import Governor, make_monitor
+from hpc_tune.train.wandb_log import require_wandb
+from hpc_tune.world.comm import Comm
+from hpc_tune.world.hang import HangWatch
+from hpc_tune.world.stop import StopFlag
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, with the settings as they were asked for: checkpoints keep these, and are compared
+    with them.
+
+    ``comm`` ends the world where a rank stands still alone; ``training`` is the same with the
+    timeout of steps. ``previous`` is how the last run in ``dir`` ended. ``chosen``: the layout that
+    parallel=auto has measured.
+    """
+
+    config: RunConfig
+    comm: Comm
+    training: Comm
+    dir: Path
+    previous: Previous
+    store: Store
+    events: Events
+    monitor: Monitor
+    governor: Governor
+    owner: LiveMark
+    stop: StopFlag
+    watchdog: StartupWatchdog
+    chosen: Chosen | None
+    faults: Faults
+
+
+@contextmanager
+def open_job(
+    config: RunConfig, comm: Comm, stop: StopFlag, chosen: Chosen | None, faults: Faults
+) -> Iterator[Job]:
+    """Make the run directory this job's own and begin to watch memory, for a block. Collective.
+
+    An error in it means what the watchdog or the governor says it does.
+
+    Raises:
+        ConfigError: if the directory cannot be written, is not shared, or is another job's.
+    """
+    run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
+    with startup_watchdog(comm, stop, run_dir) as watchdog:
+        lost = partial(fail, comm, run_dir=run_dir)
+        comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
+        owner = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
+        last = comm.on_rank_0(
+            "making the run directory", lambda: _make_run_dir(config, run_dir, owner)
+        )
+        _require_shared(comm, run_dir)
+        events = Events(run_dir / EVENTS if is_rank_0 else None)
+        monitor = comm.together(
+            "looking at the memory", lambda: make_monitor(config.memory, comm, run_dir, faults)
+        )
+        training = comm.in_training()
+        governor = Governor(training, monitor, run_dir, events)
+        with translating(governor.cause_of):
+            if is_rank_0 and last.death:
+                log.warning(last.death)
+                events.write("warning", message=last.death)
+            monitor.start(governor.leave_at_once)
+            kept = config.checkpoint
+            store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
+            yield Job(
+                *(config, comm, training, run_dir, last, store, events, monitor, governor),
+                *(owner, stop, watchdog, chosen, faults),
+            )
+
+
+def _make_run_dir(config: RunConfig, run_dir: Path, owner: LiveMark) -> Previous:
+    """Make the run directory, this job's alone, and find out now and not at the first save if it
+    can be written.
+    """
+    require_wandb(config.run.wandb)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        owner.take()
+        last = previous.read(run_dir)
+        (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
+        heartbeat.clear(run_dir)
+        (run_dir / outcome.FILE).unlink(missing_ok=True)
+        write_resolved(config, run_dir / "config.resolved.yaml")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "
+            "a file system that this job may write to and that has room"
+        ) from None
+    return last
+
+
+def _require_shared(comm: Comm, run_dir: Path) -> None:
+    if comm.world.num_nodes == 1:
+        return
+    looks = comm.world.local_rank == 0 and not comm.is_rank_0
+    looking = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
+    comm.together("finding the run directory", looking if looks else lambda: None)

@@ -1,0 +1,46 @@
+"""The engine of a run: compiled code made ready, the model cut, sharded and filled."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from hpc_tune.engine.base import Engine
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.engine.wrap import prepare_compiler
+from hpc_tune.engine.zero import ZeroEngine
+from hpc_tune.model.room import asking
+from hpc_tune.train.data import Data
+from hpc_tune.train.job import Job
+from hpc_tune.train.layout import Resolved
+from hpc_tune.train.model import Model
+
+
+def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engine:
+    """Load the model into the engine that its layout asks for. Collective."""
+    config, comm, monitor = model.config, job.comm, job.monitor
+    if config.train.compile:
+        cache = Path(config.run.compile_cache or job.dir / "compile-cache")
+        share = monitor.limit.num_bytes // comm.world.local_size
+        comm.together(
+            "preparing to compile",
+            lambda: prepare_compiler(cache, comm.world.node, comm.device, comm.threads, share),
+        )
+    common = (resolved.layout, comm.device, config.optim, resolved.parallel, config.train)
+
+    def make() -> Engine:
+        if resolved.parallel.zero_stage is not None:
+            return ZeroEngine(model.built, *common)
+        share = data.loss_share
+        return NativeEngine(model.built, *common, loss_share=share, faults=job.faults)
+
+    monitor.enter("load", "loading the model", tell=True)
+    with asking(monitor.ensure):
+        return comm.together("loading the model", make)
+
+
+def make_deterministic() -> None:
+    """Let every operation of this process give the same bits each time, or fail."""
+    # cuBLAS reads it at its first use; without it deterministic matrix products are refused.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)

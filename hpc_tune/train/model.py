@@ -1,0 +1,119 @@
+"""The model of a run on the meta device: built, tried, and its settings made right for it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.lean import import_transformers
+from hpc_tune.log import log
+from hpc_tune.model.build import BuiltModel, build, compute_dtype
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.language import read_config
+from hpc_tune.model.positions import scaled_by_length
+from hpc_tune.model.shapes import refuse_shape
+from hpc_tune.model.start import start_from
+from hpc_tune.plan.account import ModelSize, measure
+from hpc_tune.train.job import Job
+from hpc_tune.train.proof import prove
+from hpc_tune.world.comm import Comm
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model on the meta device, its size, and the settings that are right for it.
+
+    ``config`` is without data.packing where such a model cannot keep documents apart.
+    """
+
+    built: BuiltModel
+    size: ModelSize
+    config: RunConfig
+
+
+def build_model(job: Job, fresh: bool) -> Model:
+    """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
+
+    Raises:
+        ConfigError: if the settings are not for such a model.
+        DataError: if a model of its kind would not be trained right.
+    """
+    config, comm, run_dir = job.config, job.comm, job.dir
+    import_transformers()
+    model_dir = ready_model(config.model.path, comm, run_dir)
+    dtype = compute_dtype(config.model.dtype, comm.device)
+
+    def make() -> BuiltModel:
+        built = build(model_dir, dtype, config.tune, config.train.seed)
+        start = config.tune.init_from
+        built = replace(built, seq_len=config.data.seq_len)
+        return start_from(built, Path(start)) if start and fresh else built
+
+    built = comm.together("building the model", make)
+    if built.dropout:
+        log.warning(
+            "the model's own dropout is off (%s in its config.json): it would differ with the "
+            "number of ranks; tune.dropout is for adapters",
+            ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
+        )
+    longest = getattr(built.config, "max_position_embeddings", None)
+    if longest is not None and config.data.seq_len > longest:
+        log.warning(
+            "data.seq_len=%d is longer than the model's %d positions; what is beyond them it has "
+            "never seen: use %d or less, or a config.json that stretches them (rope_scaling)",
+            *(config.data.seq_len, longest, longest),
+        )
+    if built.others:
+        log.info(
+            "the language model alone is trained; %s stay as they are, and data has text alone",
+            ", ".join(built.others),
+        )
+    if scaled_by_length(built.config):
+        log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
+    return Model(built, measure(built.module), _as_proven(config, comm, built))
+
+
+def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
+    """Return the settings that are right for the architecture, or refuse. Collective."""
+    four_bits = config.tune.method == "qlora"
+    proof = comm.on_rank_0(
+        "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
+    )
+    kind, parallel = built.config.model_type, config.parallel
+    if proof.loss:
+        raise DataError(
+            f"{config.model.path}: a {kind} model would not be trained right: {proof.loss}"
+        )
+    for setting, size, why in (
+        ("parallel.pipeline", parallel.pipeline, proof.pipeline),
+        ("parallel.tensor", parallel.tensor, proof.tensor),
+    ):
+        if (size or 1) > 1 and why:
+            raise ConfigError(
+                f"{setting}={size}: a {kind} model would not be trained right: {why}; use "
+                "parallel.shard"
+            )
+    if four_bits and proof.four_bits:
+        raise ConfigError(
+            f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.four_bits}; "
+            "use tune.method=lora"
+        )
+    if proof.attention:
+        built.module.within_documents = False
+    if not config.data.packing or not proof.packing:
+        return config
+    log.warning(
+        "data.packing is off, one document per row, since for a %s model %s", kind, proof.packing
+    )
+    data = config.data.model_copy(update={"packing": False})
+    return config.model_copy(update={"data": data})
+
+
+def ready_model(path: str, comm: Comm, run_dir: Path) -> Path:
+    """Return the model's directory; builtin:tiny is written into the run directory first."""
+    refuse_shape(path)
+    if path != BUILTIN_TINY:
+        return Path(path)
+    directory = run_dir / "builtin-tiny"
+    comm.on_rank_0("writing builtin:tiny", lambda: write_tiny(directory))
+    return directory

@@ -1,0 +1,156 @@
+"""What the loop trains with: saves, metrics and the governor's levers, around an engine."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.checkpoint.export import pack_adapter
+from hpc_tune.checkpoint.state import Evals, RunState
+from hpc_tune.data.loader import eval_batches
+from hpc_tune.engine.base import Engine
+from hpc_tune.log import log
+from hpc_tune.plan.choose import micro_rows
+from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
+from hpc_tune.train.data import Data
+from hpc_tune.train.job import Job
+from hpc_tune.train.layout import Resolved
+from hpc_tune.train.loop import Work
+from hpc_tune.train.metrics import Metrics
+from hpc_tune.train.micro import largest_micro_size
+from hpc_tune.train.model import Model
+from hpc_tune.train.profile import StepProfile
+from hpc_tune.train.saving import Saver
+from hpc_tune.units import format_bytes
+
+Expected = Callable[..., dict[str, int]]
+
+
+def prepare_training(
+    job: Job, model: Model, resolved: Resolved, data: Data, engine: Engine, saved: RunState | None
+) -> Work:
+    """Return what the loop works with; ``saved`` is the state that it resumes. Collective."""
+    config, comm, layout = model.config, job.comm, resolved.layout
+    step = saved.step if saved is not None else 0
+    micro_size = _micro_size(job, model, resolved, engine, saved)
+    data.loader.set_micro_size(micro_size)
+    saver = _saver(job, model, engine, step)
+    last = job.previous
+    if saved is not None and not last.actions:  # a run that was killed left it there alone
+        last = replace(last, actions=tuple(saved.governor))
+    job.governor.attach(engine, data.loader, saver, micro_size, data.store.path, last)
+    sizes = (model.size, model.built.config, layout, resolved.parallel, model.built.dtype.itemsize)
+    expected = partial(expected_bytes, *sizes, data.loss_share)
+    _say_micro_batches(job, model, resolved, data, expected)
+
+    def before_update() -> None:
+        job.watchdog.close()
+        saver.before_update()
+
+    def state(step: int, place: dict[str, Any], evals: Evals) -> RunState:
+        return RunState(
+            step,
+            data.total_steps,
+            model.built.identity,
+            place,
+            asdict(layout),
+            micro_size,
+            job.config.model_dump(),
+            evals.loss_at(step),
+            asdict(evals),
+            job.governor.taken,
+        )
+
+    job.monitor.enter("first step", "beginning the first step", tell=True)
+    job.monitor.fence()
+    peak = None
+    if comm.device.type != "cpu":
+        peak = peak_flops(torch.cuda.get_device_name(comm.device))
+    run_dir, advise = job.dir if comm.is_rank_0 else None, job.chosen is None
+    metrics = comm.together(
+        "opening the metrics", lambda: Metrics(run_dir, config, data.total_steps, step, advise)
+    )
+    steps = config.train.profiled_steps
+    return Work(
+        comm=job.training,
+        config=config,
+        engine=engine,
+        loader=data.loader,
+        eval_batches=_evaluation(job, model, resolved, data),
+        counts_rows=resolved.place.counts_rows,
+        saver=saver,
+        before_update=before_update,
+        state=state,
+        evals=Evals.from_json(saved.evals if saved is not None else {}),
+        metrics=metrics,
+        monitor=job.monitor,
+        stop=job.stop,
+        start_step=step,
+        total_steps=data.total_steps,
+        flops_per_token=flops_per_token(model.size, model.built.config, config.data.seq_len),
+        peak_flops=peak * comm.world.size if peak else None,
+        expected_bytes=expected,
+        governor=job.governor,
+        profile=StepProfile(job.training, job.dir, steps, step, data.total_steps),
+        faults=job.faults,
+    )
+
+
+def _micro_size(
+    job: Job, model: Model, resolved: Resolved, engine: Engine, saved: RunState | None
+) -> int:
+    config, layout = model.config, resolved.layout
+    if config.batch.micro_size != "auto":
+        return config.batch.micro_size
+    if saved is not None and saved.layout == asdict(layout):
+        return saved.micro_size
+    most_rows = micro_rows(config, layout)
+    return largest_micro_size(job.comm, engine, job.monitor, config.data.seq_len, most_rows)
+
+
+def _saver(job: Job, model: Model, engine: Engine, step: int) -> Saver:
+    tune, kept, limit_s = model.config.tune, job.config.checkpoint, job.config.run.timeout
+    pack = None
+    if tune.method != "full":
+        pack = partial(pack_adapter, tune=tune, base=model.built.directory)
+    return Saver(
+        *(job.training, job.store, engine, job.events, kept, limit_s, step, pack),
+        *(job.monitor.admit, job.faults),
+    )
+
+
+def _say_micro_batches(
+    job: Job, model: Model, resolved: Resolved, data: Data, expected: Expected
+) -> None:
+    config = model.config
+    rows = -(-config.batch.global_size // resolved.layout.data_size)
+    micro_size = job.governor.micro_size
+    tokens, num_micro = rows * config.data.seq_len, -(-rows // micro_size)
+    micro = (tokens // num_micro, round(data.loss_share * tokens / num_micro))
+    sent = sum(expected([micro] * num_micro).values())
+    log.info(
+        "micro-batches of %d x %d tokens%s",
+        min(micro_size, rows),
+        config.data.seq_len,
+        f"; a step sends {format_bytes(sent)} per rank" if sent else "",
+    )
+
+
+def _evaluation(
+    job: Job, model: Model, resolved: Resolved, data: Data
+) -> Callable[[], Iterable[Batch]] | None:
+    config, store = model.config, data.eval_store
+    if store is None:
+        return None
+    return lambda: eval_batches(
+        store,
+        seq_len=config.data.seq_len,
+        packing=config.data.packing,
+        num_rows=config.train.eval_rows,
+        rank=resolved.place.data,
+        size=resolved.layout.data_size,
+        micro_size=job.governor.micro_size,
+    )
