@@ -1,9 +1,9 @@
-"""What this project has to know of a launcher and of a scheduler; each has a file that says it.
+"""What the files of this package say of a launcher or of a scheduler.
 
     environment -> Launcher.claim -> Claim, if this launcher has started the process
     environment -> Scheduler.job_id -> the id of the job, if this scheduler runs it
 
-A ``Launcher`` or ``Scheduler`` leaves out what there is nothing to say of.
+Each fills in the fields that it has something to say on; the defaults are for the others.
 """
 
 import re
@@ -63,16 +63,16 @@ def _unknown(asked: object) -> None:
 class Launcher:
     """What starts the ranks, and what it tells them.
 
-    ``claim`` is pure and returns ``None`` unless this launcher has started the process.
-    ``prefixes`` are how the names of its variables begin, ``processes`` how those of its own
-    processes on a compute node do.
+    ``claim`` is pure and returns ``None`` unless this launcher has started the process. The names
+    of its variables begin with one of ``prefixes``, those of its own processes with one of
+    ``processes``.
 
-    MPI: ``library_folder`` is the variable with the folder of its MPI library. ``cannot_start``
-    tells by the name that a library gives itself whether it would end the rank within MPI_Init.
-    ``advice`` is for ranks that have loaded another MPI.
+    Ranks that use MPI: ``library_folder`` is the variable that names the folder of the MPI library.
+    ``cannot_start`` tells by the name a library gives itself whether MPI_Init would end the rank.
+    ``advice`` ends the error of ranks that have loaded another MPI.
 
-    Without MPI: ``has_store`` says that it runs a store for torch.distributed. ``meeting_point`` is
-    where its ranks connect otherwise; ``claim_without_mpi`` is its claim where mpi4py is missing.
+    Ranks without MPI: ``has_store`` if the launcher runs a store for torch.distributed, else
+    ``meeting_point``. ``claim_without_mpi`` is for ranks that could use MPI but lack mpi4py.
     """
 
     claim: Callable[[Environ], Claim | None]
@@ -91,13 +91,12 @@ class Scheduler:
     """What runs batch jobs, and what it tells them.
 
     ``job_id``, ``restart_count`` (how often it has started the job again) and ``end`` (in seconds
-    since the epoch) are the names of variables.
+    since the epoch) name variables. ``memory_limits`` reads from the environment how many bytes of
+    each node the job may use, with the names of the variables that say so; ``granted_cpus`` reads
+    how many CPUs of this node.
 
-    From the environment: ``memory_limits`` gives the bytes that each node grants the job, with the
-    variables that say so; ``granted_cpus`` the number of CPUs of this node.
-
-    By the id of the job: ``ask_end`` and ``is_preempted`` ask the scheduler, which may take long;
-    ``requeue_command`` puts the job back into the queue, and is empty where nothing can.
+    The others take the id of the job. ``ask_end`` and ``is_preempted`` ask the scheduler, which may
+    take many seconds. ``requeue_command`` returns what requeues the job, nothing if it cannot be.
     """
 
     job_id: str

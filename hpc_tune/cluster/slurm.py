@@ -1,4 +1,9 @@
-"""Slurm: srun as a launcher, the scheduler, and the batch script of the ``slurm`` settings."""
+"""Slurm: SRUN is its launcher, SLURM its scheduler; ``submit`` gives it a batch script.
+
+variables of a step -> SRUN: the claim of a rank, where ranks without MPI meet
+variables of a job, scontrol -> SLURM: its end, what it was granted, how it is requeued
+slurm settings -> render (pure) -> submit -> the job's number
+"""
 
 import re
 import shlex
@@ -44,91 +49,6 @@ def is_srun_step(environ: Environ) -> bool:
         and int(step) < _FIRST_SPECIAL_STEP
         and "SLURM_PROCID" in environ
     )
-
-
-def expand_nodelist(text: str) -> list[str]:
-    """Return the hosts of Slurm's list, such as ``"n[01-03,7],gpu-[1-2]x[0-1]"``."""
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        names = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
-            tails = [plain] if plain else _expand_ranges(ranges)
-            names = [name + tail for name in names for tail in tails]
-        hosts += names
-    return hosts
-
-
-def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str:
-    """Return the script that keeps ``train ARGUMENTS`` going from ``folder`` (pure).
-
-    Raises:
-        ConfigError: naming every setting that cannot be written into a script.
-    """
-    options = _options(settings)
-    wrong = [f"slurm.{name}={value!r}" for name, _, value in options if not _WORD.fullmatch(value)]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)}: a line of #SBATCH takes letters, digits and "
-            "@ % + = : , . / [ ] | & * - _, no space and no quotes"
-        )
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
-    lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "set -eo pipefail"]
-    lines.append(f"cd {shlex.quote(str(folder))}")
-    if settings.modules:
-        lines.append(f"module load {shlex.join(settings.modules)}")
-    for file in (settings.env_file, settings.venv and f"{settings.venv}/bin/activate"):
-        lines += [f"source {shlex.quote(file)}"] if file else []
-    lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise")
-    launch = f"{settings.launch} {settings.container}".strip()
-    words = ["python", "-m", "hpc_tune", "supervise", "--launch", launch]
-    words += ["--python", "python"] if settings.container else []
-    return "\n".join([*lines, f"exec {shlex.join([*words, *arguments])}", ""])
-
-
-def submit(script: str) -> str:
-    """Give ``script`` to sbatch and return the job's number.
-
-    Raises:
-        HpcTuneError: if sbatch is not there or refuses.
-    """
-    try:
-        found = subprocess.run(
-            ["sbatch", "--parsable"],
-            input=script,
-            capture_output=True,
-            text=True,
-            timeout=_SUBMIT_LIMIT_S,
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            "sbatch is not on PATH: submit from a login node of the cluster, or write the script "
-            "to a file with --dry-run"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise HpcTuneError(f"sbatch did not answer within {_SUBMIT_LIMIT_S:.0f} s") from None
-    if found.returncode:
-        raise ConfigError(f"sbatch refused: {found.stderr.strip()}")
-    return found.stdout.strip().partition(";")[0]
-
-
-def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
-    """Return (field, option of sbatch, value) of all that is set."""
-    per_node = settings.tasks_per_node or settings.gpus_per_node or 1
-    found: list[tuple[str, str, object]] = [
-        ("account", "--account", settings.account),
-        ("partition", "--partition", settings.partition),
-        ("qos", "--qos", settings.qos),
-        ("nodes", "--nodes", settings.nodes),
-        ("tasks_per_node", "--ntasks-per-node", per_node),
-        ("cpus_per_task", "--cpus-per-task", settings.cpus_per_task),
-        ("gpus_per_node", "--gpus-per-node", settings.gpus_per_node or None),
-        ("memory", "--mem", settings.memory),
-        ("time", "--time", settings.time),
-        ("job_name", "--job-name", settings.job_name),
-        ("output", "--output", settings.output),
-        ("leave_before", "--signal", f"B:USR1@{settings.leave_before:.0f}"),
-    ]
-    return [(name, option, str(value)) for name, option, value in found if value is not None]
 
 
 def _claim(environ: Environ) -> Claim | None:
@@ -198,6 +118,18 @@ def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
         )
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return MeetingPoint(addresses, "/".join(environ.get(name, "") for name in names))
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Return the hosts of Slurm's list, such as ``"n[01-03,7],gpu-[1-2]x[0-1]"``."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
+            tails = [plain] if plain else _expand_ranges(ranges)
+            names = [name + tail for name in names for tail in tails]
+        hosts += names
+    return hosts
 
 
 def _expand_ranges(text: str) -> list[str]:
@@ -277,3 +209,76 @@ SLURM = Scheduler(
     is_preempted=_is_preempted,
     requeue_command=_requeue_command,
 )
+
+
+def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str:
+    """Return the script that keeps ``train ARGUMENTS`` going from ``folder`` (pure).
+
+    Raises:
+        ConfigError: naming every setting that cannot be written into a script.
+    """
+    options = _options(settings)
+    wrong = [f"slurm.{name}={value!r}" for name, _, value in options if not _WORD.fullmatch(value)]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)}: a line of #SBATCH takes letters, digits and "
+            "@ % + = : , . / [ ] | & * - _, no space and no quotes"
+        )
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
+    lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "set -eo pipefail"]
+    lines.append(f"cd {shlex.quote(str(folder))}")
+    if settings.modules:
+        lines.append(f"module load {shlex.join(settings.modules)}")
+    for file in (settings.env_file, settings.venv and f"{settings.venv}/bin/activate"):
+        lines += [f"source {shlex.quote(file)}"] if file else []
+    lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise")
+    launch = f"{settings.launch} {settings.container}".strip()
+    words = ["python", "-m", "hpc_tune", "supervise", "--launch", launch]
+    words += ["--python", "python"] if settings.container else []
+    return "\n".join([*lines, f"exec {shlex.join([*words, *arguments])}", ""])
+
+
+def submit(script: str) -> str:
+    """Give ``script`` to sbatch and return the job's number.
+
+    Raises:
+        HpcTuneError: if sbatch is not there or refuses.
+    """
+    try:
+        found = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=_SUBMIT_LIMIT_S,
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            "sbatch is not on PATH: submit from a login node of the cluster, or write the script "
+            "to a file with --dry-run"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise HpcTuneError(f"sbatch did not answer within {_SUBMIT_LIMIT_S:.0f} s") from None
+    if found.returncode:
+        raise ConfigError(f"sbatch refused: {found.stderr.strip()}")
+    return found.stdout.strip().partition(";")[0]
+
+
+def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
+    """Return (field, option of sbatch, value) of all that is set."""
+    per_node = settings.tasks_per_node or settings.gpus_per_node or 1
+    found: list[tuple[str, str, object]] = [
+        ("account", "--account", settings.account),
+        ("partition", "--partition", settings.partition),
+        ("qos", "--qos", settings.qos),
+        ("nodes", "--nodes", settings.nodes),
+        ("tasks_per_node", "--ntasks-per-node", per_node),
+        ("cpus_per_task", "--cpus-per-task", settings.cpus_per_task),
+        ("gpus_per_node", "--gpus-per-node", settings.gpus_per_node or None),
+        ("memory", "--mem", settings.memory),
+        ("time", "--time", settings.time),
+        ("job_name", "--job-name", settings.job_name),
+        ("output", "--output", settings.output),
+        ("leave_before", "--signal", f"B:USR1@{settings.leave_before:.0f}"),
+    ]
+    return [(name, option, str(value)) for name, option, value in found if value is not None]

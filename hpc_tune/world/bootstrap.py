@@ -18,8 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_tune.cluster.launchers import claim_of, launcher_of, rank_hint
+from hpc_tune.cluster.launchers import launcher_of, rank_hint
 from hpc_tune.cluster.plain import UNKNOWN
+from hpc_tune.cluster.protocol import Claim, Launcher
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
@@ -53,7 +54,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
     """
     end_world_on_uncaught(None)
-    claim = claim_of(os.environ)
+    launcher, claim = launcher_of(os.environ)
     launched = claim.launcher != "single"
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
     if launched and claim.launcher != UNKNOWN:  # that may end before its ranks, as ssh does
@@ -61,7 +62,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
     hint = "look for ranks that failed to start, or for a network that the nodes do not share"
     with time_limit("all ranks to start", START_LIMIT_S, hint, who):
         world, mpi_comm = discover()
-        channel = _open_channel(world, mpi_comm)
+        channel = _open_channel(world, mpi_comm, launcher, claim)
         if world.launcher == UNKNOWN and channel is not None:
             hosts = channel.all_gather(world.hostname)
             nodes = nodes_of(hosts, hosts, [None] * world.size)
@@ -146,11 +147,10 @@ def _state_if(name: str, task: Path) -> str | None:
     return rest.split()[0] if found == name else None
 
 
-def _open_channel(world: World, mpi_comm: Any) -> Channel | None:
+def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim) -> Channel | None:
     """Return how the ranks talk before torch; ``None`` with a store, which needs torch."""
     if mpi_comm is not None:
         return MpiChannel(mpi_comm)
-    launcher, claim = launcher_of(os.environ)
     if launcher.has_store:
         return None
     if world.size == 1:

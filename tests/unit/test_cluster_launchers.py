@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from hpc_tune.cluster.launchers import claim_of, rank_hint, unlaunched
-from hpc_tune.cluster.protocol import Claim
+from hpc_tune.cluster.launchers import claim_of, launcher_of, rank_hint, unlaunched
+from hpc_tune.cluster.protocol import Claim, MeetingPoint
 from hpc_tune.cluster.torchrun import check_master
 from hpc_tune.errors import WorldError
 from tests.support.launcher_variables import (
@@ -135,6 +135,52 @@ def test_a_rank_without_a_size_is_not_a_run_of_its_own():
 def test_a_port_that_is_none_is_named():
     with pytest.raises(WorldError, match="MASTER_PORT='http' is not the number of a port"):
         claim_of(PLAIN | {"MASTER_PORT": "http"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "addresses"),
+    [
+        ({"SLURM_STEP_NUM_NODES": "1"}, ["127.0.0.1"]),
+        ({}, ["n1"]),
+        ({"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}, ["n1", "10.0.0.9"]),
+        ({"SLURM_STEP_NODELIST": "", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}, ["10.0.0.9"]),
+    ],
+)
+def test_ranks_of_srun_without_mpi_meet_on_the_first_node(changed, addresses):
+    assert meeting_point(SRUN | {"SLURM_STEP_NODELIST": "n[1-3]"} | changed).addresses == addresses
+
+
+def test_ranks_of_srun_that_know_no_node_say_so():
+    with pytest.raises(WorldError, match="SLURM_STEP_NODELIST is empty"):
+        meeting_point(SRUN)
+
+
+@pytest.mark.parametrize("name", ["JOB_ID", "STEP_ID", "RESTART_COUNT", "CLUSTER_NAME"])
+def test_another_start_of_srun_meets_elsewhere(name):
+    step = SRUN | {"SLURM_STEP_NODELIST": "n[1-3]"}
+    assert meeting_point(step).token != meeting_point(step | {f"SLURM_{name}": "8"}).token
+
+
+def test_ranks_with_torchs_variables_meet_at_the_port_that_these_name():
+    assert meeting_point(PLAIN) == MeetingPoint(["n1"], "4 ranks at 29500", [29500])
+
+
+@pytest.mark.parametrize(
+    ("library", "cannot"),
+    [
+        ("MPICH Version:      5.0.0\nMPICH Release date:", True),
+        ("MPICH Version:      4.3.2\n", False),
+        ("Open MPI v5.0.8, package: Open MPI", False),
+    ],
+)
+def test_open_mpi_starts_no_mpich_of_5(library, cannot):
+    assert launcher_of(OPENMPI)[0].cannot_start(library) == cannot
+    assert not launcher_of(HYDRA)[0].cannot_start(library)
+
+
+def meeting_point(environ):
+    launcher, claim = launcher_of(environ)
+    return launcher.meeting_point(environ, claim)
 
 
 def test_a_loopback_master_is_refused_where_there_are_nodes():
