@@ -22,6 +22,7 @@ setup(
     packages=find_packages(include=["hpc_tune", "hpc_tune.*"]),
     package_data={"hpc_tune": ["shapes/*/config.json"], "hpc_tune.config": ["*.yaml"]},
     install_requires=[
+        "deepspeed>=0.19.8",
         "h5py>=3.10",
         "jinja2>=3.1",
         "matplotlib>=3.8",
@@ -41,7 +42,6 @@ setup(
         "transformers>=5.17,<6",
     ],
     extras_require={
-        "deepspeed": ["deepspeed>=0.19.8"],
         "demo": ["gguf>=0.10"],
         "float8": ["torchao>=0.10"],
         "qlora": ["bitsandbytes>=0.45"],
@@ -50,7 +50,6 @@ setup(
             "accelerate>=1.1",
             "bitsandbytes>=0.45",
             "datasets>=3",
-            "deepspeed>=0.19.8",
             "gguf>=0.10",
             "hypothesis>=6.100",
             "mypy>=1.14",

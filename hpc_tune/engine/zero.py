@@ -261,7 +261,7 @@ def _connect(device: torch.device, traffic: Traffic, needs_aio: bool) -> None:
     except ImportError as error:
         raise ConfigError(
             f"parallel.zero_stage needs DeepSpeed, which cannot be imported ({error}): "
-            "pip install 'hpc_tune[deepspeed]'"
+            "pip install --force-reinstall --no-deps deepspeed"
         ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu" and real_accelerator.get_accelerator().device_name() != "cpu":

@@ -138,9 +138,9 @@ class Governor:
             self._sample = sample
             self._levels = self._monitor.levels(sample)
 
-    def votes(self) -> list[float]:
+    def votes(self) -> tuple[float, ...]:
         """Return what this rank adds to the boundary's sum: one for each level it has reached."""
-        return [float(mine >= level) for mine in self._levels for level in _LEVELS]
+        return tuple(float(own >= level) for own in self._levels for level in _LEVELS)
 
     def act(self, counts: Sequence[float], step: int) -> Need | None:
         """Do what the ranks' votes ask for; return why to leave, if that is it. Collective."""

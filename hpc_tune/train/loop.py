@@ -26,6 +26,7 @@ from hpc_tune.memory.host import give_back
 from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
+from hpc_tune.train.ballot import Ballot
 from hpc_tune.train.governor import Governor
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.profile import StepProfile
@@ -34,18 +35,6 @@ from hpc_tune.world.comm import Comm
 from hpc_tune.world.stop import StopFlag
 
 _MOST_RANKS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What the ranks agreed on before a step."""
-
-    loss_tokens: int
-    tokens: int
-    save_due: bool
-    stop_reason: str | None
-    saves_done: float
-    memory: list[float]
 
 
 @dataclass(frozen=True)
@@ -101,15 +90,17 @@ def run_loop(work: Work) -> Outcome:
         # What must still fit before the time limit: another step like the last, and two saves.
         margin_s = step_s + 2 * saver.last_save_s
         work.faults.at("boundary", step + 1)
-        boundary = _agree(work, batches, saved_at_s, margin_s)
-        saver.advance(boundary.saves_done)
+        reason = work.stop.reason(margin_s)
+        ballot = _vote(work, batches, saved_at_s, reason)
+        stop_reason = _first_reason(work, reason) if ballot.stop else None
+        saver.advance(ballot.saves_done)
         micro_size = work.governor.micro_size
-        need = work.governor.act(boundary.memory, step)
-        stop_reason = boundary.stop_reason or (need.words if need else None)
+        need = work.governor.act(ballot.levels, step)
+        stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
         # A save that is due by the clock waits its turn.
-        if saved_step != step and not saver.busy and (stop_reason or boundary.save_due):
+        if saved_step != step and not saver.busy and (stop_reason or ballot.save):
             saved_step, saved_at_s = step, time.monotonic()
             _start_save(work, work.state(step, place, evals))
         if stop_reason:
@@ -124,7 +115,7 @@ def run_loop(work: Work) -> Outcome:
             "first step" if step == start_step else phase, f"training step {step + 1}"
         )
         lr = learning_rate(optim, step, work.total_steps)
-        num_tokens = max(1, boundary.loss_tokens)
+        num_tokens = max(1, int(ballot.loss_tokens))
         work.faults.at("step", step + 1)
         with work.profile.around(step + 1):
             result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
@@ -133,7 +124,7 @@ def run_loop(work: Work) -> Outcome:
         step_s = time.monotonic() - began_s
         sample = work.monitor.worst()
         work.governor.see(sample)
-        _record(work, step, lr, batches, result, boundary, step_s, data_s, sample)
+        _record(work, _Step(step, lr, batches, ballot, result, step_s, data_s), sample)
         work.profile.after(step, result, data_s)
         is_last = step == work.total_steps
         if work.eval_batches is not None and (
@@ -165,26 +156,37 @@ def _start_save(work: Work, state: RunState) -> None:
     work.saver.start(state)
 
 
-def _agree(work: Work, batches: list[Batch], saved_at_s: float, margin_s: float) -> Boundary:
-    """One sum over all ranks. The clock that says when to save is rank 0's."""
-    reason = work.stop.reason(margin_s)
+@dataclass(frozen=True)
+class _Step:
+    """One step as it was done: ``ballot`` has the sums of all ranks, ``step_s`` includes data."""
+
+    number: int
+    lr: float
+    batches: Sequence[Batch]
+    ballot: Ballot
+    result: StepResult
+    step_s: float
+    data_s: float
+
+
+def _vote(work: Work, batches: Sequence[Batch], saved_at_s: float, reason: str | None) -> Ballot:
+    """Return the sums of all ranks. The clock that says when to save is rank 0's."""
     minutes = work.config.checkpoint.every_minutes
     due = minutes is not None and time.monotonic() - saved_at_s >= 60 * minutes
     counted = batches if work.counts_rows else []
-    loss_tokens, tokens, save_votes, stop_votes, saves_done, *memory = work.comm.sum(
-        [
-            sum(b.num_loss_tokens for b in counted),
-            sum(b.num_tokens for b in counted),
-            due and work.comm.is_rank_0,
-            reason is not None,
-            *work.saver.votes(),
-            *work.governor.votes(),
-        ],
-    )
-    if stop_votes:
-        reasons = [r for r in work.comm.gather(reason) if r is not None]
-        reason = reasons[0]
-    return Boundary(int(loss_tokens), int(tokens), save_votes > 0, reason, saves_done, memory)
+    return Ballot(
+        loss_tokens=sum(batch.num_loss_tokens for batch in counted),
+        tokens=sum(batch.num_tokens for batch in counted),
+        save=due and work.comm.is_rank_0,
+        stop=reason is not None,
+        saves_done=work.saver.vote(),
+        levels=work.governor.votes(),
+    ).summed(work.comm)
+
+
+def _first_reason(work: Work, reason: str | None) -> str:
+    """Return the reason to leave of the lowest rank that has one. Collective."""
+    return next(one for one in work.comm.gather(reason) if one is not None)
 
 
 def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
@@ -196,42 +198,33 @@ def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
         )
 
 
-def _record(
-    work: Work,
-    step: int,
-    lr: float,
-    batches: Sequence[Batch],
-    result: StepResult,
-    boundary: Boundary,
-    step_s: float,
-    data_s: float,
-    sample: MemorySample | None,
-) -> None:
-    work.faults.at("extremes", step)
-    worst = _worst_of_all(work, sample, step_s - data_s - result.comm_s)
-    tokens_per_s = boundary.tokens / step_s
+def _record(work: Work, step: _Step, sample: MemorySample | None) -> None:
+    result, step_s = step.result, step.step_s
+    work.faults.at("extremes", step.number)
+    worst = _worst_of_all(work, sample, step_s - step.data_s - result.comm_s)
+    tokens_per_s = step.ballot.tokens / step_s
     mfu = tokens_per_s * work.flops_per_token / work.peak_flops if work.peak_flops else None
     work.metrics.step(
         StepMetrics(
             time=time.time(),
-            step=step,
+            step=step.number,
             epoch=round(work.loader.epoch, 6),
             loss=result.loss,
-            lr=lr,
+            lr=step.lr,
             grad_norm=result.grad_norm,
-            tokens=boundary.tokens,
-            loss_tokens=boundary.loss_tokens,
+            tokens=int(step.ballot.tokens),
+            loss_tokens=int(step.ballot.loss_tokens),
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             step_s=step_s,
-            data_s=data_s,
+            data_s=step.data_s,
             comm_s=result.comm_s,
             most_work_s=worst.most_work_s,
             least_work_s=worst.least_work_s,
             slowest_rank=worst.slowest_rank,
             sent_bytes=result.sent_bytes,
             expected_bytes=work.expected_bytes(
-                [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in batches],
+                [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in step.batches],
                 Action.RECOMPUTE.value in work.governor.taken,
             ),
             device_util=work.monitor.device_utilization(),

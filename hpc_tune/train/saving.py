@@ -37,7 +37,7 @@ class Saver:
 
     The ranks agree within the one sum of each step boundary, so no thread needs messages, and a
     slow file system keeps nobody waiting in a collective. Every method but ``before_update`` and
-    ``votes`` is collective.
+    ``vote`` is collective.
     """
 
     def __init__(
@@ -113,18 +113,18 @@ class Saver:
             with self._blocking():
                 self._writer.release(self._limit_s)
 
-    def votes(self) -> list[float]:
+    def vote(self) -> float:
         """Return what this rank adds to the next boundary's sum: 1 if its part is done."""
         task = self._commit or self._writer
         if task is None or task.over:
-            return [1.0]
+            return 1.0
         progress, now_s = task.progress, time.monotonic()
         if progress != self._seen:
             self._seen, self._seen_at_s = progress, now_s
         elif now_s - self._seen_at_s > self._limit_s:
             task.give_up(f"no byte was written for {self._limit_s:.0f} s: the file system hangs")
-            return [1.0]
-        return [0.0]
+            return 1.0
+        return 0.0
 
     def advance(self, num_done: float) -> None:
         """Go on with what the last boundary's sum allows.
@@ -139,7 +139,7 @@ class Saver:
         """Wait until the checkpoint that is on its way is committed. Raises as ``advance``."""
         with self._blocking():
             while self.busy:
-                [num_done] = self._comm.sum(self.votes())
+                [num_done] = self._comm.sum([self.vote()])
                 self._advance(num_done)
                 if self.busy:
                     time.sleep(_POLL_S)

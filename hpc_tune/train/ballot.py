@@ -1,0 +1,28 @@
+"""What each rank brings to the boundary before a step, added up over all of them in one message."""
+
+from dataclasses import dataclass
+
+from hpc_tune.world.comm import Comm
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's counts and votes, or their sums over the ranks.
+
+    ``loss_tokens`` and ``tokens``: of the step's rows that this rank counts. ``save``: a checkpoint
+    is due by rank 0's clock. ``stop``: this rank was asked to leave. ``saves_done``: its part of
+    the checkpoint that is being written is written. ``levels``: the memory levels it has reached.
+    """
+
+    loss_tokens: float
+    tokens: float
+    save: float
+    stop: float
+    saves_done: float
+    levels: tuple[float, ...]
+
+    def summed(self, comm: Comm) -> "Ballot":
+        """Return the sums over the ranks. Collective."""
+        counts = (self.loss_tokens, self.tokens, self.save, self.stop, self.saves_done)
+        loss_tokens, tokens, save, stop, saves_done, *levels = comm.sum([*counts, *self.levels])
+        return Ballot(loss_tokens, tokens, save, stop, saves_done, tuple(levels))
