@@ -126,9 +126,9 @@ class Supervisor:
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._report = report
         self._run_dir, self._requeue = run_dir, list(requeue or [])
-        self._job = job_of(environ)
-        if not self._requeue and self._job is not None:
-            self._requeue = self._job.requeue_command()
+        self._job = job = job_of(environ)
+        if job is not None and not self._requeue:
+            self._requeue = list(job.scheduler.requeue_command(job.id))
         self._end_s = job_end(environ, ask=True)
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: int | None = None
@@ -191,7 +191,8 @@ class Supervisor:
         """Return why the ranks left: where they tell of a signal, by who has sent it."""
         if self._asked is not None and signal.Signals(self._asked).name in _ENDED_BY:
             return signal.Signals(self._asked).name
-        if told["status"] != "done" and self._job is not None and self._job.is_preempted():
+        job = self._job
+        if told["status"] != "done" and job is not None and job.scheduler.is_preempted(job.id):
             return _PREEMPTED
         # A launcher ends all ranks by it when it has lost one: that is no wish of the user's.
         left = told["reason"] in _ENDED_BY

@@ -25,14 +25,6 @@ class BatchJob:
     id: str
     restart_count: str
 
-    def is_preempted(self) -> bool:
-        """Ask the scheduler whether it takes the job's nodes away."""
-        return self.scheduler.is_preempted(self.id)
-
-    def requeue_command(self) -> list[str]:
-        """Return what puts the job back into the queue, empty where nothing can."""
-        return list(self.scheduler.requeue_command(self.id))
-
 
 def job_of(environ: Environ) -> BatchJob | None:
     """Return the batch job of a process with these variables; ``None`` outside of a job."""

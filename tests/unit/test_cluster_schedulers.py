@@ -5,7 +5,7 @@ import pytest
 
 from hpc_tune.cluster import schedulers
 from hpc_tune.cluster.protocol import Scheduler
-from hpc_tune.cluster.schedulers import granted_cpus, job_end, job_of, memory_limits
+from hpc_tune.cluster.schedulers import BatchJob, granted_cpus, job_end, job_of, memory_limits
 
 END = datetime(2031, 5, 6, 7, 8, 9)
 
@@ -21,6 +21,16 @@ def scontrol(tmp_path, monkeypatch):
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     return answers
+
+
+def requeue_command(environ):
+    job = job_of(environ)
+    return list(job.scheduler.requeue_command(job.id))
+
+
+def preempted(environ):
+    job = job_of(environ)
+    return job.scheduler.is_preempted(job.id)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +57,14 @@ def test_outside_of_a_job_there_is_none():
 
 def test_only_slurms_own_command_requeues(scontrol):
     scontrol("")
-    assert job_of({"SLURM_JOB_ID": "7"}).requeue_command() == ["scontrol", "requeue", "7"]
-    assert job_of({"PBS_JOBID": "7.head"}).requeue_command() == []
+    assert requeue_command({"SLURM_JOB_ID": "7"}) == ["scontrol", "requeue", "7"]
+    assert requeue_command({"PBS_JOBID": "7.head"}) == []
 
 
 def test_where_there_is_no_scontrol_nothing_requeues(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    job = job_of({"SLURM_JOB_ID": "7"})
-    assert job.requeue_command() == []
-    assert not job.is_preempted()
+    assert requeue_command({"SLURM_JOB_ID": "7"}) == []
+    assert not preempted({"SLURM_JOB_ID": "7"})
     assert job_end({"SLURM_JOB_ID": "7"}, ask=True) is None
 
 
@@ -81,8 +90,8 @@ def test_slurm_tells_the_end_of_a_job_that_has_one(scontrol, shown, end_s):
 )
 def test_slurm_tells_whether_it_takes_the_nodes_away(scontrol, shown, is_preempted):
     scontrol(f"JobId=7 {shown} EndTime=Unknown")
-    assert job_of({"SLURM_JOB_ID": "7"}).is_preempted() == is_preempted
-    assert not job_of({"PBS_JOBID": "7"}).is_preempted()
+    assert preempted({"SLURM_JOB_ID": "7"}) == is_preempted
+    assert not preempted({"PBS_JOBID": "7"})
 
 
 def test_the_scripts_word_on_the_end_comes_first():
@@ -101,8 +110,8 @@ def test_a_scheduler_is_one_row(monkeypatch):
     )
     monkeypatch.setattr(schedulers, "SCHEDULERS", (*schedulers.SCHEDULERS, site))
     environ = {"SITE_JOB": "a/1", "SITE_END": str(int(time.time()) + 60)}
-    job = job_of(environ)
-    assert (job.id, job.restart_count, job.is_preempted()) == ("a/1", "0", False)
-    assert job.requeue_command() == ["requeue", "a/1"]
+    assert job_of(environ) == BatchJob(site, "a/1", "0")
+    assert requeue_command(environ) == ["requeue", "a/1"]
+    assert not preempted(environ)
     assert job_end(environ, ask=True) == float(environ["SITE_END"])
     assert list(memory_limits(environ)) == [(1 << 30, "SITE_MEMORY")]
