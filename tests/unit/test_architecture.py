@@ -1,4 +1,5 @@
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -143,6 +144,12 @@ def test_psutil_is_not_asked_for_the_memory_of_the_machine():
     """A job may use what its cgroup grants: memory/host.py."""
     files = [*FILES, *(ROOT.parent / "tools").glob("*.py")]
     assert not [file for file in files if "virtual_memory" in file.read_text(encoding="utf-8")]
+
+
+def test_variables_of_launchers_and_schedulers_are_named_in_cluster_alone():
+    variable = re.compile(r"\b(SLURM|PBS|OMPI|PRTE|PMIX?|MV2|PALS|TORCHELASTIC)_[A-Z]")
+    users = {room_of(file) for file in FILES if variable.search(file.read_text(encoding="utf-8"))}
+    assert users == {"cluster"}
 
 
 def test_init_files_of_rooms_are_empty():
