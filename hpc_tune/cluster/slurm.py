@@ -33,6 +33,7 @@ STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _SUBMIT_LIMIT_S = 60.0
+# So long scontrol may take. All ranks wait while rank 0 asks for the end of the job.
 _END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
 # A #SBATCH line ends a value at white space, and a comment or a quote changes what follows.
 _WORD = re.compile(r"[\w@%+=:,./\[\]|&*-]+")
