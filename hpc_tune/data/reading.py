@@ -178,10 +178,10 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Example | None
         findings.num_marked += 1
         return None
     except WrongRecord as error:
-        if not names:
-            raise
-        said = ", ".join(f"{old} is read as {new}" for old, new in names.items())
-        raise WrongRecord(f"{error} ({said})") from error
+        said = [f"{old} is read as {new}" for old, new in names.items()]
+        if isinstance(row, dict) and (others := sorted(set(findings.unread) - row.keys())):
+            said.append(f"further columns: {', '.join(others)}")
+        raise WrongRecord(f"{error} ({', '.join(said)})" if said else str(error)) from error
     return example if _is_wanted(example, reading, findings) else None
 
 

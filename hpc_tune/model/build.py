@@ -26,6 +26,7 @@ from hpc_tune.model.language import (
     Names,
     language_config,
     language_model,
+    parts_beside,
     read_config,
     stored_tensors,
 )
@@ -79,7 +80,7 @@ class BuiltModel:
     first values of adapters, where they are not new. ``dropout`` is what config.json wanted of it,
     by name, and is not done. Rotary positions that are scaled by a text's length are scaled for
     ``seq_len`` tokens, for every text alike. ``names`` tells what the whole model of the directory
-    calls its language model's tensors, and ``others`` are its parts that are left as they are.
+    calls its language model's tensors; ``others`` are parts of its files that are left as they are.
     """
 
     module: LossModel
@@ -178,6 +179,7 @@ def build(
             f"{directory}: {len(missing)} of {len(base_names)} tensors that config.json asks for "
             f"are not in its safetensors files, such as {', '.join(missing[:3])}"
         )
+    used = {*base_names.values(), language.names.stored(language.names.head, index) or ""}
     saved_names = {
         name: base_names.get(name) or _peft_name(name, language.names)
         for name, parameter in module.named_parameters()
@@ -201,7 +203,7 @@ def build(
         next((base_names[n] for n, t in stored_tensors(module) if t is embedding), None),
         dropout=dropout,
         names=language.names,
-        others=language.others,
+        others=parts_beside(stored_index, used) if stored_index is not None else (),
     )
 
 

@@ -11,7 +11,8 @@ in a merged export. Files and adapters name its tensors as parts of the whole mo
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hpc_tune.errors import DataError
 from hpc_tune.lean import lean_imports
 from hpc_tune.model.weights import TensorIndex
 
+_CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 _COMPARED_ROWS = 64  # of an embedding and a head: trained apart, they differ in nearly every row
 
 
@@ -154,13 +156,12 @@ class Names:
 class LanguageModel:
     """transformers' model on the meta device: the language model of a directory with its head.
 
-    ``config`` is its own. ``others`` are the parts of the whole model beside it.
+    ``config`` is its own.
     """
 
     model: Any
     config: Any
     names: Names
-    others: tuple[str, ...] = ()
 
     @property
     def is_tied(self) -> bool:
@@ -188,7 +189,7 @@ def language_model(
         text.tie_word_embeddings = tied and (index is not None or text.tie_word_embeddings)
     model = _alone(config, text, dtype)
     names = _names(model, whole or model, index)
-    found = LanguageModel(model, text, names, _others(whole, names))
+    found = LanguageModel(model, text, names)
     if index is None or not found.is_tied or not _head_is_another(found, index):
         return found
     text.tie_word_embeddings = False
@@ -227,13 +228,21 @@ def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
     )
 
 
-def _others(whole: Any, names: Names) -> tuple[str, ...]:
-    if whole is None or names.in_whole == names.decoder:
-        return ()
-    owner = whole.get_submodule(names.in_whole.rpartition(".")[0])
-    return tuple(
-        name for name, _ in owner.named_children() if names.in_whole.split(".")[-1] != name
-    )
+def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
+    """Return what files hold beside the tensors ``used``, by the beginnings of their names.
+
+    Such as ``("model.vision_tower (437 tensors)",)``. Constants that transformers computes itself,
+    and which old versions have stored, are not told of.
+    """
+    parts: dict[str, int] = {}
+    shared = {name.partition(".")[0] for name in used}
+    for name in index.pieces:
+        if name not in used and not name.endswith(_CONSTANTS):
+            beginning = itertools.takewhile(lambda part: not part.isdigit(), name.split("."))
+            first, *more = beginning
+            key = ".".join([first, *more[:1]]) if first in shared else first
+            parts[key] = parts.get(key, 0) + 1
+    return tuple(f"{key} ({count:,} tensors)" for key, count in sorted(parts.items()))
 
 
 def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:
@@ -280,14 +289,12 @@ class Storage:
     """How the tensors of a directory's language model lie in its files.
 
     ``transposed``: those that are stored transposed (Conv1D). ``copied_head``: an output head that
-    is stored beside the embedding that it is. ``part``: what the whole model calls its decoder,
-    where it has other parts.
+    is stored beside the embedding that it is.
     """
 
     names: Names
     transposed: frozenset[str]
     copied_head: str | None
-    part: str | None
 
 
 def storage_of(directory: Path, index: TensorIndex) -> Storage:
@@ -302,5 +309,4 @@ def storage_of(directory: Path, index: TensorIndex) -> Storage:
     (path,) = (n for n, m in found.model.named_modules() if m is embedding)
     if head == names.stored(f"{path}.weight", index, tied=True):
         head = None
-    part = names.in_whole if found.others else None
-    return Storage(names, frozenset(name for name in turned if name), head, part)
+    return Storage(names, frozenset(name for name in turned if name), head)

@@ -65,7 +65,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         )
     if built.others:
         log.info(
-            "the language model alone is trained; %s stay as they are, and data has text alone",
+            "in the model's files, and left as they are: %s",
             ", ".join(built.others),
         )
     if scaled_by_length(built.config):

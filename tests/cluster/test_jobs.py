@@ -1,5 +1,6 @@
 """Jobs that cannot work, jobs in an array, and jobs of ``submit``, on a real Slurm of two nodes."""
 
+import re
 import subprocess
 import sys
 
@@ -78,7 +79,7 @@ def test_submit_gives_slurm_a_script_that_runs(cluster, tmp_path):
         argv, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
-    number = done.stdout.split()[1].rstrip(";")
+    number = re.search(r"submitted job (\d+),", done.stdout)[1]
     said = cluster.wait(number)
     assert said["JobState"] == "COMPLETED", (tmp_path / f"mine-{number}.out").read_text()
     assert outcome(tmp_path / "run with a space")["status"] == "done"

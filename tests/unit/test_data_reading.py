@@ -3,6 +3,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.csv import write_csv
 from test_data_support import byte_tokenizer, chat, write_jsonl
 
 from hpc_tune.data import sources
@@ -272,3 +273,11 @@ def test_one_long_text_is_not_split_by_a_fraction(tmp_path, monkeypatch):
     ]
     assert sorted(map(int, parts[0] + parts[1])) == list(range(40))
     assert all(parts)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_whose_answer_has_another_name_is_refused_with_all_its_columns(tmp_path, suffix):
+    file, rows = tmp_path / f"d.{suffix}", pa.table({"prompt": ["p"], "solution": ["s"], "n": [1]})
+    (write_csv if suffix == "csv" else pq.write_table)(rows, file)
+    with pytest.raises(DataError, match=r"completion is missing.*further columns: n, solution"):
+        _read(file, findings=Findings())
