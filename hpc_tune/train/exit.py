@@ -108,11 +108,13 @@ def _tell(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tupl
 def _told(comm: Comm | None, error: BaseException, run_dir: Path | None) -> int | None:
     """Return the exit code that another rank has told, if it may know the cause better.
 
-    That is the rank that is gone, and of a cut rank 0.
+    That is the rank that is gone, and of a cut rank 0. The signal by which a launcher ends the
+    others comes after what that rank has told.
     """
     is_first = comm is not None and comm.is_rank_0
     is_of_a_cut = isinstance(error, LostHostError) and not is_first
-    if run_dir is None or not (is_broken_connection(error) or is_of_a_cut):
+    was_asked = isinstance(error, LeavingError) and not error.facts
+    if run_dir is None or not (is_broken_connection(error) or is_of_a_cut or was_asked):
         return None
     return outcome.told_since(run_dir, process_start())
 

@@ -41,7 +41,7 @@ def main() -> None:
     from hpc_tune.model.weights import index_checkpoint
     from hpc_tune.plan.account import measure
     from hpc_tune.plan.choose import choose_layout
-    from hpc_tune.rundir.json_lines import JsonLines
+    from hpc_tune.rundir.json_lines import Events
     from hpc_tune.train.saving import Saver
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)
@@ -86,7 +86,7 @@ def main() -> None:
     for background in (False, True):
         settings = config.checkpoint.model_copy(update={"background": background})
         events = folder.with_name(f"events-{background}.jsonl")
-        lines = JsonLines(events if comm.is_rank_0 else None)
+        lines = Events(events if comm.is_rank_0 else None)
         saver = Saver(comm, store, engine, lines, settings, 600.0, 0, None)
         grown = []
         for _ in range(num_saves):

@@ -84,6 +84,17 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
         assert told["reason"] == ("host b is lost" if before is None else reason)
 
 
+def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, monkeypatch):
+    """A launcher ends the other ranks, and the one that hangs, with SIGTERM."""
+    monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
+    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: str(error))
+    comm, codes = SimpleNamespace(world=SimpleNamespace(rank=0), is_rank_0=True, nonce="1"), []
+    train_exit.fail(comm, ConfigError("a disk hangs"), tmp_path)
+    train_exit.fail(comm, LeavingError("SIGTERM", 3), tmp_path)
+    assert outcome.read(tmp_path)["reason"] == "a disk hangs"
+    assert codes == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("status", "stays"), [("done", False), ("stopped", False), ("failed", True)]
 )
