@@ -70,7 +70,7 @@ def main() -> None:
         saver.start(RunState(number, 100, "", {}, {}, 1, {}))
         while saver.busy:
             step(saver.before_update)
-            saver.advance(comm.sum(saver.votes())[0])
+            saver.advance(comm.sum([saver.vote()])[0])
 
     with Peak() as peak:
         begin()
