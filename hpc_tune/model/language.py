@@ -22,10 +22,9 @@ from torch import nn
 
 from hpc_tune.errors import DataError
 from hpc_tune.lean import lean_imports
-from hpc_tune.model.weights import TensorIndex
+from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
 _CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
-_COMPARED_ROWS = 64  # of an embedding and a head: trained apart, they differ in nearly every row
 
 
 def require_directory(directory: Path) -> None:
@@ -239,7 +238,7 @@ def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     for name in index.pieces:
         if name not in used and not name.endswith(_CONSTANTS):
             beginning = itertools.takewhile(lambda part: not part.isdigit(), name.split("."))
-            first, *more = beginning
+            first, *more = [*beginning] or [name]
             key = ".".join([first, *more[:1]]) if first in shared else first
             parts[key] = parts.get(key, 0) + 1
     return tuple(f"{key} ({count:,} tensors)" for key, count in sorted(parts.items()))
@@ -256,8 +255,9 @@ def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:
     if index.shapes[one] != index.shapes[other]:
         return True
     rows, width = index.shapes[one]
-    for row in range(0, rows, max(1, rows // _COMPARED_ROWS)):
-        both = [torch.empty(1, width) for _ in "ab"]
+    step = max(1, PIECE_BYTES // (4 * width))
+    for row in range(0, rows, step):
+        both = [torch.empty(min(step, rows - row), width) for _ in "ab"]
         for values, name in zip(both, (one, other), strict=True):
             index.fill(values, name, (row, 0))
         if not torch.equal(*both):
