@@ -5,7 +5,7 @@ The values are frozen. A field that this version cannot honour is refused by ``l
 ignored.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -19,6 +19,13 @@ _FIELDS = (
     "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
     "response", "text", "system", "history", "tools", "weight", "train", "loss", "loss_mask",
 )  # fmt: skip
+
+
+def _with_values(columns: Any) -> Any:
+    """Refuse ``{NAME:prompt}``, which YAML reads as one name without a value."""
+    if isinstance(columns, dict) and (bare := [k for k, v in columns.items() if v is None]):
+        raise ValueError(f"{bare[0]} has no value; put a space after the colon: {{NAME: prompt}}")
+    return columns
 
 
 def _fields_of_rows(columns: dict[str, str]) -> dict[str, str]:
@@ -107,7 +114,9 @@ class DataConfig(Part):
         "data.eval_path. A hash of its content decides for each: the same ones in each run, on "
         "any number of ranks, and duplicates on one side.",
     )
-    columns: Annotated[dict[str, str], AfterValidator(_fields_of_rows)] = Field(
+    columns: Annotated[
+        dict[str, str], BeforeValidator(_with_values), AfterValidator(_fields_of_rows)
+    ] = Field(
         {},
         description="Names in the data and the fields that they are read as, such as "
         "{problem: prompt, solution: completion}. question and answer, query and response, "

@@ -615,3 +615,8 @@ def test_paths_of_data_may_be_a_list_also_on_the_command_line(write, tmp_path, m
     assert (config.data.path, config.data.columns) == (["c", "/home/me/d"], {"x": "text"})
     write_resolved(config, tmp_path / "resolved.yaml")
     assert load_config(str(tmp_path / "resolved.yaml")) == config
+
+
+def test_columns_without_a_space_behind_the_colon_are_told_what_is_missing():
+    with pytest.raises(ConfigError, match=r"a:prompt has no value; put a space after the colon"):
+        load_config(None, ["data.columns={a:prompt}"])
