@@ -16,7 +16,7 @@ from typing import Any
 from hpc_tune.completion import SHELLS, script
 from hpc_tune.config.load import is_tiny
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from hpc_tune.lean import lean_imports, postpone_compiler
+from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
 from hpc_tune.log import log
 from hpc_tune.units import parse_bytes
 
@@ -87,7 +87,7 @@ def train(options: Namespace) -> int:
     """Fine-tune a model (the default command)."""
     if not options.files and not is_tiny(options.settings):
         log.info("config  no --config: the defaults (see --help) apply to what is not set here")
-    with lean_imports():
+    with lazy_imports():
         from hpc_tune.train.run import run
     if not options.config.train.compile:
         postpone_compiler()
@@ -177,20 +177,20 @@ def show(options: Namespace) -> int:
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
-    from hpc_tune.plan.answer import answer, as_json, as_lines
-    from hpc_tune.plan.ledger import Machine
+    from hpc_tune.plan.memory_model import Machine
+    from hpc_tune.plan.report import answer, as_json, as_lines
 
     config, device_bytes = options.config, options.device_memory or None
     machine = Machine(options.nodes, options.gpus_per_node, device_bytes, options.host_memory)
     if config.parallel.layout == "auto":
-        from hpc_tune.plan import auto
+        from hpc_tune.plan import search
 
         named = options.measured, options.hardware
-        choice, machine, config = auto.choose_for(config, machine, *named)
+        choice, machine, config = search.choose_for(config, machine, *named)
         if options.json:
-            print(auto.as_json(choice))
+            print(search.as_json(choice))
             return EXIT_DONE
-        print("\n".join([*auto.as_lines(choice), ""]))
+        print("\n".join([*search.as_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
     found = answer(config, machine, options.save)

@@ -9,7 +9,7 @@ zero3, fsdp2), which get an environment of their own below --work, and prints me
 
     useful    tokens of documents per second, without padding, after the first two steps
     limit     the share of what the machine's matrix products would allow: tokens/s x flops per
-              token (4 x frozen + 6 x trained + 6 x layers x hidden x length, see plan/cost.py)
+              token (4 x frozen + 6 x trained + 6 x layers x hidden x length, see plan/messages.py)
               over the flops/s of a large product in the same dtype, measured in the same run
     first     seconds from launch until the first optimizer step is done
     host      peak of anonymous + shared bytes over all ranks, a shared page counted once
@@ -241,7 +241,7 @@ def _peer_python(work: Path) -> str:
 def _prepare(asked: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
     """Tokenise the documents once for all; return hpc_tune's file and the peers'."""
     from hpc_tune.batch import IGNORED_LABEL
-    from hpc_tune.data.layout import TokenStore
+    from hpc_tune.data.hdf5_format import TokenStore
     from hpc_tune.data.pydocs import list_modules, read_module
 
     if asked.data is None:
@@ -359,8 +359,8 @@ def _flops_per_token(asked: argparse.Namespace) -> float:
 
     from hpc_tune.config.schema import TuneConfig
     from hpc_tune.model.build import build
-    from hpc_tune.plan.account import measure
-    from hpc_tune.plan.cost import flops_per_token
+    from hpc_tune.plan.messages import flops_per_token
+    from hpc_tune.plan.model_size import measure
 
     built = build(asked.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
     return flops_per_token(measure(built.module), built.config, asked.seq_len)

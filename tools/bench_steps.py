@@ -24,9 +24,9 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
-from hpc_tune.plan.account import measure
-from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, micro_rows
-from hpc_tune.plan.cost import flops_per_token
+from hpc_tune.plan.candidates import check_layout, choose_layout, keeps_gathered, micro_rows
+from hpc_tune.plan.messages import flops_per_token
+from hpc_tune.plan.model_size import measure
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 

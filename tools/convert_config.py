@@ -24,7 +24,7 @@ from convert_outcomes import Decided, Left, Outcome, Taken, Theirs, Tool
 from convert_torchtune import TORCHTUNE
 from pydantic import ValidationError
 
-from hpc_tune.config.combinations import check
+from hpc_tune.config.constraints import check
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
 

@@ -25,8 +25,8 @@ import transformers
 from matrix_models import MODELS, config_of
 from matrix_ranks import LENGTHS, LR, SEED, STEPS, documents
 
-from hpc_tune.engine.pipeline import why_no_stages
-from hpc_tune.engine.tensor import why_no_slices
+from hpc_tune.engine.pipeline_parallel import why_no_stages
+from hpc_tune.engine.tensor_parallel import why_no_slices
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout

@@ -22,7 +22,7 @@ from hpc_tune.data.loader import make_batch
 from hpc_tune.engine.base import Engine
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.engine.zero import ZeroEngine
+from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.build import build
 from hpc_tune.world.bootstrap import bootstrap, shutdown
@@ -81,7 +81,7 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
         error = caught
     comm.agree(error, "making the engine")
     assert engine is not None
-    mine = batches(row, layout, layout.place(comm.world.rank).data)
+    mine = batches(row, layout, layout.coordinates(comm.world.rank).data)
     tokens = sum(length - 1 for length in LENGTHS)
     return [engine.train_step(mine, tokens, LR[row["method"]]).loss for _ in range(STEPS)]
 

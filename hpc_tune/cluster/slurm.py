@@ -25,7 +25,7 @@ from hpc_tune.cluster.protocol import (
     Scheduler,
     read_claim,
 )
-from hpc_tune.config.batch_job import SlurmConfig
+from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import ConfigError, HpcTuneError, WorldError
 
 STEP_SIZE = "SLURM_STEP_NUM_TASKS"

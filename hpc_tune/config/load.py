@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from hpc_tune.atomic_file import write_file
-from hpc_tune.config.combinations import check
+from hpc_tune.config.constraints import check
 from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError

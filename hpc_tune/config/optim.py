@@ -1,17 +1,17 @@
-"""The ``optim`` part of the configuration: AdamW and its learning rate."""
+"""the ``optim`` section of the configuration: AdamW and its learning rate."""
 
 import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpc_tune.config.part import Part, PositiveInt
+from hpc_tune.config.section import PositiveInt, Section
 
 LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS = 2e-4, 1e-5  # optim.lr=auto
 _WARMUP_RATIO = 0.03
 
 
-class OptimConfig(Part):
+class OptimConfig(Section):
     """AdamW (arXiv:1711.05101) and its learning rate."""
 
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(

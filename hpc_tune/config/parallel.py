@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from hpc_tune.config.part import Part, PositiveInt
+from hpc_tune.config.section import PositiveInt, Section
 
 
-class ParallelConfig(Part):
+class ParallelConfig(Section):
     """How the model is spread: replicate x shard x tensor x pipeline is the world size."""
 
     layout: Literal["simple", "auto"] = Field(

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from hpc_tune.config.batch_job import SlurmConfig
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.part import Bytes, Part, PositiveInt, Seconds, Steps
+from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.section import Bytes, PositiveInt, Seconds, Section, Steps
 
 _YAML_SWITCH = {True: "on", False: "off"}  # YAML 1.1 reads a plain on and off as booleans
 _FIELDS = (
@@ -38,7 +38,7 @@ def _fields_of_rows(columns: dict[str, str]) -> dict[str, str]:
     return columns
 
 
-class ModelConfig(Part):
+class ModelConfig(Section):
     """Which model is tuned."""
 
     path: str = Field(
@@ -54,7 +54,7 @@ class ModelConfig(Part):
     )
 
 
-class TuneConfig(Part):
+class TuneConfig(Section):
     """Which weights are trained."""
 
     method: Literal["lora", "dora", "qlora", "full"] = Field(
@@ -93,7 +93,7 @@ class TuneConfig(Part):
     )
 
 
-class DataConfig(Part):
+class DataConfig(Section):
     """What the model is trained on."""
 
     path: str | list[str] = Field(
@@ -159,7 +159,7 @@ def is_prepared(path: str | list[str] | None) -> bool:
     return isinstance(path, str) and path.endswith((".h5", ".hdf5"))
 
 
-class BatchConfig(Part):
+class BatchConfig(Section):
     """How much is learned from in one optimizer step."""
 
     global_size: PositiveInt = Field(
@@ -174,7 +174,7 @@ class BatchConfig(Part):
     )
 
 
-class MemoryConfig(Part):
+class MemoryConfig(Section):
     """The memory governor."""
 
     governor: Annotated[
@@ -193,7 +193,7 @@ class MemoryConfig(Part):
     )
 
 
-class TrainConfig(Part):
+class TrainConfig(Section):
     """How long and in which way."""
 
     max_steps: PositiveInt | None = Field(
@@ -250,7 +250,7 @@ class TrainConfig(Part):
         return range(first, first + count)
 
 
-class CheckpointConfig(Part):
+class CheckpointConfig(Section):
     """When checkpoints are written, how many stay, and from where a run goes on."""
 
     every_steps: PositiveInt | None = Field(
@@ -293,7 +293,7 @@ class CheckpointConfig(Part):
     )
 
 
-class RunSettings(Part):
+class RunSettings(Section):
     """Where the run lives and what it tells."""
 
     dir: str = Field(
@@ -348,7 +348,7 @@ class RunSettings(Part):
     )
 
 
-class RunConfig(Part):
+class RunConfig(Section):
     """One run, whole."""
 
     model: ModelConfig = ModelConfig()

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from hpc_tune.data.answers import AnswerFinder, Span, blocks_of, with_marks
 from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
-from hpc_tune.data.layout import Counters
+from hpc_tune.data.hdf5_format import Counters
 from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.atomic_file import write_file
-from hpc_tune.data.layout import PREPARE_AGAIN, Column, TokenStore
+from hpc_tune.data.hdf5_format import PREPARE_AGAIN, Column, TokenStore
 from hpc_tune.errors import DataError
 from hpc_tune.log import log
 from hpc_tune.units import format_bytes

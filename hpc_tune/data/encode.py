@@ -17,7 +17,7 @@ import numpy as np
 from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, Rendered, Renderer, controls_of
 from hpc_tune.data.controls import StandIns
-from hpc_tune.data.layout import Counters
+from hpc_tune.data.hdf5_format import Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
 from hpc_tune.data.tokenizer import FastTokenizer, require_fast
 from hpc_tune.data.writer import Block, token_dtype

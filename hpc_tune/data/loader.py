@@ -1,6 +1,6 @@
 """Prepared data -> the micro-batches of one rank for each optimizer step.
 
-    RowOrder (pack.py): stream row -> documents
+    PackedSampler (pack.py): stream row -> documents
     step: rows [start, start + global_size) -> this rank's residue -> micro-batches -> Batch
 
 Which rows a step has depends on how many were consumed, and on nothing else: not on the number of
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
-from hpc_tune.data.ahead import Ahead
-from hpc_tune.data.layout import TokenStore
-from hpc_tune.data.pack import ORDER_VERSION, RowOrder
+from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.pack import ORDER_VERSION, PackedSampler
+from hpc_tune.data.prefetch import Prefetcher
 from hpc_tune.errors import CheckpointError
 from hpc_tune.log import log
 
@@ -61,7 +61,7 @@ class Loader:
             "packing": packing,
             "seed": seed,
         }
-        self._order = RowOrder(
+        self._order = PackedSampler(
             store.length_values,
             store.length_counts,
             store.by_length,
@@ -71,7 +71,7 @@ class Loader:
         )
         self.total_rows = total_rows
         self._rows = 0
-        self._ahead = Ahead(self._build, prefetch_bytes, self._step_bytes())
+        self._ahead = Prefetcher(self._build, prefetch_bytes, self._step_bytes())
         if rank == 0:
             _warn_of_cuts(store, seq_len)
 

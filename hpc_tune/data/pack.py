@@ -84,7 +84,7 @@ def one_per_row(histogram: dict[int, int]) -> list[Pattern]:
     return [Pattern(((length, 1),), count) for length, count in sorted(histogram.items())]
 
 
-class RowOrder:
+class PackedSampler:
     """The endless stream of rows: in each epoch each document once, in rows composed afresh."""
 
     def __init__(

@@ -20,7 +20,7 @@ from hpc_tune.data.chats import LossOn, controls_of
 from hpc_tune.data.content import verify
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.files import Paths, find, say_left_out, shown
-from hpc_tune.data.layout import VERSION, Counters, TokenStore
+from hpc_tune.data.hdf5_format import VERSION, Counters, TokenStore
 from hpc_tune.data.reading import PLAIN as PLAIN_READING
 from hpc_tune.data.reading import Findings, Reading, require_columns
 from hpc_tune.data.records import Example

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc_tune.atomic_file import replacing
 from hpc_tune.data.content import HASHED, joined, new_hash
-from hpc_tune.data.layout import FORMAT, VERSION, Attributes
+from hpc_tune.data.hdf5_format import FORMAT, VERSION, Attributes
 from hpc_tune.data.seal import seal
 
 SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import Mesh
-from hpc_tune.engine.traffic import Traffic
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.room import ask
@@ -59,7 +59,7 @@ class Trained:
 
 def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[Trained]:
     """Describe the trained parameters of an allocated stage, in the model's order."""
-    layout, place, found = mesh.layout, mesh.place, []
+    layout, place, found = mesh.layout, mesh.coordinates, []
     for name, parameter in stage.module.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -101,10 +101,10 @@ class EarlySums:
     then. For layouts in which a backward pass has no other messages.
     """
 
-    def __init__(self, bucket: Bucket, traffic: Traffic) -> None:
+    def __init__(self, bucket: Bucket, collectives: CountedCollectives) -> None:
         """Watch the bucket's parameters."""
         assert bucket.group is not None
-        self._group, self._traffic = bucket.group, traffic
+        self._group, self._collectives = bucket.group, collectives
         self._pieces: list[torch.Tensor] = []
         self._sizes: list[int] = []  # parameters of each piece
         self._missing: list[int] = []
@@ -130,8 +130,8 @@ class EarlySums:
         """Begin what has not begun, and wait for all."""
         self._is_last = False
         for piece in self._pieces[len(self._works) :]:
-            self._works.append(self._traffic.begin_all_reduce(piece, self._group))
-        self._traffic.finish(self._works)
+            self._works.append(self._collectives.begin_all_reduce(piece, self._group))
+        self._collectives.finish(self._works)
         self._works.clear()
 
     def _done(self, number: int, parameter: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class EarlySums:
             return
         self._missing[number] -= 1
         while (at := len(self._works)) < len(self._pieces) and self._missing[at] == 0:
-            self._works.append(self._traffic.begin_all_reduce(self._pieces[at], self._group))
+            self._works.append(self._collectives.begin_all_reduce(self._pieces[at], self._group))
 
 
 def make_buckets(trained: Iterable[Trained], mesh: Mesh, device: torch.device) -> list[Bucket]:

@@ -35,12 +35,12 @@ class Layout:
         """How many ranks have rows of their own."""
         return self.replicate * self.shard
 
-    def place(self, rank: int) -> "Place":
+    def coordinates(self, rank: int) -> "MeshCoordinates":
         """Return where ``rank`` stands on each axis."""
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shard)
         pipeline, replicate = divmod(rest, self.replicate)
-        return Place(replicate, shard, tensor, pipeline, replicate * self.shard + shard)
+        return MeshCoordinates(replicate, shard, tensor, pipeline, replicate * self.shard + shard)
 
     def pipeline_of(self, rank: int) -> list[int]:
         """Return the ranks of the pipeline that ``rank`` belongs to, in the order of stages."""
@@ -58,7 +58,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshCoordinates:
     """A rank's coordinate on each axis; ``data`` says which rows it gets."""
 
     replicate: int
@@ -82,7 +82,7 @@ class Mesh:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Make the groups from the default process group."""
-        self.layout, self.place = layout, layout.place(dist.get_rank())
+        self.layout, self.coordinates = layout, layout.coordinates(dist.get_rank())
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.tensor = self._group("tensor")
         self.data = self._group("replicate", "shard")
@@ -122,6 +122,6 @@ class Mesh:
         ranks = torch.arange(layout.size).view([getattr(layout, axis) for axis in axes])
         for number, axis in enumerate(axes):
             if axis not in names:
-                place = getattr(self.place, axis)
+                place = getattr(self.coordinates, axis)
                 ranks = ranks.narrow(number, place, 1)
         return tuple(ranks.flatten().tolist())

@@ -22,8 +22,12 @@ from torch import nn
 from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
+from hpc_tune.engine.activation_checkpoint import Recompute, checkpoint_blocks
 from hpc_tune.engine.base import StepResult
+from hpc_tune.engine.compile import compile_blocks
+from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.float8 import check_float8, use_float8
+from hpc_tune.engine.fsdp import before_backward, release_gathered, shard
 from hpc_tune.engine.gradients import (
     EarlySums,
     Trained,
@@ -32,18 +36,15 @@ from hpc_tune.engine.gradients import (
     trained_of,
 )
 from hpc_tune.engine.mesh import Layout, Mesh
-from hpc_tune.engine.moved import MovedState
 from hpc_tune.engine.optim import make_adamw
-from hpc_tune.engine.pipeline import Pipeline, cut_stages
-from hpc_tune.engine.shard import before_backward, release_gathered, shard
-from hpc_tune.engine.tensor import Axis, slice_model
-from hpc_tune.engine.traffic import Traffic
-from hpc_tune.engine.wrap import Recompute, use_own_layers, wrap_blocks
+from hpc_tune.engine.optimizer_offload import OffloadedState
+from hpc_tune.engine.pipeline_parallel import Pipeline, cut_stages
+from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.memory.policy import Action
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
@@ -83,7 +84,7 @@ class NativeEngine:
         self._seed, self._dtype, self._faults = built.seed, built.dtype, faults
         self._keep_gathered = parallel.reshard == "step"
         self._mesh = mesh = Mesh(layout, device)
-        self._traffic = Traffic(device)
+        self._collectives = CountedCollectives(device)
         offload = parallel.offload_params == "cpu"
         fsdp = layout.shard > 1 or offload
         full = built.tune.method == "full"
@@ -95,7 +96,7 @@ class NativeEngine:
         cuts = [built]
         if layout.pipeline > 1:
             per_rank = parallel.stages_per_rank
-            cuts = cut_stages(built, layout, mesh.place.pipeline, per_rank, loss_share)
+            cuts = cut_stages(built, layout, mesh.coordinates.pipeline, per_rank, loss_share)
         self._stages: list[BuiltModel] = []
         self._trained: list[Trained] = []
         all_blocks: list[nn.Module] = []
@@ -103,15 +104,17 @@ class NativeEngine:
             blocks = list(block_list(stage.module))
             partial: frozenset[str] = frozenset()
             if mesh.tensor is not None:
-                stage, partial = slice_model(stage, Axis(mesh.tensor, self._traffic))
+                stage, partial = slice_model(stage, Axis(mesh.tensor, self._collectives))
             if train.float8:
                 check_float8(device)
                 use_float8(blocks)
             use_own_layers(stage.module, blocks, train.compile)
-            wrap_blocks(blocks, parallel.recompute, train.compile)
+            checkpoint_blocks(blocks, parallel.recompute)
+            if train.compile:
+                compile_blocks(blocks)
             all_blocks += blocks
             if fsdp:
-                shard(stage, blocks, mesh, parallel, device, self._traffic)
+                shard(stage, blocks, mesh, parallel, device, self._collectives)
             allocate(stage.module, device, torch.device("cpu") if offload else None)
             load_weights(stage)
             self._stages.append(stage)
@@ -122,9 +125,9 @@ class NativeEngine:
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, mesh, device)
         alone = layout.replicate == layout.size and not fsdp
-        self._early = [EarlySums(b, self._traffic) for b in self._buckets if alone and b.group]
+        self._early = [EarlySums(b, self._collectives) for b in self._buckets if alone and b.group]
         self._adamw = make_adamw([t.parameter for t in self._trained], optim)
-        self._moved: MovedState | None = None
+        self._moved: OffloadedState | None = None
         movable = (device.type == "cuda" or faults.moves_on_host) and not offload
         self._movable = {Action.MOVE_OPTIMIZER} if movable else set()
         self._pipeline = None
@@ -132,7 +135,7 @@ class NativeEngine:
             wire = torch.float32 if self._autocast else built.dtype
             modules = [stage.module for stage in self._stages]
             width = built.config.hidden_size
-            self._pipeline = Pipeline(modules, layout, device, width, wire, self._traffic)
+            self._pipeline = Pipeline(modules, layout, device, width, wire, self._collectives)
         self._tied_group = _tied_group(layout) if full and built.tied else None
 
     def train_step(
@@ -144,17 +147,17 @@ class NativeEngine:
     ) -> StepResult:
         """Do one optimizer step; see ``base.Engine``."""
         self._zero_grad()
-        self._traffic.take()  # an evaluation's is not this step's
+        self._collectives.take()  # an evaluation's is not this step's
         loss = self._forward_backward(batches, global_tokens, self._early)
         self._reduce_gradients()
-        self._traffic.all_reduce(loss, None)
+        self._collectives.all_reduce(loss, None)
         grad_norm = self._clip()
         for group in self._adamw.param_groups:
             group["lr"] = lr
         before_update()
         (self._moved or self._adamw).step()
         mean_loss, norm = loss.item() / global_tokens, grad_norm.item()
-        sent, comm_s = self._traffic.take()
+        sent, comm_s = self._collectives.take()
         return StepResult(mean_loss, norm, comm_s, sent)
 
     @torch.no_grad()
@@ -169,9 +172,9 @@ class NativeEngine:
                 losses = self._pipeline.evaluate(some, self._forward)
             else:
                 losses = [self._forward(0, b, None) for b in some if not self._may_skip(b)]
-            if self._mesh.place.tensor == 0:
+            if self._mesh.coordinates.tensor == 0:
                 total[0] += sum(loss.double() for loss in losses)
-            if self._mesh.place.counts_rows:
+            if self._mesh.coordinates.counts_rows:
                 total[1] += sum(b.num_loss_tokens for b in some)
         for stage in self._stages:
             release_gathered(stage.module)
@@ -217,7 +220,7 @@ class NativeEngine:
             return self._recompute.apply(action, on)
         if self._moved is not None:
             self._moved.close()
-        self._moved = MovedState(self._adamw) if on else None
+        self._moved = OffloadedState(self._adamw) if on else None
         return f"optimizer state waits on {'the host' if on else 'the device'}"
 
     def run_once(self, batch: Batch) -> None:
@@ -243,7 +246,7 @@ class NativeEngine:
                 out.backward(grad_BTD.to(out.dtype))
                 return
             (out / global_tokens).backward()
-            if self._mesh.place.tensor == 0:
+            if self._mesh.coordinates.tensor == 0:
                 total += out.detach()
 
         if self._pipeline is not None:
@@ -260,7 +263,7 @@ class NativeEngine:
 
     def _forward(self, chunk: int, batch: Batch, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
         self._faults.compute(batch.tokens_BT.shape[0])
-        number = chunk * self._layout.pipeline + self._mesh.place.pipeline
+        number = chunk * self._layout.pipeline + self._mesh.coordinates.pipeline
         torch.manual_seed((self._seed * 1_000_003 + batch.first_row) ^ (number << 52))
         with self._precision():
             out: torch.Tensor = self._stages[chunk].module(batch.to(self._device), hidden_BTD)
@@ -275,13 +278,13 @@ class NativeEngine:
             sums.finish()
         for bucket in self._buckets:
             if bucket.group is not None and not self._early:
-                self._traffic.all_reduce(bucket.grads, bucket.group)
+                self._collectives.all_reduce(bucket.grads, bucket.group)
         for trained in self._sharded:
             if trained.partial:
-                self._traffic.all_reduce(trained.local_grad, self._mesh.tensor)
+                self._collectives.all_reduce(trained.local_grad, self._mesh.tensor)
         if self._tied_group is not None:
             tied = next(t for t in self._trained if t.saved_name == t.stage.tied)
-            self._traffic.all_reduce(tied.local_grad, self._tied_group)
+            self._collectives.all_reduce(tied.local_grad, self._tied_group)
 
     def _state_of(self, trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
         yield trained.saved_name, trained.parameter
@@ -303,7 +306,7 @@ class NativeEngine:
         """Scale all gradients down to clip_norm and return the global norm before that."""
         squares = squares_of(self._buckets, self._sharded, self._device, self._spread)
         if self._spread:
-            self._traffic.all_reduce(squares, None)
+            self._collectives.all_reduce(squares, None)
         norm = squares.sqrt()
         if self._clip_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.

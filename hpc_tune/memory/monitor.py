@@ -4,7 +4,7 @@
     every step    ``level`` of host and device, which the ranks agree on and act upon (policy.py)
 
 A thread samples faster where memory is higher than a whole step ever was and near the limit, and
-moves the fence that makes an allocation fail which the kernel would answer with a kill.
+moves the limit that makes an allocation fail which the kernel would answer with a kill.
 """
 
 import os
@@ -19,7 +19,6 @@ import torch
 
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.device import DeviceSample, sample_device
-from hpc_tune.memory.fence import Fence
 from hpc_tune.memory.host import (
     HostLimit,
     Usage,
@@ -38,6 +37,7 @@ from hpc_tune.memory.policy import (
     reserve_of,
     room_of,
 )
+from hpc_tune.memory.rlimit import PrivateMemoryLimit
 from hpc_tune.units import format_bytes
 
 _PERIOD_S = 0.1
@@ -131,7 +131,7 @@ class Monitor:
         self._peaks: deque[int] = deque(maxlen=GROWTH_WINDOW)
         self._host_level = self._device_level = Level.CALM
         self._retries = 0
-        self._fence: Fence | None = None
+        self._private_limit: PrivateMemoryLimit | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory monitor", daemon=True)
 
@@ -141,13 +141,13 @@ class Monitor:
         if self.mode != "off":
             self._thread.start()
 
-    def fence(self) -> None:
+    def limit_private_memory(self) -> None:
         """From now on let allocations fail that would go beyond the limit.
 
         Not while loading: pages of files are mapped over memory that was never touched.
         """
         if self.mode == "on":
-            self._fence = Fence()
+            self._private_limit = PrivateMemoryLimit()
 
     def enter(self, phase: str, words: str, tell: bool = False) -> None:
         """Begin a phase of the plan, or a next piece of it, ``words`` for a person.
@@ -280,8 +280,8 @@ class Monitor:
             self._thread.join(timeout=1.0)
         if not self._thread.is_alive():
             self._usage.close()
-        if self._fence is not None:
-            self._fence.lift()
+        if self._private_limit is not None:
+            self._private_limit.lift()
         if self._heartbeat is not None:
             self._heartbeat.close()
 
@@ -296,7 +296,7 @@ class Monitor:
     def _run(self) -> None:
         period_s = self._period_s
         while not self._stop.wait(period_s):
-            # First what is mapped: the fence is too low and not too high if memory grows between.
+            # First what is mapped: the limit is too low and not too high if memory grows between.
             anonymous, mapped = self._usage.own_pages()
             used, now_s = self.used_bytes(), time.monotonic()
             self._worst_host = max(self._worst_host, used)
@@ -314,8 +314,8 @@ class Monitor:
         while now_s - self._recent[0][0] > _WINDOW_S:
             self._recent.popleft()
         limit = self.limit.num_bytes
-        if self._fence is not None:
-            self._fence.set(mapped, (limit - reserve_of(limit) - used) // len(self._pids))
+        if self._private_limit is not None:
+            self._private_limit.set(mapped, (limit - reserve_of(limit) - used) // len(self._pids))
         familiar = max(self._familiar, self._expected)
         if self._leave is not None and must_leave(self._recent, limit, familiar):
             need = self.need(used)

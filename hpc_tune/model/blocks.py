@@ -1,8 +1,13 @@
-"""What distributed code needs to know of a model, as data: its decoder blocks."""
+"""A model's decoder blocks: where they are, and the layers in them that are replaced."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+
+from hpc_tune.model.lora_linear import use_lora_linear
+from hpc_tune.model.loss import LossModel
+from hpc_tune.model.swiglu import use_swiglu
 
 
 def block_list(model: Any) -> nn.ModuleList:
@@ -12,3 +17,11 @@ def block_list(model: Any) -> nn.ModuleList:
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+def use_own_layers(module: LossModel, blocks: Sequence[nn.Module], compiled: bool) -> None:
+    """Let layers of ``blocks`` do what they do in fewer passes and with less that is kept."""
+    use_lora_linear(blocks)
+    if not compiled:  # a compiler decides by itself what to keep
+        use_swiglu(blocks)
+    module.within_documents &= not compiled

@@ -18,8 +18,7 @@ from torch import nn
 
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.lean import lean_imports
-from hpc_tune.model.attention import use_document_attention
+from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.language import (
@@ -31,6 +30,7 @@ from hpc_tune.model.language import (
     stored_tensors,
 )
 from hpc_tune.model.loss import LossModel
+from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
@@ -215,7 +215,7 @@ def _peft_name(name: str, names: Names) -> str:
 
 
 def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
-    with lean_imports():
+    with lazy_imports():
         from peft import get_peft_model
 
     from transformers.pytorch_utils import Conv1D
@@ -226,7 +226,7 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
     )
     _require_targets(tune, [name for name, _ in model.named_modules()], linear)
     try:
-        with warnings.catch_warnings(), lean_imports():
+        with warnings.catch_warnings(), lazy_imports():
             # peft asks transformers for an attribute that has a new name, once per rank.
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
@@ -274,7 +274,7 @@ def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) ->
 
 def lora_config(tune: TuneConfig) -> Any:
     """Return the peft configuration of these adapters."""
-    with lean_imports():
+    with lazy_imports():
         from peft import LoraConfig
 
     return LoraConfig(

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.model.current import Current
+from hpc_tune.model.scoped import Scoped
 
 # Indices of the global stream of rows, those that masks are for.
-ROWS: Current[Sequence[int]] = Current(())
+ROWS: Scoped[Sequence[int]] = Scoped(())
 
 
 class RowDropout(nn.Module):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import DataError
-from hpc_tune.lean import lean_imports
+from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
 _CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
@@ -47,11 +47,11 @@ def read_config(directory: Path) -> Any:
     require_directory(directory)
     if not (directory / "config.json").is_file():
         raise DataError(f"model.path={directory}: no config.json in it; is it a model directory?")
-    with lean_imports():
+    with lazy_imports():
         from transformers import AutoConfig
 
     try:
-        with lean_imports():
+        with lazy_imports():
             return AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise DataError(f"{directory}/config.json cannot be used: {error}") from None
@@ -72,7 +72,7 @@ def language_config(config: Any, directory: Path) -> Any:
     Raises:
         DataError: if it is not a causal LM's.
     """
-    with lean_imports():
+    with lazy_imports():
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = config.model_type
@@ -95,7 +95,7 @@ def stock_class(config: Any) -> Any:
 
     It is the one that a user would load a merged export, or the base of an adapter, with.
     """
-    with lean_imports():
+    with lazy_imports():
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -196,14 +196,14 @@ def language_model(
 
 
 def _made(auto: Any, config: Any, dtype: torch.dtype) -> Any:
-    with lean_imports(), torch.device("meta"):
+    with lazy_imports(), torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
         return auto.from_config(config, dtype=dtype)
 
 
 def _alone(config: Any, text: Any, dtype: torch.dtype) -> Any:
     """Make the language model and its head."""
-    with lean_imports():
+    with lazy_imports():
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

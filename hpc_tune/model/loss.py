@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
-from hpc_tune.model.attention import DOCUMENTS, documents_in
 from hpc_tune.model.dropout import ROWS
+from hpc_tune.model.packed_attention import DOCUMENTS, documents_in
 
 # Of a frozen head: a CPU's chunk stays in its caches, a GPU needs many rows to be busy.
 LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpc_tune.lean import lean_imports
+from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.build import first_line
 from hpc_tune.model.language import read_config, stock_class
 from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
@@ -30,7 +30,7 @@ def write_small(config: Any, directory: Path) -> None:
     Raises:
         NoTrial: if transformers can make none, or none of less than ``MOST_VALUES`` values.
     """
-    with lean_imports():
+    with lazy_imports():
         from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -110,7 +110,7 @@ def _loss(model: Any, tokens_T: torch.Tensor) -> torch.Tensor:
 
 def software() -> str:
     """Return the versions that a trial's outcome depends on."""
-    with lean_imports():
+    with lazy_imports():
         import transformers
 
     return f"transformers {transformers.__version__}, torch {torch.__version__}"

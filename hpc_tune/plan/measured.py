@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.plan.account import ModelSize
-from hpc_tune.plan.cost import flops_per_token
-from hpc_tune.plan.speed import Compute
+from hpc_tune.plan.messages import flops_per_token
+from hpc_tune.plan.model_size import ModelSize
+from hpc_tune.plan.step_time import Compute
 from hpc_tune.probe.links import Collective, Links, Pair
 
 _SYNC_S = 50e-6

@@ -35,9 +35,9 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
+from hpc_tune.engine.activation_checkpoint import outside_modes
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.engine.wrap import outside_modes
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
@@ -45,8 +45,8 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.account import measure
-from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered
+from hpc_tune.plan.candidates import check_layout, choose_layout, keeps_gathered
+from hpc_tune.plan.model_size import measure
 from hpc_tune.plan.traced_memory import (
     HEAP_FACTOR_ADAPTERS,
     HEAP_FACTOR_EVALUATION,

@@ -25,10 +25,10 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.regions import local_region
-from hpc_tune.plan.account import STATE_COPIES, measure
-from hpc_tune.plan.answer import shape_of
-from hpc_tune.plan.choose import legal_layouts
-from hpc_tune.plan.speed import SUMS_OF_A_BLOCK, Compute, Network, StepWork, tensor_s
+from hpc_tune.plan.candidates import legal_layouts
+from hpc_tune.plan.model_size import STATE_COPIES, measure
+from hpc_tune.plan.report import shape_of
+from hpc_tune.plan.step_time import SUMS_OF_A_BLOCK, Compute, Network, StepWork, tensor_s
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 

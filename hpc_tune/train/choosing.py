@@ -22,16 +22,16 @@ from hpc_tune.memory.host import find_limit, give_back
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.language import read_shape
 from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.plan.auto import with_layout
-from hpc_tune.plan.choose import ring_order
-from hpc_tune.plan.ledger import Machine
+from hpc_tune.plan.candidates import ring_order
 from hpc_tune.plan.measured import Measured
+from hpc_tune.plan.memory_model import Machine
 from hpc_tune.plan.process import run_plan
-from hpc_tune.plan.speed import Network
+from hpc_tune.plan.search import with_layout
+from hpc_tune.plan.step_time import Network
 from hpc_tune.probe.links import measure_collectives, measure_pairs
 from hpc_tune.train.calibration import measure_compute
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.reform import reform
+from hpc_tune.world.regroup import regroup
 
 LINKS_S = 10.0
 
@@ -90,7 +90,7 @@ def choose_ranks(config: RunConfig, world: Comm) -> tuple[Chosen, Comm | None]:
     machine = machine_of(config, comm)
     measured, ordered = take_measures(config, comm, machine)
     chosen = choose_from(measured, config, ordered, machine)
-    return chosen, reform(ordered, measured.places(chosen.ranks), config.run.timeout)
+    return chosen, regroup(ordered, measured.places(chosen.ranks), config.run.timeout)
 
 
 def machine_of(config: RunConfig, comm: Comm) -> Machine:
@@ -115,7 +115,7 @@ def take_measures(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
     nodes = tuple(peer.node for peer in comm.roster)
     links = measure_pairs(comm, LINKS_S)
     order = ring_order(Network.measured(links, nodes))
-    ordered = reform(comm, order, config.run.timeout)
+    ordered = regroup(comm, order, config.run.timeout)
     assert ordered is not None, "all ranks are in it"
     ordered = ordered.in_training()
     links = replace(links, collectives=measure_collectives(ordered), order=order)

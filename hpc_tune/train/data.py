@@ -10,7 +10,7 @@ from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.config.schema import DataConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
-from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import Loader
 from hpc_tune.data.prepare import cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
@@ -60,7 +60,7 @@ class Tokenizing:
 
 def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
     """Open the data, prepared first if raw, at this rank's place in it. Collective."""
-    config, place = model.config, resolved.place
+    config, place = model.config, resolved.coordinates
     job.monitor.enter("data", "preparing the data", tell=True)
     stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
     loader = Loader(

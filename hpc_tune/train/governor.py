@@ -26,8 +26,8 @@ from hpc_tune.memory.policy import Action, Decision, Ladder, Level, decide, lowe
 from hpc_tune.rundir import heartbeat
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.rundir.previous import Previous
+from hpc_tune.train.checkpointing import Checkpointer
 from hpc_tune.train.exit import fail
-from hpc_tune.train.saving import Saver
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
@@ -87,7 +87,7 @@ class Governor:
         """Work with ``monitor``. ``step`` may be set: what a start now would resume from."""
         self._comm, self._monitor, self._run_dir = comm, monitor, run_dir
         self._events, self.step = events, 0
-        self._saver: Saver | None = None
+        self._saver: Checkpointer | None = None
         self._ladder = Ladder()
         self._levels = (Level.CALM, Level.CALM)
         self._told = Level.CALM
@@ -98,7 +98,7 @@ class Governor:
         self,
         engine: Engine,
         loader: Loader,
-        saver: Saver,
+        saver: Checkpointer,
         micro_size: int,
         data_file: Path,
         previous: Previous,

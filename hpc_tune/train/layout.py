@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.engine.mesh import Layout, Place
+from hpc_tune.engine.mesh import Layout, MeshCoordinates
 from hpc_tune.log import log
 from hpc_tune.memory.monitor import Monitor
-from hpc_tune.plan.choose import check_layout, choose_layout, keeps_gathered, without_effect
+from hpc_tune.plan.candidates import check_layout, choose_layout, keeps_gathered, without_effect
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.world.comm import Comm
@@ -18,7 +18,7 @@ class Resolved:
 
     layout: Layout
     why: str
-    place: Place
+    coordinates: MeshCoordinates
     parallel: ParallelConfig
 
 
@@ -34,7 +34,7 @@ def resolve(job: Job, model: Model) -> Resolved:
     if job.chosen is not None:
         why = f"the shortest step by prediction, {job.chosen.step_s:.3g} s"
     parallel = asked.model_copy(update={"reshard": keeps_gathered(asked, size, layout, room)})
-    return Resolved(layout, why, layout.place(comm.world.rank), parallel)
+    return Resolved(layout, why, layout.coordinates(comm.world.rank), parallel)
 
 
 def bytes_per_rank(monitor: Monitor, comm: Comm) -> int:

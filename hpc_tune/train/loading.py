@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from hpc_tune.engine.base import Engine
+from hpc_tune.engine.compile import prepare_compiler
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.engine.wrap import prepare_compiler
-from hpc_tune.engine.zero import ZeroEngine
+from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.model.room import asking
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job

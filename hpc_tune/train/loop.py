@@ -27,10 +27,10 @@ from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
 from hpc_tune.train.ballot import Ballot
+from hpc_tune.train.checkpointing import Checkpointer
 from hpc_tune.train.governor import Governor
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.profile import StepProfile
-from hpc_tune.train.saving import Saver
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.stop import StopFlag
 
@@ -43,7 +43,7 @@ class Work:
 
     ``before_update`` returns when the weights may change. ``state(step, loader_state, evals)`` is
     what a checkpoint of that step says; ``flops_per_token`` and ``peak_flops`` (of all ranks) give
-    MFU, where the peak is known; ``expected_bytes(micros, recomputes)`` is that of plan/cost.py.
+    MFU, where the peak is known; ``expected_bytes(micros, recomputes)`` is plan/messages.py's.
     ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` goes
     on where the resumed run left it.
     """
@@ -54,7 +54,7 @@ class Work:
     loader: Loader
     eval_batches: Callable[[], Iterable[Batch]] | None
     counts_rows: bool
-    saver: Saver
+    saver: Checkpointer
     before_update: Callable[[], None]
     state: Callable[[int, dict[str, Any], Evals], RunState]
     evals: Evals

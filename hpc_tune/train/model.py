@@ -5,15 +5,15 @@ from pathlib import Path
 
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.lean import import_transformers
+from hpc_tune.lazy_imports import import_transformers
 from hpc_tune.log import log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.model.start import start_from
-from hpc_tune.plan.account import ModelSize, measure
+from hpc_tune.plan.model_size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.proof import prove
 from hpc_tune.world.comm import Comm

@@ -17,7 +17,7 @@ from hpc_tune.errors import MemoryBudgetError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
-from hpc_tune.plan.ledger import SURE_SHARE, most_bytes
+from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
 from hpc_tune.plan.process import run_plan
 from hpc_tune.train.job import Job
 from hpc_tune.train.layout import Resolved, bytes_per_rank

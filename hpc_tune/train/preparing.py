@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_tune.config.schema import RunConfig, is_prepared
 from hpc_tune.data.files import shown
-from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.show import COLOURS, PLAIN, show, show_prepared
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError

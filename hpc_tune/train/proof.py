@@ -26,13 +26,12 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.loader import make_batch
 from hpc_tune.engine.mesh import Layout
-from hpc_tune.engine.pipeline import cut_stages, why_no_stages
-from hpc_tune.engine.tensor import Axis, slice_model, why_no_slices
-from hpc_tune.engine.wrap import use_own_layers
+from hpc_tune.engine.pipeline_parallel import cut_stages, why_no_stages
+from hpc_tune.engine.tensor_parallel import Axis, slice_model, why_no_slices
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.lean import lean_imports
+from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
-from hpc_tune.model.blocks import block_list
+from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, build, first_line
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
@@ -42,7 +41,13 @@ LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
 GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_SOURCES = ("model", "engine/tensor.py", "engine/pipeline.py", "train/proof.py", "data/loader.py")
+_SOURCES = (
+    "model",
+    "engine/tensor_parallel.py",
+    "engine/pipeline_parallel.py",
+    "train/proof.py",
+    "data/loader.py",
+)
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,9 @@ def prove(config: Any, four_bits: bool = False) -> Proof:
 
 def try_out(config: Any, four_bits: bool = False) -> Proof:
     """Return what a trial of the architecture of ``config`` shows. Seconds on one core."""
-    if four_bits:  # before imports are lean, which would hide it
+    if four_bits:  # before lazy_imports, which would hide it
         require_bitsandbytes()
-    with lean_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
+    with lazy_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         directory = Path(folder)
         try:
             write_small(config, directory)

@@ -29,7 +29,7 @@ from hpc_tune.train.resume import find_checkpoint, resume
 from hpc_tune.train.training import prepare_training
 from hpc_tune.world.bootstrap import shutdown
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.reform import dismiss, wait_outside
+from hpc_tune.world.regroup import dismiss, wait_outside
 from hpc_tune.world.stop import StopFlag
 
 

@@ -13,8 +13,9 @@ from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.data.loader import eval_batches
 from hpc_tune.engine.base import Engine
 from hpc_tune.log import log
-from hpc_tune.plan.choose import micro_rows
-from hpc_tune.plan.cost import expected_bytes, flops_per_token, peak_flops
+from hpc_tune.plan.candidates import micro_rows
+from hpc_tune.plan.messages import expected_bytes, flops_per_token, peak_flops
+from hpc_tune.train.checkpointing import Checkpointer
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.layout import Resolved
@@ -23,7 +24,6 @@ from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.model import Model
 from hpc_tune.train.profile import StepProfile
-from hpc_tune.train.saving import Saver
 from hpc_tune.units import format_bytes
 
 Expected = Callable[..., dict[str, int]]
@@ -65,7 +65,7 @@ def prepare_training(
         )
 
     job.monitor.enter("first step", "beginning the first step", tell=True)
-    job.monitor.fence()
+    job.monitor.limit_private_memory()
     peak = None
     if comm.device.type != "cpu":
         peak = peak_flops(torch.cuda.get_device_name(comm.device))
@@ -80,7 +80,7 @@ def prepare_training(
         engine=engine,
         loader=data.loader,
         eval_batches=_evaluation(job, model, resolved, data),
-        counts_rows=resolved.place.counts_rows,
+        counts_rows=resolved.coordinates.counts_rows,
         saver=saver,
         before_update=before_update,
         state=state,
@@ -111,12 +111,12 @@ def _micro_size(
     return largest_micro_size(job.comm, engine, job.monitor, config.data.seq_len, most_rows)
 
 
-def _saver(job: Job, model: Model, engine: Engine, step: int) -> Saver:
+def _saver(job: Job, model: Model, engine: Engine, step: int) -> Checkpointer:
     tune, kept, limit_s = model.config.tune, job.config.checkpoint, job.config.run.timeout
     pack = None
     if tune.method != "full":
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
-    return Saver(
+    return Checkpointer(
         *(job.training, job.store, engine, job.events, kept, limit_s, step, pack),
         *(job.monitor.admit, job.faults),
     )
@@ -150,7 +150,7 @@ def _evaluation(
         seq_len=config.data.seq_len,
         packing=config.data.packing,
         num_rows=config.train.eval_rows,
-        rank=resolved.place.data,
+        rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
         micro_size=job.governor.micro_size,
     )

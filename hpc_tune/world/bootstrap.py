@@ -25,13 +25,13 @@ from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
 from hpc_tune.world import affinity
-from hpc_tune.world.channel import Channel, MpiChannel, SoloChannel, StarChannel
 from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import check_devices, pick_device
 from hpc_tune.world.discover import World, discover
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
+from hpc_tune.world.json_channel import Channel, MpiChannel, SoloChannel, StarChannel
+from hpc_tune.world.keepalive import HostWatch, Lost
 from hpc_tune.world.nodes import nodes_of, place_of
-from hpc_tune.world.reach import HostWatch, Lost
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
 
 if TYPE_CHECKING:

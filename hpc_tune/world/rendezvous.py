@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world.channel import Channel
 from hpc_tune.world.discover import World
+from hpc_tune.world.json_channel import Channel
 
 PROBE_TIMEOUT_S = 3.0
 FAST_NAMES = ("hsn", "ib", "hfi", "opa")

@@ -135,7 +135,7 @@ def check_neighbour(limited, tmp_path, kind):
         run_dir = tmp_path / governor
         file = Path(f"/dev/shm/{tmp_path.name}") if kind == "tmpfs" else tmp_path / "cached"
         words = [str(run_dir / "metrics.jsonl"), str(480 * MIB), kind, str(file)]
-        neighbour = [sys.executable, "-m", "tests.support.neighbour", *words]
+        neighbour = [sys.executable, "-m", "tests.support.noisy_neighbour", *words]
         with limited(LIMIT) as group:
             settings = (f"memory.governor={governor}", "train.max_steps=600")
             try:
@@ -266,7 +266,7 @@ def test_merging_holds_one_tensor_where_the_whole_model_does_not_fit(tmp_path, t
 def test_what_a_group_far_below_takes_is_seen_within_a_second(tmp_path):
     metrics = tmp_path / "metrics"
     metrics.write_text("1\n2\n3\n")
-    taken = [sys.executable, "-m", "tests.support.neighbour", str(metrics), str(300 * MIB)]
+    taken = [sys.executable, "-m", "tests.support.noisy_neighbour", str(metrics), str(300 * MIB)]
     with memory_group(LIMIT) as group, group.below("step", "task") as task:
         limit = HostLimit(LIMIT, "the test", group.folder)
         with closing(Usage(limit)) as usage, started(task.inside(taken), rank_environment(1)):

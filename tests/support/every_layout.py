@@ -20,14 +20,14 @@ from hpc_tune.config.load import load_config
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.log import configure
 from hpc_tune.model.build import build, compute_dtype
-from hpc_tune.plan.account import measure
-from hpc_tune.plan.auto import with_layout
-from hpc_tune.plan.choose import candidates, keeps_gathered
-from hpc_tune.plan.ledger import PROCESS_BYTES
-from hpc_tune.plan.speed import Network, StepWork, step_time
+from hpc_tune.plan.candidates import candidates, keeps_gathered
+from hpc_tune.plan.memory_model import PROCESS_BYTES
+from hpc_tune.plan.model_size import measure
+from hpc_tune.plan.search import with_layout
+from hpc_tune.plan.step_time import Network, StepWork, step_time
 from hpc_tune.train.choosing import choose_from, machine_of, take_measures
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.reform import reform
+from hpc_tune.world.regroup import regroup
 
 WARM_UP, STEPS, ENOUGH_S = 1, 4, 25.0
 
@@ -90,7 +90,7 @@ def main():
         for one in candidates(config, work, room, measured.compute, network, PROCESS_BYTES)
         if one.layout.size == all_ranks
     ]
-    inside = reform(comm, measured.places(order), config.run.timeout)
+    inside = regroup(comm, measured.places(order), config.run.timeout)
     runs = [(layout, order) for layout in whole]
     if len(chosen.ranks) < all_ranks:
         runs.append((chosen.layout, chosen.ranks))
@@ -98,7 +98,7 @@ def main():
     for layout, ranks in runs:
         if ranks != order:
             places = [order.index(rank) for rank in ranks]
-            inside = reform(inside, places, config.run.timeout)
+            inside = regroup(inside, places, config.run.timeout)
             if inside is None:
                 time.sleep(1.0)
                 return

@@ -54,11 +54,11 @@ def main() -> None:
 
     from hpc_tune.batch import Batch
     from hpc_tune.engine.native import NativeEngine
-    from hpc_tune.engine.zero import ZeroEngine
+    from hpc_tune.engine.zero.engine import ZeroEngine
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
-    from hpc_tune.plan.account import measure
-    from hpc_tune.plan.choose import choose_layout
+    from hpc_tune.plan.candidates import choose_layout
+    from hpc_tune.plan.model_size import measure
 
     engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
     if config.parallel.zero_stage is not None:

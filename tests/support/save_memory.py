@@ -39,10 +39,10 @@ def main() -> None:
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
     from hpc_tune.model.weights import index_checkpoint
-    from hpc_tune.plan.account import measure
-    from hpc_tune.plan.choose import choose_layout
+    from hpc_tune.plan.candidates import choose_layout
+    from hpc_tune.plan.model_size import measure
     from hpc_tune.rundir.json_lines import Events
-    from hpc_tune.train.saving import Saver
+    from hpc_tune.train.checkpointing import Checkpointer
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)
     layout, _ = choose_layout(config.parallel, comm.world.size, measure(built.module), 1 << 60)
@@ -66,7 +66,7 @@ def main() -> None:
             engine.load(index_checkpoint(newest), 1)
         step()
 
-    def save(saver: Saver, number: int) -> None:
+    def save(saver: Checkpointer, number: int) -> None:
         saver.start(RunState(number, 100, "", {}, {}, 1, {}))
         while saver.busy:
             step(saver.before_update)
@@ -87,7 +87,7 @@ def main() -> None:
         settings = config.checkpoint.model_copy(update={"background": background})
         events = folder.with_name(f"events-{background}.jsonl")
         lines = Events(events if comm.is_rank_0 else None)
-        saver = Saver(comm, store, engine, lines, settings, 600.0, 0, None)
+        saver = Checkpointer(comm, store, engine, lines, settings, 600.0, 0, None)
         grown = []
         for _ in range(num_saves):
             usual = step_peak if background else own_bytes()

@@ -202,9 +202,9 @@ def become(request: Request) -> types.CodeType:
 
 def import_all() -> None:
     """Import what a rank of a training run imports before its first step."""
-    from hpc_tune.lean import lean_imports
+    from hpc_tune.lazy_imports import lazy_imports
 
-    with lean_imports():
+    with lazy_imports():
         for name in _IMPORTED:
             importlib.import_module(name)
 

@@ -12,12 +12,12 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
-from hpc_tune.plan.account import ModelSize
-from hpc_tune.plan.auto import as_lines, choose, choose_for
-from hpc_tune.plan.choose import candidates, legal_layouts, micro_rows, orders, ring_order
-from hpc_tune.plan.ledger import Machine
+from hpc_tune.plan.candidates import candidates, legal_layouts, micro_rows, orders, ring_order
 from hpc_tune.plan.measured import HARDWARE, Measured
-from hpc_tune.plan.speed import Compute, Network, StepWork
+from hpc_tune.plan.memory_model import Machine
+from hpc_tune.plan.model_size import ModelSize
+from hpc_tune.plan.search import as_lines, choose, choose_for
+from hpc_tune.plan.step_time import Compute, Network, StepWork
 from hpc_tune.probe.links import Links, Pair
 
 MODEL = LlamaConfig(num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4)
@@ -248,7 +248,7 @@ def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
 @pytest.mark.parametrize("layout", ["auto", "simple"])
 def test_auto_and_zero_do_not_go_together(layout):
     parallel = ParallelConfig(layout=layout, zero_stage=2, engine="deepspeed")
-    from hpc_tune.config.combinations import check
+    from hpc_tune.config.constraints import check
 
     problems = check(RunConfig(parallel=parallel))
     assert any("parallel.layout=auto" in problem for problem in problems) == (layout == "auto")

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from hpc_tune.checkpoint.state import MUST_MATCH, WARN, RunState, compare
-from hpc_tune.config.batch_job import SlurmConfig
 from hpc_tune.config.load import field_names
+from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import CheckpointError, ConfigError
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpc_tune import cli
 from hpc_tune.cluster.slurm import expand_nodelist, render
-from hpc_tune.config.batch_job import SlurmConfig
+from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import ConfigError
 
 WHOLE = SlurmConfig(

@@ -205,7 +205,7 @@ def test_text_as_bytes_in_parquet_is_text_and_odd_bytes_are_named_by_their_row(t
 
 def test_prepared_files_do_not_depend_on_the_form(tmp_path):
     contents = set()
-    from hpc_tune.data.layout import TokenStore
+    from hpc_tune.data.hdf5_format import TokenStore
 
     write_jsonl(tmp_path / "d.jsonl", PAIRS[:60])
     for name in ("d.jsonl", "d.csv", "d.parquet", "d.jsonl.zst"):

@@ -7,7 +7,7 @@ import torch
 from test_data_support import attributes, store_of_lengths
 
 from hpc_tune.batch import IGNORED_LABEL
-from hpc_tune.data.layout import Counters, TokenStore
+from hpc_tune.data.hdf5_format import Counters, TokenStore
 from hpc_tune.data.loader import Loader, eval_batches, make_batch
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import CheckpointError, DataError

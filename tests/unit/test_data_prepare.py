@@ -10,7 +10,7 @@ from test_data_support import byte_tokenizer, chat, write_jsonl
 
 from hpc_tune.data import prepare as module
 from hpc_tune.data import sources
-from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import assemble, cache_name, plan, prepare, tokenize
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import DataError

@@ -7,7 +7,7 @@ from pyarrow.csv import write_csv
 from test_data_support import byte_tokenizer, chat, write_jsonl
 
 from hpc_tune.data import sources
-from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import prepare
 from hpc_tune.data.reading import PLAIN, Findings, Reading
 from hpc_tune.data.records import Completion, to_example

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from test_data_support import byte_tokenizer, store_of_lengths
 
-from hpc_tune.data.layout import TokenStore
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import prepare
 from hpc_tune.data.records import COLUMNS
 from hpc_tune.errors import CheckpointError, DataError

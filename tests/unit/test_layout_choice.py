@@ -4,8 +4,13 @@ from transformers import FalconConfig, LlamaConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
-from hpc_tune.plan.account import ModelSize, static_bytes
-from hpc_tune.plan.choose import ROOM_FOR_ACTIVATIONS, check_layout, choose_layout, keeps_gathered
+from hpc_tune.plan.candidates import (
+    ROOM_FOR_ACTIVATIONS,
+    check_layout,
+    choose_layout,
+    keeps_gathered,
+)
+from hpc_tune.plan.model_size import ModelSize, static_bytes
 
 FULL = ModelSize(0, 100, 0, 400)  # 1600 bytes on one rank
 
@@ -139,7 +144,7 @@ def test_a_layout_prints_its_axes():
 
 def test_every_rank_has_a_place_of_its_own_and_tensor_ranks_are_neighbours():
     layout = Layout(2, 3, 4, 5)
-    places = [layout.place(rank) for rank in range(layout.size)]
+    places = [layout.coordinates(rank) for rank in range(layout.size)]
     assert len(set(places)) == layout.size == 120
     assert [p.tensor for p in places[:5]] == [0, 1, 2, 3, 0]
     assert [p.shard for p in places[:13:4]] == [0, 1, 2, 0]

@@ -1,4 +1,4 @@
-"""The governor's thread, its fence and its last words."""
+"""The governor's thread, its memory limit and its last words."""
 
 import json
 import resource
@@ -13,10 +13,10 @@ import torch
 from hpc_tune.errors import LeavingError
 from hpc_tune.memory import monitor
 from hpc_tune.memory.device import is_out_of_memory
-from hpc_tune.memory.fence import Fence
 from hpc_tune.memory.host import HostLimit, Usage
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import Level
+from hpc_tune.memory.rlimit import PrivateMemoryLimit
 from hpc_tune.model.room import ask, asking
 from hpc_tune.rundir import heartbeat, outcome, previous
 
@@ -288,13 +288,13 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
     assert not previous.read(tmp_path).ended_for_memory
 
 
-def test_behind_the_fence_an_allocation_fails_instead_of_killing():
+def test_beyond_the_private_limit_an_allocation_fails_instead_of_killing():
     def limit():
         return resource.getrlimit(resource.RLIMIT_DATA)
 
-    before, fence, usage = limit(), Fence(), Usage(HostLimit(1, "the machine"))
+    before, bound, usage = limit(), PrivateMemoryLimit(), Usage(HostLimit(1, "the machine"))
     mapped = usage.own_pages()[1]
-    fence.set(mapped, 64 * MIB)
+    bound.set(mapped, 64 * MIB)
     try:
         assert limit() == (mapped + 64 * MIB, before[1])
         torch.ones(16 * MIB, dtype=torch.uint8)  # what fits does not fail
@@ -303,7 +303,7 @@ def test_behind_the_fence_an_allocation_fails_instead_of_killing():
         with pytest.raises(MemoryError) as from_numpy:
             np.ones(256 * MIB, dtype=np.uint8)
     finally:
-        fence.lift()
+        bound.lift()
     assert limit() == before
     assert is_out_of_memory(from_torch.value)
     assert is_out_of_memory(from_numpy.value)
@@ -328,7 +328,7 @@ def test_what_an_allocation_that_fails_looks_like(error, memory):
 @pytest.mark.parametrize("mode", ["observe", "on"])
 def test_watching_costs_less_than_half_a_percent_of_a_core(mode):
     watching = Monitor(None, CPU, mode)
-    watching.fence()
+    watching.limit_private_memory()
     watching.start(lambda need: None)
     clock = time.pthread_getcpuclockid(watching._thread.ident)
     shares = []
@@ -349,7 +349,7 @@ def test_watching_does_not_slow_a_step():
     for turn in range(40):
         watched = turn % 2 == 0
         watching = Monitor(None, CPU, "on" if watched else "off")
-        watching.fence()
+        watching.limit_private_memory()
         watching.start(lambda need: None)
         for _ in range(20):
             began_s = time.perf_counter()

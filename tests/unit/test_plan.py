@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.config.load import load_config
-from hpc_tune.plan.ledger import DEEPSPEED_BYTES, Machine, Phase, ledger, pinned_bytes
+from hpc_tune.plan.memory_model import DEEPSPEED_BYTES, Machine, Phase, ledger, pinned_bytes
 from hpc_tune.plan.trace import TraceReport
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 

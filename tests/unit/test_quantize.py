@@ -18,7 +18,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import FourBitLinear, fill_packed
 from hpc_tune.model.regions import regions_of, write_regions
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.plan.account import measure, static_bytes
+from hpc_tune.plan.model_size import measure, static_bytes
 from tests.support.training import give_manifest
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

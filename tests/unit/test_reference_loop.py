@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hpc_tune.config.load import load_config
-from hpc_tune.data.layout import TokenStore
-from hpc_tune.data.pack import RowOrder
+from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.pack import PackedSampler
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.train.run import run
@@ -61,7 +61,7 @@ def trained(request, tmp_path_factory):
 def documents_of_each_step(run_dir):
     """Return the (tokens, loss mask) pairs of each step, cut at SEQ_LEN as documented."""
     store = TokenStore.open(next((run_dir / "data").glob("*.h5")))
-    order = RowOrder(
+    order = PackedSampler(
         store.length_values,
         store.length_counts,
         store.by_length,

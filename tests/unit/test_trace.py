@@ -16,7 +16,7 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.account import measure, static_bytes
+from hpc_tune.plan.model_size import measure, static_bytes
 from hpc_tune.plan.traced_memory import TracedMemory
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 

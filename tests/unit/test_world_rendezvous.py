@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world import channel, rendezvous
+from hpc_tune.world import json_channel, rendezvous
 from hpc_tune.world.affinity import runs_of
-from hpc_tune.world.channel import StarChannel, candidate_ports
 from hpc_tune.world.discover import World
+from hpc_tune.world.json_channel import StarChannel, candidate_ports
 from hpc_tune.world.rendezvous import Address, candidates, choose, local_addresses, meet
 
 
@@ -205,8 +205,10 @@ def test_a_star_gathers_from_all_ranks_many_times(size):
 
 def test_what_all_ranks_are_told_is_written_down_once_and_is_short(monkeypatch):
     """Written once for each of 4,096 ranks of 128 CPUs, the start took minutes."""
-    written, message = [], channel._message
-    monkeypatch.setattr(channel, "_message", lambda value: written.append(value) or message(value))
+    written, message = [], json_channel._message
+    monkeypatch.setattr(
+        json_channel, "_message", lambda value: written.append(value) or message(value)
+    )
 
     def rank(rank):
         star = StarChannel(world_of(rank, 5), ["127.0.0.1"], "once", 20)

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_tune.engine.traffic import Traffic
-from hpc_tune.engine.zero import _connect
-from hpc_tune.engine.zero_state import Span, boxes, fill, regions
+from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.zero.engine import _connect
+from hpc_tune.engine.zero.state import Span, boxes, fill, regions
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_checkpoint
@@ -68,4 +68,4 @@ def test_what_ranks_write_of_their_runs_any_other_number_of_ranks_reads(tmp_path
 def test_without_deepspeed_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ConfigError, match="pip install --force-reinstall --no-deps deepspeed"):
-        _connect(torch.device("cpu"), Traffic(torch.device("cpu")), needs_aio=False)
+        _connect(torch.device("cpu"), CountedCollectives(torch.device("cpu")), needs_aio=False)

@@ -1,0 +1,34 @@
+"""What every part of the configuration is made of."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from hpc_tune.units import parse_bytes, parse_seconds
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and without fields that it does not know."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+
+def _number(value: Any, parse: Any) -> Any:
+    return value if value is None else parse(value)
+
+
+def _steps(value: Any) -> Any:
+    """Check STEP:COUNT. YAML 1.1 has read 5:2 as a number of base 60."""
+    text = ":".join(map(str, divmod(value, 60))) if type(value) is int else value
+    if value is not None and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", str(text)):
+        raise ValueError(f"{value!r} is not STEP:COUNT, two numbers from 1 on, such as 10:2")
+    return text
+
+
+Bytes = Annotated[int, BeforeValidator(lambda v: _number(v, parse_bytes)), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(lambda v: _number(v, parse_seconds)), Field(gt=0)]
+Steps = Annotated[str, BeforeValidator(_steps)]
+PositiveInt = Annotated[int, Field(gt=0)]

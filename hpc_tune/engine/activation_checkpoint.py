@@ -1,0 +1,135 @@
+"""Activation checkpointing: what a decoder block keeps for its backward pass.
+
+    recompute=none       all that autograd keeps
+    recompute=selective  results of its matrix products and of attention, and its input
+    recompute=full       its input
+
+The rest is computed again in the backward pass, to the same bits (arXiv:1604.06174, selective:
+arXiv:2205.05198). Only ``forward`` of a block is replaced: the hooks of a block (FSDP2 gathers in
+them) stay outside of what is recomputed, and parameter names stay as they are.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from hpc_tune.memory.policy import Action
+from hpc_tune.model.dropout import ROWS
+from hpc_tune.model.packed_attention import DOCUMENTS
+
+Forward = Callable[..., Any]
+Level = Literal["none", "selective", "full"]
+# What selective recompute keeps: results that cost a matrix product to make again. Names, because
+# the 4-bit products are known to torch only where bitsandbytes has been imported. Batched products
+# are missing: they are the T x T scores of attention that is not fused, the largest of all.
+_PRODUCTS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten._scaled_mm.default": 0}
+_KEPT = frozenset(
+    (
+        *(
+            f"aten._scaled_dot_product_{kind}_attention{where}.default"
+            for kind, where in (
+                ("flash", ""),
+                ("flash", "_for_cpu"),
+                ("efficient", ""),
+                ("cudnn", ""),
+                ("fused", "_overrideable"),
+            )
+        ),
+        "bitsandbytes.gemm_4bit.default",
+    )
+)
+# The widest blocks are 8 x wider inside than outside (Gemma); adapters go from 16 to 4096 and more.
+LEAST_INNER = 8
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
+    """Replace the ``forward`` of decoder blocks by one that keeps what ``recompute`` says.
+
+    Blocks of one class share one function, which ``compile_blocks`` compiles once.
+    """
+    if recompute == "none":
+        return
+    made: dict[Forward, Forward] = {}
+    for block in blocks:
+        plain = type(block).forward
+        if plain not in made:
+            made[plain] = _recomputed(plain, recompute)
+        block.forward = types.MethodType(made[plain], block)
+
+
+class Recompute:
+    """Switches recompute on between two steps, for the governor; not of compiled blocks."""
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        recompute: Level,
+        compiled: bool,
+    ) -> None:
+        """Know the blocks and how they are run: configured, and whether compiled."""
+        self._blocks, self._configured, self._compiled = blocks, recompute, compiled
+
+    def levers(self) -> set[Action]:
+        """Return RECOMPUTE where it gives something."""
+        can = self._configured != "full" and not self._compiled
+        return {Action.RECOMPUTE} if can else set()
+
+    def apply(self, action: Action, on: bool) -> str:
+        """Recompute all of each block, or as configured."""
+        assert action in self.levers()
+        recompute = "full" if on else self._configured
+        for block in self._blocks:
+            block.__dict__.pop("forward", None)
+        checkpoint_blocks(self._blocks, recompute)
+        return f"activations are recomputed: {recompute}"
+
+
+def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its tensor operations out of sight of torch's dispatch modes, such
+    as selective recompute, which counts those of a block, or FakeTensorMode.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def _recomputed(forward: Forward, recompute: Level) -> Forward:
+    options: dict[str, Any] = {"use_reentrant": False}
+    if recompute == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        again = DOCUMENTS.remembering(ROWS.remembering(forward))
+        return checkpoint(again, self, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = (name := str(operator)) in _KEPT
+    if (first := _PRODUCTS.get(name)) is not None:
+        kept = _is_worth_keeping(*args[first : first + 2])
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:
+    """Tell whether a product takes many flops (K) for each of its values (N per row).
+
+    An adapter's second product takes as few as its rank, for as many values as the base's: kept,
+    those alone would make selective larger than none.
+    """
+    return LEAST_INNER * other_KN.shape[0] >= other_KN.shape[1]

@@ -1,0 +1,132 @@
+"""torch.compile of decoder blocks: one graph for all blocks of a class.
+
+    block.forward, checkpointed or not -> torch.compile
+
+Blocks are compiled, not the model: the hooks of a block (FSDP2 gathers in them) stay outside, and
+the time to compile does not grow with depth. Shapes: B rows, T tokens, D hidden.
+"""
+
+import hashlib
+import os
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.errors import ConfigError
+from hpc_tune.log import log
+
+Forward = Callable[..., Any]
+# A compile worker is a Python with torch plus one run of the C++ or Triton compiler.
+WORKER_BYTES = 1 << 30
+WORKERS_SHARE = 8  # an eighth of a rank's host memory may go to compile workers
+# One graph each for: training and evaluation, one row and several, with and without a mask, and
+# for each kind of block that a model mixes. torch gives up at 8.
+MOST_GRAPHS = 64
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile the ``forward`` of decoder blocks, as ``checkpoint_blocks`` has left them."""
+    made: dict[Forward, Forward] = {}
+    for block in blocks:
+        bound: Any = block.forward
+        forward = bound.__func__
+        if forward not in made:
+            made[forward] = _compiled(forward)
+        block.forward = types.MethodType(made[forward], block)
+
+
+def prepare_compiler(
+    cache: Path, node: int, device: torch.device, threads: int, host_bytes: int
+) -> None:
+    """Set up torch.compile for this rank, before anything is compiled.
+
+    The ranks of node number ``node`` share a folder below ``cache``, which the next start reuses on
+    whichever machine is node number ``node`` then. ``host_bytes`` is the rank's share of the host's
+    memory: its workers are capped by that and by its threads (stock torch starts 32 per rank).
+
+    Raises:
+        ConfigError: if there is no working C++ compiler, or no Triton for a GPU, or ``cache``
+            cannot be written.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        asked = os.environ.get("CXX", "g++")
+        raise ConfigError(
+            f"train.compile=true needs a C++ compiler, and {asked} is not one that works here; "
+            "load a compiler module (module load gcc), name one in CXX, or set train.compile=false"
+        ) from None
+    if device.type == "cuda" and not has_triton():
+        raise ConfigError(
+            "train.compile=true needs Triton on a GPU, and this torch has none; install the torch "
+            "that comes with it, or set train.compile=false"
+        )
+    folder = (cache / f"node-{node}-{_processor()}").resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run.compile_cache: {folder} cannot be made: {error.strerror or error}; name a folder "
+            "that this job may write to"
+        ) from None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    workers = num_workers(threads, host_bytes)
+    config.compile_threads = workers
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch._dynamo.reset()
+    log.info("compile one decoder block for all, %d workers, cache %s", workers, folder)
+
+
+def num_workers(threads: int, host_bytes: int) -> int:
+    """Return how many compile workers a rank may have; with one it compiles in its own process."""
+    return max(1, min(threads, host_bytes // WORKERS_SHARE // WORKER_BYTES))
+
+
+def _compiled(forward: Forward) -> Forward:
+    compiled = torch.compile(forward)
+
+    def run(self: nn.Module, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_BTD.shape[1] == 1:
+            # The empty batch: torch would compile a size of one apart.
+            return forward(self, hidden_BTD, *args, **kwargs)
+        if torch.is_grad_enabled() and not hidden_BTD.requires_grad:
+            # Behind a frozen embedding the first block alone would be compiled without the gradient
+            # of its input, which doubles the time to compile.
+            hidden_BTD = hidden_BTD.detach().requires_grad_()
+        _mark_lengths(hidden_BTD, args, kwargs)
+        return compiled(self, hidden_BTD, *args, **kwargs)
+
+    return run
+
+
+def _mark_lengths(*values: Any) -> None:
+    """Tell torch that rows and tokens vary, so that ragged lengths are one graph.
+
+    compile(dynamic=True) is not enough: where T equals D it takes both for one fixed size.
+    """
+    for tensor in torch.utils._pytree.tree_leaves(values):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+            # Hidden states, positions and rotary tables begin with B, T; a mask is B1TT.
+            for dim in (0, 1) if tensor.dim() <= 3 else (0, 2, 3):
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _processor() -> str:
+    """Return a short name of what this processor can do: kernels are made for it alone."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    said = [line for line in lines if line.startswith(("flags", "Features"))][:1]
+    said.append(torch.backends.cpu.get_cpu_capability())
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:8]

@@ -1,0 +1,100 @@
+"""FSDP2 over the decoder blocks of a model, and how long gathered weights stay."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
+from hpc_tune.engine.mesh import Mesh
+from hpc_tune.model.build import DTYPES, BuiltModel
+
+
+def shard(
+    built: BuiltModel,
+    blocks: list[nn.Module],
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    device: torch.device,
+    collectives: CountedCollectives,
+) -> None:
+    """Shard ``blocks_per_unit`` blocks at a time, an untied embedding, and the rest.
+
+    Adapters stay whole on every rank, and so do the norms of full fine-tuning in bf16. Frozen
+    weights are sharded within each replica and never reduced; trained ones are reduced over the
+    shards and then over the replicas (HSDP).
+    """
+    full = built.tune.method == "full"
+    lower = full and built.dtype != DTYPES[built.tune.param_dtype]
+    parameters = list(built.module.parameters())
+    whole = set() if full else {p for p in parameters if p.requires_grad}
+    if lower:
+        # bf16 has no number between 1 and 1.0078: norms are computed with in fp32, as elsewhere.
+        whole = {p for p in parameters if p.dim() < 2}
+    mixed = MixedPrecisionPolicy(
+        param_dtype=built.dtype if lower else None,
+        reduce_dtype=DTYPES[parallel.reduce_dtype] if full else None,
+        cast_forward_inputs=False,
+    )
+    if lower and built.module.first_stage:
+        # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
+        embedding = built.module.causal_lm().get_input_embeddings()
+        embedding.register_forward_hook(lambda module, args, out: out.float())
+    offload: OffloadPolicy = OffloadPolicy()
+    if parallel.offload_params == "cpu":
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    gather, scatter = FsdpAllGather(collectives), FsdpReduceScatter(collectives)
+    replicas = mesh.layout.replicate
+
+    def count_all_reduce(grads: torch.Tensor) -> None:
+        collectives.count("all_reduce", 2 * (replicas - 1) * grads.nbytes // replicas)
+
+    many = parallel.blocks_per_unit
+    units: list[nn.Module | list[nn.Module]] = [
+        blocks[i : i + many] for i in range(0, len(blocks), many)
+    ]
+    if built.module.first_stage and built.tied is None:
+        units.append(built.module.causal_lm().get_input_embeddings())
+    for unit in (*units, built.module):
+        sharded = fully_shard(
+            unit,
+            mesh=mesh.weights(with_replicas=full),
+            reshard_after_forward=parallel.reshard == "block" and unit is not built.module,
+            mp_policy=mixed,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
+        for module in sharded if isinstance(sharded, list) else [sharded]:
+            if isinstance(module, FSDPModule):
+                # The loss is a sum over the global tokens: gradients are summed, not averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+                if full and mesh.layout.replicate > 1:
+                    module.set_all_reduce_hook(count_all_reduce)
+
+
+def before_backward(module: nn.Module, is_last: bool, keep: bool) -> None:
+    """``keep`` gathered weights and whole gradients until the step's last backward pass is over.
+
+    Otherwise each pass leaves a rank with its shard of both; replicas add theirs up in the last.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_last or not keep)
+        module.set_requires_all_reduce(is_last)
+        module.set_is_last_backward(is_last)
+        module.set_reshard_after_backward(is_last or not keep)
+
+
+def release_gathered(module: nn.Module) -> None:
+    """Leave a rank with its shards alone: passes without a backward pass keep what they gather."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

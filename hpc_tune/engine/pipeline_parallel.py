@@ -1,0 +1,358 @@
+"""Pipeline parallelism: decoder blocks dealt to ranks, activations on the wire.
+
+    cut_stages   the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
+    schedule     (pure) the order of forward and backward passes of one rank
+    Pipeline     runs that order, with a message in flight ahead of each pass
+
+A rank has one stage (1F1B) or several (interleaved 1F1B): stage s is on rank s mod P. Every rank of
+the axis has the same micro-batches, so it knows the shape of what it will receive, however ragged
+they are. Each directed pair of neighbours has a process group of its own: messages stay in order on
+each, and none waits for another's.
+
+Shapes: B rows, T tokens, D hidden.
+"""
+
+import copy
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_tune.batch import Batch, empty_batch
+from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.model.blocks import block_list
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.loss import LossModel
+
+Kind = Literal["forward", "backward"]
+KINDS: tuple[Kind, ...] = ("forward", "backward")
+LOOKAHEAD = 2  # passes whose inputs are asked for before they are needed
+
+
+def why_no_stages(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
+    """Return why a model cannot be cut into stages, in words; nothing if it can."""
+    layers, stages = config.num_hidden_layers, ranks * stages_per_rank
+    if not getattr(config, "base_model_pp_plan", None):
+        return [
+            f"parallel.pipeline={ranks}: transformers has no plan for cutting a "
+            f"{config.model_type} model into stages; use parallel.shard"
+        ]
+    if len(set(getattr(config, "layer_types", None) or ["one"])) > 1:
+        return [
+            f"parallel.pipeline={ranks}: the blocks of this {config.model_type} model are of "
+            "different kinds by their number; use parallel.shard"
+        ]
+    if stages > layers:
+        return [
+            f"parallel.pipeline={ranks} with stages_per_rank={stages_per_rank} makes {stages} "
+            f"stages of {layers} decoder blocks; use at most {layers} stages"
+        ]
+    return []
+
+
+def deal_blocks(
+    num_blocks: int, num_stages: int, head_blocks: float, num_ranks: int
+) -> list[range]:
+    """Return the blocks of each stage: ranks, then stages, as even as can be.
+
+    The head costs as much as ``head_blocks`` blocks. Rank r has the stages r, r + num_ranks, ...
+    """
+
+    def deal(last: int) -> list[int]:
+        others, more = divmod(num_blocks - last, num_stages - 1)
+        return [others + (i < more) for i in range(num_stages - 1)] + [last]
+
+    def unevenness(counts: list[int]) -> tuple[float, float, float]:
+        costs = [*counts[:-1], counts[-1] + head_blocks]
+        most = max(sum(costs[rank::num_ranks]) for rank in range(num_ranks))
+        return most, max(costs), -min(costs)
+
+    choices = [deal(last) for last in range(1, num_blocks - num_stages + 2)]
+    counts = min(choices, key=unevenness)
+    starts = [sum(counts[:i]) for i in range(num_stages)]
+    return [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
+
+
+def stage_blocks(
+    config: Any, block_values: float, layout: Layout, stages_per_rank: int, loss_share: float
+) -> list[range]:
+    """Return the blocks of each stage of a model whose blocks have ``block_values`` values each.
+
+    ``loss_share`` of the tokens reach the output head.
+    """
+    head_values = config.vocab_size * config.hidden_size
+    return deal_blocks(
+        config.num_hidden_layers,
+        layout.pipeline * stages_per_rank,
+        loss_share * head_values / block_values,
+        layout.pipeline,
+    )
+
+
+def cut_stages(
+    built: BuiltModel, layout: Layout, rank: int, stages_per_rank: int, loss_share: float
+) -> list[BuiltModel]:
+    """Return the stages of pipeline rank ``rank``, in order; parameters keep their names.
+
+    ``loss_share`` of the tokens reach the output head.
+    """
+    num_stages = layout.pipeline * stages_per_rank
+    block_values = sum(p.numel() for p in block_list(built.module)[0].parameters())
+    dealt = stage_blocks(built.config, block_values, layout, stages_per_rank, loss_share)
+    return [
+        _cut(built, dealt[stage], stage == 0, stage == num_stages - 1)
+        for stage in range(rank, num_stages, layout.pipeline)
+    ]
+
+
+def _cut(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
+    module = copy.deepcopy(built.module)
+    module.first_stage, module.last_stage = first, last
+    blocks = block_list(module)
+    for number in range(len(blocks)):
+        if number not in kept:
+            del blocks._modules[str(number)]
+    lm = module.causal_lm()
+    base_names, saved_names = dict(built.base_names), dict(built.saved_names)
+    if not first:
+        embedding = lm.get_input_embeddings().weight
+        name = next(n for n, p in module.named_parameters() if p is embedding)
+        lm.set_input_embeddings(nn.Identity())
+        if hasattr(lm.get_decoder(), "embedding_multiplier"):
+            lm.get_decoder().embedding_multiplier = 1.0  # the first stage has multiplied
+        if built.tied and last:
+            # The same weight goes by the head's name now.
+            head = next(n for n, p in module.named_parameters() if p is embedding)
+            base_names[head] = base_names[name]
+            if name in saved_names:
+                saved_names[head] = saved_names[name]
+    if not last:
+        *_, norm = built.config.base_model_pp_plan
+        setattr(lm.get_decoder(), norm, nn.Identity())
+        lm.set_output_embeddings(nn.Identity())
+    return dataclasses.replace(built, module=module, base_names=base_names, saved_names=saved_names)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch forward or backward through the ``chunk``-th stage of a rank."""
+
+    kind: Kind
+    chunk: int
+    micro: int
+
+
+def schedule(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
+    """Return the passes of one rank, in order: warm-up, one forward one backward, cool-down (pure).
+
+    With several chunks ``num_micro`` must be a multiple of ``ranks``.
+    """
+    total = num_micro * chunks
+
+    def number(k: int, kind: Kind) -> Pass:
+        if chunks == 1:
+            return Pass(kind, 0, k)
+        chunk = k // ranks % chunks
+        micro = k // (ranks * chunks) * ranks + k % ranks
+        return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro)
+
+    assert chunks == 1 or num_micro % ranks == 0
+    ahead = ranks - rank - 1
+    warm_up = min(total, ahead if chunks == 1 else 2 * ahead + (chunks - 1) * ranks)
+    passes = [number(k, "forward") for k in range(warm_up)]
+    for k in range(total - warm_up):
+        passes += [number(warm_up + k, "forward"), number(k, "backward")]
+    return passes + [number(k, "backward") for k in range(total - warm_up, total)]
+
+
+@dataclass
+class _InFlight:
+    """What a backward pass needs of its forward pass."""
+
+    hidden_in: torch.Tensor | None
+    out: torch.Tensor
+
+
+class Pipeline:
+    """Runs the stages of one rank together with the other ranks of the pipeline axis."""
+
+    def __init__(
+        self,
+        stages: Sequence[LossModel],
+        layout: Layout,
+        device: torch.device,
+        hidden_size: int,
+        dtype: torch.dtype,
+        collectives: CountedCollectives,
+    ) -> None:
+        """Make the groups of neighbours; collective over the pipeline.
+
+        ``dtype`` is that of the activations on the wire.
+        """
+        self._stages, self._device = stages, device
+        self._rank, self._ranks = layout.coordinates(dist.get_rank()).pipeline, layout.pipeline
+        self._hidden_size, self._dtype = hidden_size, dtype
+        members = layout.pipeline_of(dist.get_rank())
+        self._previous = members[self._rank - 1]
+        self._next = members[(self._rank + 1) % self._ranks]
+        self._edges = _make_edges(members, is_ring=len(stages) > 1)
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._collectives = collectives
+
+    def train(
+        self,
+        batches: Sequence[Batch],
+        forward: Callable[[int, Batch, torch.Tensor | None], torch.Tensor],
+        backward: Callable[[int, bool, torch.Tensor, torch.Tensor | None], None],
+    ) -> None:
+        """Run all micro-batches forward and backward.
+
+        ``forward(chunk, batch, hidden_BTD)`` returns a stage's output or, on the last one, its
+        loss; ``backward(chunk, is_last, output, gradient)`` propagates from there, ``is_last``
+        in the last micro-batch of the chunk.
+        """
+        batches = self._filled(batches)
+        passes = schedule(self._rank, self._ranks, len(self._stages), len(batches))
+        waiting = self._inputs(passes, batches)
+        last = {p.chunk: p for p in passes if p.kind == "backward"}
+        alive: dict[tuple[int, int], _InFlight] = {}
+        for step, at in enumerate(passes):
+            waiting.ask(step + LOOKAHEAD)
+            received = waiting.take(step)
+            key = at.chunk, at.micro
+            if at.kind == "forward":
+                if received is not None:
+                    received.requires_grad_()
+                out = forward(at.chunk, batches[at.micro], received)
+                alive[key] = _InFlight(received, out)
+                if not self._is_last(at.chunk):
+                    self._send(out.detach(), "forward")
+            else:
+                flight = alive.pop(key)
+                backward(at.chunk, at == last[at.chunk], flight.out, received)
+                if flight.hidden_in is not None:
+                    grad = flight.hidden_in.grad
+                    assert grad is not None, "a stage must pass a gradient on"
+                    self._send(grad, "backward")
+        self._finish_sending()
+
+    def evaluate(
+        self,
+        batches: Sequence[Batch],
+        forward: Callable[[int, Batch, torch.Tensor | None], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Run micro-batches forward; return the losses, on the rank that has the last stage."""
+        batches = self._filled(batches)
+        passes = [
+            p
+            for p in schedule(self._rank, self._ranks, len(self._stages), len(batches))
+            if p.kind == "forward"
+        ]
+        waiting = self._inputs(passes, batches)
+        losses = []
+        for step, at in enumerate(passes):
+            waiting.ask(step + LOOKAHEAD)
+            out = forward(at.chunk, batches[at.micro], waiting.take(step))
+            if self._is_last(at.chunk):
+                losses.append(out)
+            else:
+                self._send(out, "forward")
+        self._finish_sending()
+        return losses
+
+    def _filled(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Interleaving deals micro-batches out in rounds of P: fill up with empty ones."""
+        if len(self._stages) == 1:
+            return batches
+        missing = -len(batches) % self._ranks
+        return [*batches, *(empty_batch(batches[0].first_row) for _ in range(missing))]
+
+    def _is_first(self, chunk: int) -> bool:
+        return self._rank == 0 and chunk == 0
+
+    def _is_last(self, chunk: int) -> bool:
+        return self._rank == self._ranks - 1 and chunk == len(self._stages) - 1
+
+    def _inputs(self, passes: Sequence[Pass], batches: Sequence[Batch]) -> "_Inputs":
+        needed: list[tuple[Kind, tuple[int, ...]] | None] = []
+        for at in passes:
+            alone = self._is_first(at.chunk) if at.kind == "forward" else self._is_last(at.chunk)
+            shape = (*batches[at.micro].tokens_BT.shape, self._hidden_size)
+            needed.append(None if alone else (at.kind, shape))
+        return _Inputs(needed, self._receive, self._collectives)
+
+    def _receive(self, kind: Kind, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
+        buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+        source = self._previous if kind == "forward" else self._next
+        edge = self._previous if kind == "forward" else dist.get_rank()
+        return dist.irecv(buffer, source, self._edges[edge, kind]), buffer
+
+    def _send(self, tensor: torch.Tensor, kind: Kind) -> None:
+        wire = tensor.to(self._dtype).contiguous()
+        target = self._next if kind == "forward" else self._previous
+        edge = dist.get_rank() if kind == "forward" else self._previous
+        self._sending.append((dist.isend(wire, target, self._edges[edge, kind]), wire))
+        self._collectives.count("send", wire.nbytes)
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+
+    def _finish_sending(self) -> None:
+        with self._collectives.counted("send", 0):
+            while self._sending:
+                self._sending.popleft()[0].wait()
+
+
+def _make_edges(members: Sequence[int], is_ring: bool) -> dict[tuple[int, Kind], dist.ProcessGroup]:
+    """Make a group for each direction of each of this rank's edges. Collective.
+
+    An edge is known by the rank that sends forward on it; interleaved stages make a ring. Every
+    rank makes one group per round, if need be of itself alone: torch tells groups of the same ranks
+    apart by how many their maker has, and ranks that are not in one need not wait for it.
+    """
+    me = dist.get_rank()
+    ring = list(zip(members, [*members[1:], members[0]], strict=True))
+    rounds = [ring[:-1:2], ring[1:-1:2], ring[-1:] if is_ring else []]
+    edges: dict[tuple[int, Kind], dist.ProcessGroup] = {}
+    for kind, pairs in itertools.product(KINDS, rounds):
+        pair = next((pair for pair in pairs if me in pair), (me,))
+        group = dist.new_group([*pair], use_local_synchronization=True)
+        if len(pair) == 2:
+            edges[pair[0], kind] = group
+    return edges
+
+
+class _Inputs:
+    """Receives what passes need, in their order, some passes ahead."""
+
+    def __init__(
+        self,
+        needed: Sequence[tuple[Kind, tuple[int, ...]] | None],
+        receive: Callable[[Kind, tuple[int, ...]], tuple[Any, torch.Tensor]],
+        collectives: CountedCollectives,
+    ) -> None:
+        self._needed, self._receive, self._collectives = needed, receive, collectives
+        self._asked: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._next = 0
+
+    def ask(self, upto: int) -> None:
+        """Post the receives of all passes up to number ``upto``."""
+        for step in range(self._next, min(upto + 1, len(self._needed))):
+            if (needed := self._needed[step]) is not None:
+                self._asked[step] = self._receive(*needed)
+            self._next = step + 1
+
+    def take(self, step: int) -> torch.Tensor | None:
+        """Wait for the input of a pass and return it; None where the stage needs none."""
+        if step not in self._asked:
+            return None
+        work, buffer = self._asked.pop(step)
+        with self._collectives.counted("send", 0):
+            work.wait()
+        return buffer

@@ -1,0 +1,365 @@
+"""Tensor parallelism: each rank of the axis holds a slice of every matrix (arXiv:1909.08053).
+
+    the model's own plan (base_model_tp_plan) -> slices of parameters on the meta device
+    -> hooks that sum activations after rowwise layers and gradients before columnwise ones
+
+Slices are plain tensors, so attention, adapters and FSDP2 work on them as on a smaller model; where
+a slice lies in its full tensor is kept in ``BuiltModel.slices`` for reading and writing.
+
+LoRA follows its layer. Columnwise (W split by rows): A whole, B split by rows. Rowwise (W split by
+columns): A split by columns, B whole, and B's product joins the layer's own partial sum, so that
+adapters add no message. A and B that are whole see a part of the work on each rank: their
+gradients are partial sums, which the engine adds up over the axis.
+
+Shapes: B rows, T tokens, D features, N tokens that carry loss, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.model.build import BuiltModel, Slice
+from hpc_tune.model.loss import LossModel, scale_logits
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that hold the slices of one copy, and the collectives between them."""
+
+    group: dist.ProcessGroup
+    collectives: CountedCollectives
+
+    @property
+    def rank(self) -> int:
+        """This rank's number on the axis."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """Ranks on the axis."""
+        return self.group.size()
+
+    def sum(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Return the sum (or another reduction) of all ranks' ``x``."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self.collectives.all_reduce(total, self.group, op)
+        return total
+
+    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' ``x`` joined along the last dimension."""
+        return torch.cat(self.collectives.all_gather(x, self.group), dim=-1)
+
+
+Role = Literal["slice", "partial"]
+_STYLES = {
+    *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
+    "replicated_with_grad_allreduce",
+}
+
+
+def why_no_slices(config: Any, ranks: int) -> list[str]:
+    """Return why a model cannot be split over ``ranks``, in words; nothing if it can."""
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan or not set(plan.values()) <= _STYLES:
+        return [
+            f"parallel.tensor={ranks}: transformers has no plan for splitting a "
+            f"{config.model_type} model's matrices; use parallel.shard"
+        ]
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    features = config.intermediate_size  # or those of each layer
+    counts = {"intermediate features": features if isinstance(features, int) else gcd(*features)}
+    if "colwise" in plan.values():
+        counts |= {"attention heads": heads, "key-value heads": kv_heads}
+    else:  # whole again before the heads are told apart
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        counts |= {"fused projections": (heads + 2 * kv_heads) * head_dim}
+    if all(count % ranks == 0 for count in counts.values()):
+        return []
+    divisors = [n for n in range(1, heads + 1) if all(c % n == 0 for c in counts.values())]
+    return [
+        f"parallel.tensor={ranks} does not divide "
+        f"{', '.join(f'{count} {name}' for name, count in counts.items())}; use "
+        f"{', '.join(map(str, divisors))}"
+    ]
+
+
+def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[str]]:
+    """Cut the meta model's matrices to this rank's slices and hook in the sums.
+
+    Returns the model and the names of the trained parameters whose gradients are partial sums.
+    """
+    cutter = _Cutter(axis)
+    lm = built.module.causal_lm()
+    decoder = lm.get_decoder()
+    seen: set[nn.Module] = set()
+    for name, module in list(decoder.named_modules()):
+        style = _style_of(name, built.config.base_model_tp_plan)
+        if style == "replicated_with_grad_allreduce":
+            cutter.partial |= set(module.parameters())
+        elif style is not None and style.startswith("colwise"):
+            cutter.columns(module, gather=style == "colwise_gather_output")
+            parent = decoder.get_submodule(name.rpartition(".")[0])
+            if parent not in seen:
+                seen.add(parent)
+                parent.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
+        elif style is not None:
+            cutter.rows(module, split=style == "rowwise_split_input")
+    if built.module.first_stage:
+        cutter.embedding(lm.get_input_embeddings())
+    if built.module.last_stage:
+        cutter.head(lm.get_output_embeddings())
+        built.module.token_loss = functools.partial(_vocabulary_loss, axis)
+    slices = {n: cutter.slices[p] for n, p in _named(built) if p in cutter.slices}
+    partial = frozenset(n for n, p in _named(built) if p.requires_grad and p in cutter.partial)
+    return dataclasses.replace(built, slices=slices), partial
+
+
+def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
+    """Return what ``slice_model`` would do with a model: what a rank holds of each parameter.
+
+    A slice, or all of it with a gradient that is a partial sum. What is not in it stays as it is.
+    """
+    found: dict[nn.Parameter, Role] = {}
+    for layer, style in _styled(module):
+        base, adapters = _parts(layer)
+        if style == "replicated_with_grad_allreduce":
+            found |= {parameter: "partial" for parameter in layer.parameters()}
+            continue
+        is_columns = style.startswith("colwise")
+        found[base.weight] = "slice"
+        if is_columns and base.bias is not None:
+            found[base.bias] = "slice"
+        for a, b in adapters:
+            sliced, whole = (b, a) if is_columns else (a, b)
+            found[sliced.weight], found[whole.weight] = "slice", "partial"
+    lm = module.causal_lm()
+    for layer in (lm.get_input_embeddings(), lm.get_output_embeddings()):
+        found |= {parameter: "slice" for parameter in _parts(layer)[0].parameters()}
+    return found
+
+
+def gathered_features(module: LossModel) -> tuple[int, int]:
+    """Return the features of a token that the axis gathers in all blocks, forward and backward."""
+    layers = [(_parts(layer)[0], style) for layer, style in _styled(module)]
+    return (
+        sum(layer.out_features for layer, style in layers if style == "colwise_gather_output"),
+        sum(layer.in_features for layer, style in layers if style == "rowwise_split_input"),
+    )
+
+
+def _styled(module: LossModel) -> Iterator[tuple[Any, str]]:
+    """Yield the layers that the model's plan names, and its word for each; none without a plan."""
+    plan = getattr(module.config, "base_model_tp_plan", None) or {}
+    if not set(plan.values()) <= _STYLES:
+        return
+    for name, layer in module.causal_lm().get_decoder().named_modules():
+        if (style := _style_of(name, plan)) is not None:
+            yield layer, style
+
+
+def _named(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
+    return built.module.named_parameters()
+
+
+def _style_of(name: str, plan: dict[str, str]) -> str | None:
+    """Return the plan's word for a module; ``*`` stands for the number of a block."""
+    return plan.get(re.sub(r"\.\d+\.", ".*.", name))
+
+
+class _Cutter:
+    """Replaces parameters by slices and remembers where each lies."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self.slices: dict[nn.Parameter, Slice] = {}
+        self.partial: set[nn.Parameter] = set()
+        self._cuts: dict[nn.Parameter, nn.Parameter] = {}
+
+    def columns(self, layer: Any, gather: bool) -> None:
+        """W's rows and the bias are split; the output is this rank's features."""
+        base, adapters = _parts(layer)
+        self._cut(base, "weight", 0)
+        self._cut(base, "bias", 0)
+        for a, b in adapters:
+            self.partial.add(a.weight)
+            self._cut(b, "weight", 0)
+        if gather:
+            _after(layer, lambda y: _Gather.apply(y, self._axis))
+
+    def rows(self, layer: Any, split: bool) -> None:
+        """W's columns are split; the outputs are partial sums, added up after the adapter's."""
+        base, adapters = _parts(layer)
+        self._cut(base, "weight", 1)
+        for a, b in adapters:
+            self._cut(a, "weight", 1)
+            self.partial.add(b.weight)
+        if split:
+            layer.register_forward_pre_hook(lambda _, x: (_Split.apply(x[0], self._axis),))
+        if base.bias is None:
+            _after(layer, lambda y: _Sum.apply(y, self._axis))
+        else:  # it must be added once, after the sum
+            base.forward = lambda x: F.linear(x, base.weight)
+            _after(layer, lambda y: _Sum.apply(y, self._axis) + base.bias.to(y.dtype))
+
+    def embedding(self, layer: Any) -> None:
+        """Each rank holds some tokens' vectors and gives zeros for the others."""
+        self._cut(layer, "weight", 0)
+        start, rows = self.slices[layer.weight].start, layer.weight.shape[0]
+        padding = layer.padding_idx
+        layer.padding_idx = (
+            padding - start if padding is not None and 0 <= padding - start < rows else None
+        )
+        lookup = layer.forward
+
+        def forward(ids_BT: torch.Tensor) -> torch.Tensor:
+            local_BT = ids_BT - start
+            mine_BT = (local_BT >= 0) & (local_BT < rows)
+            found_BTD = lookup(local_BT.clamp(0, rows - 1)) * mine_BT.unsqueeze(-1)
+            return _Sum.apply(found_BTD, self._axis)  # type: ignore[no-any-return]
+
+        layer.forward = forward
+
+    def head(self, layer: Any) -> None:
+        """Each rank computes the logits of some tokens; see ``_vocabulary_loss``."""
+        self._cut(layer, "weight", 0)
+        self._cut(layer, "bias", 0)
+        layer.first_token = self.slices[layer.weight].start
+
+    def _cut(self, owner: Any, name: str, dim: int) -> None:
+        full = getattr(owner, name)
+        if full is None:
+            return
+        if full not in self.slices and full not in self._cuts:
+            rank, size, length = self._axis.rank, self._axis.size, full.shape[dim]
+            start, stop = length * rank // size, length * (rank + 1) // size
+            local = full.detach().narrow(dim, start, stop - start)
+            sliced = nn.Parameter(torch.empty_like(local), full.requires_grad)
+            self.slices[sliced] = Slice(dim, start, tuple(full.shape))
+            self._cuts[full] = sliced
+        setattr(owner, name, self._cuts.get(full, full))
+
+
+def _parts(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Return a linear layer and the (A, B) of the adapters around it."""
+    if not hasattr(layer, "base_layer"):
+        return layer, []
+    return layer.base_layer, [(layer.lora_A[name], layer.lora_B[name]) for name in layer.lora_A]
+
+
+def _after(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
+    layer.register_forward_hook(lambda _module, _inputs, output: change(output))
+
+
+def _sum_input_gradient(axis: Axis) -> Callable[..., Any]:
+    """Return a hook on the module around columnwise layers: one sum for all that share an input."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_SumGradient.apply(args[0], axis), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _SumGradient.apply(kwargs["hidden_states"], axis)}
+
+    return hook
+
+
+class _SumGradient(torch.autograd.Function):
+    """The same forward; backward, the ranks' partial gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.axis.sum(grad), None
+
+
+class _Sum(torch.autograd.Function):
+    """The ranks' partial sums are added up; backward, the same gradient for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return axis.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' features side by side; backward, each takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return axis.side_by_side(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.chunk(ctx.axis.size, -1)[ctx.axis.rank], None
+
+
+class _Split(torch.autograd.Function):
+    """Each rank takes its features; backward, they are side by side again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.chunk(axis.size, -1)[axis.rank]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.axis.side_by_side(grad), None
+
+
+def _vocabulary_loss(
+    axis: Axis,
+    hidden_ND: torch.Tensor,
+    head: Any,
+    labels_N: torch.Tensor,
+    config: Any,
+) -> torch.Tensor:
+    """Return the summed cross-entropy where each rank has the logits of a part of the vocabulary.
+
+    Three numbers per token travel: the maximum, the sum of exponentials, the label's logit.
+    """
+    logits_NV = scale_logits(head(_SumGradient.apply(hidden_ND, axis)).float(), config)
+    losses_N: torch.Tensor = _SplitCrossEntropy.apply(logits_NV, labels_N - head.first_token, axis)
+    return losses_N.sum()
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of N tokens over logits whose columns are spread over a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, local_labels_N: torch.Tensor, axis: Axis
+    ) -> torch.Tensor:
+        mine_N = (local_labels_N >= 0) & (local_labels_N < logits_NV.shape[1])
+        index_N1 = local_labels_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)
+        max_N = axis.sum(logits_NV.amax(1), dist.ReduceOp.MAX)
+        shifted_NV = logits_NV - max_N.unsqueeze(1)
+        label_N = shifted_NV.gather(1, index_N1).squeeze(1) * mine_N
+        exp_NV = shifted_NV.exp_()
+        sums_2N = axis.sum(torch.stack([exp_NV.sum(1), label_N]))
+        ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), index_N1, mine_N)
+        return sums_2N[0].log() - sums_2N[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor) -> Any:  # type: ignore[override]
+        probability_NV, index_N1, mine_N = ctx.saved_tensors
+        grad_NV = probability_NV.scatter_add(
+            1, index_N1, -mine_N.to(probability_NV.dtype).unsqueeze(1)
+        )
+        return grad_NV * grad_N.unsqueeze(1), None, None

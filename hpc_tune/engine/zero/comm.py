@@ -1,0 +1,68 @@
+"""DeepSpeed's collectives, counted as the native engine's are."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from hpc_tune.engine.counted_collectives import CountedCollectives
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "reduce": "reduce",
+    "all_gather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+
+
+class CountedBackend:
+    """What ``deepspeed.comm`` sends through, over all ranks: its own backend, with a count."""
+
+    def __init__(self, backend: Any, collectives: CountedCollectives) -> None:
+        self._backend, self._collectives = backend, collectives
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._backend, name)
+        if name not in _KINDS:
+            return call
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self._collectives.counted(_KINDS[name], _ring_bytes(_KINDS[name], (args, kwargs))):
+                work = call(*args, **kwargs)
+            return work if work is None else _CountedWork(work, self._collectives)
+
+        return counted
+
+
+class _CountedWork:
+    """A collective under way; waiting for it is communication too."""
+
+    def __init__(self, work: Any, collectives: CountedCollectives) -> None:
+        self._work, self._collectives = work, collectives
+
+    def wait(self) -> None:
+        with self._collectives.counted("", 0):
+            self._work.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _ring_bytes(kind: str, arguments: Any) -> int:
+    """Return what this rank sends by the ring algorithms; see ``collectives``.
+
+    A whole tensor, or a list of its parts, comes together with this rank's part of it.
+    """
+    sizes = [leaf.nbytes for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    size = dist.get_world_size()
+    whole = max(sizes) if len(sizes) <= 2 else max(sizes) * size
+    match kind:
+        case "all_reduce":
+            return 2 * (size - 1) * whole // size
+        case "reduce":  # along a chain, at whose end one rank sends nothing
+            return whole if size > 1 else 0
+        case _:
+            return (size - 1) * whole // size

@@ -1,0 +1,251 @@
+"""The flat buffers in which ZeRO keeps weights, as boxes of the tensors they are cut from.
+
+ZeRO lays tensors end to end and gives each rank a run of consecutive values. Such a run is a few
+boxes (the rest of a row, whole rows, the start of a row), and a box is what model files and
+checkpoints are read and written by. So each rank reads and writes its own values and nothing is
+gathered.
+
+    Span: values [start, start + num) of a tensor, at position ``at`` of a flat buffer
+    boxes: the boxes of such a run, in the order of the values
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_tune.engine.activation_checkpoint import outside_modes
+from hpc_tune.engine.optim import first_state
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.load import first_values
+from hpc_tune.model.regions import Region
+from hpc_tune.model.shapes import ShapeIndex
+from hpc_tune.model.weights import TensorIndex
+
+
+@dataclass(frozen=True)
+class Span:
+    """The run of ``num`` values from ``start`` of the flattened tensor ``name`` of ``shape``."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    num: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One flat fp32 buffer that this rank's optimizer updates, and what lies in it.
+
+    ``number`` is the buffer's index in the optimizer.
+    """
+
+    number: int
+    flat: torch.Tensor
+    spans: tuple[Span, ...]
+
+
+def boxes(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offset, shape) of the boxes that the values [start, stop) of a tensor make up.
+
+    They come in the order of the values; a matrix gives at most three.
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        first, last = last, last
+        yield from _within(shape, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _within(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        rest = tuple(shape[1:])
+        yield (first, *(0,) * len(rest)), (last - first, *rest)
+    if last * row < stop:
+        yield from _within(shape, last, 0, stop - last * row)
+
+
+def _within(
+    shape: Sequence[int], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, box in boxes(shape[1:], start, stop):
+        yield (row, *offset), (1, *box)
+
+
+def fill(index: TensorIndex | ShapeIndex, name: str, span: Span, flat: torch.Tensor) -> None:
+    """Read the values of a span from the tensor ``name`` into their place in ``flat``.
+
+    Raises:
+        HpcTuneError: if the tensor on disk has another shape or cannot be read.
+    """
+    at = span.at
+    for offset, box in boxes(span.shape, span.start, span.start + span.num):
+        num = math.prod(box)
+        index.fill(flat[at : at + num].view(box), name, offset)
+        at += num
+
+
+def fill_parameter(
+    built: BuiltModel, name: str, flat: torch.Tensor, shape: tuple[int, ...], start: int
+) -> None:
+    """Give ``flat`` the values of a parameter from ``start`` on; what is beyond its end is 0."""
+    numel = math.prod(shape)
+    num = max(0, min(flat.numel(), numel - start))
+    flat[num:].zero_()
+    if stored := built.base_names.get(name):
+        fill(built.index, stored, Span(name, shape, start, num, 0), flat)
+    elif built.start is not None:
+        saved = built.saved_names[name]
+        fill(built.start, saved, Span(saved, shape, start, num, 0), flat)
+    else:
+        flat[:num].copy_(first_values(name, shape, built.seed).view(-1)[start : start + num])
+
+
+def regions(name: str, span: Span, values: Callable[[], torch.Tensor]) -> Iterator[Region]:
+    """Yield what is to be written of a span under ``name``; ``values`` gives the flat buffer."""
+    at = span.at
+    for number, (offset, box) in enumerate(boxes(span.shape, span.start, span.start + span.num)):
+        yield Region(
+            name,
+            torch.float32,
+            box,
+            offset,
+            span.shape,
+            _Cut(values, at, math.prod(box)),
+            f"{name}#{number}" if number else "",
+        )
+        at += math.prod(box)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    values: Callable[[], torch.Tensor]
+    at: int
+    num: int
+
+    def __call__(self) -> torch.Tensor:
+        return self.values().detach()[self.at : self.at + self.num]
+
+
+def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tuple[Partition, ...]:
+    """Return which values of the tensors ``trained`` this rank's optimizer updates."""
+    names = {parameter: name for name, parameter in trained.items()}
+    found = []
+    if stage == 3:
+        for number, group in enumerate(zero.fp16_groups):
+            spans, at = [], 0
+            for p in group:
+                held = p.partition_numel()
+                start = held * dist.get_rank()
+                num = min(held, p.ds_numel - start)  # the last ranks' parts may be padding
+                if num > 0:
+                    spans.append(Span(names[p], tuple(p.ds_shape), start, num, at))
+                at += held
+            flat = zero.fp32_partitioned_groups_flat[number]
+            found.append(Partition(number, flat, tuple(spans)))
+        return tuple(found)
+    for number, group in enumerate(zero.bit16_groups):
+        spans = []
+        for p in group:
+            if (mapping := p._hp_mapping) is not None:
+                start, num = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+                at = mapping.hp_fragment_address.start
+                spans.append(Span(names[p], tuple(p.shape), start, num, at))
+        flat = zero.single_partition_of_fp32_groups[number]
+        found.append(Partition(number, flat, tuple(spans)))
+    return tuple(found)
+
+
+class Resident:
+    """Reads the buffers of partitions, one of which is in memory where they live on NVMe."""
+
+    def __init__(self, zero: Any, stage: int) -> None:
+        self._zero, self._stage = zero, stage
+        self._held: int | None = None
+
+    def values(self, partition: Partition, part: str) -> torch.Tensor:
+        """Return the weights (``part`` is empty) or a part of the optimizer state."""
+        if _is_swapped(self._zero, self._stage, partition) and self._held != partition.number:
+            self.release()
+            self._zero._optimizer_states_and_gradient_swap_in(partition.number)
+            self._held = partition.number
+        if not part:
+            return partition.flat
+        state = self._zero.optimizer.state.get(partition.flat)
+        return state[part] if state else torch.zeros_like(partition.flat)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._held is not None:
+            self._zero._release_swap_buffers(self._held)
+            self._held = None
+
+
+@contextmanager
+def changed(zero: Any, stage: int, partition: Partition) -> Iterator[dict[str, torch.Tensor]]:
+    """Give the optimizer state of a partition, whose buffers are written to in the block.
+
+    Stage 3's own weights follow afterwards.
+    """
+    swapped = _is_swapped(zero, stage, partition)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_in(partition.number)
+    state = zero.optimizer.state.setdefault(partition.flat, {})
+    if not state:
+        state.update(first_state(partition.flat.detach()))
+    yield state
+    if stage == 3:
+        zero._reassign_or_swap_out_partitioned_parameters(partition.number)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_out(partition.number)
+
+
+def weights_by_name() -> Any:
+    """Return a context in which autograd remembers which weight it needs, and not its values.
+
+    A linear layer saves a view of its weight for the backward pass, which would keep what stage 3
+    gathered for it in memory on every rank. DeepSpeed has gathered it again when it is asked for.
+    """
+
+    def pack(tensor: torch.Tensor) -> Any:
+        weight = tensor if tensor._base is None else tensor._base
+        if not hasattr(weight, "ds_id"):
+            return tensor
+        start = tensor.storage_offset() - weight.storage_offset()
+        return weight, tensor.shape, tensor.stride(), start
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        weight, shape, stride, start = packed
+        now = weight.data
+        return now.as_strided(shape, stride, now.storage_offset() + start)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def gather_unseen(coordinator: Any) -> None:
+    """Keep what stage 3 does to bring weights out of sight of selective recompute.
+
+    That counts the operations within a block, and fails where the forward pass had to gather a
+    weight that is still there when the block is computed again, or the other way round.
+    """
+    for name in ("fetch_sub_module", "release_sub_module"):
+        setattr(coordinator, name, outside_modes(getattr(coordinator, name)))
+
+
+def _is_swapped(zero: Any, stage: int, partition: Partition) -> bool:
+    return stage == 3 and bool(zero._swappable_optimizer_subgroup(partition.number))

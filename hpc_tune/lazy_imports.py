@@ -1,0 +1,124 @@
+"""Imports that take less: without what is not used here, and without looking for garbage.
+
+A rank imports 2,800 modules. Where many ranks share few cores, that is most of a start.
+"""
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+# Two seconds per rank, for layers of its own that hpc_tune does not use: it has others in
+# quantize.py and engine/float8.py.
+_HIDDEN = ("torchao", "bitsandbytes")
+
+_COMPILER = "torch._dynamo"
+_ITEMS = f"{_COMPILER}._trace_wrapped_higher_order_op"
+
+
+class _Compiler(ModuleType):
+    """Stands for torch._dynamo where nothing is compiled; whoever needs more gets the real one.
+
+    What it has is what torch and transformers ask of a compiler in a run without one.
+    """
+
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # at each init_process_group
+    eval_frame = SimpleNamespace(OptimizedModule=())  # no module is a compiled one
+
+    @staticmethod
+    def disable(fn: Any = None, *_: Any, **__: Any) -> Any:
+        """Return a function that is not to be compiled as it is."""
+        return fn if fn is not None else lambda function: function
+
+    @staticmethod
+    def allow_in_graph(fn: Any) -> Any:
+        """Return a function that a compiler may take as one operation as it is."""
+        return fn
+
+    @staticmethod
+    def assume_constant_result(fn: Any) -> Any:
+        """Return a function that a compiler may call once as it is."""
+        return fn
+
+    @staticmethod
+    def graph_break(*_: Any, **__: Any) -> None:
+        """End no graph: there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__file__":  # inspect asks all modules for it
+            raise AttributeError(name)
+        return getattr(_real_compiler(), name)
+
+
+def postpone_compiler() -> None:
+    """Leave torch's compiler out until something of it is used; for runs that compile nothing.
+
+    It is a fifth of what a rank imports. torch's optimizers and transformers' modules name it only
+    to say which of their functions must not be compiled. torch itself must be there already.
+    """
+    if _COMPILER in sys.modules:
+        return
+    items = ModuleType(_ITEMS)
+    items.TransformGetItemToIndex = _real_items  # type: ignore[attr-defined]
+    sys.modules[_COMPILER], sys.modules[_ITEMS] = _Compiler(_COMPILER), items
+
+
+def _real_compiler() -> ModuleType:
+    if isinstance(sys.modules.get(_COMPILER), _Compiler):
+        del sys.modules[_COMPILER], sys.modules[_ITEMS]
+    return importlib.import_module(_COMPILER)
+
+
+def _real_items() -> Any:
+    _real_compiler()
+    transform: Callable[[], Any] = importlib.import_module(_ITEMS).TransformGetItemToIndex
+    return transform()
+
+
+def import_transformers() -> None:
+    """Import transformers and its ``models``, which look through its 1,600 files once, not twice.
+
+    Each of the two reads every file to learn what it defines: a tenth of what a rank imports, and
+    3,200 files to open on a parallel file system. Its own cache knows the folder of the first one
+    by another name than that of the second.
+    """
+    with lazy_imports():
+        package = importlib.import_module("transformers")
+        finder: Any = importlib.import_module("transformers.utils.import_utils")
+        name = "create_import_structure_from_path"
+        scan = getattr(finder, name, None)
+        if scan is not None and "transformers.models" not in sys.modules:
+            models = Path(package.__path__[0]) / "models"
+            named_again = models / "__init__.py"
+            setattr(finder, name, lambda p: scan(models if Path(p) == named_again else p))
+        try:
+            importlib.import_module("transformers.models")
+        finally:
+            if scan is not None:
+                setattr(finder, name, scan)
+
+
+@contextmanager
+def lazy_imports() -> Iterator[None]:
+    """Let what transformers and peft ask in this context answer that those are not installed.
+
+    Nothing is collected meanwhile, and what is there at the end never will be: modules stay, and
+    looking at their objects again and again takes a fifth of an import.
+    """
+    modules: dict[str, Any] = sys.modules
+    hidden = [name for name in _HIDDEN if name not in modules]
+    modules.update(dict.fromkeys(hidden))
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del modules[name]
+        gc.freeze()
+        if was_on:
+            gc.enable()

@@ -1,0 +1,175 @@
+"""Attention within documents: of a packed row's T x T products, those that count.
+
+transformers keeps the documents of a row apart by a mask of T x T, under which all products are
+made and most are thrown away. Here each document is attended to by itself, without a mask: a row of
+D equal documents costs 1/D. Layers whose mask says more (a sliding window, a mask that was given)
+keep transformers' own way, and so does generation, where no documents are known.
+
+Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hpc_tune.model.scoped import Scoped
+
+NAME = "hpc_tune_documents"
+# torch's backward pass in bf16 takes 1.7 ms for a document of 107 tokens, that in fp32 with casts
+# 0.5 ms and is more exact; at 512 tokens both take as long (SmolLM2's heads, a CPU with AMX).
+SHORT = 512
+Document = tuple[slice, int, int]
+
+# (rows, start, stop) of each; they make up all rows. None: attention is transformers' own.
+DOCUMENTS: Scoped[Sequence[Document]] = Scoped(())
+
+
+def documents_in(positions_BT: torch.Tensor) -> list[Document]:
+    """Return (rows, start, stop) of each document in order; one for all where each is one row."""
+    num_rows, num_tokens = positions_BT.shape
+    starts = [(row, start) for row, start in torch.nonzero(positions_BT == 0).tolist()]
+    if len(starts) == num_rows:
+        return [(slice(0, num_rows), 0, num_tokens)]
+    ends = [start or num_tokens for _, start in starts[1:]] + [num_tokens]
+    return [
+        (slice(row, row + 1), start, end) for (row, start), end in zip(starts, ends, strict=True)
+    ]
+
+
+def use_document_attention(model: Any) -> bool:
+    """Let a transformers model attend within documents, if its attention can be replaced."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+        return False
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+    model.set_attn_implementation(NAME)
+    return True
+
+
+def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
+    from transformers.masking_utils import sdpa_mask
+
+    says_more = options.get("local_size") is not None or options.get("use_vmap")
+    if DOCUMENTS.value and not says_more and options.get("attention_mask") is None:
+        return None
+    mask: torch.Tensor | None = sdpa_mask(*args, **options)
+    return mask
+
+
+def _attend(
+    module: Any,
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    if attention_mask is not None or not DOCUMENTS.value:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        stock: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module,
+            query_BHTD,
+            key_BKTD,
+            value_BKTD,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **options,
+        )
+        return stock
+    whole = query_BHTD, key_BKTD, value_BKTD
+    if dropout or query_BHTD.shape[-1] != value_BKTD.shape[-1]:  # the kernel can do neither
+        has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
+        parts = []
+        for document in DOCUMENTS.value:
+            query, key, value = _of(document, *whole)
+            parts.append(
+                F.scaled_dot_product_attention(
+                    *(query, key, value, None, dropout, True), scale=scaling, enable_gqa=has_groups
+                )
+            )
+        return _joined(parts, query_BHTD), None
+    if torch.is_autocast_enabled(query_BHTD.device.type):
+        # As it does for torch's own attention: rotary positions leave queries and keys in fp32.
+        dtype = torch.get_autocast_dtype(query_BHTD.device.type)
+        query_BHTD, key_BKTD, value_BKTD = (tensor.to(dtype) for tensor in whole)
+        whole = query_BHTD, key_BKTD, value_BKTD
+    out_BTHD: torch.Tensor = _Attention.apply(*whole, DOCUMENTS.value, scaling)
+    return out_BTHD, None
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention of each document, on a CPU; its backward pass may be another dtype's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_BHTD: torch.Tensor,
+        key_BKTD: torch.Tensor,
+        value_BKTD: torch.Tensor,
+        documents: Sequence[Document],
+        scale: float | None,
+    ) -> torch.Tensor:
+        whole = query_BHTD, key_BKTD, value_BKTD
+        parts, sums = [], []
+        groups = query_BHTD.shape[1] // key_BKTD.shape[1]
+        for document in documents:
+            query, key, value = _of(document, *whole)
+            part_BHLD, sums_BHL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, _for_heads(key, groups), _for_heads(value, groups), 0.0, True, scale=scale
+            )
+            parts.append(part_BHLD)
+            sums.append(sums_BHL)
+        out_BTHD = _joined(parts, query_BHTD)
+        ctx.save_for_backward(*whole, out_BTHD, *sums)
+        ctx.documents, ctx.scale = documents, scale
+        return out_BTHD
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTHD: torch.Tensor) -> Any:  # type: ignore[override]
+        query, key, value, out_BTHD, *sums = ctx.saved_tensors
+        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        # The kernel takes the values of a head to lie side by side.
+        given = grad_BTHD.contiguous().transpose(1, 2), query, key, value, out_BTHD.transpose(1, 2)
+        groups = query.shape[1] // key.shape[1]
+        for document, sums_BHL in zip(ctx.documents, sums, strict=True):
+            _, start, stop = document
+            is_short = query.dtype == torch.bfloat16 and stop - start <= SHORT
+            parts = _of(document, *given)
+            grad, q, k, v, out = [part.float() for part in parts] if is_short else parts
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(grad, q, _for_heads(k, groups), _for_heads(v, groups), out, sums_BHL),
+                *(0.0, True),
+                scale=ctx.scale,
+            )
+            for whole, part in zip(_of(document, *grads), found, strict=True):
+                if part.shape[1] != whole.shape[1]:
+                    part = part.unflatten(1, (-1, groups)).sum(2)
+                whole.copy_(part)
+        return *grads, None, None
+
+
+def _joined(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:
+    """Return the documents' results as BTHD rows."""
+    parts = [part.transpose(1, 2) for part in parts_BHLD]
+    joined = parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
+    num_rows, num_heads, num_tokens, _ = query_BHTD.shape
+    return joined.reshape(num_rows, num_tokens, num_heads, -1)
+
+
+def _for_heads(tensor_BKLD: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return keys or values once for each head that reads them: older kernels know no groups."""
+    return tensor_BKLD.repeat_interleave(groups, 1) if groups > 1 else tensor_BKLD
+
+
+def _of(document: Document, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return the part of each B?T? tensor that is the document's."""
+    rows, start, stop = document
+    return [tensor[rows, :, start:stop] for tensor in tensors]

@@ -1,0 +1,120 @@
+"""Bytes from shapes: what a layout costs before anything is allocated."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.tensor_parallel import Role, gathered_features, roles_of
+from hpc_tune.model.blocks import block_list
+from hpc_tune.model.loss import LossModel
+from hpc_tune.model.quantize import four_bit_layers, scale_bytes
+
+Part = Literal["blocks", "embedding", "end"]
+STATE_COPIES = 4  # of a trained value: itself, its gradient and two moments, of one dtype
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All of a model's parameters that every layout treats alike, added up.
+
+    ``part``: of the decoder blocks; the input embedding, with the head where they are tied; or
+    what is behind the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
+    all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms and
+    biases, of fewer than two dims. ``num_values`` counts two 4-bit values as one.
+    """
+
+    part: Part
+    role: Role | Literal["whole"]
+    is_trained: bool
+    is_vector: bool
+    num_values: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Values and bytes of a model by whether they are trained.
+
+    ``scale_bytes`` are those that tell what a 4-bit base's codes mean. ``weights``: all parameters
+    by what layouts do with them. ``gathered_features``: those of a token that the tensor axis
+    gathers in all blocks, forward and backward.
+    """
+
+    num_frozen: int
+    num_trained: int
+    frozen_bytes: int
+    trained_bytes: int
+    scale_bytes: int = 0
+    weights: tuple[Weights, ...] = ()
+    gathered_features: tuple[int, int] = (0, 0)
+
+    @property
+    def num_parameters(self) -> int:
+        """All values."""
+        return self.num_frozen + self.num_trained
+
+
+def measure(module: nn.Module) -> ModelSize:
+    """Count a model's parameters, tied ones once; works on the meta device.
+
+    A ``LossModel`` has ``weights`` too.
+    """
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    packed = [layer for _, layer in four_bit_layers(module)]
+    model = module if isinstance(module, LossModel) else None
+    return ModelSize(
+        sum(p.numel() for p in frozen)
+        + sum(layer.num_values - layer.weight.numel() for layer in packed),
+        sum(p.numel() for p in trained),
+        sum(p.numel() * p.element_size() for p in frozen),
+        sum(p.numel() * p.element_size() for p in trained),
+        sum(map(scale_bytes, packed)),
+        () if model is None else _weights_of(model),
+        (0, 0) if model is None else gathered_features(model),
+    )
+
+
+def _weights_of(module: LossModel) -> tuple[Weights, ...]:
+    roles, blocks = roles_of(module), set(block_list(module).parameters())
+    embedding = set(module.causal_lm().get_input_embeddings().parameters())
+    found: dict[Weights, list[nn.Parameter]] = {}
+    for p in module.parameters():
+        part: Part = "blocks" if p in blocks else "embedding" if p in embedding else "end"
+        alike = Weights(part, roles.get(p, "whole"), p.requires_grad, p.dim() < 2)
+        found.setdefault(alike, []).append(p)
+    return tuple(
+        replace(
+            alike,
+            num_values=sum(p.numel() for p in parameters),
+            num_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        )
+        for alike, parameters in found.items()
+    )
+
+
+def static_bytes(size: ModelSize, layout: Layout) -> int:
+    """Return the bytes per rank of weights, gradients and optimizer state.
+
+    Adapters (a frozen base is there) and the scales of a 4-bit base are not sharded; all else is
+    divided by the shards. The tensor and pipeline axes divide everything, but for norms and uneven
+    stages.
+    """
+    state = STATE_COPIES * size.trained_bytes
+    cut = layout.tensor * layout.pipeline
+    if size.num_frozen:
+        return size.frozen_bytes // (layout.shard * cut) + (size.scale_bytes + state) // cut
+    return state // (layout.shard * cut)
+
+
+def activation_bound(model: Any, tokens: int) -> int:
+    """Return more than a micro-batch of ``tokens`` makes a rank keep without recompute, in bytes.
+
+    34 bytes x tokens x hidden x layers in 16 bits (arXiv:2205.05198, without the scores, which are
+    not kept), twice that in 32, and the logits in fp32 with their gradient.
+    """
+    kept: int = 68 * tokens * model.hidden_size * model.num_hidden_layers
+    logits: int = 8 * tokens * model.vocab_size
+    return kept + logits

@@ -1,0 +1,400 @@
+"""How long a step takes in a layout: from measured compute, measured links, and bytes (pure).
+
+    Compute  seconds per token of a decoder block, when all ranks compute at once
+    Network  latency and rate between any two ranks, and what collectives reach of that
+    step_time(work, layout, order of ranks, ...) -> StepTime
+
+Collectives are those of the ring algorithms (see ``engine/counted_collectives.py``): each rank
+sends to the next of its group, and the slowest link holds up all.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.engine.gradients import PIECE_BYTES
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.pipeline_parallel import deal_blocks
+from hpc_tune.plan.model_size import ModelSize
+from hpc_tune.probe.links import Links, Pair
+
+# The sums of a step's tokens, loss, gradient norm and memory.
+_SMALL_SUMS = 4
+# On the tensor axis, forward and backward (arXiv:1909.08053).
+SUMS_OF_A_BLOCK, _SUMS_OF_THE_ENDS = 4, 4
+_AXES = ("replicate", "shard", "tensor", "pipeline")
+_LEAST_SLOWER, _MOST_SLOWER = 0.5, 20.0
+_OPERATIONS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a rank computes with, while all ranks do.
+
+    ``block_s``: one decoder block, forward and backward with what is recomputed, per token;
+    ``head_s``: embedding, head and loss, per token; ``update_s``: the optimizer, per trained value;
+    ``unshard_s``: memory for gathered weights and the copy into it, per byte; ``sync_s``: what a
+    small collective of all ranks adds between two pieces of work, waiting for each other included.
+    ``sharing``: how many times as fast a rank is while the others wait, 1 where each has its own
+    processors. ``overlaps``: gathering weights runs beside compute, as it does on GPUs.
+    """
+
+    block_s: float
+    head_s: float
+    update_s: float
+    unshard_s: float = 0.0
+    sync_s: float = 0.0
+    sharing: float = 1.0
+    overlaps: bool = False
+
+
+@dataclass(frozen=True)
+class Network:
+    """Latency in seconds and rate in bytes per second between any two ranks.
+
+    ``exchange_per_s``: the rate each way while both send, as two ranks do that gather alone.
+    Two nodes reach ``lanes`` times the rate of one of their pairs. ``slower``: by the name of a
+    collective of all ranks, how many times as long as the links promise it took, and what they
+    promised, in seconds per byte of the message.
+    """
+
+    nodes: tuple[int, ...]
+    latency_s: Mapping[tuple[int, int], float]
+    bytes_per_s: Mapping[tuple[int, int], float]
+    exchange_per_s: Mapping[tuple[int, int], float]
+    slower: Mapping[str, tuple[float, float]]
+    lanes: float = 1.0
+
+    @classmethod
+    def measured(cls, links: Links, nodes: Sequence[int]) -> "Network":
+        """Take what was measured; a pair of ranks that was not is as another of its two nodes."""
+        size = len(nodes)
+        between: dict[tuple[int, int], Pair] = {}
+        for pair in links.pairs:
+            between.setdefault(_ordered(*pair.nodes), pair)
+        by_ranks = {pair.ranks: pair for pair in links.pairs}
+        of_kind = {same: _median_of(links.pairs, same) for same in (True, False) if links.pairs}
+        latency, rate, exchange = {}, {}, {}
+        for a in range(size):
+            for b in range(a + 1, size):
+                found = by_ranks.get((a, b)) or between.get(_ordered(nodes[a], nodes[b]))
+                pair = found or of_kind[nodes[a] == nodes[b]]
+                latency[a, b], rate[a, b] = pair.latency_s, pair.bytes_per_s
+                exchange[a, b] = pair.exchange_bytes_per_s or pair.bytes_per_s
+        plain = cls(tuple(nodes), latency, rate, exchange, {}, links.lanes)
+        slower, everyone = {}, [links.order or range(size)]
+        for kind, name in _OPERATIONS.items():
+            times = [(one.num_bytes, one.seconds) for one in links.collectives if one.name == name]
+            if len(times) > 1:
+                (_, small_s), *_, (num_bytes, large_s) = times
+                promised_s = plain.ring_s(kind, everyone, num_bytes)
+                ratio = max(large_s - small_s, 0.0) / promised_s
+                ratio = min(_MOST_SLOWER, max(_LEAST_SLOWER, ratio))
+                slower[kind] = ratio, promised_s / num_bytes
+        return dataclasses.replace(plain, slower=slower)
+
+    def ring_s(
+        self, kind: str, groups: Sequence[Sequence[int]], num_bytes: float, gain: float = 1.0
+    ) -> float:
+        """Return the seconds in which all ``groups`` move their bytes in a collective.
+
+        ``num_bytes`` is the whole message: what is summed, or what all have after a gathering.
+        Groups share the links between nodes. What collectives take beyond the links is the work of
+        processors, here ``gain`` times as fast as in the measurement: it does not grow where a link
+        is slower than those were, and shrinks where one is faster.
+        """
+        size = len(groups[0])
+        if size == 1:
+            return 0.0
+        edges = [(g[i], g[(i + 1) % size]) for g in groups for i in range(size)]
+        steps = (2 if kind == "all_reduce" else 1) * (size - 1)
+        rate = self.least_rate(edges, exchange=size == 2 and kind == "all_gather")
+        moving_s = steps / size * num_bytes / rate
+        ratio, promised_s = self.slower.get(kind, (1.0, 0.0))
+        more_s = (ratio - 1) * min(moving_s, promised_s * num_bytes)
+        return moving_s + (more_s / gain if more_s > 0 else more_s)
+
+    def rate(self, a: int, b: int) -> float:
+        """Return the bytes per second between two ranks while no others talk."""
+        return self.bytes_per_s[_ordered(a, b)]
+
+    def least_rate(self, edges: Sequence[tuple[int, int]], exchange: bool = False) -> float:
+        """Return the bytes per second of the slowest of these, all at once, one direction each.
+
+        ``exchange``: each is there in both directions.
+        """
+        rates = self.exchange_per_s if exchange else self.bytes_per_s
+        leaving = Counter(self.nodes[a] for a, b in edges if self.nodes[a] != self.nodes[b])
+
+        def shared_rate(a: int, b: int) -> float:
+            found = rates[_ordered(a, b)]
+            if self.nodes[a] == self.nodes[b]:
+                return found
+            return found / max(1.0, leaving[self.nodes[a]] / self.lanes)
+
+        return min(shared_rate(a, b) for a, b in edges)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one optimizer step has to do. ``config`` is the model's transformers config."""
+
+    size: ModelSize
+    config: Any
+    global_rows: int
+    seq_len: int
+    itemsize: int
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.size.num_frozen == 0
+
+    @property
+    def wire(self) -> int:
+        """Bytes of a value between blocks: as weights are stored, where they are trained."""
+        stored = self.size.trained_bytes // self.size.num_trained
+        return max(self.itemsize, stored) if self.is_full else self.itemsize
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step: all, and those in which ranks wait for messages that nothing hides."""
+
+    seconds: float
+    comm_s: float
+
+    @property
+    def comm_share(self) -> float:
+        """The part of the step that goes to messages, 0 to 1."""
+        return self.comm_s / self.seconds
+
+
+def step_time(
+    work: StepWork,
+    layout: Layout,
+    ranks: Sequence[int],
+    parallel: ParallelConfig,
+    micro_rows: int,
+    compute: Compute,
+    network: Network,
+) -> StepTime:
+    """Return the seconds of one step when ``ranks``, in this order, are laid out like that.
+
+    ``parallel.reshard`` must have been decided. Ranks that are left out leave their processors to
+    the others where they share them.
+    """
+    gain = min(compute.sharing, len(network.nodes) / layout.size)
+    rows = math.ceil(work.global_rows / layout.data_size)
+    num_micro = math.ceil(rows / micro_rows)
+    tokens = min(micro_rows, rows) * work.seq_len
+    blocks = _blocks_of_ranks(work, layout, parallel.stages_per_rank, compute)
+    place = _Placed(layout, ranks, network, compute.sync_s, units=max(blocks) + 1)
+    stages_s = [stage_s / gain for stage_s in _stages_s(blocks, layout, tokens, compute)]
+    sums = (layout, ranks, network, tokens, compute.sync_s)
+    sums_s = {num: tensor_s(work, num, *sums) for num in set(blocks)}
+    if parallel.reshard == "step":
+        # A stage begins to gather when its first micro-batch comes: one after the other.
+        alone = max(gain, min(compute.sharing, gain * layout.pipeline))
+        begin_s = layout.pipeline * _gathering_s(work, place, compute.unshard_s, alone)
+        per_micro_s = 0.0
+    else:
+        once_s = _gathering_s(work, place, compute.unshard_s, gain)
+        begin_s, per_micro_s = 0.0, once_s * (2 if parallel.reshard == "block" else 1)
+    if compute.overlaps and per_micro_s:
+        # The next block is gathered while one computes; the first has nothing to hide behind.
+        shown_s = per_micro_s - sum(stages_s) / len(stages_s)
+        per_micro_s = max(shown_s, per_micro_s / place.units)
+    passes = _Passes(
+        stages_s,
+        [sums_s[num] + per_micro_s for num in blocks],
+        place.hops_s(tokens * work.config.hidden_size * work.wire),
+        num_micro,
+        parallel.stages_per_rank,
+    )
+    sharing = compute.sharing / gain
+    reducing_s = _reducing_s(work, place, parallel, num_micro)
+    if layout.replicate == layout.size and parallel.offload_params == "none":
+        # Piece by piece within the last backward pass, two thirds of a micro-batch's time; the last
+        # piece has nothing to hide behind.
+        num_pieces = math.ceil(work.size.trained_bytes / PIECE_BYTES)
+        reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
+    reducing_s += _SMALL_SUMS * place.sync_of(layout.size)
+    trained = work.size.num_trained / (layout.tensor * layout.pipeline)
+    trained /= layout.shard if work.is_full else 1
+    update_s = trained * compute.update_s / gain
+    comm_s = begin_s + reducing_s + passes.messages_s(sharing)
+    return StepTime(begin_s + passes.seconds(sharing) + reducing_s + update_s, comm_s)
+
+
+def tensor_s(
+    work: StepWork,
+    blocks: int,
+    layout: Layout,
+    ranks: Sequence[int],
+    network: Network,
+    tokens: int,
+    sync_s: float,
+) -> float:
+    """Return the seconds in which ``blocks`` sum up one micro-batch's work (arXiv:1909.08053).
+
+    Per block two all-reduces forward, of products, and two backward, of what flows between blocks.
+    """
+    place = _Placed(layout, ranks, network, sync_s)
+    num_bytes = 2 * blocks * (work.itemsize + work.wire) * tokens * work.config.hidden_size
+    times = SUMS_OF_A_BLOCK * blocks + _SUMS_OF_THE_ENDS  # of the embedding, and of the loss
+    return place.ring_s("all_reduce", ["tensor"], num_bytes, times)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A layout whose positions are taken by ranks.
+
+    ``units``: parts of a stage that are gathered each by itself, its blocks and the rest.
+    """
+
+    layout: Layout
+    ranks: Sequence[int]
+    network: Network
+    sync_s: float
+    units: int = 1
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Return the ranks of each group along these axes, in order."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for position, rank in enumerate(self.ranks):
+            place = self.layout.coordinates(position)
+            others = [axis for axis in _AXES if axis not in axes]
+            found.setdefault(tuple(getattr(place, axis) for axis in others), []).append(rank)
+        return list(found.values())
+
+    def ring_s(
+        self, kind: str, axes: Sequence[str], num_bytes: float, times: int = 1, gain: float = 1.0
+    ) -> float:
+        """Return the seconds of ``times`` collectives along these axes; see ``Network.ring_s``."""
+        groups = self.groups(*axes)
+        moving_s = self.network.ring_s(kind, groups, num_bytes, gain)
+        return moving_s + times * self.sync_of(len(groups[0]))
+
+    def sync_of(self, size: int) -> float:
+        """Return what it takes ``size`` ranks to wait for each other: as a tree does."""
+        everyone = len(self.network.nodes)
+        return self.sync_s * math.log2(size) / math.log2(everyone) if size > 1 else 0.0
+
+    def hops_s(self, num_bytes: float) -> list[float]:
+        """Return the seconds of one message from each pipeline stage to the next."""
+        width = self.layout.data_size * self.layout.tensor
+        hops = []
+        for start in range(0, width * (self.layout.pipeline - 1), width):
+            edges = [(self.ranks[start + i], self.ranks[start + width + i]) for i in range(width)]
+            latency = max(self.network.latency_s[_ordered(a, b)] for a, b in edges)
+            hops.append(latency + num_bytes / self.network.least_rate(edges))
+        return hops
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """All micro-batches forward and backward: seconds of each rank's stages for one of them.
+
+    ``waits_s``: those in which they wait for messages within themselves, for one micro-batch.
+    """
+
+    stages_s: list[float]
+    waits_s: list[float]
+    hops_s: list[float]
+    num_micro: int
+    stages_per_rank: int
+
+    @property
+    def computing_s(self) -> float:
+        """What a rank computes, on average."""
+        return self.num_micro * sum(self.stages_s) / len(self.stages_s)
+
+    def seconds(self, sharing: float) -> float:
+        """Return all, where a rank is up to ``sharing`` times as fast while others wait.
+
+        1F1B fills and drains once (arXiv:1806.03377), interleaved in smaller steps
+        (arXiv:2104.04473).
+        """
+        if len(self.stages_s) == 1:
+            return self.computing_s + self.num_micro * self.waits_s[0]
+        stages = [sum(both) for both in zip(self.stages_s, self.waits_s, strict=True)]
+        slowest = max(stages)
+        steady_s = (self.num_micro - 1) * max(slowest / sharing, *self.hops_s)
+        fill_s = (slowest + (sum(stages) - slowest) / self.stages_per_rank) / sharing
+        path_s = steady_s + fill_s + 2 * sum(self.hops_s)
+        return max(path_s, self.num_micro * sum(stages) / len(stages))
+
+    def messages_s(self, sharing: float) -> float:
+        """Return how much of ``seconds`` would not be there if messages took no time."""
+        silent = dataclasses.replace(self, waits_s=[0.0] * len(self.stages_s), hops_s=[0.0])
+        return self.seconds(sharing) - silent.seconds(sharing)
+
+
+def _blocks_of_ranks(
+    work: StepWork, layout: Layout, stages_per_rank: int, compute: Compute
+) -> list[int]:
+    """Return how many decoder blocks each rank of the pipeline has."""
+    layers, num = work.config.num_hidden_layers, layout.pipeline
+    if num == 1:
+        return [layers]
+    dealt = deal_blocks(layers, num * stages_per_rank, compute.head_s / compute.block_s, num)
+    return [sum(map(len, dealt[rank::num])) for rank in range(num)]
+
+
+def _stages_s(blocks: Sequence[int], layout: Layout, tokens: int, compute: Compute) -> list[float]:
+    """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
+    stages = [count * compute.block_s for count in blocks]
+    stages[-1] += compute.head_s
+    return [tokens * stage / layout.tensor for stage in stages]
+
+
+def _gathering_s(work: StepWork, place: _Placed, unshard_s: float, gain: float) -> float:
+    """Return the seconds in which a stage's weights are gathered once, hidden or not (FSDP2).
+
+    ``gain``: how many times as fast processors are as when all ranks gathered.
+    """
+    layout = place.layout
+    held = work.size.num_trained * work.itemsize if work.is_full else work.size.frozen_bytes
+    part = held / (layout.tensor * layout.pipeline)
+    copying_s = part * unshard_s / gain if layout.shard > 1 else 0.0
+    return copying_s + place.ring_s("all_gather", ["shard"], part, place.units, gain)
+
+
+def _reducing_s(work: StepWork, place: _Placed, parallel: ParallelConfig, num_micro: int) -> float:
+    """Return the seconds in which a step's gradients are added up."""
+    layout = place.layout
+    cut = layout.tensor * layout.pipeline
+    if not work.is_full or layout.shard == 1:
+        grads = work.size.trained_bytes / cut
+        return place.ring_s("all_reduce", ["replicate", "shard"], grads)
+    grads = work.size.num_trained / cut * (2 if parallel.reduce_dtype == "bf16" else 4)
+    passes, units = 1 if parallel.reshard == "step" else num_micro, place.units
+    scattering_s = place.ring_s("reduce_scatter", ["shard"], passes * grads, passes * units)
+    return scattering_s + place.ring_s("all_reduce", ["replicate"], grads / layout.shard, units)
+
+
+def _ordered(a: int, b: int) -> tuple[int, int]:
+    return (a, b) if a <= b else (b, a)
+
+
+def _median_of(pairs: Sequence[Pair], same_node: bool) -> Pair:
+    """Return a pair like those of its kind, or like all where there are none."""
+    kind = "same node" if same_node else "across nodes"
+    alike = [pair for pair in pairs if pair.kind == kind] or list(pairs)
+    return Pair(
+        alike[0].ranks,
+        alike[0].nodes,
+        statistics.median(pair.latency_s for pair in alike),
+        statistics.median(pair.bytes_per_s for pair in alike),
+        statistics.median(pair.exchange_bytes_per_s or pair.bytes_per_s for pair in alike),
+    )

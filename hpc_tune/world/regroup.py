@@ -1,0 +1,101 @@
+"""A world of some of the ranks, in another order, made of one that is there.
+
+    ranks measured -> regroup -> those that work: a Comm as if launched so
+                             -> the others: wait_outside until the run has ended
+
+The first rank of the launcher always works: it holds the store, by which those outside know that
+the others are there.
+"""
+
+import dataclasses
+import gc
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hpc_tune.errors import EXIT_FAILED
+from hpc_tune.world.bootstrap import init_groups, settle
+from hpc_tune.world.comm import Comm, Peer
+from hpc_tune.world.failure import end_world_on_uncaught
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_POLL_S = 1.0
+_LEAVE_LIMIT_S = 10.0
+_ENDED, _LEFT, _FAILED = "hpc_tune/ended", "hpc_tune/left", "hpc_tune/failed"
+
+
+def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
+    """Return this rank's part in a world of ``ranks``, in this order, or None outside of it.
+
+    Collective over all ranks; ``comm``'s process groups are gone afterwards. ``timeout_s`` is
+    run.timeout.
+    """
+    import torch.distributed as dist
+
+    assert 0 in ranks, "the rank that holds the store must work"
+    if list(ranks) == list(range(comm.world.size)):
+        return comm
+    comm.barrier("all ranks to know the layout", timeout_s)
+    dist.destroy_process_group()
+    gc.collect()
+    settle()
+    if comm.world.rank not in ranks:
+        return None
+    roster = _renumbered(comm, ranks)
+    me = list(ranks).index(comm.world.rank)
+    beside = [peer.rank for peer in roster if peer.node == roster[me].node]
+    world = dataclasses.replace(
+        comm.world,
+        rank=me,
+        size=len(ranks),
+        local_rank=beside.index(me),
+        local_size=len(beside),
+        node=roster[me].node,
+        num_nodes=len({peer.node for peer in roster}),
+    )
+    times = comm.reformed + 1
+    store = dist.PrefixStore(f"hpc_tune/regrouped/{times}", comm.store)
+    group = init_groups(world, comm.device, store, timeout_s)
+    found = dataclasses.replace(comm, world=world, cpu_group=group, roster=roster, reformed=times)
+    end_world_on_uncaught(found)
+    return found
+
+
+def wait_outside(comm: Comm) -> int:
+    """Return the run's exit code when it has ended; ``comm`` is the one before ``regroup``."""
+    store, code = comm.store, None
+    while code is None:
+        time.sleep(_POLL_S)
+        try:
+            if store.check([_ENDED]):
+                code = int(store.get(_ENDED))
+                store.add(_LEFT, 1)
+            elif store.check([_FAILED]):
+                code = EXIT_FAILED
+        except RuntimeError:  # the store is gone with its rank
+            code = EXIT_FAILED
+    if comm.watch is not None:
+        comm.watch.close()
+    return code
+
+
+def dismiss(store: "Store", num_outside: int, exit_code: int) -> None:
+    """Tell ``num_outside`` ranks that the run has ended, and wait until they know."""
+    if not num_outside:
+        return
+    store.set(_ENDED, str(exit_code))
+    until_s = time.monotonic() + _LEAVE_LIMIT_S
+    while store.add(_LEFT, 0) < num_outside and time.monotonic() < until_s:
+        time.sleep(0.1)
+
+
+def _renumbered(comm: Comm, ranks: Sequence[int]) -> tuple[Peer, ...]:
+    nodes: dict[int, int] = {}
+    for rank in ranks:
+        nodes.setdefault(comm.roster[rank].node, len(nodes))
+    return tuple(
+        dataclasses.replace(comm.roster[old], rank=new, node=nodes[comm.roster[old].node])
+        for new, old in enumerate(ranks)
+    )

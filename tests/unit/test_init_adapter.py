@@ -1,0 +1,156 @@
+"""Adapters to begin with: what stock peft and the Hugging Face Trainer have saved."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import build
+from hpc_tune.model.builtin import SHAPE, write_tiny
+from hpc_tune.model.init_adapter import start_from
+from hpc_tune.model.load import allocate, load_weights
+
+TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("base") / "tiny"
+    write_tiny(directory)
+    return directory
+
+
+def stock(tiny, **settings):
+    """A stock peft model whose adapters are not what they were at first."""
+    torch.manual_seed(3)
+    settings = {"r": 4, "lora_alpha": 6.0, "target_modules": "all-linear"} | settings
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(**settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def started(tiny, directory, method="lora"):
+    """Our model with the adapter of ``directory``."""
+    built = build(tiny, torch.float32, TuneConfig(method=method, rank=4, alpha=6.0), 0)
+    built = start_from(built, directory)
+    allocate(built.module, torch.device("cpu"))
+    load_weights(built)
+    return built.module.eval()
+
+
+@torch.no_grad()
+def gap(ours, theirs):
+    theirs = theirs.eval()
+    logits = [
+        model(input_ids=TOKENS_BT, use_cache=False).logits for model in (ours.causal_lm(), theirs)
+    ]
+    return (logits[0] - logits[1]).abs().max() / logits[1].abs().max()
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_an_adapter_that_peft_saved_is_where_training_begins(tiny, tmp_path, method):
+    theirs = stock(tiny, use_dora=method == "dora")
+    theirs.save_pretrained(tmp_path)
+    assert gap(started(tiny, tmp_path, method), theirs) < 1e-5
+
+
+def test_a_checkpoint_of_the_trainer_is_where_training_begins(tiny, tmp_path):
+    theirs = stock(tiny)
+    rows = [{"input_ids": TOKENS_BT[0], "labels": TOKENS_BT[0]}] * 4
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[], learning_rate=1e-2
+    )
+    Trainer(theirs, arguments, train_dataset=rows).train()
+    assert gap(started(tiny, tmp_path / "checkpoint-2"), theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"r": 8}, "r is 8 there, and tune.rank says 4"),
+        ({"lora_alpha": 5.0}, "lora_alpha is 5.0 there, and tune.alpha says 6.0"),
+        ({"use_dora": True}, "use_dora is True there, and tune.method says False"),
+        ({"target_modules": ["q_proj"]}, "it has no base_model.model.model.layers.0."),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(tiny, tmp_path, settings, said):
+    stock(tiny, **settings).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="tune.init_from=") as refused:
+        started(tiny, tmp_path)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_has_changed_its_base_is_refused_by_the_name_of_its_way(
+    tiny, tmp_path, way
+):
+    stock(tiny, init_lora_weights=way).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"init_lora_weights is {way} there"):
+        started(tiny, tmp_path)
+
+
+@pytest.mark.parametrize("way", [False, "gaussian", "orthogonal"])
+def test_an_adapter_that_has_begun_otherwise_on_the_same_base_is_taken(tiny, tmp_path, way):
+    theirs = stock(tiny, init_lora_weights=way)
+    theirs.save_pretrained(tmp_path)
+    assert gap(started(tiny, tmp_path), theirs) < 1e-5
+
+
+def test_an_adapter_of_a_base_of_another_width_is_refused(tiny, tmp_path):
+    wider = LlamaForCausalLM(LlamaConfig(**SHAPE | {"hidden_size": 2 * SHAPE["hidden_size"]}))
+    settings = LoraConfig(r=4, lora_alpha=6.0, target_modules="all-linear")
+    get_peft_model(wider, settings).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"lora_B\.weight has shape .* it is of another base"):
+        started(tiny, tmp_path)
+
+
+def test_an_adapter_that_has_more_than_this_run_is_refused(tiny, tmp_path):
+    stock(tiny).save_pretrained(tmp_path)
+    tune = TuneConfig(method="lora", rank=4, alpha=6.0, targets=["q_proj"])
+    with pytest.raises(ConfigError, match="it has base_model.* which this run has not"):
+        start_from(build(tiny, torch.float32, tune, 0), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "name the folder that peft's save_pretrained or the Trainer wrote"),
+        ({"adapter_model.bin": "x", "adapter_config.json": "{}"}, "is a pickle, which is not read"),
+        (
+            {"adapter_model.safetensors": "x", "adapter_config.json": "{"},
+            "adapter_config.json cannot be read",
+        ),
+        (
+            {"adapter_model.safetensors": "x", "adapter_config.json": "[]"},
+            "adapter_config.json cannot be read",
+        ),
+    ],
+)
+def test_a_folder_that_holds_no_adapter_is_refused(tiny, tmp_path, files, said):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match="tune.init_from") as refused:
+        started(tiny, tmp_path)
+    assert said in str(refused.value)
+
+
+def test_the_scaling_that_ranks_are_divided_by_must_be_ours(tiny, tmp_path):
+    stock(tiny).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
+    with pytest.raises(ConfigError, match="use_rslora"):
+        started(tiny, tmp_path)

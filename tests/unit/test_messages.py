@@ -1,0 +1,196 @@
+"""Bytes that a rank sends in a step, against arithmetic and against what the engine counts."""
+
+import json
+
+import pytest
+import torch
+
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.model.build import build
+from hpc_tune.model.shapes import shape_directory
+from hpc_tune.plan.messages import expected_bytes
+from hpc_tune.plan.model_size import measure
+from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
+
+HIDDEN, WIDE, VOCAB, BLOCKS, R = 64, 96, 256, 10, 16
+KV = 2 * 16  # two of the four heads
+
+
+def write_shape(folder, name="llama3-8b", blocks=BLOCKS, **more):
+    """Write the config.json of a small model of the family of ``name``."""
+    shape = json.loads((shape_directory(f"shape:{name}") / "config.json").read_text())
+    small = {"hidden_size": HIDDEN, "intermediate_size": WIDE, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": blocks}
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    text = json.dumps({**shape, **small, **heads, **ids, "head_dim": 16, **more})
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def expected(folder, method, layout, micros, loss_share=1.0, recomputes=False, **parallel):
+    built = build(folder, torch.float32, TuneConfig(method=method), 0, weights=False)
+    settings = ParallelConfig(reshard="block", **parallel)
+    words = (measure(built.module), built.config, layout, settings, 4, loss_share)
+    return expected_bytes(*words, micros, recomputes)
+
+
+MICROS = [(32, 20)] * 4
+TOKENS = 128
+SCALARS = 2 * 7 * 4 // 8 + 2 * 7 * 8 // 8  # the loss in fp32 and the norm in fp64, of 8 ranks
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return write_shape(tmp_path_factory.mktemp("shape") / "tied", tie_word_embeddings=True)
+
+
+def test_all_trained_rank_0_of_tensor_2_x_pipeline_4_sums_up_three_of_ten_blocks(tied):
+    sent = expected(tied, "full", Layout(1, 1, 2, 4), MICROS)
+    # An all-reduce of n bytes over two ranks sends n: 2 x 1/2. In each of the three blocks, two
+    # forward and two backward, and one of the embedding.
+    activations = (3 * 4 + 1) * TOKENS * HIDDEN * 4
+    embedding = VOCAB // 2 * HIDDEN * 4  # the first stage's and the last's half are added up
+    assert sent == {
+        "all_reduce": activations + embedding + SCALARS,
+        "send": TOKENS * HIDDEN * 4,
+    }
+    assert activations == 425_984
+    assert embedding == 32_768
+    assert SCALARS == 21
+
+
+def test_with_adapters_their_whole_sides_are_added_up_over_the_tensor_axis(tied):
+    sent = expected(tied, "lora", Layout(1, 1, 2, 4), MICROS)
+    # The embedding's in place of the first block's last, of which nobody needs the gradient.
+    activations = 3 * 4 * TOKENS * HIDDEN * 4
+    # A of q, k, v, gate and up, B of o and down
+    whole = 3 * R * (5 * HIDDEN + 2 * HIDDEN) * 4
+    assert sent == {"all_reduce": activations + whole + SCALARS, "send": TOKENS * HIDDEN * 4}
+
+
+def test_a_rank_with_the_head_sends_its_gradient_and_three_numbers_per_token_with_loss(tied):
+    sent = expected(tied, "full", Layout(1, 1, 2), [(32, 20), (32, 1), (32, 0)])
+    scalars = 4 + 8
+    # The micro-batch without loss is not computed.
+    activations = (BLOCKS * 4 + 1) * 2 * 32 * HIDDEN * 4
+    assert sent == {"all_reduce": activations + 21 * (HIDDEN * 4 + 3 * 4) + scalars}
+
+
+def test_a_stage_of_a_heavy_head_has_fewer_blocks_and_rank_0_more(tied):
+    """The head has 53% of a block's values, if all tokens carry loss, and more with many words."""
+    assert VOCAB * HIDDEN / (2 * HIDDEN * (HIDDEN + KV) + 3 * HIDDEN * WIDE + 2 * HIDDEN) < 0.54
+    sent = expected(tied, "full", Layout(1, 1, 2, 2), MICROS)
+    heavy = expected(tied, "full", Layout(1, 1, 2, 2), MICROS, loss_share=8.0)
+    # 5 and 5 blocks; and 7 and 3, with a head of 4.2
+    assert heavy["all_reduce"] - sent["all_reduce"] == 2 * 4 * TOKENS * HIDDEN * 4
+
+
+def test_blocks_that_run_again_do_their_first_sum_again(tied):
+    once = expected(tied, "full", Layout(1, 1, 2), MICROS)
+    again = expected(tied, "full", Layout(1, 1, 2), MICROS, recompute="full")
+    assert expected(tied, "full", Layout(1, 1, 2), MICROS, recomputes=True) == again
+    assert again["all_reduce"] - once["all_reduce"] == BLOCKS * TOKENS * HIDDEN * 4
+
+
+def test_an_interleaved_pipeline_fills_up_with_rows_of_one_token(tied):
+    sent = expected(tied, "full", Layout(1, 1, 1, 4), [(32, 20)] * 6, stages_per_rank=2)
+    assert sent["send"] == 3 * (6 * 32 + 2) * HIDDEN * 4
+
+
+ENGINE = """
+import json, sys
+from pathlib import Path
+import torch
+from hpc_tune.batch import Batch
+from hpc_tune.config.load import load_config
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.plan import trace
+from hpc_tune.plan.model_size import measure
+from hpc_tune.plan.messages import expected_bytes
+from hpc_tune.plan.traced_memory import TracedMemory
+
+def batch(rows, length, loss_tokens):
+    zeros = [torch.zeros(rows, length, dtype=torch.int64) for _ in range(3)]
+    return Batch(*zeros, loss_tokens, rows * length, 0)
+
+SHARE = 0.5
+for folder, ranks, settings in json.loads(sys.argv[1]):
+    config = load_config(None, ["data.eval_path=null", *settings])
+    built = trace._build(config, Path(folder))
+    size, itemsize = measure(built.module), built.dtype.itemsize
+    config, layout = trace._decided(config, built, ranks)
+    fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
+    with trace._fake_world(0, ranks), fake, TracedMemory(0).watch():
+        words = (config.optim, config.parallel, config.train, SHARE)
+        engine = NativeEngine(built, layout, trace.DEVICE, *words)
+        for stage in engine._stages:
+            stage.module.within_documents = False
+        batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
+        sent = [engine.train_step(batches, 57, 1e-3).sent_bytes for _ in range(2)]
+    micros = [(one.tokens_BT.numel(), one.num_loss_tokens) for one in batches]
+    words = (size, built.config, layout, config.parallel, itemsize, SHARE, micros)
+    print(json.dumps([*sent, expected_bytes(*words)]))
+"""
+FULL, LORA = "tune.method=full", "tune.method=lora"
+FP32, BF16 = "model.dtype=fp32", "model.dtype=bf16"
+IN_FP32 = "tune.param_dtype=fp32"
+BLOCK = "parallel.reshard=block"
+CASES = [
+    ("tied", [FULL, FP32, "parallel.tensor=2", "parallel.pipeline=4"]),
+    ("tied", [FULL, BF16, IN_FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
+    ("phi", [LORA, FP32, "parallel.tensor=2", "parallel.recompute=selective"]),
+]
+MORE_CASES = [
+    ("tied", [FULL, FP32, "parallel.shard=2", "parallel.reduce_dtype=bf16", BLOCK]),
+    ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.recompute=full"]),
+    ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
+    *(
+        ("llama", [method, BF16, IN_FP32, *(f"parallel.{axis}" for axis in axes)])
+        for method in (FULL, LORA)
+        for axes in (
+            ["replicate=4"],
+            ["replicate=2", "shard=2", "reshard=block"],
+            ["shard=2", "reshard=micro", "recompute=full"],
+            ["shard=2", "reshard=step"],
+            ["replicate=2", "shard=1", "offload_params=cpu"],
+            ["tensor=2", "replicate=2"],
+            ["pipeline=2", "tensor=2", "shard=2", "reshard=block", "recompute=selective"],
+            ["pipeline=4", "replicate=2"],
+            ["pipeline=2", "stages_per_rank=2"],
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        CASES,
+        pytest.param(MORE_CASES, marks=[pytest.mark.full, pytest.mark.timeout(900)]),
+    ],
+    ids=["few", "many"],
+)
+def test_the_engine_counts_what_the_formulas_say(tmp_path, cases):
+    """Of layouts that take more ranks than a test can start: the real engine in a fake world."""
+    folders = {
+        "tied": write_shape(tmp_path / "tied", tie_word_embeddings=True),
+        "llama": write_shape(tmp_path / "llama", blocks=5, tie_word_embeddings=False),
+        "qwen": write_shape(tmp_path / "qwen", "qwen3-32b", blocks=5),
+        "phi": write_shape(tmp_path / "phi", "phi3-mini", blocks=2),
+    }
+    axes = ("replicate", "shard", "tensor", "pipeline")
+    jobs = []
+    for shape, settings in cases:
+        sizes = dict(word.removeprefix("parallel.").split("=") for word in settings)
+        ranks = torch.Size(int(sizes.get(axis, 1)) for axis in axes).numel()
+        jobs.append((str(folders[shape]), ranks, settings))
+    argv = [*python(), "-c", ENGINE, json.dumps(jobs)]
+    done = run_ranks(argv, rank_environment(1), 3 * HANG_S)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(told) == len(cases)
+    for (shape, settings), (first, second, formula) in zip(cases, told, strict=True):
+        assert first == second == formula, (shape, settings)

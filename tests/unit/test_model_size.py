@@ -1,0 +1,78 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.plan.messages import flops_per_token, peak_flops
+from hpc_tune.plan.model_size import ModelSize, measure, static_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_values_and_bytes_are_counted_by_dtype_and_tied_ones_once(device):
+    with torch.device(device):
+        model = nn.Module()
+        model.embed = nn.Embedding(10, 4)  # 40, fp32
+        model.head = nn.Linear(4, 10, bias=False)
+        model.head.weight = model.embed.weight
+        model.base = nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False)  # 20, bf16
+    assert measure(model) == ModelSize(20, 40, 20 * 2, 40 * 4)
+    assert measure(model).num_parameters == 60
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_bytes"),
+    [
+        # 100 fp32 values: weight 4, gradient 4, two moments 8 = 16 bytes each
+        (Layout(1, 1), 1600),
+        (Layout(8, 1), 1600),
+        (Layout(1, 4), 400),
+        (Layout(2, 4), 400),
+    ],
+)
+def test_full_fine_tuning_takes_16_bytes_a_value_divided_by_the_shards(layout, num_bytes):
+    assert static_bytes(ModelSize(0, 100, 0, 400), layout) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_bytes"),
+    [(Layout(1, 1), 2000 + 160), (Layout(4, 1), 2000 + 160), (Layout(1, 4), 500 + 160)],
+)
+def test_a_frozen_base_is_divided_and_adapters_stay_whole(layout, num_bytes):
+    assert static_bytes(ModelSize(1000, 10, 2000, 40), layout) == num_bytes
+
+
+def config(tied):
+    return SimpleNamespace(
+        tie_word_embeddings=tied, vocab_size=10, hidden_size=4, num_hidden_layers=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "tied", "flops"),
+    [
+        # attention: 6 x 3 layers x hidden 4 x 5 tokens = 360
+        (ModelSize(0, 1000, 0, 0), True, 6 * 1000 + 360),
+        (ModelSize(0, 1000, 0, 0), False, 6 * (1000 - 40) + 360),
+        (ModelSize(1000, 10, 0, 0), True, 4 * 1000 + 6 * 10 + 360),
+        (ModelSize(1000, 10, 0, 0), False, 4 * (1000 - 40) + 6 * 10 + 360),
+    ],
+)
+def test_the_flops_of_a_token_are_those_of_the_products(size, tied, flops):
+    assert flops_per_token(size, config(tied), 5) == flops
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_gpus_peak_is_found_by_its_name(name, peak):
+    assert peak_flops(name) == peak

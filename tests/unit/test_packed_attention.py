@@ -1,0 +1,158 @@
+"""Attention document by document, against transformers' masks."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
+
+from hpc_tune.batch import Batch
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
+from hpc_tune.model.blocks import block_list
+from hpc_tune.model.loss import LossModel
+from hpc_tune.model.packed_attention import (
+    DOCUMENTS,
+    _attend,
+    documents_in,
+    use_document_attention,
+)
+
+# Documents of three rows: several, one, and single tokens at an end.
+LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    tokens_BT = torch.randint(0, 64, (3, 16), generator=generator)
+    rows = [torch.cat([torch.arange(length) for length in lengths]) for lengths in LENGTHS]
+    return Batch(tokens_BT, tokens_BT.roll(-1, 1), torch.stack(rows), 48, 48, 0)
+
+
+def model_of(family="llama", recompute="none", **more):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING[family](**shape, **heads, **more)
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(config)
+    module = LossModel(lm, config, use_document_attention(lm)).train()
+    checkpoint_blocks(list(block_list(module)), recompute)
+    return module
+
+
+def loss_and_grads(module):
+    module.zero_grad()
+    loss = module(batch())
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in module.parameters()]
+
+
+def test_documents_of_packed_rows():
+    assert documents_in(batch().positions_BT) == [
+        *((slice(0, 1), 0, 5), (slice(0, 1), 5, 14), (slice(0, 1), 14, 16)),
+        (slice(1, 2), 0, 16),
+        *((slice(2, 3), 0, 14), (slice(2, 3), 14, 15), (slice(2, 3), 15, 16)),
+    ]
+    assert documents_in(torch.arange(4).expand(2, -1)) == [(slice(0, 2), 0, 4)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_loss_and_gradients_are_those_of_the_mask(family, recompute):
+    module = model_of(family, recompute)
+    assert module.within_documents
+    loss, grads = loss_and_grads(module)
+    module.within_documents = False
+    wanted, wanted_grads = loss_and_grads(module)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    for grad, other in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_in_fp32_train_in_bf16():
+    """Full fine-tuning does; what rotary positions leave in fp32 is no dtype of values in bf16."""
+    module = model_of()
+    wanted, wanted_grads = loss_and_grads(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, grads = loss_and_grads(module)
+    assert loss != wanted
+    assert loss == pytest.approx(wanted, rel=1e-2)
+    for grad, other in zip(grads, wanted_grads, strict=True):
+        assert grad.dtype == torch.float32
+        assert (grad - other).norm() < 0.05 * other.norm()
+
+
+def test_no_mask_is_made_where_documents_say_it_all(monkeypatch):
+    made = []
+    sdpa_mask = masking_utils.sdpa_mask
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda **o: made.append(o) or sdpa_mask(**o))
+    module = model_of()
+    module(batch())
+    assert not made
+    module.within_documents = False
+    module(batch())
+    assert len(made) == 1
+
+
+def test_layers_with_a_sliding_window_keep_their_mask():
+    module = model_of("mistral", sliding_window=3)
+    loss, _ = loss_and_grads(module)
+    module.within_documents = False
+    assert loss == pytest.approx(loss_and_grads(module)[0], rel=1e-6)
+    wide = model_of("mistral", sliding_window=None)
+    wide.load_state_dict(module.state_dict())
+    assert loss_and_grads(wide)[0] != pytest.approx(loss, rel=1e-4), "the window does nothing"
+
+
+def test_families_without_sdpa_are_left_alone():
+    module = model_of("gemma2", head_dim=8)
+    assert not module.within_documents
+    assert module.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("lengths", [(40, 24), (64,), (600, 40)])
+def test_gradients_in_bf16_are_no_less_exact_than_torchs(lengths):
+    generator = torch.Generator().manual_seed(1)
+    num_tokens = sum(lengths)
+    exact = [torch.randn(2, h, num_tokens, 16, generator=generator) for h in (4, 2, 2)]
+    weight = torch.randn(2, 4, num_tokens, 16, generator=generator)
+    positions_BT = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+
+    def grads(dtype, attend):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in exact]
+        out = attend(*inputs)
+        return torch.autograd.grad(out, inputs, weight.to(dtype))
+
+    def stock(query, key, value):
+        parts = [tensor.split(lengths, 2) for tensor in (query, key, value)]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return torch.cat(
+            [attend(*part, is_causal=True, enable_gqa=True) for part in zip(*parts, strict=True)], 2
+        )
+
+    def ours(query, key, value):
+        with DOCUMENTS.of(documents_in(positions_BT)):
+            return _attend(None, query, key, value, None)[0].transpose(1, 2)
+
+    wanted = grads(torch.float64, stock)
+    found, theirs = grads(torch.bfloat16, ours), grads(torch.bfloat16, stock)
+    for one, other, true in zip(found, theirs, wanted, strict=True):
+        error = (one.double() - true).norm() / true.norm()
+        assert error < torch.finfo(torch.bfloat16).eps
+        assert error < 1.05 * (other.double() - true).norm() / true.norm()
+
+
+@pytest.mark.parametrize(("dropout", "value_dim"), [(0.3, 8), (0.0, 6)])
+def test_documents_stay_apart_where_the_kernel_cannot_be_used(dropout, value_dim):
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((4, 8), (2, 8), (2, value_dim))
+    inputs = [torch.randn(3, h, 16, dim, generator=generator) for h, dim in shapes]
+
+    def second_documents():
+        torch.manual_seed(0)
+        with DOCUMENTS.of(documents_in(batch().positions_BT)):
+            out_BTHD = _attend(None, *inputs, None, dropout=dropout)[0]
+        assert out_BTHD.shape == (3, 16, 4, value_dim)
+        return out_BTHD[0, LENGTHS[0][0] :]
+
+    before = second_documents()
+    for tensor in inputs:
+        tensor[0, :, : LENGTHS[0][0]] += 1.0
+    assert torch.equal(second_documents(), before)

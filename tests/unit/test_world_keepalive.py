@@ -1,0 +1,102 @@
+"""The connections that tell of lost hosts, in one process: who hears what, and when nobody does."""
+
+import queue
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_tune.errors import RemoteError, WorldError
+from hpc_tune.world import keepalive
+from hpc_tune.world.comm import Peer
+from hpc_tune.world.keepalive import HostWatch
+
+NUM_RANKS = 3
+
+
+class World:
+    """Ranks of one process, each on a host of its own; ``heard`` is who was told of what."""
+
+    def __init__(self):
+        self.heard = queue.Queue()
+        self.store = {}
+        roster = tuple(Peer(rank, rank, f"n{rank}", 1) for rank in range(NUM_RANKS))
+        self.watches = [self.start(rank, roster) for rank in range(NUM_RANKS)]
+        until_s = time.monotonic() + 120
+        while len(self.watches[0]._ranks) < NUM_RANKS - 1:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+    def start(self, rank, roster):
+        store = SimpleNamespace(set=self.store.__setitem__, get=self.store.__getitem__)
+        world = SimpleNamespace(rank=rank, size=NUM_RANKS, node=rank, hostname=f"n{rank}")
+        comm = SimpleNamespace(
+            world=world, is_rank_0=rank == 0, roster=roster, store=store, nonce="abc"
+        )
+        lost = lambda comm, error: self.heard.put((comm.world.rank, error))  # noqa: E731
+        return HostWatch(comm, "127.0.0.1", 20.0, lost)
+
+    def connection(self, rank):
+        """Return a rank's end of its connection to rank 0."""
+        [peer] = self.watches[rank]._ranks
+        return peer
+
+    def end(self):
+        for watch in self.watches:
+            watch.close()
+
+
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.setattr(keepalive, "_GONE_LIMIT_S", 0.3)
+    monkeypatch.setattr(keepalive, "_LEAVE_LIMIT_S", 3600.0)
+    made = World()
+    yield made
+    made.end()
+
+
+def test_a_clean_end_is_heard_by_nobody(world):
+    world.end()
+    assert [watch._thread.is_alive() for watch in world.watches] == [False] * NUM_RANKS
+    time.sleep(0.5)
+    assert world.heard.empty()
+
+
+def test_a_rank_that_ends_without_a_word_ends_the_world(world):
+    """Rank 0 hears it, and tells those that it still reaches."""
+    world.connection(2).shutdown(socket.SHUT_RDWR)
+    heard = dict(world.heard.get(timeout=10) for _ in range(NUM_RANKS))
+    assert isinstance(heard[0], WorldError)
+    assert str(heard[0]) == "rank 2 on n2 is gone"
+    assert isinstance(heard[1], RemoteError)
+
+
+def test_the_kernel_asks_on_both_sides_and_gives_up_within_the_limit(world):
+    ends = [world.connection(1), *world.watches[0]._ranks]
+    assert len(ends) == NUM_RANKS
+    for end in ends:
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, every_s, count = (end.getsockopt(socket.IPPROTO_TCP, one) for one in options)
+        assert idle_s + every_s * count == 20
+
+
+def test_a_stranger_is_sent_away_and_changes_nothing(world):
+    place = next(iter(world.watches[0]._ranks)).getsockname()
+    for said in (b"", b"x" * 36, world.watches[0]._hello + (99).to_bytes(4, "big")):
+        with socket.create_connection(place, timeout=10) as stranger:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+    assert len(world.watches[0]._ranks) == NUM_RANKS - 1
+    assert world.heard.empty()
+
+
+def test_it_listens_on_one_interface_unless_the_address_is_no_own_one():
+    with keepalive._listen("127.0.0.1", 1) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+    own = [a.ip for a in keepalive.local_addresses() if not a.ip.startswith("127.") and "." in a.ip]
+    assert own, "this machine has no network but its loopback"
+    with keepalive._listen(own[0], 1) as listener:
+        assert listener.getsockname()[0] == own[0]
