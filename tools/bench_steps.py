@@ -20,10 +20,12 @@ import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
+from hpc_tune.model.weights import Reserve, reserve_nothing
 from hpc_tune.plan.candidates import check_layout, choose_layout, keeps_gathered, micro_rows
 from hpc_tune.plan.messages import flops_per_token
 from hpc_tune.plan.model_size import measure
@@ -47,7 +49,13 @@ class RandomIndex(ShapeIndex):
         self.pieces, self.shapes, self.dtypes = known.pieces, known.shapes, known.dtypes
         self._noise: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
+    def fill(
+        self,
+        local: torch.Tensor,
+        name: str,
+        offset: tuple[int, ...] = (),
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
         """Fill a contiguous ``local``."""
         if local.ndim == 1:
             local.fill_(1.0)
@@ -94,13 +102,10 @@ def run(config: RunConfig, comm: Comm, num_steps: int) -> dict[str, object]:
     chosen = {"reshard": keeps_gathered(config.parallel, size, layout, room)}
     assert isinstance(built.index, ShapeIndex)
     index = RandomIndex(built.index)
+    parallel = config.parallel.model_copy(update=chosen)
     engine = NativeEngine(
         replace(built, index=index),
-        layout,
-        device,
-        config.optim,
-        config.parallel.model_copy(update=chosen),
-        config.train,
+        EngineSettings(layout, device, config.optim, parallel, config.train),
     )
     index.forget()
     rows, length = micro_rows(config, layout), config.data.seq_len

@@ -19,7 +19,7 @@ from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import make_batch
-from hpc_tune.engine.base import Engine
+from hpc_tune.engine.base import Engine, EngineSettings
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
@@ -71,12 +71,12 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
     )
     built = build(Path(row["directory"]), torch.float32, config.tune, SEED)
     built.module.within_documents &= row["attention"]
-    given: Any = (layout, comm.device, config.optim, config.parallel, config.train)
+    given = EngineSettings(layout, comm.device, config.optim, config.parallel, config.train)
     make: Any = ZeroEngine if name == "zero3" else NativeEngine
     engine: Engine | None = None
     error: HpcTuneError | None = None
     try:
-        engine = make(built, *given)
+        engine = make(built, given)
     except HpcTuneError as caught:
         error = caught
     comm.agree(error, "making the engine")

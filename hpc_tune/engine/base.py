@@ -4,10 +4,35 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from hpc_tune.batch import Batch
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import OptimConfig, TrainConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.regions import Region
-from hpc_tune.model.weights import TensorIndex
+from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is made with beside the model.
+
+    ``parallel.reshard`` must have been decided. ``loss_share`` of the tokens carry loss; pipeline
+    stages are balanced for that. ``reserve`` is called with the bytes of each large allocation of
+    host memory, before it.
+    """
+
+    layout: Layout
+    device: torch.device
+    optim: OptimConfig
+    parallel: ParallelConfig
+    train: TrainConfig = TrainConfig()
+    loss_share: float = 1.0
+    reserve: Reserve = reserve_nothing
+    faults: Faults = NO_FAULTS
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """FSDP2 over the decoder blocks of a model, and how long gathered weights stay."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import (
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
 from hpc_tune.engine.mesh import Mesh
+from hpc_tune.engine.precision import autocast_dtype
 from hpc_tune.model.build import DTYPES, BuiltModel
 
 
@@ -31,38 +34,26 @@ def shard(
     shards and then over the replicas (HSDP).
     """
     full = built.tune.method == "full"
-    lower = full and built.dtype != DTYPES[built.tune.param_dtype]
-    parameters = list(built.module.parameters())
-    whole = set() if full else {p for p in parameters if p.requires_grad}
-    if lower:
+    lower = autocast_dtype(built)
+    if lower is not None:
         # bf16 has no number between 1 and 1.0078: norms are computed with in fp32, as elsewhere.
-        whole = {p for p in parameters if p.dim() < 2}
+        whole = {p for p in built.module.parameters() if p.dim() < 2}
+        if built.module.first_stage:
+            # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
+            embedding = built.module.causal_lm().get_input_embeddings()
+            embedding.register_forward_hook(lambda module, args, out: out.float())
+    else:
+        whole = {p for p in built.module.parameters() if p.requires_grad and not full}
     mixed = MixedPrecisionPolicy(
-        param_dtype=built.dtype if lower else None,
+        param_dtype=lower,
         reduce_dtype=DTYPES[parallel.reduce_dtype] if full else None,
         cast_forward_inputs=False,
     )
-    if lower and built.module.first_stage:
-        # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
-        embedding = built.module.causal_lm().get_input_embeddings()
-        embedding.register_forward_hook(lambda module, args, out: out.float())
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload_params == "cpu":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    gather, scatter = FsdpAllGather(collectives), FsdpReduceScatter(collectives)
-    replicas = mesh.layout.replicate
-
-    def count_all_reduce(grads: torch.Tensor) -> None:
-        collectives.count("all_reduce", 2 * (replicas - 1) * grads.nbytes // replicas)
-
-    many = parallel.blocks_per_unit
-    units: list[nn.Module | list[nn.Module]] = [
-        blocks[i : i + many] for i in range(0, len(blocks), many)
-    ]
-    if built.module.first_stage and built.tied is None:
-        units.append(built.module.causal_lm().get_input_embeddings())
-    for unit in (*units, built.module):
-        sharded = fully_shard(
+    for unit in _units(built, blocks, parallel.blocks_per_unit):
+        fully_shard(
             unit,
             mesh=mesh.weights(with_replicas=full),
             reshard_after_forward=parallel.reshard == "block" and unit is not built.module,
@@ -70,15 +61,42 @@ def shard(
             offload_policy=offload,
             ignored_params=whole,
         )
-        for module in sharded if isinstance(sharded, list) else [sharded]:
-            if isinstance(module, FSDPModule):
-                # The loss is a sum over the global tokens: gradients are summed, not averaged.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-                module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-                if full and mesh.layout.replicate > 1:
-                    module.set_all_reduce_hook(count_all_reduce)
+    replicas = mesh.layout.replicate if full else 1
+    for module in _sharded_modules(built.module):
+        _sum_and_count(module, replicas, collectives)
+
+
+def _units(
+    built: BuiltModel, blocks: list[nn.Module], blocks_per_unit: int
+) -> list[nn.Module | list[nn.Module]]:
+    """Return what is gathered together, the root with all the rest as the last."""
+    units: list[nn.Module | list[nn.Module]] = [
+        blocks[i : i + blocks_per_unit] for i in range(0, len(blocks), blocks_per_unit)
+    ]
+    if built.module.first_stage and built.tied is None:
+        units.append(built.module.causal_lm().get_input_embeddings())
+    return [*units, built.module]
+
+
+def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollectives) -> None:
+    """Let a unit sum gradients over the ranks and not average them, and count its messages.
+
+    The loss is a sum over the global tokens. ``replicas`` hold copies of what is trained.
+    """
+
+    def count_all_reduce(grads: torch.Tensor) -> None:
+        collectives.count("all_reduce", 2 * (replicas - 1) * grads.nbytes // replicas)
+
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_custom_all_gather(FsdpAllGather(collectives))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(FsdpReduceScatter(collectives))  # type: ignore[arg-type]
+    if replicas > 1:
+        module.set_all_reduce_hook(count_all_reduce)
 
 
 def before_backward(module: nn.Module, is_last: bool, keep: bool) -> None:
@@ -95,6 +113,5 @@ def before_backward(module: nn.Module, is_last: bool, keep: bool) -> None:
 
 def release_gathered(module: nn.Module) -> None:
     """Leave a rank with its shards alone: passes without a backward pass keep what they gather."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for sharded in _sharded_modules(module):
+        sharded.reshard()

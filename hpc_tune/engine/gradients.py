@@ -16,7 +16,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
-from hpc_tune.model.room import ask
+from hpc_tune.model.weights import Reserve, reserve_nothing
 
 _VALUES_AT_ONCE = 1 << 22
 # Enough for a link to be busy; a model's last piece has nothing to hide behind.
@@ -101,10 +101,11 @@ class EarlySums:
     then. For layouts in which a backward pass has no other messages.
     """
 
-    def __init__(self, bucket: Bucket, collectives: CountedCollectives) -> None:
-        """Watch the bucket's parameters."""
-        assert bucket.group is not None
-        self._group, self._collectives = bucket.group, collectives
+    def __init__(
+        self, bucket: Bucket, group: dist.ProcessGroup, collectives: CountedCollectives
+    ) -> None:
+        """Watch the bucket's parameters; ``group`` is the bucket's."""
+        self._group, self._collectives = group, collectives
         self._pieces: list[torch.Tensor] = []
         self._sizes: list[int] = []  # parameters of each piece
         self._missing: list[int] = []
@@ -142,7 +143,12 @@ class EarlySums:
             self._works.append(self._collectives.begin_all_reduce(self._pieces[at], self._group))
 
 
-def make_buckets(trained: Iterable[Trained], mesh: Mesh, device: torch.device) -> list[Bucket]:
+def make_buckets(
+    trained: Iterable[Trained],
+    mesh: Mesh,
+    device: torch.device,
+    reserve: Reserve = reserve_nothing,
+) -> list[Bucket]:
     """Make the flat buffers; which ranks add one up depends on what its gradients are parts of."""
     alike: dict[tuple[bool, int, bool], list[nn.Parameter]] = {}
     for one in trained:
@@ -152,7 +158,7 @@ def make_buckets(trained: Iterable[Trained], mesh: Mesh, device: torch.device) -
     for (partial, copies, tied), parameters in alike.items():
         num = sum(p.numel() for p in parameters)
         if device.type == "cpu":
-            ask(num * parameters[0].dtype.itemsize)
+            reserve(num * parameters[0].dtype.itemsize)
         flat = torch.zeros(num, dtype=parameters[0].dtype, device=device)
         position = 0
         for parameter in parameters:

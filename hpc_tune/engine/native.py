@@ -11,19 +11,16 @@ are FSDP2's, whose reduce-scatter runs in each backward pass, or with reshard=st
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from hpc_tune.batch import Batch
-from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.engine.activation_checkpoint import Recompute, checkpoint_blocks
-from hpc_tune.engine.base import StepResult
+from hpc_tune.engine.adamw import MOMENTS, make_adamw
+from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.float8 import check_float8, use_float8
@@ -36,23 +33,19 @@ from hpc_tune.engine.gradients import (
     trained_of,
 )
 from hpc_tune.engine.mesh import Layout, Mesh
-from hpc_tune.engine.optim import make_adamw
 from hpc_tune.engine.optimizer_offload import OffloadedState
 from hpc_tune.engine.pipeline_parallel import Pipeline, cut_stages
+from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.errors import CheckpointError
-from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.blocks import block_list, use_own_layers
-from hpc_tune.model.build import DTYPES, BuiltModel
+from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
-
-STATE_NAMES = ("exp_avg", "exp_avg_sq")
-NOTHING_WRAPPED = TrainConfig()
 
 
 class NativeEngine:
@@ -60,83 +53,41 @@ class NativeEngine:
 
     saves_in_background = True
 
-    def __init__(
-        self,
-        built: BuiltModel,
-        layout: Layout,
-        device: torch.device,
-        optim: OptimConfig,
-        parallel: ParallelConfig,
-        train: TrainConfig = NOTHING_WRAPPED,
-        loss_share: float = 1.0,
-        faults: Faults = NO_FAULTS,
-    ) -> None:
-        """Lay out, allocate and load ``built``. ``parallel.reshard`` must have been decided.
-
-        ``loss_share`` of the tokens carry loss; pipeline stages are made equal for that.
+    def __init__(self, built: BuiltModel, settings: EngineSettings) -> None:
+        """Lay out, allocate and load ``built``. Collective.
 
         Raises:
             DataError: if the weights on disk are damaged or of another model.
-            ConfigError: if train.float8 is not possible on ``device``.
+            ConfigError: if train.float8 is not possible on the device.
         """
-        assert parallel.reshard != "auto"
-        self._layout, self._device, self._clip_norm = layout, device, optim.clip_norm
-        self._seed, self._dtype, self._faults = built.seed, built.dtype, faults
-        self._keep_gathered = parallel.reshard == "step"
-        self._mesh = mesh = Mesh(layout, device)
+        layout, device, parallel = settings.layout, settings.device, settings.parallel
+        self._layout, self._device, self._settings = layout, device, settings
+        self._seed, self._autocast = built.seed, autocast_dtype(built)
+        self._mesh = Mesh(layout, device)
         self._collectives = CountedCollectives(device)
-        offload = parallel.offload_params == "cpu"
-        fsdp = layout.shard > 1 or offload
-        full = built.tune.method == "full"
-        self._autocast = full and built.dtype != DTYPES[built.tune.param_dtype]
-        if layout.shard > 1:
-            return_freed_blocks()
-        if not train.compile:
-            use_row_dropout(built.module, built.seed)
-        cuts = [built]
-        if layout.pipeline > 1:
-            per_rank = parallel.stages_per_rank
-            cuts = cut_stages(built, layout, mesh.coordinates.pipeline, per_rank, loss_share)
-        self._stages: list[BuiltModel] = []
-        self._trained: list[Trained] = []
-        all_blocks: list[nn.Module] = []
-        for stage in cuts:
-            blocks = list(block_list(stage.module))
-            partial: frozenset[str] = frozenset()
-            if mesh.tensor is not None:
-                stage, partial = slice_model(stage, Axis(mesh.tensor, self._collectives))
-            if train.float8:
-                check_float8(device)
-                use_float8(blocks)
-            use_own_layers(stage.module, blocks, train.compile)
-            checkpoint_blocks(blocks, parallel.recompute)
-            if train.compile:
-                compile_blocks(blocks)
-            all_blocks += blocks
-            if fsdp:
-                shard(stage, blocks, mesh, parallel, device, self._collectives)
-            allocate(stage.module, device, torch.device("cpu") if offload else None)
-            load_weights(stage)
-            self._stages.append(stage)
-            self._trained += trained_of(stage, mesh, partial)
-        self._recompute = Recompute(all_blocks, parallel.recompute, train.compile)
-        self._compiles = train.compile
+        self._stages, self._trained = _load_stages(built, settings, self._mesh, self._collectives)
+        modules = [stage.module for stage in self._stages]
+        blocks = [block for module in modules for block in block_list(module)]
+        self._recompute = Recompute(blocks, parallel.recompute, settings.train.compile)
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
-        self._buckets = make_buckets(self._trained, mesh, device)
-        alone = layout.replicate == layout.size and not fsdp
-        self._early = [EarlySums(b, self._collectives) for b in self._buckets if alone and b.group]
-        self._adamw = make_adamw([t.parameter for t in self._trained], optim)
-        self._moved: OffloadedState | None = None
-        movable = (device.type == "cuda" or faults.moves_on_host) and not offload
-        self._movable = {Action.MOVE_OPTIMIZER} if movable else set()
+        self._buckets = make_buckets(self._trained, self._mesh, device, settings.reserve)
+        replicated = layout.replicate == layout.size and not _uses_fsdp(settings)
+        self._early = [
+            EarlySums(bucket, bucket.group, self._collectives)
+            for bucket in self._buckets
+            if replicated and bucket.group is not None
+        ]
+        parameters = [t.parameter for t in self._trained]
+        self._adamw = make_adamw(parameters, settings.optim, settings.reserve)
+        self._offloaded: OffloadedState | None = None
         self._pipeline = None
         if layout.pipeline > 1:
-            wire = torch.float32 if self._autocast else built.dtype
-            modules = [stage.module for stage in self._stages]
+            wire = built.dtype if self._autocast is None else torch.float32
             width = built.config.hidden_size
             self._pipeline = Pipeline(modules, layout, device, width, wire, self._collectives)
-        self._tied_group = _tied_group(layout) if full and built.tied else None
+        trains_tied = built.tune.method == "full" and built.tied is not None
+        self._tied_group = _tied_group(layout) if trains_tied else None
 
     def train_step(
         self,
@@ -155,7 +106,7 @@ class NativeEngine:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         before_update()
-        (self._moved or self._adamw).step()
+        (self._offloaded or self._adamw).step()
         mean_loss, norm = loss.item() / global_tokens, grad_norm.item()
         sent, comm_s = self._collectives.take()
         return StepResult(mean_loss, norm, comm_s, sent)
@@ -206,28 +157,30 @@ class NativeEngine:
                     )
                 region = trained.stage.region(trained.name, tensor)
                 if region.local.numel():
-                    index.fill(region.local, name, region.offset)
+                    index.fill(region.local, name, region.offset, self._settings.reserve)
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
 
     def levers(self) -> set[Action]:
         """Return what the governor may ask for; see ``base.Engine``."""
-        return self._recompute.levers() | self._movable
+        has_device = self._device.type == "cuda" or self._settings.faults.moves_on_host
+        can_offload = has_device and self._settings.parallel.offload_params != "cpu"
+        return self._recompute.levers() | ({Action.MOVE_OPTIMIZER} if can_offload else set())
 
     def apply(self, action: Action, on: bool) -> str:
         """Do one of ``levers``, or undo it; see ``base.Engine``."""
         if action == Action.RECOMPUTE:
             return self._recompute.apply(action, on)
-        if self._moved is not None:
-            self._moved.close()
-        self._moved = OffloadedState(self._adamw) if on else None
+        if self._offloaded is not None:
+            self._offloaded.close()
+        self._offloaded = OffloadedState(self._adamw) if on else None
         return f"optimizer state waits on {'the host' if on else 'the device'}"
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it; see ``base.Engine``."""
         # One row alone would be compiled apart, and the compiler's memory would count as the row's.
-        eagerly = torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
-        with eagerly:
+        compiles = self._settings.train.compile
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
             self._forward_backward([batch], 1)
         self._zero_grad()
 
@@ -241,7 +194,8 @@ class NativeEngine:
             chunk: int, is_last: bool, out: torch.Tensor, grad_BTD: torch.Tensor | None
         ) -> None:
             nonlocal total
-            before_backward(self._stages[chunk].module, is_last, self._keep_gathered)
+            keeps_gathered = self._settings.parallel.reshard == "step"
+            before_backward(self._stages[chunk].module, is_last, keeps_gathered)
             if grad_BTD is not None:
                 out.backward(grad_BTD.to(out.dtype))
                 return
@@ -262,10 +216,10 @@ class NativeEngine:
         return total
 
     def _forward(self, chunk: int, batch: Batch, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
-        self._faults.compute(batch.tokens_BT.shape[0])
-        number = chunk * self._layout.pipeline + self._mesh.coordinates.pipeline
-        torch.manual_seed((self._seed * 1_000_003 + batch.first_row) ^ (number << 52))
-        with self._precision():
+        self._settings.faults.compute(batch.tokens_BT.shape[0])
+        stage = chunk * self._layout.pipeline + self._mesh.coordinates.pipeline
+        seed_micro_batch(self._seed, batch.first_row, stage)
+        with autocast(self._device, self._autocast):
             out: torch.Tensor = self._stages[chunk].module(batch.to(self._device), hidden_BTD)
         return out
 
@@ -288,13 +242,8 @@ class NativeEngine:
 
     def _state_of(self, trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
         yield trained.saved_name, trained.parameter
-        for part in STATE_NAMES:
+        for part in MOMENTS:
             yield f"{part}.{trained.saved_name}", self._adamw.state[trained.parameter][part]
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._autocast:
-            return torch.autocast(self._device.type, self._dtype)
-        return nullcontext()
 
     def _zero_grad(self) -> None:
         for bucket in self._buckets:
@@ -308,15 +257,67 @@ class NativeEngine:
         if self._spread:
             self._collectives.all_reduce(squares, None)
         norm = squares.sqrt()
-        if self._clip_norm:
+        if clip_norm := self._settings.optim.clip_norm:
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
-            scale = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
+            scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
             for bucket in self._buckets:
                 bucket.grads.mul_(scale)
             sharded = [t.local_grad for t in self._sharded if t.parameter.grad is not None]
             if sharded:
                 torch._foreach_mul_(sharded, scale.to(sharded[0].device))
         return norm
+
+
+def _uses_fsdp(settings: EngineSettings) -> bool:
+    return settings.layout.shard > 1 or settings.parallel.offload_params == "cpu"
+
+
+def _load_stages(
+    built: BuiltModel, settings: EngineSettings, mesh: Mesh, collectives: CountedCollectives
+) -> tuple[list[BuiltModel], list[Trained]]:
+    """Return this rank's pipeline stages with their weights, and the trained ones of all."""
+    layout, train = settings.layout, settings.train
+    if layout.shard > 1:
+        return_freed_blocks()
+    if not train.compile:
+        use_row_dropout(built.module, built.seed)
+    cuts = [built]
+    if layout.pipeline > 1:
+        per_rank, rank = settings.parallel.stages_per_rank, mesh.coordinates.pipeline
+        cuts = cut_stages(built, layout, rank, per_rank, settings.loss_share)
+    stages, trained = [], []
+    for cut in cuts:
+        stage, partial = _load_stage(cut, settings, mesh, collectives)
+        stages.append(stage)
+        trained += trained_of(stage, mesh, partial)
+    return stages, trained
+
+
+def _load_stage(
+    stage: BuiltModel, settings: EngineSettings, mesh: Mesh, collectives: CountedCollectives
+) -> tuple[BuiltModel, frozenset[str]]:
+    """Slice, wrap, shard, allocate and load a stage, in this order.
+
+    Returns it and the names of the trained parameters whose gradients are partial sums.
+    """
+    device, parallel, train = settings.device, settings.parallel, settings.train
+    blocks = list(block_list(stage.module))
+    partial: frozenset[str] = frozenset()
+    if mesh.tensor is not None:
+        stage, partial = slice_model(stage, Axis(mesh.tensor, collectives))
+    if train.float8:
+        check_float8(device)
+        use_float8(blocks)
+    use_own_layers(stage.module, blocks, train.compile)
+    checkpoint_blocks(blocks, parallel.recompute)
+    if train.compile:
+        compile_blocks(blocks)
+    if _uses_fsdp(settings):
+        shard(stage, blocks, mesh, parallel, device, collectives)
+    offloads = parallel.offload_params == "cpu"
+    allocate(stage.module, device, torch.device("cpu") if offloads else None)
+    load_weights(stage, settings.reserve)
+    return stage, partial
 
 
 def _region(trained: Trained, name: str, tensor: torch.Tensor) -> Region:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from hpc_tune.engine.adamw import MOMENTS
 
 
 class OffloadedState:
@@ -22,7 +22,7 @@ class OffloadedState:
         self._optimizer = optimizer
         for _, parameter in self._parameters():
             state = optimizer.state[parameter]
-            for name in _MOMENTS:
+            for name in MOMENTS:
                 state[name] = _to(state[name], torch.device("cpu"))
 
     def step(self) -> None:
@@ -35,7 +35,7 @@ class OffloadedState:
         """Bring the moments back to their parameters' devices."""
         for _, parameter in self._parameters():
             state = self._optimizer.state[parameter]
-            for name in _MOMENTS:
+            for name in MOMENTS:
                 state[name] = _to(state[name], parameter.device)
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
@@ -46,7 +46,7 @@ class OffloadedState:
     @torch.no_grad()
     def _update(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
         state = self._optimizer.state[parameter]
-        waiting = [_local(state[name]) for name in _MOMENTS]
+        waiting = [_local(state[name]) for name in MOMENTS]
         visiting = [moment.to(parameter.device) for moment in waiting]
         assert parameter.grad is not None
         beta1, beta2 = group["betas"]

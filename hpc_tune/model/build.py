@@ -22,6 +22,7 @@ from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.language import (
+    LanguageModel,
     Names,
     language_config,
     language_model,
@@ -134,65 +135,40 @@ def build(
         DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or the
             trained weights would be less exact than what is computed with them.
     """
-    if tune.param_dtype == "bf16" and dtype == torch.float32:
-        raise ConfigError(
-            "tune.param_dtype=bf16 while this device computes in fp32; set model.dtype=bf16, or "
-            "leave tune.param_dtype out"
-        )
+    _require_same_precision(tune, dtype)
     whole = read_config(directory)
     dropout = without_dropout(language_config(whole, directory))
     stored_index = index_model_directory(directory) if weights else None
     full = tune.method == "full"
-    language = language_model(
-        whole, directory, DTYPES[tune.param_dtype] if full else dtype, stored_index
-    )
-    model, config = language.model, language.config
+    base_dtype = DTYPES[tune.param_dtype] if full else dtype
+    language = language_model(whole, directory, base_dtype, stored_index)
+    model, names = language.model, language.names
     model.config.use_cache = False
     within_documents = use_document_attention(model)
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if tune.method == "qlora":
         quantize_linears(block_list(model), dtype)
-    own_names = {id(t): n for n, t in stored_tensors(model)}
-    root: nn.Module = model if full else _with_adapters(model, tune)
-    module = LossModel(root, config, within_documents)
+    own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
+    tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
+    root: nn.Module = model if full else _with_adapters(language, tune)
+    module = LossModel(root, language.config, within_documents)
     module.train()
-    embedding = model.get_input_embeddings().weight if language.is_tied else None
-    base_names, missing = {}, []
-    for name, tensor in stored_tensors(module):
-        if (own := own_names.get(id(tensor))) is not None:
-            stored = language.names.stored(own, index, tied=tensor is embedding)
-            base_names[name] = stored or ""
-            missing += [] if stored else [own]
-            if stored and index.shapes[stored] != shapes[own]:
-                raise DataError(
-                    f"{directory}: {stored} has shape {list(index.shapes[stored])}, config.json "
-                    f"asks for {list(shapes[own])}; the weights are of another model"
-                )
-    if any("experts" in name for name in missing):
-        raise DataError(
-            f"{directory}: {config.model_type} is a mixture of experts, whose weights hpc_tune "
-            "cannot read yet; use a dense model"
-        )
-    if missing:
-        raise DataError(
-            f"{directory}: {len(missing)} of {len(base_names)} tensors that config.json asks for "
-            f"are not in its safetensors files, such as {', '.join(missing[:3])}"
-        )
-    used = {*base_names.values(), language.names.stored(language.names.head, index) or ""}
+    stored = _stored_names(directory, language, index, shapes, tied)
+    base_names = {
+        name: stored[own_names[id(tensor)]]
+        for name, tensor in stored_tensors(module)
+        if id(tensor) in own_names
+    }
+    used = {*base_names.values(), names.stored(names.head, index) or ""}
     saved_names = {
-        name: base_names.get(name) or _peft_name(name, language.names)
+        name: base_names.get(name) or _peft_name(name, names)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    if language.is_tied and hasattr(model.get_output_embeddings(), "lora_A"):
-        raise ConfigError(
-            f"tune.targets={tune.targets}: the output head of this model is its embedding, which "
-            "an adapter would change too; leave it out of tune.targets"
-        )
     return BuiltModel(
         module,
-        config,
+        language.config,
         directory,
         index,
         base_names,
@@ -200,11 +176,58 @@ def build(
         tune,
         dtype,
         seed,
-        next((base_names[n] for n, t in stored_tensors(module) if t is embedding), None),
+        stored[tied] if tied else None,
         dropout=dropout,
-        names=language.names,
+        names=names,
         others=parts_beside(stored_index, used) if stored_index is not None else (),
     )
+
+
+def _require_same_precision(tune: TuneConfig, dtype: torch.dtype) -> None:
+    if tune.param_dtype == "bf16" and dtype == torch.float32:
+        raise ConfigError(
+            "tune.param_dtype=bf16 while this device computes in fp32; set model.dtype=bf16, or "
+            "leave tune.param_dtype out"
+        )
+
+
+def _stored_names(
+    directory: Path,
+    language: LanguageModel,
+    index: TensorIndex | ShapeIndex,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: str | None,
+) -> dict[str, str]:
+    """Return what the files call each tensor of the language model, whose ``shapes`` are by name.
+
+    ``tied``: the one that is both the embedding and the output head.
+
+    Raises:
+        DataError: if one is not there, or has another shape.
+    """
+    names: dict[str, str] = {}
+    for name, shape in shapes.items():
+        stored = language.names.stored(name, index, tied=name == tied)
+        if stored is None:
+            continue
+        names[name] = stored
+        if index.shapes[stored] != shape:
+            raise DataError(
+                f"{directory}: {stored} has shape {list(index.shapes[stored])}, config.json "
+                f"asks for {list(shape)}; the weights are of another model"
+            )
+    missing = [name for name in shapes if name not in names]
+    if any("experts" in name for name in missing):
+        raise DataError(
+            f"{directory}: {language.config.model_type} is a mixture of experts, whose weights "
+            "hpc_tune cannot read yet; use a dense model"
+        )
+    if missing:
+        raise DataError(
+            f"{directory}: {len(missing)} of {len(shapes)} tensors that config.json asks for "
+            f"are not in its safetensors files, such as {', '.join(missing[:3])}"
+        )
+    return names
 
 
 def _peft_name(name: str, names: Names) -> str:
@@ -214,13 +237,13 @@ def _peft_name(name: str, names: Names) -> str:
     return _ADAPTERS + plain.replace(".default", "")
 
 
-def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
+def _with_adapters(language: LanguageModel, tune: TuneConfig) -> nn.Module:
     with lazy_imports():
         from peft import get_peft_model
 
     from transformers.pytorch_utils import Conv1D
 
-    kinds = (nn.Linear, Conv1D)
+    model, kinds = language.model, (nn.Linear, Conv1D)
     linear = sorted(
         {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
@@ -248,6 +271,11 @@ def _with_adapters(model: Any, tune: TuneConfig) -> nn.Module:
         raise ConfigError(
             f"tune.targets={tune.targets}: {others[0].partition('.lora_')[0]} is an embedding; "
             "adapters are for linear layers"
+        )
+    if language.is_tied and hasattr(model.get_output_embeddings(), "lora_A"):
+        raise ConfigError(
+            f"tune.targets={tune.targets}: the output head of this model is its embedding, which "
+            "an adapter would change too; leave it out of tune.targets"
         )
     for parameter in wrapped.parameters():
         if parameter.requires_grad:

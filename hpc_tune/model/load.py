@@ -20,7 +20,7 @@ from hpc_tune.model.language import stored_tensors
 from hpc_tune.model.positions import settle_positions
 from hpc_tune.model.quantize import fill_packed, four_bit_layers
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.weights import TensorIndex, index_checkpoint
+from hpc_tune.model.weights import Reserve, TensorIndex, index_checkpoint, reserve_nothing
 
 
 def allocate(module: nn.Module, device: torch.device, sharded: torch.device | None = None) -> None:
@@ -28,11 +28,7 @@ def allocate(module: nn.Module, device: torch.device, sharded: torch.device | No
 
     Sharded parameters go to the device ``sharded`` instead, where they are offloaded.
     """
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((owner, name))
+    owners = owners_of(module)
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         offloaded = sharded is not None and isinstance(tensor, DTensor)
@@ -44,7 +40,19 @@ def allocate(module: nn.Module, device: torch.device, sharded: torch.device | No
             owner._parameters[name] = first._parameters[first_name]
 
 
-def load_weights(built: BuiltModel, parameters: bool = True) -> None:
+def owners_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Return each parameter's modules with its name in them; tied weights have several."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((owner, name))
+    return owners
+
+
+def load_weights(
+    built: BuiltModel, reserve: Reserve = reserve_nothing, parameters: bool = True
+) -> None:
     """Fill the allocated module: base weights from disk, adapters and buffers with first values.
 
     With ``parameters=False`` only the buffers, for an engine that fills parameters by itself.
@@ -64,11 +72,12 @@ def load_weights(built: BuiltModel, parameters: bool = True) -> None:
         region = built.region(name, parameter)
         if stored := built.base_names.get(name):
             if name in packed:
-                fill_packed(packed[name], region.local, region.offset[0], built.index, stored)
+                start = region.offset[0]
+                fill_packed(packed[name], region.local, start, built.index, stored, reserve)
             elif not _map_pages(built.index, stored, parameter, region) and region.local.numel():
-                built.index.fill(region.local, stored, region.offset)
+                built.index.fill(region.local, stored, region.offset, reserve)
         else:
-            _init_adapter(built, name, region)
+            _init_adapter(built, name, region, reserve)
     _init_buffers(built.module.causal_lm())
     if built.seq_len is not None:
         settle_positions(built.module, built.seq_len)
@@ -103,10 +112,10 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
             index.fill(region.local, saved, region.offset)
 
 
-def _init_adapter(built: BuiltModel, name: str, region: LocalRegion) -> None:
+def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Reserve) -> None:
     if built.start is not None:
         if region.local.numel():
-            built.start.fill(region.local, built.saved_names[name], region.offset)
+            built.start.fill(region.local, built.saved_names[name], region.offset, reserve)
         return
     full = first_values(name, region.full_shape, built.seed)
     box = zip(region.offset, region.local.shape, strict=True)

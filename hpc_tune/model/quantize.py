@@ -15,7 +15,7 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
+from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 
 BLOCK = 64  # values that share a scale
 SCALES_BLOCK = 256  # scales that share a scale of their own
@@ -133,6 +133,7 @@ def fill_packed(
     start: int,
     index: TensorIndex | ShapeIndex,
     stored: str,
+    reserve: Reserve = reserve_nothing,
 ) -> None:
     """Read, quantise and pack the weight ``stored``, ``PIECE_BYTES`` of values at a time.
 
@@ -151,7 +152,7 @@ def fill_packed(
     scales = []
     for first in range(0, rows, step):
         piece = torch.empty(min(step, rows - first), width, dtype=layer.compute_dtype)
-        index.fill(piece, stored, (first, 0))
+        index.fill(piece, stored, (first, 0), reserve)
         packed, state = quantize_4bit(piece.to(local.device), blocksize=BLOCK, quant_type="nf4")
         scales.append(state.absmax)
         at = first * width // 2

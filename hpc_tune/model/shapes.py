@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.weights import Reserve, reserve_nothing
 
 SHAPE_PREFIX = "shape:"
 
@@ -62,7 +63,13 @@ class ShapeIndex:
             self.pieces[name] = []
             self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
 
-    def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
+    def fill(
+        self,
+        local: torch.Tensor,
+        name: str,
+        offset: tuple[int, ...] = (),
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
         """Leave ``local`` as it is."""
 
     def mapped(self, name: str, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ length, a JSON header, raw bytes), so nothing here unpickles.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
-from hpc_tune.model.room import ask
 from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
@@ -42,6 +41,11 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+Reserve = Callable[[int], None]  # is called with bytes of host memory before they are allocated
+
+
+def reserve_nothing(num_bytes: int) -> None:
+    """Let ``num_bytes`` be allocated: no memory limit is watched here."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,13 @@ class TensorIndex:
         """Return the size of a whole tensor."""
         return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
 
-    def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
+    def fill(
+        self,
+        local: torch.Tensor,
+        name: str,
+        offset: tuple[int, ...] = (),
+        reserve: Reserve = reserve_nothing,
+    ) -> None:
         """Copy the region of ``name`` that starts at ``offset`` and has ``local``'s shape into it.
 
         The dtype is converted on the way. At most ``PIECE_BYTES`` of the file's data are copied
@@ -137,7 +147,7 @@ class TensorIndex:
             )
         covered = 0
         for piece in self.pieces[name]:
-            covered += self._fill_from(piece, local, offset)
+            covered += self._fill_from(piece, local, offset, reserve)
         if covered != local.numel():
             raise self._error(
                 f"{self.pieces[name][0].file.parent}: {name} has only {covered} of the "
@@ -162,7 +172,9 @@ class TensorIndex:
             raise self._error(f"{pieces[0].file}: {name} cannot be read: {error}") from None
         return tensor
 
-    def _fill_from(self, piece: Piece, local: torch.Tensor, offset: tuple[int, ...]) -> int:
+    def _fill_from(
+        self, piece: Piece, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve
+    ) -> int:
         start = [max(p, o) for p, o in zip(piece.offset, offset, strict=True)]
         stop = [
             min(p + n, o + m)
@@ -192,7 +204,7 @@ class TensorIndex:
                     ),
                 )
                 part = local[target]
-                ask(2 * part.nbytes)  # what is filled first here, and what is read for it
+                reserve(2 * part.nbytes)  # pages of ``local`` touched first here, and the file's
                 part.copy_(stored[source])
         except (SafetensorError, OSError) as error:
             raise self._error(

@@ -36,6 +36,7 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
 from hpc_tune.engine.activation_checkpoint import outside_modes
+from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
@@ -131,7 +132,7 @@ def trace_step(
     num_micro = _num_micro(config, layout, micro_rows)
     memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MOST_KEPT_BYTES)
     with _fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), memory.watch():
-        engine = NativeEngine(built, layout, DEVICE, config.optim, config.parallel)
+        engine = NativeEngine(built, EngineSettings(layout, DEVICE, config.optim, config.parallel))
         for stage in engine._stages:
             stage.module.within_documents = False
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if for_gpu else "cpu"]

@@ -20,6 +20,7 @@ from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
@@ -120,7 +121,7 @@ class _Models:
         self.work = StepWork(size, built.config, 1, config.data.seq_len, dtype.itemsize)
         self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head stays in between
         parallel = config.parallel.model_copy(update={"reshard": "block", "offload_params": "none"})
-        engine = NativeEngine(built, layout, device, config.optim, parallel)
+        engine = NativeEngine(built, EngineSettings(layout, device, config.optim, parallel))
         for parameter in built.module.parameters():
             if parameter.is_floating_point():
                 local_region(parameter.detach())[0].normal_(std=0.02)

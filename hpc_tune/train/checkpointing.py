@@ -13,8 +13,8 @@ from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.config.schema import CheckpointConfig
+from hpc_tune.engine.adamw import MOMENTS
 from hpc_tune.engine.base import Engine
-from hpc_tune.engine.native import STATE_NAMES
 from hpc_tune.errors import CheckpointError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import log
@@ -24,7 +24,7 @@ from hpc_tune.world.comm import Comm
 
 T = TypeVar("T")
 FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
-STATE_PREFIXES = tuple(f"{part}." for part in STATE_NAMES)
+STATE_PREFIXES = tuple(f"{part}." for part in MOMENTS)
 _POLL_S = 0.02
 
 

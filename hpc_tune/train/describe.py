@@ -12,8 +12,8 @@ from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import shown
 from hpc_tune.data.loader import Loader
+from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.engine.mesh import Layout
-from hpc_tune.engine.optim import for_batch, learning_rate
 from hpc_tune.log import log
 from hpc_tune.probe.software import versions
 from hpc_tune.train.data import Data

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.engine.base import Engine
+from hpc_tune.engine.base import Engine, EngineSettings
 from hpc_tune.engine.compile import prepare_compiler
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
-from hpc_tune.model.room import asking
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.layout import Resolved
@@ -26,17 +25,22 @@ def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engin
             "preparing to compile",
             lambda: prepare_compiler(cache, comm.world.node, comm.device, comm.threads, share),
         )
-    common = (resolved.layout, comm.device, config.optim, resolved.parallel, config.train)
-
-    def make() -> Engine:
-        if resolved.parallel.zero_stage is not None:
-            return ZeroEngine(model.built, *common)
-        share = data.loss_share
-        return NativeEngine(model.built, *common, loss_share=share, faults=job.faults)
-
+    settings = EngineSettings(
+        resolved.layout,
+        comm.device,
+        config.optim,
+        resolved.parallel,
+        config.train,
+        loss_share=data.loss_share,
+        reserve=monitor.ensure,
+        faults=job.faults,
+    )
+    uses_zero = resolved.parallel.zero_stage is not None
     monitor.enter("load", "loading the model", tell=True)
-    with asking(monitor.ensure):
-        return comm.together("loading the model", make)
+    return comm.together(
+        "loading the model",
+        lambda: (ZeroEngine if uses_zero else NativeEngine)(model.built, settings),
+    )
 
 
 def make_deterministic() -> None:

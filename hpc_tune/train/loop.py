@@ -17,8 +17,8 @@ from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import Loader
+from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.engine.base import Engine, StepResult
-from hpc_tune.engine.optim import for_batch, learning_rate
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.faults import Faults
 from hpc_tune.log import log

@@ -9,7 +9,6 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
-from hpc_tune.model.room import asking
 from hpc_tune.model.weights import index_checkpoint
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
@@ -83,9 +82,8 @@ def resume(
 
     # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
     job.monitor.enter("load", "loading a checkpoint", tell=True)
-    with asking(job.monitor.ensure):
-        index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
-        saved = comm.together("loading a checkpoint", load)
+    index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
+    saved = comm.together("loading a checkpoint", load)
     comm.together("finding the place in the data", lambda: data.loader.restore(saved.loader))
     log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
     job.events.write("resume", saved.step, path=str(path))

@@ -17,6 +17,7 @@ import torch
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
+from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.log import configure
 from hpc_tune.model.build import build, compute_dtype
@@ -49,7 +50,7 @@ def batches_of(config, layout, rank):
 def steps_of(config, built, layout, reshard, comm):
     """Return the seconds of each step, and those in which this rank waited for messages."""
     parallel = with_layout(config.parallel, layout).model_copy(update={"reshard": reshard})
-    engine = NativeEngine(built, layout, comm.device, config.optim, parallel)
+    engine = NativeEngine(built, EngineSettings(layout, comm.device, config.optim, parallel))
     batches, tokens = batches_of(config, layout, comm.world.rank)
     times, waits = [], []
     for number in range(WARM_UP + STEPS):

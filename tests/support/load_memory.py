@@ -53,6 +53,7 @@ def main() -> None:
     import torch
 
     from hpc_tune.batch import Batch
+    from hpc_tune.engine.base import EngineSettings
     from hpc_tune.engine.native import NativeEngine
     from hpc_tune.engine.zero.engine import ZeroEngine
     from hpc_tune.memory.host import own_bytes
@@ -78,7 +79,7 @@ def main() -> None:
     comm.barrier("all ranks to have built the model")
     before, read_before = own_bytes(), bytes_read()
     with Peak() as loading:
-        engine = engine_type(built, layout, comm.device, config.optim, parallel)
+        engine = engine_type(built, EngineSettings(layout, comm.device, config.optim, parallel))
     loaded = own_bytes()
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)

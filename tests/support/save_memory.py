@@ -35,6 +35,7 @@ def main() -> None:
     from hpc_tune.batch import Batch
     from hpc_tune.checkpoint.state import RunState
     from hpc_tune.checkpoint.store import Store
+    from hpc_tune.engine.base import EngineSettings
     from hpc_tune.engine.native import NativeEngine
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
@@ -61,7 +62,7 @@ def main() -> None:
     def begin() -> None:
         nonlocal engine
         parallel = config.parallel.model_copy(update={"reshard": "block"})
-        engine = NativeEngine(built, layout, comm.device, config.optim, parallel)
+        engine = NativeEngine(built, EngineSettings(layout, comm.device, config.optim, parallel))
         if newest is not None:
             engine.load(index_checkpoint(newest), 1)
         step()

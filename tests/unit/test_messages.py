@@ -106,6 +106,7 @@ from pathlib import Path
 import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
+from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.plan import trace
 from hpc_tune.plan.model_size import measure
@@ -124,8 +125,8 @@ for folder, ranks, settings in json.loads(sys.argv[1]):
     config, layout = trace._decided(config, built, ranks)
     fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace._fake_world(0, ranks), fake, TracedMemory(0).watch():
-        words = (config.optim, config.parallel, config.train, SHARE)
-        engine = NativeEngine(built, layout, trace.DEVICE, *words)
+        sections = (config.optim, config.parallel, config.train)
+        engine = NativeEngine(built, EngineSettings(layout, trace.DEVICE, *sections, SHARE))
         for stage in engine._stages:
             stage.module.within_documents = False
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]

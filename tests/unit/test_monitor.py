@@ -17,7 +17,6 @@ from hpc_tune.memory.host import HostLimit, Usage
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import Level
 from hpc_tune.memory.rlimit import PrivateMemoryLimit
-from hpc_tune.model.room import ask, asking
 from hpc_tune.rundir import heartbeat, outcome, previous
 
 MIB = 1 << 20
@@ -172,9 +171,7 @@ def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib,
     host.used = used_mib * MIB
     watching = Monitor(None, CPU, mode, pids=[1, 2, 3, 4])
     watching._leave = needs.append
-    with asking(watching.ensure):
-        ask(taken_mib * MIB)
-    ask(10**12)  # nobody is asked any more
+    watching.ensure(taken_mib * MIB)
     assert len(needs) == leaves
     if leaves:
         assert "125 MiB more on each would not fit" in needs[0].words

@@ -4,9 +4,9 @@
     stage 3      meta model -> each parameter becomes this rank's partition, filled from the
                  rank's own region of the files -> DeepSpeed gathers weights as they are used
 
-DeepSpeed runs on the process group that is already there. Only this file and async_io.py import it.
-The arithmetic is that of ``NativeEngine``: DeepSpeed averages gradients over the ranks, so the
-loss is scaled by their number first.
+DeepSpeed runs on the process group that is already there. Its arithmetic is made that of
+``NativeEngine``: DeepSpeed averages gradients over the ranks, so the loss is scaled by their number
+first.
 """
 
 import functools
@@ -17,7 +17,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,53 +25,43 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.batch import Batch
-from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.engine.activation_checkpoint import Recompute, checkpoint_blocks
+from hpc_tune.engine.adamw import MOMENTS, adamw_of, weight_decay_groups
 from hpc_tune.engine.async_io import load_async_io
-from hpc_tune.engine.base import StepResult
+from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.mesh import Layout
-from hpc_tune.engine.native import NOTHING_WRAPPED, STATE_NAMES
-from hpc_tune.engine.optim import adamw_of, weight_decay_groups
+from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.comm import CountedBackend
-from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError
+from hpc_tune.engine.zero.partition import partition
+from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.regions import Region
-from hpc_tune.model.room import ask
 from hpc_tune.model.weights import TensorIndex
 
 
 class ZeroEngine:
     """One model under ZeRO over all ranks of the default group. See ``base.Engine``."""
 
-    def __init__(
-        self,
-        built: BuiltModel,
-        layout: Layout,
-        device: torch.device,
-        optim: OptimConfig,
-        parallel: ParallelConfig,
-        train: TrainConfig = NOTHING_WRAPPED,
-    ) -> None:
+    def __init__(self, built: BuiltModel, settings: EngineSettings) -> None:
         """Partition, load and hand ``built`` to DeepSpeed. Collective.
 
         Raises:
             ConfigError: if DeepSpeed, its compiler or the NVMe folder is missing. DataError: if the
             weights on disk are damaged or of another model. Each on all ranks.
         """
-        assert parallel.zero_stage is not None
-        self._stage, self._device, self._size = parallel.zero_stage, device, layout.size
-        self._seed, self._module, self._dtype = built.seed, built.module, built.dtype
-        full = built.tune.method == "full"
-        self._autocast = full and built.dtype != torch.float32
+        parallel, device, train = settings.parallel, settings.device, settings.train
+        assert parallel.zero_stage is not None, "train/loading.py chooses this engine by it"
+        self._stage = parallel.zero_stage
+        self._settings, self._device, self._size = settings, device, settings.layout.size
+        self._seed, self._module = built.seed, built.module
+        self._autocast = autocast_dtype(built)
         self._collectives = CountedCollectives(device)
         if self._stage == 3:
             return_freed_blocks()
@@ -84,20 +74,7 @@ class ZeroEngine:
             compile_blocks(blocks)
         recompute = Recompute(blocks, parallel.recompute, train.compile)
         self.levers, self.apply = recompute.levers, recompute.apply
-        settings = zero_settings.settings(built, optim, parallel, device)
-        node_bytes = zero_settings.node_swap_bytes(built, parallel)
-        folder, optimizer, error = None, None, None
-        with zero_settings.local_rank(device):
-            try:
-                if "nvme" in (parallel.offload_params, parallel.offload_optimizer):
-                    folder = zero_settings.make_swap_folder(parallel, node_bytes)
-                _connect(device, self._collectives, needs_aio=folder is not None)
-                optimizer = self._load(built, optim, settings)
-            except HpcTuneError as caught:
-                error = caught
-            zero_settings.agree(error)
-            assert optimizer is not None
-            self._engine = _start(built.module, optimizer, settings)
+        self._engine = self._connect_and_load(built)
         self._zero = self._engine.optimizer
         if parallel.offload_params == "nvme":
             # DeepSpeed 0.19 reads ahead until no buffer is left for the weight that is needed: for
@@ -110,6 +87,7 @@ class ZeroEngine:
         self._trained = {built.saved_names[n]: p for n, p in named if p.requires_grad}
         self._partitions = zero_state.partitions(self._zero, self._stage, self._trained)
         self._resident = zero_state.Resident(self._zero, self._stage)
+        folder = zero_settings.swap_folder(parallel)
         self.saves_in_background = folder is None
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -128,18 +106,17 @@ class ZeroEngine:
         for i, batch in enumerate(batches):
             # DeepSpeed reduces within the backward pass, so an empty micro-batch runs too.
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-            torch.manual_seed(self._seed * 1_000_003 + batch.first_row)
+            seed_micro_batch(self._seed, batch.first_row)
             loss += self._backward(batch, self._size / global_tokens)
         self._collectives.all_reduce(loss, None)
         for group in self._zero.optimizer.param_groups:
             group["lr"] = lr
         before_update()
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        assert norm is not None
+        norm = float(self._engine.get_global_grad_norm())
         loss_value = loss.item()  # a GPU has done its work
         sent_bytes, comm_s = self._collectives.take()
-        return StepResult(loss_value / global_tokens, float(norm), comm_s, sent_bytes)
+        return StepResult(loss_value / global_tokens, norm, comm_s, sent_bytes)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
@@ -150,7 +127,7 @@ class ZeroEngine:
         for batch in batches:
             if batch.num_loss_tokens == 0 and self._stage < 3:
                 continue
-            with self._precision():
+            with autocast(self._device, self._autocast):
                 total[0] += self._module(batch.to(self._device))
             total[1] += batch.num_loss_tokens
         self._module.train()
@@ -161,10 +138,10 @@ class ZeroEngine:
     def regions(self) -> list[Region]:
         """Return the values that this rank updates; see ``base.Engine``."""
         regions: list[Region] = []
-        for partition in self._partitions:
-            for span in partition.spans:
-                for part in ("", *STATE_NAMES):
-                    values = functools.partial(self._resident.values, partition, part)
+        for buffer in self._partitions:
+            for span in buffer.spans:
+                for part in ("", *MOMENTS):
+                    values = functools.partial(self._resident.values, buffer, part)
                     regions += zero_state.regions(_named(part, span.name), span, values)
         return regions
 
@@ -175,24 +152,26 @@ class ZeroEngine:
             CheckpointError: if a tensor is missing or has another shape.
         """
         for name in self._trained:
-            for part in ("", *STATE_NAMES):
+            for part in ("", *MOMENTS):
                 if _named(part, name) not in index.pieces:
                     raise CheckpointError(
                         f"{index.files[0].parent}: it has no {_named(part, name)}; it is of "
                         "another model"
                     )
+        reserve = self._settings.reserve
         if self._stage == 3:
             self._zero._partition_all_parameters()
-        for partition in self._partitions:
-            with zero_state.changed(self._zero, self._stage, partition) as state:
-                for span in partition.spans:
-                    zero_state.fill(index, span.name, span, partition.flat.detach())
-                    for part in STATE_NAMES:
-                        zero_state.fill(index, _named(part, span.name), span, state[part])
+        for buffer in self._partitions:
+            with zero_state.changed(self._zero, self._stage, buffer, reserve) as state:
+                for span in buffer.spans:
+                    zero_state.fill(index, span.name, span, buffer.flat.detach(), reserve)
+                    for part in MOMENTS:
+                        stored = _named(part, span.name)
+                        zero_state.fill(index, stored, span, state[part], reserve)
                 state["step"].fill_(float(step))
         if self._stage < 3:  # each rank works with whole weights, of which it updates its part
             for name, parameter in self._trained.items():
-                index.fill(parameter.detach(), name)
+                index.fill(parameter.detach(), name, reserve=reserve)
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it: for measuring memory before the run."""
@@ -213,36 +192,47 @@ class ZeroEngine:
 
     def _backward(self, batch: Batch, scale: float) -> torch.Tensor:
         remember = zero_state.weights_by_name() if self._stage == 3 else nullcontext()
-        with self._precision(), remember:
+        with autocast(self._device, self._autocast), remember:
             loss_sum = self._engine(batch.to(self._device))
         self._engine.backward(loss_sum * scale)
         return loss_sum.detach()
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._autocast:
-            return torch.autocast(self._device.type, self._dtype)
-        return nullcontext()
+    def _connect_and_load(self, built: BuiltModel) -> Any:
+        """Return DeepSpeed's engine around the module with its weights. Collective."""
+        settings, device = self._settings, self._device
+        config = zero_settings.deepspeed_config(built, settings.optim, settings.parallel, device)
+        node_bytes = zero_settings.node_swap_bytes(built, settings.parallel)
 
-    def _load(
-        self, built: BuiltModel, optim: OptimConfig, settings: dict[str, Any]
-    ) -> torch.optim.AdamW:
+        def load() -> torch.optim.AdamW:
+            folder = zero_settings.make_swap_folder(settings.parallel, node_bytes)
+            _connect(device, self._collectives, needs_aio=folder is not None)
+            return self._load(built, config)
+
+        with zero_settings.local_rank(device):
+            optimizer = zero_settings.together(load)
+            return _start(built.module, optimizer, config)
+
+    def _load(self, built: BuiltModel, config: dict[str, Any]) -> torch.optim.AdamW:
         """Give the module its weights and return the optimizer. No collectives."""
-        trained = [p for p in built.module.parameters() if p.requires_grad]
-        num = sum(p.numel() for p in trained)
+        optim, reserve = self._settings.optim, self._settings.reserve
+        # Stage 3 puts other parameters in their place: groups are kept by name.
         names = {p: n for n, p in built.module.named_parameters()}
-        found = weight_decay_groups(trained, optim)
-        groups = [{**g, "params": [names[p] for p in g["params"]]} for g in found]
+        trained = [p for p in names if p.requires_grad]
+        groups = [
+            {**group, "params": [names[p] for p in group["params"]]}
+            for group in weight_decay_groups(trained, optim)
+        ]
         if self._stage == 3:
-            _partition(built, settings, self._device)
+            partition(built, config, self._device, reserve)
         else:
             allocate(built.module, self._device)
-            load_weights(built)
-        offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device")
+            load_weights(built, reserve)
+        offload = config["zero_optimization"].get("offload_optimizer", {}).get("device")
         if offload == "cpu" or (self._device.type == "cpu" and offload is None):
             # DeepSpeed makes an fp32 copy of this rank's part, and two moments.
-            ask(3 * 4 * num // self._size)
-        now = dict(built.module.named_parameters())
-        return adamw_of([{**g, "params": [now[n] for n in g["params"]]} for g in groups], optim)
+            reserve(3 * 4 * sum(p.numel() for p in trained) // self._size)
+        loaded = dict(built.module.named_parameters())
+        return adamw_of([{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim)
 
 
 def _named(part: str, name: str) -> str:
@@ -303,76 +293,3 @@ def _start(module: nn.Module, optimizer: torch.optim.AdamW, settings: dict[str, 
         config_class=DeepSpeedConfig(settings),
         dont_change_device=True,
     )
-
-
-def _partition(built: BuiltModel, settings: dict[str, Any], device: torch.device) -> None:
-    """Make each parameter this rank's part of it, one at a time; the module is never whole.
-
-    What ``zero.Init`` does would allocate every parameter whole and send it from rank 0.
-    """
-    from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
-        AsyncPartitionedParameterSwapper,
-    )
-    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-    from deepspeed.runtime.zero.partition_parameters import (
-        Init,
-        PartitionedParamStatus,
-        ZeroParamStatus,
-        free_param,
-        register_external_parameter,
-    )
-
-    dtype = next(built.module.parameters()).dtype
-    zero = settings["zero_optimization"]
-    offload = zero.get("offload_param", {}).get("device")
-    swapper: Any = None
-    if offload == "nvme":
-        # Init would make one of a dtype of its own on a CPU, whatever it is told.
-        swapper = AsyncPartitionedParameterSwapper(DeepSpeedConfig(settings), dtype)
-    maker = Init(config_dict_or_path=settings, dtype=dtype, param_swapper=swapper)
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for owner in built.module.modules():
-        for attribute, tensor in owner._parameters.items():
-            if tensor is not None:
-                owners.setdefault(tensor, []).append((owner, attribute))
-    for name, meta in list(built.module.named_parameters()):
-        # One value in memory, expanded: it only has to have the shape.
-        one = torch.empty(1, dtype=meta.dtype, device=device).expand(meta.shape)
-        parameter: Any = nn.Parameter(one, requires_grad=meta.requires_grad)
-        maker._convert_to_deepspeed_param(parameter)
-        held = -(-meta.numel() // maker.dp_world_size)
-        # The swapper has buffers of one dtype, and what stays gathered must not be swapped.
-        swapped = (
-            swapper is not None
-            and meta.dtype == dtype
-            and meta.numel() > zero["stage3_param_persistence_threshold"]
-            and swapper.swappable_tensor(numel=held)
-        )
-        if swapped:
-            flat: Any = torch.empty(0, dtype=meta.dtype)
-            flat.data = swapper.get_buffer(parameter, held).data
-        else:
-            flat = torch.empty(held, dtype=meta.dtype, device="cpu" if offload else device)
-            flat = flat.pin_memory() if maker.pin_memory else flat
-        flat.ds_numel = held
-        flat.status = PartitionedParamStatus.AVAILABLE
-        flat.final_location = OffloadDeviceEnum.nvme if swapped else None
-        parameter.ds_tensor = flat
-        parameter.ds_numel_aligned = held * maker.dp_world_size
-        zero_state.fill_parameter(built, name, flat, tuple(meta.shape), held * maker.rank)
-        free_param(parameter)
-        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        if swapped:
-            swapper.swap_out_and_release([parameter])
-        for owner, attribute in owners[meta]:
-            owner._parameters[attribute] = parameter
-    for block in block_list(built.module):
-        for parameter in block.parameters():
-            # Else it is gathered when its own layer is called, in a message of its own.
-            register_external_parameter(block, parameter)
-    for owner in built.module.modules():
-        for attribute, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[attribute] = torch.empty_like(buffer, device=device)
-    load_weights(built, parameters=False)

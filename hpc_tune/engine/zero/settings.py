@@ -3,7 +3,7 @@
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ NVME_BYTES_PER_TRAINED = 16  # weight, gradient and two moments in fp32
 T = TypeVar("T")
 
 
-def settings(
+def deepspeed_config(
     built: BuiltModel,
     optim: OptimConfig,
     parallel: ParallelConfig,
@@ -127,11 +127,20 @@ def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
     return folder
 
 
-def agree(error: HpcTuneError | None) -> None:
-    """Raise the first rank's error on all ranks: DeepSpeed's collectives come next. Collective."""
-    found = next((e for e in _gather(error) if e is not None), None)
-    if found is not None:
-        raise found
+def together(work: Callable[[], T]) -> T:
+    """Do ``work`` on every rank; if it fails on one, raise on all. Collective.
+
+    DeepSpeed's collectives come next, in which the others would wait for ever.
+    """
+    result: T | HpcTuneError
+    try:
+        result = work()
+    except HpcTuneError as error:
+        result = error
+    failures = [e for e in _gather(result if isinstance(result, HpcTuneError) else None) if e]
+    if failures:
+        raise failures[0]
+    return result  # type: ignore[return-value]
 
 
 def _sum_on_node(value: int) -> int:

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.engine.activation_checkpoint import outside_modes
-from hpc_tune.engine.optim import first_state
+from hpc_tune.engine.adamw import first_state
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.load import first_values
 from hpc_tune.model.regions import Region
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.weights import TensorIndex
+from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,13 @@ def _within(
         yield (row, *offset), (1, *box)
 
 
-def fill(index: TensorIndex | ShapeIndex, name: str, span: Span, flat: torch.Tensor) -> None:
+def fill(
+    index: TensorIndex | ShapeIndex,
+    name: str,
+    span: Span,
+    flat: torch.Tensor,
+    reserve: Reserve = reserve_nothing,
+) -> None:
     """Read the values of a span from the tensor ``name`` into their place in ``flat``.
 
     Raises:
@@ -94,22 +100,27 @@ def fill(index: TensorIndex | ShapeIndex, name: str, span: Span, flat: torch.Ten
     at = span.at
     for offset, box in boxes(span.shape, span.start, span.start + span.num):
         num = math.prod(box)
-        index.fill(flat[at : at + num].view(box), name, offset)
+        index.fill(flat[at : at + num].view(box), name, offset, reserve)
         at += num
 
 
 def fill_parameter(
-    built: BuiltModel, name: str, flat: torch.Tensor, shape: tuple[int, ...], start: int
+    built: BuiltModel,
+    name: str,
+    flat: torch.Tensor,
+    shape: tuple[int, ...],
+    start: int,
+    reserve: Reserve,
 ) -> None:
     """Give ``flat`` the values of a parameter from ``start`` on; what is beyond its end is 0."""
     numel = math.prod(shape)
     num = max(0, min(flat.numel(), numel - start))
     flat[num:].zero_()
     if stored := built.base_names.get(name):
-        fill(built.index, stored, Span(name, shape, start, num, 0), flat)
+        fill(built.index, stored, Span(name, shape, start, num, 0), flat, reserve)
     elif built.start is not None:
         saved = built.saved_names[name]
-        fill(built.start, saved, Span(saved, shape, start, num, 0), flat)
+        fill(built.start, saved, Span(saved, shape, start, num, 0), flat, reserve)
     else:
         flat[:num].copy_(first_values(name, shape, built.seed).view(-1)[start : start + num])
 
@@ -195,7 +206,9 @@ class Resident:
 
 
 @contextmanager
-def changed(zero: Any, stage: int, partition: Partition) -> Iterator[dict[str, torch.Tensor]]:
+def changed(
+    zero: Any, stage: int, partition: Partition, reserve: Reserve
+) -> Iterator[dict[str, torch.Tensor]]:
     """Give the optimizer state of a partition, whose buffers are written to in the block.
 
     Stage 3's own weights follow afterwards.
@@ -205,7 +218,7 @@ def changed(zero: Any, stage: int, partition: Partition) -> Iterator[dict[str, t
         zero._optimizer_states_and_gradient_swap_in(partition.number)
     state = zero.optimizer.state.setdefault(partition.flat, {})
     if not state:
-        state.update(first_state(partition.flat.detach()))
+        state.update(first_state(partition.flat.detach(), reserve))
     yield state
     if stage == 3:
         zero._reassign_or_swap_out_partitioned_parameters(partition.number)

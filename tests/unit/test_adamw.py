@@ -4,7 +4,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.engine.optim import for_batch, learning_rate, make_adamw
+from hpc_tune.engine.adamw import for_batch, learning_rate, make_adamw
 
 
 def rates(total_steps, **values):

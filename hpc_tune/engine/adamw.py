@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
-from hpc_tune.model.room import ask
+from hpc_tune.model.weights import Reserve, reserve_nothing
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter, by torch's names
 
 
 def for_batch(optim: OptimConfig, global_size: int) -> OptimConfig:
@@ -41,11 +43,15 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     return lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
 
-def make_adamw(parameters: Sequence[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
+def make_adamw(
+    parameters: Sequence[nn.Parameter],
+    optim: OptimConfig,
+    reserve: Reserve = reserve_nothing,
+) -> torch.optim.AdamW:
     """Return a fused AdamW whose state is allocated now: two moments of each value's dtype."""
     adamw = adamw_of(weight_decay_groups(parameters, optim), optim)
     for parameter in parameters:
-        adamw.state[parameter] = first_state(parameter)
+        adamw.state[parameter] = first_state(parameter, reserve)
     return adamw
 
 
@@ -67,13 +73,12 @@ def adamw_of(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Ad
     )
 
 
-def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def first_state(
+    parameter: torch.Tensor, reserve: Reserve = reserve_nothing
+) -> dict[str, torch.Tensor]:
     """Return AdamW's state of one parameter before its first step."""
     if parameter.device.type == "cpu":
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        ask(2 * local.nbytes)
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
+        reserve(len(MOMENTS) * local.nbytes)
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, **{name: torch.zeros_like(parameter) for name in MOMENTS}}

@@ -1,0 +1,112 @@
+"""ZeRO stage 3: each parameter becomes this rank's part of it, one at a time.
+
+    meta parameter -> DeepSpeed's parameter without values -> the rank's part, read from the files
+
+The module is never whole. What ``zero.Init`` does would allocate every parameter whole and send it
+from rank 0.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.engine.zero import state
+from hpc_tune.model.blocks import block_list
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.load import load_weights, owners_of
+from hpc_tune.model.weights import Reserve
+
+
+def partition(
+    built: BuiltModel, config: dict[str, Any], device: torch.device, reserve: Reserve
+) -> None:
+    """Partition the parameters of a meta model and fill them; ``config`` is DeepSpeed's.
+
+    Raises:
+        DataError: if the weights on disk are damaged or of another model.
+    """
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+    partitioner = _Partitioner(built, config, device)
+    owners = owners_of(built.module)
+    for name, meta in list(built.module.named_parameters()):
+        parameter = partitioner.partitioned(name, meta, reserve)
+        for owner, attribute in owners[meta]:
+            owner._parameters[attribute] = parameter
+    for block in block_list(built.module):
+        for parameter in block.parameters():
+            # Else it is gathered when its own layer is called, in a message of its own.
+            register_external_parameter(block, parameter)
+    for owner in built.module.modules():
+        for attribute, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[attribute] = torch.empty_like(buffer, device=device)
+    load_weights(built, reserve, parameters=False)
+
+
+class _Partitioner:
+    """Makes DeepSpeed's partitioned parameters, on the device, the host or NVMe."""
+
+    def __init__(self, built: BuiltModel, config: dict[str, Any], device: torch.device) -> None:
+        from deepspeed.runtime.config import DeepSpeedConfig
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
+            AsyncPartitionedParameterSwapper,
+        )
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        self._built, self._device = built, device
+        self._dtype = next(built.module.parameters()).dtype
+        zero = config["zero_optimization"]
+        self._offload: str | None = zero.get("offload_param", {}).get("device")
+        self._persistence_threshold: int = zero["stage3_param_persistence_threshold"]
+        self._swapper: Any = None
+        if self._offload == "nvme":
+            # Init would make one of a dtype of its own on a CPU, whatever it is told.
+            self._swapper = AsyncPartitionedParameterSwapper(DeepSpeedConfig(config), self._dtype)
+        self._init = Init(
+            config_dict_or_path=config, dtype=self._dtype, param_swapper=self._swapper
+        )
+
+    def partitioned(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
+        """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+
+        # One value in memory, expanded: it only has to have the shape.
+        expanded = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
+        parameter: Any = nn.Parameter(expanded, requires_grad=meta.requires_grad)
+        self._init._convert_to_deepspeed_param(parameter)
+        num_held = -(-meta.numel() // self._init.dp_world_size)
+        is_swapped = self._is_swapped(meta, num_held)
+        flat = self._buffer(parameter, meta.dtype, num_held, is_swapped)
+        flat.ds_numel = num_held
+        flat.status = PartitionedParamStatus.AVAILABLE
+        flat.final_location = OffloadDeviceEnum.nvme if is_swapped else None
+        parameter.ds_tensor = flat
+        parameter.ds_numel_aligned = num_held * self._init.dp_world_size
+        start = num_held * self._init.rank
+        state.fill_parameter(self._built, name, flat, tuple(meta.shape), start, reserve)
+        free_param(parameter)
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        if is_swapped:
+            self._swapper.swap_out_and_release([parameter])
+        return parameter
+
+    def _is_swapped(self, meta: nn.Parameter, num_held: int) -> bool:
+        """Whether a part waits on NVMe: buffers there have one dtype; what stays gathered stays."""
+        return (
+            self._swapper is not None
+            and meta.dtype == self._dtype
+            and meta.numel() > self._persistence_threshold
+            and self._swapper.swappable_tensor(numel=num_held)
+        )
+
+    def _buffer(self, parameter: Any, dtype: torch.dtype, num_held: int, is_swapped: bool) -> Any:
+        if is_swapped:
+            flat = torch.empty(0, dtype=dtype)
+            flat.data = self._swapper.get_buffer(parameter, num_held).data
+            return flat
+        flat = torch.empty(num_held, dtype=dtype, device="cpu" if self._offload else self._device)
+        return flat.pin_memory() if self._init.pin_memory else flat
