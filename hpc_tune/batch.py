@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens per row. All three tensors are int64 of shape BT.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,8 @@ class Batch:
     ``IGNORED_LABEL``. ``positions_BT`` starts again at 0 with each document of a packed row:
     attention must not cross such a start. ``num_tokens`` counts the tokens of documents, without
     padding. ``first_row`` is the index of the first row in the global stream of rows, and each
-    further row's is higher by ``row_stride``; they key the randomness.
+    further row's is higher by ``row_stride``; they key the randomness. ``document_lengths`` are the
+    tokens of each row's documents, padding as the last one; without them positions are read.
     """
 
     tokens_BT: torch.Tensor
@@ -28,6 +30,7 @@ class Batch:
     num_tokens: int
     first_row: int
     row_stride: int = 1
+    document_lengths: Sequence[Sequence[int]] = ()
 
     @property
     def rows(self) -> range:
@@ -50,4 +53,4 @@ def empty_batch(first_row: int) -> Batch:
     """Return a row of one token without a label: it joins collectives and changes nothing."""
     zeros_BT = torch.zeros(1, 1, dtype=torch.int64)
     labels_BT = torch.full_like(zeros_BT, IGNORED_LABEL)
-    return Batch(zeros_BT, labels_BT, zeros_BT.clone(), 0, 0, first_row)
+    return Batch(zeros_BT, labels_BT, zeros_BT.clone(), 0, 0, first_row, document_lengths=((1,),))

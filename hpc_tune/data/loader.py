@@ -214,8 +214,9 @@ def make_batch(
     positions_BT = np.empty((len(rows), width), dtype=np.int64)
     counting = np.arange(width)
     num_loss_tokens = num_tokens = 0
+    document_lengths = []
     for number, row in enumerate(rows):
-        at = 0
+        at, lengths = 0, []
         for tokens, loss_mask in row:
             length = min(len(tokens), seq_len)
             tokens_BT[number, at : at + length] = tokens[:length]
@@ -224,7 +225,9 @@ def make_batch(
             labels_BT[number, at + learned] = tokens[1:length][learned]
             num_loss_tokens += len(learned)
             at += length
+            lengths.append(length)
         num_tokens += at
+        document_lengths.append([length for length in (*lengths, width - at) if length])
         positions_BT[number, at:] = counting[: width - at]
     return Batch(
         torch.from_numpy(tokens_BT),
@@ -234,6 +237,7 @@ def make_batch(
         num_tokens,
         first_row,
         row_stride,
+        document_lengths,
     )
 
 

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from hpc_tune.memory.policy import Action
-from hpc_tune.model.dropout import ROWS
-from hpc_tune.model.packed_attention import DOCUMENTS
+from hpc_tune.model.scoped import CURRENT
 
 Forward = Callable[..., Any]
 Level = Literal["none", "selective", "full"]
@@ -113,8 +112,7 @@ def _recomputed(forward: Forward, recompute: Level) -> Forward:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        again = DOCUMENTS.remembering(ROWS.remembering(forward))
-        return checkpoint(again, self, *args, **options, **kwargs)
+        return checkpoint(CURRENT.remembering(forward), self, *args, **options, **kwargs)
 
     return recomputed
 

@@ -135,7 +135,7 @@ def build(
         DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or the
             trained weights would be less exact than what is computed with them.
     """
-    _require_same_precision(tune, dtype)
+    _require_precision(tune, dtype)
     whole = read_config(directory)
     dropout = without_dropout(language_config(whole, directory))
     stored_index = index_model_directory(directory) if weights else None
@@ -183,7 +183,7 @@ def build(
     )
 
 
-def _require_same_precision(tune: TuneConfig, dtype: torch.dtype) -> None:
+def _require_precision(tune: TuneConfig, dtype: torch.dtype) -> None:
     if tune.param_dtype == "bf16" and dtype == torch.float32:
         raise ConfigError(
             "tune.param_dtype=bf16 while this device computes in fp32; set model.dtype=bf16, or "

@@ -8,16 +8,12 @@ width, as packed ones mostly are.
 
 import hashlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from hpc_tune.model.scoped import Scoped
-
-# Indices of the global stream of rows, those that masks are for.
-ROWS: Scoped[Sequence[int]] = Scoped(())
+from hpc_tune.model.scoped import CURRENT
 
 
 class RowDropout(nn.Module):
@@ -33,7 +29,8 @@ class RowDropout(nn.Module):
             return x
         kept = torch.empty_like(x, memory_format=torch.contiguous_format)
         generator = torch.Generator(x.device)
-        for row, mask in zip(ROWS.value, kept.view(len(ROWS.value), -1), strict=True):
+        rows = CURRENT.batch.rows
+        for row, mask in zip(rows, kept.view(len(rows), -1), strict=True):
             digest = hashlib.blake2b(f"{self._key} {row}".encode(), digest_size=7)
             generator.manual_seed(int(digest.hexdigest(), 16))
             mask.bernoulli_(1 - self.p, generator=generator)

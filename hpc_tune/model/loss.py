@@ -9,7 +9,7 @@ backward pass, chunk by chunk (GPUs with torch >= 2.13 use its ``linear_cross_en
 a CPU that was slower than plain logits).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
-from hpc_tune.model.dropout import ROWS
-from hpc_tune.model.packed_attention import DOCUMENTS, documents_in
+from hpc_tune.model.packed_attention import documents_of, lengths_in
+from hpc_tune.model.scoped import CURRENT, Document, MicroBatch
 
 # Of a frozen head: a CPU's chunk stays in its caches, a GPU needs many rows to be busy.
 LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}
@@ -64,10 +64,11 @@ class LossModel(nn.Module):
         unless it is the last.
         """
         lm = self.causal_lm()
+        documents: Sequence[Document] = ()
         # A kernel per document has not been measured on GPUs: there the mask stays.
-        apart = self.within_documents and batch.positions_BT.device.type == "cpu"
-        documents = documents_in(batch.positions_BT) if apart else ()
-        with ROWS.of(batch.rows), DOCUMENTS.of(documents):
+        if self.within_documents and batch.positions_BT.device.type == "cpu":
+            documents = documents_of(batch.document_lengths or lengths_in(batch.positions_BT))
+        with CURRENT.of(MicroBatch(batch.rows, documents)):
             hidden_BTD = lm.get_decoder()(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,

@@ -9,33 +9,36 @@ Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from hpc_tune.model.scoped import Scoped
+from hpc_tune.model.scoped import CURRENT, Document
 
 NAME = "hpc_tune_documents"
 # torch's backward pass in bf16 takes 1.7 ms for a document of 107 tokens, that in fp32 with casts
 # 0.5 ms and is more exact; at 512 tokens both take as long (SmolLM2's heads, a CPU with AMX).
 SHORT = 512
-Document = tuple[slice, int, int]
-
-# (rows, start, stop) of each; they make up all rows. None: attention is transformers' own.
-DOCUMENTS: Scoped[Sequence[Document]] = Scoped(())
 
 
-def documents_in(positions_BT: torch.Tensor) -> list[Document]:
-    """Return (rows, start, stop) of each document in order; one for all where each is one row."""
-    num_rows, num_tokens = positions_BT.shape
-    starts = [(row, start) for row, start in torch.nonzero(positions_BT == 0).tolist()]
-    if len(starts) == num_rows:
-        return [(slice(0, num_rows), 0, num_tokens)]
-    ends = [start or num_tokens for _, start in starts[1:]] + [num_tokens]
+def documents_of(lengths: Sequence[Sequence[int]]) -> list[Document]:
+    """Return the documents of rows by their lengths, in order; one for all if each row is one."""
+    if all(len(row_lengths) == 1 for row_lengths in lengths):
+        return [(slice(0, len(lengths)), 0, lengths[0][0])]
     return [
-        (slice(row, row + 1), start, end) for (row, start), end in zip(starts, ends, strict=True)
+        (slice(row, row + 1), stop - length, stop)
+        for row, row_lengths in enumerate(lengths)
+        for stop, length in zip(accumulate(row_lengths), row_lengths, strict=True)
     ]
+
+
+def lengths_in(positions_BT: torch.Tensor) -> list[list[int]]:
+    """Return the lengths of each row's documents, which begin at position 0."""
+    starts = [torch.nonzero(positions_T == 0).flatten().tolist() for positions_T in positions_BT]
+    ends = positions_BT.shape[1]
+    return [[stop - start for start, stop in pairwise([*row, ends])] for row in starts]
 
 
 def use_document_attention(model: Any) -> bool:
@@ -54,7 +57,7 @@ def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     says_more = options.get("local_size") is not None or options.get("use_vmap")
-    if DOCUMENTS.value and not says_more and options.get("attention_mask") is None:
+    if CURRENT.batch.documents and not says_more and options.get("attention_mask") is None:
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     return mask
@@ -70,7 +73,7 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    if attention_mask is not None or not DOCUMENTS.value:
+    if attention_mask is not None or not CURRENT.batch.documents:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         stock: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -88,7 +91,7 @@ def _attend(
     if dropout or query_BHTD.shape[-1] != value_BKTD.shape[-1]:  # the kernel can do neither
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
-        for document in DOCUMENTS.value:
+        for document in CURRENT.batch.documents:
             query, key, value = _of(document, *whole)
             parts.append(
                 F.scaled_dot_product_attention(
@@ -101,7 +104,7 @@ def _attend(
         dtype = torch.get_autocast_dtype(query_BHTD.device.type)
         query_BHTD, key_BKTD, value_BKTD = (tensor.to(dtype) for tensor in whole)
         whole = query_BHTD, key_BKTD, value_BKTD
-    out_BTHD: torch.Tensor = _Attention.apply(*whole, DOCUMENTS.value, scaling)
+    out_BTHD: torch.Tensor = _Attention.apply(*whole, CURRENT.batch.documents, scaling)
     return out_BTHD, None
 
 

@@ -1,33 +1,57 @@
-"""What is being computed with now, for layers that are not told by their callers."""
+"""The micro-batch that is being computed, for layers that transformers calls without it.
 
-from collections.abc import Callable, Iterator
+    LossModel.forward   with CURRENT.of(MicroBatch(...)):
+    a layer in it       CURRENT.batch
+
+The one module state of the models. A global: the backward pass, which recomputes layers, has its
+own threads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-T = TypeVar("T")
+Document = tuple[slice, int, int]  # rows, start, stop
 
 
-class Scoped(Generic[T]):
-    """A value for as long as a context lasts. A global: the backward pass has its own threads."""
+@dataclass(frozen=True)
+class MicroBatch:
+    """What layers need to know of a micro-batch.
 
-    def __init__(self, value: T) -> None:
-        self.value = value
+    ``rows`` are the indices of its rows in the global stream, by which dropout draws its masks.
+    ``documents`` make up all rows; attention stays within each. None of them: transformers' masks
+    keep documents apart.
+    """
+
+    rows: Sequence[int] = ()
+    documents: Sequence[Document] = ()
+
+
+class Current:
+    """The current micro-batch, for as long as a context lasts."""
+
+    def __init__(self) -> None:
+        self.batch = MicroBatch()
 
     @contextmanager
-    def of(self, value: T) -> Iterator[None]:
-        """Make ``value`` the current one."""
-        before, self.value = self.value, value
+    def of(self, batch: MicroBatch) -> Iterator[None]:
+        """Make ``batch`` the current one."""
+        before, self.batch = self.batch, batch
         try:
             yield
         finally:
-            self.value = before
+            self.batch = before
 
     def remembering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward``, to be recomputed later with the value of now."""
-        value = self.value
+        """Return ``forward``, which runs with the batch of now whenever it is recomputed."""
+        batch = self.batch
 
-        def again(*args: Any, **kwargs: Any) -> Any:
-            with self.of(value):
+        def recompute(*args: Any, **kwargs: Any) -> Any:
+            with self.of(batch):
                 return forward(*args, **kwargs)
 
-        return again
+        return recompute
+
+
+CURRENT = Current()

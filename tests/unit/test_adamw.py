@@ -108,6 +108,12 @@ def test_the_state_is_there_before_the_first_step_and_a_step_is_plain_adamw():
     assert torch.allclose(mine, plain, rtol=1e-6)
 
 
+def test_the_moments_of_each_parameter_are_announced():
+    parameters, announced = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(5))], []
+    make_adamw(parameters, OptimConfig(lr=1.0), announced.append)
+    assert announced == [2 * 6 * 4, 2 * 5 * 4]
+
+
 def test_only_vectors_make_one_group():
     adamw = make_adamw([nn.Parameter(torch.ones(3))], OptimConfig(lr=1.0, weight_decay=0.5))
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.0]

@@ -11,6 +11,7 @@ from hpc_tune.data.hdf5_format import Counters, TokenStore
 from hpc_tune.data.loader import Loader, eval_batches, make_batch
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import CheckpointError, DataError
+from hpc_tune.model.packed_attention import lengths_in
 
 LENGTHS = np.random.default_rng(0).integers(2, 60, 150).tolist()
 
@@ -111,9 +112,19 @@ def test_loss_mask_and_cut_at_seq_len_by_hand():
     assert batch.labels_BT.tolist() == [[no, 12, 13, no, 21, no, no, no]]
     assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
     assert (batch.num_loss_tokens, batch.num_tokens, batch.first_row) == (3, 7, 5)
+    assert batch.document_lengths == [[4, 3, 1]]
     cut = make_batch([[first]], 3, 0)
+    assert cut.document_lengths == [[3]]
     assert cut.tokens_BT.tolist() == [[10, 11, 12]]
     assert cut.labels_BT.tolist() == [[no, 12, no]]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_batch_knows_the_documents_that_its_positions_show(store, packing):
+    batches = [batch for step in _all_steps(_loader(store, packing=packing)) for batch in step]
+    lengths = [row for batch in batches for row in batch.document_lengths]
+    assert (max(map(len, lengths)) > 2) == packing
+    assert lengths == [row for batch in batches for row in lengths_in(batch.positions_BT)]
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 7, 16])

@@ -5,14 +5,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hpc_tune.model.dropout import ROWS, RowDropout, use_row_dropout
+from hpc_tune.model.dropout import RowDropout, use_row_dropout
+from hpc_tune.model.scoped import CURRENT, MicroBatch
 
 P = 0.25
 
 
 def dropped(rows, seed=0, layer="a", x_BTD=None):
     x_BTD = torch.ones(len(rows), 16, 32) if x_BTD is None else x_BTD
-    with ROWS.of(rows):
+    with CURRENT.of(MicroBatch(rows)):
         return RowDropout(P, seed, layer)(x_BTD)
 
 
@@ -43,9 +44,9 @@ def test_the_mean_stays_and_evaluation_drops_nothing():
 
 def test_what_is_recomputed_later_drops_the_same():
     layer, x = RowDropout(P, 0, "a"), torch.ones(1, 16, 32, requires_grad=True)
-    with ROWS.of([5]):
-        y = checkpoint(ROWS.remembering(lambda v: layer(v).square()), x, use_reentrant=False)
-    with ROWS.of([9]):  # another micro-batch runs before this one's backward pass
+    with CURRENT.of(MicroBatch([5])):
+        y = checkpoint(CURRENT.remembering(lambda v: layer(v).square()), x, use_reentrant=False)
+    with CURRENT.of(MicroBatch([9])):  # another micro-batch runs before this one's backward pass
         y.sum().backward()
     assert torch.equal(x.grad.bool(), y.bool())
 

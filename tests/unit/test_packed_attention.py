@@ -1,5 +1,7 @@
 """Attention document by document, against transformers' masks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
@@ -9,11 +11,12 @@ from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import (
-    DOCUMENTS,
     _attend,
-    documents_in,
+    documents_of,
+    lengths_in,
     use_document_attention,
 )
+from hpc_tune.model.scoped import CURRENT, MicroBatch
 
 # Documents of three rows: several, one, and single tokens at an end.
 LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
@@ -45,12 +48,20 @@ def loss_and_grads(module):
 
 
 def test_documents_of_packed_rows():
-    assert documents_in(batch().positions_BT) == [
+    assert documents_of(LENGTHS) == [
         *((slice(0, 1), 0, 5), (slice(0, 1), 5, 14), (slice(0, 1), 14, 16)),
         (slice(1, 2), 0, 16),
         *((slice(2, 3), 0, 14), (slice(2, 3), 14, 15), (slice(2, 3), 15, 16)),
     ]
-    assert documents_in(torch.arange(4).expand(2, -1)) == [(slice(0, 2), 0, 4)]
+    assert documents_of([[4], [4]]) == [(slice(0, 2), 0, 4)]
+
+
+def test_lengths_are_read_off_positions_only_where_a_batch_has_none(monkeypatch):
+    assert lengths_in(batch().positions_BT) == [list(lengths) for lengths in LENGTHS]
+    module = model_of()
+    wanted = module(batch())
+    monkeypatch.setattr("hpc_tune.model.loss.lengths_in", None)
+    assert torch.equal(module(replace(batch(), document_lengths=LENGTHS)), wanted)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -113,7 +124,6 @@ def test_gradients_in_bf16_are_no_less_exact_than_torchs(lengths):
     num_tokens = sum(lengths)
     exact = [torch.randn(2, h, num_tokens, 16, generator=generator) for h in (4, 2, 2)]
     weight = torch.randn(2, 4, num_tokens, 16, generator=generator)
-    positions_BT = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
 
     def grads(dtype, attend):
         inputs = [tensor.to(dtype).requires_grad_() for tensor in exact]
@@ -128,7 +138,7 @@ def test_gradients_in_bf16_are_no_less_exact_than_torchs(lengths):
         )
 
     def ours(query, key, value):
-        with DOCUMENTS.of(documents_in(positions_BT)):
+        with CURRENT.of(MicroBatch(documents=documents_of([lengths, lengths]))):
             return _attend(None, query, key, value, None)[0].transpose(1, 2)
 
     wanted = grads(torch.float64, stock)
@@ -147,7 +157,7 @@ def test_documents_stay_apart_where_the_kernel_cannot_be_used(dropout, value_dim
 
     def second_documents():
         torch.manual_seed(0)
-        with DOCUMENTS.of(documents_in(batch().positions_BT)):
+        with CURRENT.of(MicroBatch(documents=documents_of(LENGTHS))):
             out_BTHD = _attend(None, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, value_dim)
         return out_BTHD[0, LENGTHS[0][0] :]

@@ -76,6 +76,19 @@ def test_a_region_is_filled_into_a_strided_tensor(tmp_path):
     assert torch.equal(target, full)
 
 
+def test_each_piece_is_announced_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "PIECE_BYTES", 32)
+    save_file({"w": torch.ones(5, 4)}, tmp_path / "model.safetensors")
+    local, announced = torch.zeros(5, 4), []
+
+    def reserve(num_bytes):
+        announced.append((num_bytes, int(local.sum())))
+
+    index_model_directory(tmp_path).fill(local, "w", reserve=reserve)
+    # Twice the bytes of two rows, two rows and one; with the values that were there already.
+    assert announced == [(64, 0), (64, 8), (32, 16)]
+
+
 def test_a_tensor_without_dims_and_one_without_values_are_read(tmp_path):
     save_file({"x": torch.tensor(2.5), "e": torch.empty(0, 3)}, tmp_path / "model.safetensors")
     index = index_model_directory(tmp_path)
