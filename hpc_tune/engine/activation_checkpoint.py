@@ -4,9 +4,9 @@
     recompute=selective  results of its matrix products and of attention, and its input
     recompute=full       its input
 
-The rest is computed again in the backward pass, to the same bits (arXiv:1604.06174, selective:
+The rest is recomputed in the backward pass, to the same bits (arXiv:1604.06174, selective:
 arXiv:2205.05198). Only ``forward`` of a block is replaced: the hooks of a block (FSDP2 gathers in
-them) stay outside of what is recomputed, and parameter names stay as they are.
+them) are not recomputed, and parameter names stay as they are.
 """
 
 import functools
@@ -28,9 +28,9 @@ from hpc_tune.model.scoped import CURRENT
 
 Forward = Callable[..., Any]
 Level = Literal["none", "selective", "full"]
-# What selective recompute keeps: results that cost a matrix product to make again. Names, because
-# the 4-bit products are known to torch only where bitsandbytes has been imported. Batched products
-# are missing: they are the T x T scores of attention that is not fused, the largest of all.
+# What selective recompute keeps: results of matrix products. By name, because torch knows the 4-bit
+# products only where bitsandbytes has been imported. Batched products are missing: they are the
+# T x T scores of attention that is not fused, the largest of all.
 _PRODUCTS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten._scaled_mm.default": 0}
 _KEPT = frozenset(
     (
@@ -58,16 +58,16 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
     """
     if recompute == "none":
         return
-    made: dict[Forward, Forward] = {}
+    checkpointed: dict[Forward, Forward] = {}
     for block in blocks:
         plain = type(block).forward
-        if plain not in made:
-            made[plain] = _recomputed(plain, recompute)
-        block.forward = types.MethodType(made[plain], block)
+        if plain not in checkpointed:
+            checkpointed[plain] = _recomputed(plain, recompute)
+        block.forward = types.MethodType(checkpointed[plain], block)
 
 
 class Recompute:
-    """Switches recompute on between two steps, for the governor; not of compiled blocks."""
+    """Switches recompute on or off between two steps, for the governor; not of compiled blocks."""
 
     def __init__(
         self,
@@ -75,17 +75,16 @@ class Recompute:
         recompute: Level,
         compiled: bool,
     ) -> None:
-        """Know the blocks and how they are run: configured, and whether compiled."""
+        """Keep the blocks, their configured recompute, and whether they are compiled."""
         self._blocks, self._configured, self._compiled = blocks, recompute, compiled
 
     def levers(self) -> set[Action]:
-        """Return RECOMPUTE where it gives something."""
+        """Return RECOMPUTE where it can save memory."""
         can = self._configured != "full" and not self._compiled
         return {Action.RECOMPUTE} if can else set()
 
     def apply(self, action: Action, on: bool) -> str:
-        """Recompute all of each block, or as configured."""
-        assert action in self.levers()
+        """Recompute all of each block, or return to the configured recompute."""
         recompute = "full" if on else self._configured
         for block in self._blocks:
             block.__dict__.pop("forward", None)
@@ -94,8 +93,8 @@ class Recompute:
 
 
 def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with its tensor operations out of sight of torch's dispatch modes, such
-    as selective recompute, which counts those of a block, or FakeTensorMode.
+    """Return ``function``, run without torch's dispatch modes, such as selective recompute, which
+    counts the operations of a block, or FakeTensorMode.
     """
 
     @functools.wraps(function)
@@ -125,9 +124,9 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:
-    """Tell whether a product takes many flops (K) for each of its values (N per row).
+    """Whether a product takes many flops (K) for each of its values (N per row).
 
-    An adapter's second product takes as few as its rank, for as many values as the base's: kept,
-    those alone would make selective larger than none.
+    An adapter's second product takes only its rank, for as many values as the base's: keeping those
+    would make selective larger than none.
     """
     return LEAST_INNER * other_KN.shape[0] >= other_KN.shape[1]

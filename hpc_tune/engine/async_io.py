@@ -1,7 +1,7 @@
 """DeepSpeed's library for NVMe: compiled at its first use, behind a lock file of torch's.
 
-torch's loader of extensions waits for that file without a limit, and a compiler that is killed
-(a cancelled job, a node that fails) leaves it: every later run would wait for ever.
+torch's extension loader waits for that file without a timeout, and a compiler that is killed (a
+cancelled job, a node that fails) leaves it behind: every later run would wait for ever.
 """
 
 import time
@@ -47,9 +47,8 @@ def load_async_io(who: str) -> None:
 def wait_for_compiler(lock: Path, dead_after_s: float = DEAD_AFTER_S, every_s: float = 0.5) -> None:
     """Return once ``lock`` is gone; remove it if its compiler was killed.
 
-    It is taken for that when nothing in its folder was written for ``dead_after_s``. That several
-    ranks may find so at once does no harm: DeepSpeed checks its compiler before it
-    makes the next lock.
+    It counts as killed when nothing in its folder was written for ``dead_after_s``. Several ranks
+    may remove the lock: DeepSpeed checks its compiler before it makes the next one.
     """
     while lock.exists():
         if _idle_s(lock.parent) > dead_after_s:

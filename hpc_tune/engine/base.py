@@ -37,12 +37,12 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave, the same on every rank but for what it says of messages.
+    """The result of one optimizer step, the same on every rank except for its messages.
 
     ``loss`` is the mean over the step's global loss tokens. ``grad_norm`` is the L2 norm before
-    clipping. ``comm_s`` is the time of this rank's messages, waiting for other ranks included, and
-    of gradients that are added up within a backward pass what is left at its end; ``sent_bytes``
-    what it sent by kind of collective.
+    clipping. ``comm_s`` is this rank's time in collectives, waiting for other ranks included; of
+    those that overlap with a backward pass, what is left at its end. ``sent_bytes`` are the bytes
+    it sent by kind of collective.
     """
 
     loss: float
@@ -66,30 +66,30 @@ class Engine(Protocol):
         lr: float,
         before_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Do one optimizer step on all micro-batches of this rank.
+        """Run one optimizer step on all micro-batches of this rank.
 
         The loss is the token sum over all ranks divided by ``global_tokens``, so neither the number
-        of ranks nor the micro-batches change the gradient. ``before_update`` is called when
-        nothing but the update of weights and optimizer state is left to do.
+        of ranks nor the micro-batches change the gradient. ``before_update`` is called before
+        weights and optimizer state are updated.
         """
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Return (loss sum, loss tokens) over all ranks, each of which brings equally many."""
 
     def regions(self) -> list[Region]:
-        """Return what this rank has to write of trained weights and optimizer state.
+        """Return the regions of trained weights and optimizer state that this rank writes.
 
-        Their values are read where they live, and stay as they are until the next update.
+        Their values are views, valid until the next update.
         """
 
     def load(self, index: TensorIndex, step: int) -> None:
-        """Read what any layout saved after ``step`` optimizer steps into this one."""
+        """Read a checkpoint of any layout, saved after ``step`` optimizer steps, into this one."""
 
     def levers(self) -> set[Action]:
-        """Return what the governor may ask of this engine between two steps."""
+        """Return the actions that the governor may apply to this engine between two steps."""
 
     def apply(self, action: Action, on: bool) -> str:
-        """Do one of ``levers``, or undo it; return in words what holds now."""
+        """Apply one of ``levers``, or undo it; return the new state as text."""
 
     def run_once(self, batch: Batch) -> None:
-        """Do the work of one micro-batch and forget it: for measuring memory before the run."""
+        """Run a micro-batch and drop its gradients: for measuring memory before the run."""

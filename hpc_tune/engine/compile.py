@@ -30,13 +30,13 @@ MOST_GRAPHS = 64
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compile the ``forward`` of decoder blocks, as ``checkpoint_blocks`` has left them."""
-    made: dict[Forward, Forward] = {}
+    compiled: dict[Forward, Forward] = {}
     for block in blocks:
         bound: Any = block.forward
         forward = bound.__func__
-        if forward not in made:
-            made[forward] = _compiled(forward)
-        block.forward = types.MethodType(made[forward], block)
+        if forward not in compiled:
+            compiled[forward] = _compiled(forward)
+        block.forward = types.MethodType(compiled[forward], block)
 
 
 def prepare_compiler(
@@ -60,9 +60,9 @@ def prepare_compiler(
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        asked = os.environ.get("CXX", "g++")
+        compiler = os.environ.get("CXX", "g++")
         raise ConfigError(
-            f"train.compile=true needs a C++ compiler, and {asked} is not one that works here; "
+            f"train.compile=true needs a C++ compiler, and {compiler} is not one that works here; "
             "load a compiler module (module load gcc), name one in CXX, or set train.compile=false"
         ) from None
     if device.type == "cuda" and not has_triton():
@@ -122,11 +122,11 @@ def _mark_lengths(*values: Any) -> None:
 
 
 def _processor() -> str:
-    """Return a short name of what this processor can do: kernels are made for it alone."""
+    """Return a hash of this processor's features: kernels are compiled for them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    said = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-    said.append(torch.backends.cpu.get_cpu_capability())
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:8]
+    features = [line for line in lines if line.startswith(("flags", "Features"))][:1]
+    features.append(torch.backends.cpu.get_cpu_capability())
+    return hashlib.sha256("\n".join(features).encode()).hexdigest()[:8]

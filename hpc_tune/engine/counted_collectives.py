@@ -46,18 +46,16 @@ class CountedCollectives:
         with self.counted("all_reduce", 2 * (size - 1) * tensor.nbytes // size):
             dist.all_reduce(tensor, op, group=group)
 
-    def begin_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    def begin_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Begin to add ``tensor`` up over the group, in place; ``finish`` what is returned."""
         size = group.size()
         self.count("all_reduce", 2 * (size - 1) * tensor.nbytes // size)
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        assert work is not None
-        return work
+        return dist.all_reduce(tensor, group=group, async_op=True)
 
-    def finish(self, works: Iterable[dist.Work]) -> None:
+    def finish(self, works: Iterable[dist.Work | None]) -> None:
         """Wait for what was begun."""
         with self.counted("all_reduce", 0):
-            for work in works:
+            for work in filter(None, works):
                 work.wait()
 
     def all_gather(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

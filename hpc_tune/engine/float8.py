@@ -18,7 +18,7 @@ MULTIPLE = 16  # of both sides of a weight, which the float8 product of the hard
 
 
 def check_float8(device: torch.device) -> None:
-    """Check that this rank's device and installation can do float8.
+    """Check that this rank's device and installation can compute in float8.
 
     Raises:
         ConfigError: if they cannot, with what to do.
@@ -29,11 +29,12 @@ def check_float8(device: torch.device) -> None:
             f"train.float8=true needs a GPU with float8 products (H100, L40, RTX 40 or later), "
             f"and this rank computes on {device}; {instead}"
         )
-    found = torch.cuda.get_device_capability(device)
-    if found < LEAST_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
         raise ConfigError(
             f"train.float8=true needs compute capability 8.9 or more (H100, L40, RTX 40 or later); "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; {instead}"
+            f"{torch.cuda.get_device_name(device)} has "
+            f"{capability[0]}.{capability[1]}; {instead}"
         )
     try:
         import torchao.float8  # noqa: F401

@@ -1,6 +1,6 @@
-"""Gradients of the trained weights: flat buffers, the groups that add them up, their norm.
+"""Gradients of the trained weights: flat buffers, their all-reduce, their norm.
 
-backward pass -> a piece of a buffer is done -> its all-reduce begins -> ... -> all have ended
+backward pass -> a piece of a buffer is complete -> its all-reduce begins -> ... -> all have ended
 """
 
 import functools
@@ -59,7 +59,7 @@ class Trained:
 
 def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[Trained]:
     """Describe the trained parameters of an allocated stage, in the model's order."""
-    layout, place, found = mesh.layout, mesh.coordinates, []
+    layout, coordinates, trained = mesh.layout, mesh.coordinates, []
     for name, parameter in stage.module.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -69,18 +69,18 @@ def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[T
         copies *= 1 if sliced else layout.tensor
         tied = not stage.module.first_stage and stage.saved_names[name] == stage.tied
         writes = (
-            place.replicate == 0
-            and (sharded or place.shard == 0)
-            and (sliced or place.tensor == 0)
+            coordinates.replicate == 0
+            and (sharded or coordinates.shard == 0)
+            and (sliced or coordinates.tensor == 0)
             and not tied
         )
-        found.append(Trained(name, stage, parameter, name in partial, copies, tied, writes))
-    return found
+        trained.append(Trained(name, stage, parameter, name in partial, copies, tied, writes))
+    return trained
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients of replicated weights that are added up together.
+    """Gradients of replicated weights that are all-reduced together.
 
     ``grads`` is one flat buffer of the weights' dtype, of which every gradient is a view.
     """
@@ -92,13 +92,13 @@ class Bucket:
     parameters: Sequence[nn.Parameter]
 
 
-class EarlySums:
-    """Adds a bucket up piece by piece while the last backward pass of a step still runs.
+class OverlappedAllReduce:
+    """All-reduces a bucket piece by piece while the last backward pass of a step still runs.
 
-    Gradients are done from the end of the model to its beginning, and so are the pieces cut. All
-    ranks begin them in that one order, whatever their own backward passes do: a piece waits for the
-    ones before it, and what is left over at the end, as on a rank without a backward pass, begins
-    then. For layouts in which a backward pass has no other messages.
+    A backward pass computes gradients from the end of the model to its beginning, and pieces are
+    cut in that order. All ranks begin them in it, whatever their own backward passes do: a piece
+    waits for those before it, and pieces that are left, as on a rank without a backward pass, begin
+    at the end. For layouts in which a backward pass has no other messages.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class EarlySums:
         self._pieces: list[torch.Tensor] = []
         self._sizes: list[int] = []  # parameters of each piece
         self._missing: list[int] = []
-        self._works: list[dist.Work] = []
+        self._works: list[dist.Work | None] = []
         self._is_last = False
         itemsize, stop = bucket.grads.itemsize, bucket.grads.numel()
         start, num = stop, 0
@@ -124,11 +124,11 @@ class EarlySums:
                 stop, num = start, 0
 
     def begin(self) -> None:
-        """Send what the backward pass that comes now finishes: it is the step's last."""
+        """Send pieces as the backward pass that comes now completes them: it is the step's last."""
         self._missing, self._is_last = list(self._sizes), True
 
     def finish(self) -> None:
-        """Begin what has not begun, and wait for all."""
+        """Begin the pieces that have not begun, and wait for all."""
         self._is_last = False
         for piece in self._pieces[len(self._works) :]:
             self._works.append(self._collectives.begin_all_reduce(piece, self._group))
@@ -149,13 +149,14 @@ def make_buckets(
     device: torch.device,
     reserve: Reserve = reserve_nothing,
 ) -> list[Bucket]:
-    """Make the flat buffers; which ranks add one up depends on what its gradients are parts of."""
-    alike: dict[tuple[bool, int, bool], list[nn.Parameter]] = {}
-    for one in trained:
-        if not one.sharded:
-            alike.setdefault((one.partial, one.copies, one.tied), []).append(one.parameter)
+    """Make the flat buffers: one for the gradients that are all-reduced over the same ranks."""
+    groups: dict[tuple[bool, int, bool], list[nn.Parameter]] = {}
+    for weight in trained:
+        if not weight.sharded:
+            key = weight.partial, weight.copies, weight.tied
+            groups.setdefault(key, []).append(weight.parameter)
     buckets = []
-    for (partial, copies, tied), parameters in alike.items():
+    for (partial, copies, tied), parameters in groups.items():
         num = sum(p.numel() for p in parameters)
         if device.type == "cpu":
             reserve(num * parameters[0].dtype.itemsize)
@@ -181,9 +182,9 @@ def squares_of(
     for bucket in buckets:
         if not bucket.tied:
             total += _square(bucket.grads) / (bucket.copies if spread else 1)
-    for one in sharded:
-        if one.parameter.grad is not None and not one.tied:
-            total += _square(one.local_grad).to(device) / one.copies
+    for weight in sharded:
+        if weight.parameter.grad is not None and not weight.tied:
+            total += _square(weight.local_grad).to(device) / weight.copies
     return total
 
 

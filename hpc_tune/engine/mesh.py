@@ -73,6 +73,13 @@ class MeshCoordinates:
         return self.tensor == 0 and self.pipeline == 0
 
 
+def world_group() -> dist.ProcessGroup:
+    """Return the default process group, which engines run on."""
+    group = dist.group.WORLD
+    assert group is not None, "engines are made in a joined world"
+    return group
+
+
 class Mesh:
     """The process groups of a layout. Making it is collective; groups of one rank are None.
 
@@ -110,8 +117,7 @@ class Mesh:
     def _group_of(self, *names: str) -> dist.ProcessGroup:
         ranks = self._ranks(*names)
         if len(ranks) == self.layout.size:
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
+            return world_group()
         if ranks not in self._made:
             self._made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         return self._made[ranks]
@@ -122,6 +128,5 @@ class Mesh:
         ranks = torch.arange(layout.size).view([getattr(layout, axis) for axis in axes])
         for number, axis in enumerate(axes):
             if axis not in names:
-                place = getattr(self.coordinates, axis)
-                ranks = ranks.narrow(number, place, 1)
+                ranks = ranks.narrow(number, getattr(self.coordinates, axis), 1)
         return tuple(ranks.flatten().tolist())

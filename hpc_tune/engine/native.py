@@ -4,9 +4,9 @@
 
 Trained weights are of two kinds. *Replicated* ones (adapters in every layout, all weights where
 nothing is sharded) keep their gradients in flat buffers, each of which is all-reduced once per
-optimizer step, piece by piece within the last backward pass where that has no other messages: a
-frozen base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1)
-are FSDP2's, whose reduce-scatter runs in each backward pass, or with reshard=step in the last.
+optimizer step, overlapped with the last backward pass where that has no other messages: a frozen
+base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1) are FSDP2's, whose
+reduce-scatter runs in each backward pass, or with reshard=step in the last.
 """
 
 import functools
@@ -26,7 +26,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.fsdp import before_backward, release_gathered, shard
 from hpc_tune.engine.gradients import (
-    EarlySums,
+    OverlappedAllReduce,
     Trained,
     make_buckets,
     squares_of,
@@ -73,8 +73,8 @@ class NativeEngine:
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, self._mesh, device, settings.reserve)
         replicated = layout.replicate == layout.size and not _uses_fsdp(settings)
-        self._early = [
-            EarlySums(bucket, bucket.group, self._collectives)
+        self._overlapped = [
+            OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
             if replicated and bucket.group is not None
         ]
@@ -99,7 +99,7 @@ class NativeEngine:
         """Do one optimizer step; see ``base.Engine``."""
         self._zero_grad()
         self._collectives.take()  # an evaluation's is not this step's
-        loss = self._forward_backward(batches, global_tokens, self._early)
+        loss = self._forward_backward(batches, global_tokens, self._overlapped)
         self._reduce_gradients()
         self._collectives.all_reduce(loss, None)
         grad_norm = self._clip()
@@ -118,15 +118,15 @@ class NativeEngine:
             stage.module.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         remaining = iter(batches)
-        while some := list(islice(remaining, 2 * self._layout.pipeline)):
+        while group := list(islice(remaining, 2 * self._layout.pipeline)):
             if self._pipeline is not None:
-                losses = self._pipeline.evaluate(some, self._forward)
+                losses = self._pipeline.evaluate(group, self._forward)
             else:
-                losses = [self._forward(0, b, None) for b in some if not self._may_skip(b)]
+                losses = [self._forward(0, b, None) for b in group if not self._may_skip(b)]
             if self._mesh.coordinates.tensor == 0:
                 total[0] += sum(loss.double() for loss in losses)
             if self._mesh.coordinates.counts_rows:
-                total[1] += sum(b.num_loss_tokens for b in some)
+                total[1] += sum(b.num_loss_tokens for b in group)
         for stage in self._stages:
             release_gathered(stage.module)
             stage.module.train()
@@ -178,14 +178,17 @@ class NativeEngine:
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it; see ``base.Engine``."""
-        # One row alone would be compiled apart, and the compiler's memory would count as the row's.
+        # A single row would be compiled by itself, and the compiler's memory count as the row's.
         compiles = self._settings.train.compile
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
             self._forward_backward([batch], 1)
         self._zero_grad()
 
     def _forward_backward(
-        self, batches: Sequence[Batch], global_tokens: int, early: Sequence[EarlySums] = ()
+        self,
+        batches: Sequence[Batch],
+        global_tokens: int,
+        overlapped: Sequence[OverlappedAllReduce] = (),
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the loss sum."""
         total = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -210,7 +213,7 @@ class NativeEngine:
         for batch in used:
             out = self._forward(0, batch, None)
             if batch is used[-1]:
-                for sums in early:
+                for sums in overlapped:
                     sums.begin()
             backward(0, batch is used[-1], out, None)
         return total
@@ -228,10 +231,10 @@ class NativeEngine:
         return batch.num_loss_tokens == 0 and self._layout.shard == 1
 
     def _reduce_gradients(self) -> None:
-        for sums in self._early:
+        for sums in self._overlapped:
             sums.finish()
         for bucket in self._buckets:
-            if bucket.group is not None and not self._early:
+            if bucket.group is not None and not self._overlapped:
                 self._collectives.all_reduce(bucket.grads, bucket.group)
         for trained in self._sharded:
             if trained.partial:

@@ -1,7 +1,7 @@
-"""Optimizer state that waits on the host and visits the device a piece at a time.
+"""Optimizer state offloaded to the host; the update copies it to the device piece by piece.
 
-AdamW's update takes one parameter after the other, so beside the weights and gradients the device
-holds the two moments of one of them. The arithmetic is torch's own, value for value.
+AdamW updates one parameter after the other, so beside weights and gradients the device holds the
+two moments of one parameter. The arithmetic is torch's own, bit for bit.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from hpc_tune.engine.adamw import MOMENTS
 
 
 class OffloadedState:
-    """Does the steps of an AdamW whose moments are on the host; ``close`` brings them back."""
+    """Runs the steps of an AdamW whose moments are on the host; ``close`` moves them back."""
 
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
         """Move the moments to the host."""
@@ -29,10 +29,10 @@ class OffloadedState:
         """Update every parameter that has a gradient, as ``torch.optim.AdamW.step`` would."""
         for group, parameter in self._parameters():
             if parameter.grad is not None:
-                self._update(group, parameter)
+                self._update(group, parameter, parameter.grad)
 
     def close(self) -> None:
-        """Bring the moments back to their parameters' devices."""
+        """Move the moments back to their parameters' devices."""
         for _, parameter in self._parameters():
             state = self._optimizer.state[parameter]
             for name in MOMENTS:
@@ -44,17 +44,18 @@ class OffloadedState:
                 yield group, parameter
 
     @torch.no_grad()
-    def _update(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+    def _update(
+        self, group: dict[str, Any], parameter: torch.nn.Parameter, grad: torch.Tensor
+    ) -> None:
         state = self._optimizer.state[parameter]
-        waiting = [_local(state[name]) for name in MOMENTS]
-        visiting = [moment.to(parameter.device) for moment in waiting]
-        assert parameter.grad is not None
+        on_host = [_local(state[name]) for name in MOMENTS]
+        on_device = [moment.to(parameter.device) for moment in on_host]
         beta1, beta2 = group["betas"]
         adamw(
             [_local(parameter)],
-            [_local(parameter.grad)],
-            [visiting[0]],
-            [visiting[1]],
+            [_local(grad)],
+            [on_device[0]],
+            [on_device[1]],
             [],
             [state["step"]],
             fused=group["fused"],
@@ -66,8 +67,8 @@ class OffloadedState:
             eps=group["eps"],
             maximize=False,
         )
-        for moment, new in zip(waiting, visiting, strict=True):
-            moment.copy_(new)
+        for moment, updated in zip(on_host, on_device, strict=True):
+            moment.copy_(updated)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""Pipeline parallelism: decoder blocks dealt to ranks, activations on the wire.
+"""Pipeline parallelism: decoder blocks spread over ranks, which send activations to each other.
 
     cut_stages   the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
     schedule     (pure) the order of forward and backward passes of one rank
-    Pipeline     runs that order, with a message in flight ahead of each pass
+    Pipeline     runs that order; receives are posted ahead of the passes that need them
 
 A rank has one stage (1F1B) or several (interleaved 1F1B): stage s is on rank s mod P. Every rank of
-the axis has the same micro-batches, so it knows the shape of what it will receive, however ragged
-they are. Each directed pair of neighbours has a process group of its own: messages stay in order on
-each, and none waits for another's.
+the axis has the same micro-batches, so it knows the shapes that it will receive, even of ragged
+ones. Each directed pair of neighbours has a process group of its own: messages stay in order on
+each, and no pair waits for another.
 
 Shapes: B rows, T tokens, D hidden.
 """
@@ -33,11 +33,11 @@ from hpc_tune.model.loss import LossModel
 
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
-LOOKAHEAD = 2  # passes whose inputs are asked for before they are needed
+LOOKAHEAD = 2  # passes whose receives are posted in advance
 
 
 def why_no_stages(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
-    """Return why a model cannot be cut into stages, in words; nothing if it can."""
+    """Return the reasons why a model cannot be cut into stages; none if it can."""
     layers, stages = config.num_hidden_layers, ranks * stages_per_rank
     if not getattr(config, "base_model_pp_plan", None):
         return [
@@ -60,22 +60,22 @@ def why_no_stages(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
 def deal_blocks(
     num_blocks: int, num_stages: int, head_blocks: float, num_ranks: int
 ) -> list[range]:
-    """Return the blocks of each stage: ranks, then stages, as even as can be.
+    """Return the blocks of each stage, balanced over ranks, then over stages.
 
     The head costs as much as ``head_blocks`` blocks. Rank r has the stages r, r + num_ranks, ...
     """
 
-    def deal(last: int) -> list[int]:
+    def counts_with(last: int) -> list[int]:
         others, more = divmod(num_blocks - last, num_stages - 1)
         return [others + (i < more) for i in range(num_stages - 1)] + [last]
 
-    def unevenness(counts: list[int]) -> tuple[float, float, float]:
+    def imbalance(counts: list[int]) -> tuple[float, float, float]:
         costs = [*counts[:-1], counts[-1] + head_blocks]
-        most = max(sum(costs[rank::num_ranks]) for rank in range(num_ranks))
-        return most, max(costs), -min(costs)
+        slowest = max(sum(costs[rank::num_ranks]) for rank in range(num_ranks))
+        return slowest, max(costs), -min(costs)
 
-    choices = [deal(last) for last in range(1, num_blocks - num_stages + 2)]
-    counts = min(choices, key=unevenness)
+    choices = [counts_with(last) for last in range(1, num_blocks - num_stages + 2)]
+    counts = min(choices, key=imbalance)
     starts = [sum(counts[:i]) for i in range(num_stages)]
     return [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
 
@@ -105,9 +105,9 @@ def cut_stages(
     """
     num_stages = layout.pipeline * stages_per_rank
     block_values = sum(p.numel() for p in block_list(built.module)[0].parameters())
-    dealt = stage_blocks(built.config, block_values, layout, stages_per_rank, loss_share)
+    blocks = stage_blocks(built.config, block_values, layout, stages_per_rank, loss_share)
     return [
-        _cut(built, dealt[stage], stage == 0, stage == num_stages - 1)
+        _cut(built, blocks[stage], stage == 0, stage == num_stages - 1)
         for stage in range(rank, num_stages, layout.pipeline)
     ]
 
@@ -128,7 +128,7 @@ def _cut(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
         if hasattr(lm.get_decoder(), "embedding_multiplier"):
             lm.get_decoder().embedding_multiplier = 1.0  # the first stage has multiplied
         if built.tied and last:
-            # The same weight goes by the head's name now.
+            # The same weight has the head's name now.
             head = next(n for n, p in module.named_parameters() if p is embedding)
             base_names[head] = base_names[name]
             if name in saved_names:
@@ -163,7 +163,8 @@ def schedule(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
         micro = k // (ranks * chunks) * ranks + k % ranks
         return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro)
 
-    assert chunks == 1 or num_micro % ranks == 0
+    if chunks > 1 and num_micro % ranks:
+        raise ValueError(f"{num_micro} micro-batches are no multiple of {ranks} ranks")
     ahead = ranks - rank - 1
     warm_up = min(total, ahead if chunks == 1 else 2 * ahead + (chunks - 1) * ranks)
     passes = [number(k, "forward") for k in range(warm_up)]
@@ -181,7 +182,7 @@ class _InFlight:
 
 
 class Pipeline:
-    """Runs the stages of one rank together with the other ranks of the pipeline axis."""
+    """Runs the stages of one rank, in step with the other ranks of the pipeline axis."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class Pipeline:
     ) -> None:
         """Make the groups of neighbours; collective over the pipeline.
 
-        ``dtype`` is that of the activations on the wire.
+        ``dtype`` is that of the activations as they are sent.
         """
         self._stages, self._device = stages, device
         self._rank, self._ranks = layout.coordinates(dist.get_rank()).pipeline, layout.pipeline
@@ -218,27 +219,27 @@ class Pipeline:
         loss; ``backward(chunk, is_last, output, gradient)`` propagates from there, ``is_last``
         in the last micro-batch of the chunk.
         """
-        batches = self._filled(batches)
+        batches = self._padded(batches)
         passes = schedule(self._rank, self._ranks, len(self._stages), len(batches))
-        waiting = self._inputs(passes, batches)
+        inputs = self._inputs(passes, batches)
         last = {p.chunk: p for p in passes if p.kind == "backward"}
-        alive: dict[tuple[int, int], _InFlight] = {}
-        for step, at in enumerate(passes):
-            waiting.ask(step + LOOKAHEAD)
-            received = waiting.take(step)
-            key = at.chunk, at.micro
-            if at.kind == "forward":
+        in_flight: dict[tuple[int, int], _InFlight] = {}
+        for number, step in enumerate(passes):
+            inputs.post_receives(number + LOOKAHEAD)
+            received = inputs.take(number)
+            key = step.chunk, step.micro
+            if step.kind == "forward":
                 if received is not None:
                     received.requires_grad_()
-                out = forward(at.chunk, batches[at.micro], received)
-                alive[key] = _InFlight(received, out)
-                if not self._is_last(at.chunk):
+                out = forward(step.chunk, batches[step.micro], received)
+                in_flight[key] = _InFlight(received, out)
+                if not self._is_last(step.chunk):
                     self._send(out.detach(), "forward")
             else:
-                flight = alive.pop(key)
-                backward(at.chunk, at == last[at.chunk], flight.out, received)
-                if flight.hidden_in is not None:
-                    grad = flight.hidden_in.grad
+                state = in_flight.pop(key)
+                backward(step.chunk, step == last[step.chunk], state.out, received)
+                if state.hidden_in is not None:
+                    grad = state.hidden_in.grad
                     assert grad is not None, "a stage must pass a gradient on"
                     self._send(grad, "backward")
         self._finish_sending()
@@ -249,26 +250,26 @@ class Pipeline:
         forward: Callable[[int, Batch, torch.Tensor | None], torch.Tensor],
     ) -> list[torch.Tensor]:
         """Run micro-batches forward; return the losses, on the rank that has the last stage."""
-        batches = self._filled(batches)
+        batches = self._padded(batches)
         passes = [
             p
             for p in schedule(self._rank, self._ranks, len(self._stages), len(batches))
             if p.kind == "forward"
         ]
-        waiting = self._inputs(passes, batches)
+        inputs = self._inputs(passes, batches)
         losses = []
-        for step, at in enumerate(passes):
-            waiting.ask(step + LOOKAHEAD)
-            out = forward(at.chunk, batches[at.micro], waiting.take(step))
-            if self._is_last(at.chunk):
+        for number, step in enumerate(passes):
+            inputs.post_receives(number + LOOKAHEAD)
+            out = forward(step.chunk, batches[step.micro], inputs.take(number))
+            if self._is_last(step.chunk):
                 losses.append(out)
             else:
                 self._send(out, "forward")
         self._finish_sending()
         return losses
 
-    def _filled(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Interleaving deals micro-batches out in rounds of P: fill up with empty ones."""
+    def _padded(self, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Add empty micro-batches up to a multiple of P, which interleaving needs."""
         if len(self._stages) == 1:
             return batches
         missing = -len(batches) % self._ranks
@@ -282,10 +283,11 @@ class Pipeline:
 
     def _inputs(self, passes: Sequence[Pass], batches: Sequence[Batch]) -> "_Inputs":
         needed: list[tuple[Kind, tuple[int, ...]] | None] = []
-        for at in passes:
-            alone = self._is_first(at.chunk) if at.kind == "forward" else self._is_last(at.chunk)
-            shape = (*batches[at.micro].tokens_BT.shape, self._hidden_size)
-            needed.append(None if alone else (at.kind, shape))
+        for step in passes:
+            is_forward, chunk = step.kind == "forward", step.chunk
+            receives_none = self._is_first(chunk) if is_forward else self._is_last(chunk)
+            shape = (*batches[step.micro].tokens_BT.shape, self._hidden_size)
+            needed.append(None if receives_none else (step.kind, shape))
         return _Inputs(needed, self._receive, self._collectives)
 
     def _receive(self, kind: Kind, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
@@ -312,9 +314,9 @@ class Pipeline:
 def _make_edges(members: Sequence[int], is_ring: bool) -> dict[tuple[int, Kind], dist.ProcessGroup]:
     """Make a group for each direction of each of this rank's edges. Collective.
 
-    An edge is known by the rank that sends forward on it; interleaved stages make a ring. Every
-    rank makes one group per round, if need be of itself alone: torch tells groups of the same ranks
-    apart by how many their maker has, and ranks that are not in one need not wait for it.
+    An edge's key is the rank that sends forward on it; interleaved stages form a ring. Every rank
+    makes one group per round, if need be of itself alone: torch distinguishes groups of the same
+    ranks by the number of groups made before, and ranks outside of a group do not wait for it.
     """
     me = dist.get_rank()
     ring = list(zip(members, [*members[1:], members[0]], strict=True))
@@ -329,7 +331,7 @@ def _make_edges(members: Sequence[int], is_ring: bool) -> dict[tuple[int, Kind],
 
 
 class _Inputs:
-    """Receives what passes need, in their order, some passes ahead."""
+    """Receives the inputs of passes in their order, some passes ahead."""
 
     def __init__(
         self,
@@ -338,21 +340,21 @@ class _Inputs:
         collectives: CountedCollectives,
     ) -> None:
         self._needed, self._receive, self._collectives = needed, receive, collectives
-        self._asked: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
         self._next = 0
 
-    def ask(self, upto: int) -> None:
+    def post_receives(self, upto: int) -> None:
         """Post the receives of all passes up to number ``upto``."""
         for step in range(self._next, min(upto + 1, len(self._needed))):
             if (needed := self._needed[step]) is not None:
-                self._asked[step] = self._receive(*needed)
+                self._posted[step] = self._receive(*needed)
             self._next = step + 1
 
     def take(self, step: int) -> torch.Tensor | None:
         """Wait for the input of a pass and return it; None where the stage needs none."""
-        if step not in self._asked:
+        if step not in self._posted:
             return None
-        work, buffer = self._asked.pop(step)
+        work, buffer = self._posted.pop(step)
         with self._collectives.counted("send", 0):
             work.wait()
         return buffer

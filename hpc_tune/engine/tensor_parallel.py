@@ -49,14 +49,14 @@ class Axis:
         """Ranks on the axis."""
         return self.group.size()
 
-    def sum(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Return the sum (or another reduction) of all ranks' ``x``."""
         total = x.clone(memory_format=torch.contiguous_format)
         self.collectives.all_reduce(total, self.group, op)
         return total
 
-    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' ``x`` joined along the last dimension."""
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' ``x`` concatenated along the last dimension."""
         return torch.cat(self.collectives.all_gather(x, self.group), dim=-1)
 
 
@@ -68,7 +68,7 @@ _STYLES = {
 
 
 def why_no_slices(config: Any, ranks: int) -> list[str]:
-    """Return why a model cannot be split over ``ranks``, in words; nothing if it can."""
+    """Return the reasons why a model cannot be split over ``ranks``; none if it can."""
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or not set(plan.values()) <= _STYLES:
         return [
@@ -81,7 +81,7 @@ def why_no_slices(config: Any, ranks: int) -> list[str]:
     counts = {"intermediate features": features if isinstance(features, int) else gcd(*features)}
     if "colwise" in plan.values():
         counts |= {"attention heads": heads, "key-value heads": kv_heads}
-    else:  # whole again before the heads are told apart
+    else:  # gathered before they are split into heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         counts |= {"fused projections": (heads + 2 * kv_heads) * head_dim}
     if all(count % ranks == 0 for count in counts.values()):
@@ -99,54 +99,54 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
 
     Returns the model and the names of the trained parameters whose gradients are partial sums.
     """
-    cutter = _Cutter(axis)
+    slicer = _Slicer(axis)
     lm = built.module.causal_lm()
     decoder = lm.get_decoder()
     seen: set[nn.Module] = set()
     for name, module in list(decoder.named_modules()):
         style = _style_of(name, built.config.base_model_tp_plan)
         if style == "replicated_with_grad_allreduce":
-            cutter.partial |= set(module.parameters())
+            slicer.partial |= set(module.parameters())
         elif style is not None and style.startswith("colwise"):
-            cutter.columns(module, gather=style == "colwise_gather_output")
+            slicer.columns(module, gather=style == "colwise_gather_output")
             parent = decoder.get_submodule(name.rpartition(".")[0])
             if parent not in seen:
                 seen.add(parent)
                 parent.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
         elif style is not None:
-            cutter.rows(module, split=style == "rowwise_split_input")
+            slicer.rows(module, split=style == "rowwise_split_input")
     if built.module.first_stage:
-        cutter.embedding(lm.get_input_embeddings())
+        slicer.embedding(lm.get_input_embeddings())
     if built.module.last_stage:
-        cutter.head(lm.get_output_embeddings())
+        slicer.head(lm.get_output_embeddings())
         built.module.token_loss = functools.partial(_vocabulary_loss, axis)
-    slices = {n: cutter.slices[p] for n, p in _named(built) if p in cutter.slices}
-    partial = frozenset(n for n, p in _named(built) if p.requires_grad and p in cutter.partial)
+    slices = {n: slicer.slices[p] for n, p in _named(built) if p in slicer.slices}
+    partial = frozenset(n for n, p in _named(built) if p.requires_grad and p in slicer.partial)
     return dataclasses.replace(built, slices=slices), partial
 
 
 def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
-    """Return what ``slice_model`` would do with a model: what a rank holds of each parameter.
+    """Return what ``slice_model`` would leave a rank of each parameter that it changes.
 
-    A slice, or all of it with a gradient that is a partial sum. What is not in it stays as it is.
+    A slice, or all of it with a gradient that is a partial sum.
     """
-    found: dict[nn.Parameter, Role] = {}
+    roles: dict[nn.Parameter, Role] = {}
     for layer, style in _styled(module):
         base, adapters = _parts(layer)
         if style == "replicated_with_grad_allreduce":
-            found |= {parameter: "partial" for parameter in layer.parameters()}
+            roles |= {parameter: "partial" for parameter in layer.parameters()}
             continue
         is_columns = style.startswith("colwise")
-        found[base.weight] = "slice"
+        roles[base.weight] = "slice"
         if is_columns and base.bias is not None:
-            found[base.bias] = "slice"
+            roles[base.bias] = "slice"
         for a, b in adapters:
             sliced, whole = (b, a) if is_columns else (a, b)
-            found[sliced.weight], found[whole.weight] = "slice", "partial"
+            roles[sliced.weight], roles[whole.weight] = "slice", "partial"
     lm = module.causal_lm()
     for layer in (lm.get_input_embeddings(), lm.get_output_embeddings()):
-        found |= {parameter: "slice" for parameter in _parts(layer)[0].parameters()}
-    return found
+        roles |= {parameter: "slice" for parameter in _parts(layer)[0].parameters()}
+    return roles
 
 
 def gathered_features(module: LossModel) -> tuple[int, int]:
@@ -177,8 +177,8 @@ def _style_of(name: str, plan: dict[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+\.", ".*.", name))
 
 
-class _Cutter:
-    """Replaces parameters by slices and remembers where each lies."""
+class _Slicer:
+    """Replaces parameters by slices and records where each lies."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -224,9 +224,9 @@ class _Cutter:
 
         def forward(ids_BT: torch.Tensor) -> torch.Tensor:
             local_BT = ids_BT - start
-            mine_BT = (local_BT >= 0) & (local_BT < rows)
-            found_BTD = lookup(local_BT.clamp(0, rows - 1)) * mine_BT.unsqueeze(-1)
-            return _Sum.apply(found_BTD, self._axis)  # type: ignore[no-any-return]
+            is_local_BT = (local_BT >= 0) & (local_BT < rows)
+            vectors_BTD = lookup(local_BT.clamp(0, rows - 1)) * is_local_BT.unsqueeze(-1)
+            return _Sum.apply(vectors_BTD, self._axis)  # type: ignore[no-any-return]
 
         layer.forward = forward
 
@@ -251,7 +251,7 @@ class _Cutter:
 
 
 def _parts(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return a linear layer and the (A, B) of the adapters around it."""
+    """Return a base layer and the (A, B) of each adapter around it."""
     if not hasattr(layer, "base_layer"):
         return layer, []
     return layer.base_layer, [(layer.lora_A[name], layer.lora_B[name]) for name in layer.lora_A]
@@ -273,7 +273,7 @@ def _sum_input_gradient(axis: Axis) -> Callable[..., Any]:
 
 
 class _SumGradient(torch.autograd.Function):
-    """The same forward; backward, the ranks' partial gradients are added up."""
+    """Identity; backward, the ranks' partial gradients are all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -282,15 +282,15 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.axis.sum(grad), None
+        return ctx.axis.all_reduce(grad), None
 
 
 class _Sum(torch.autograd.Function):
-    """The ranks' partial sums are added up; backward, the same gradient for each."""
+    """The ranks' partial sums are all-reduced; backward, each gets the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return axis.sum(x)
+        return axis.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -298,12 +298,12 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The ranks' features side by side; backward, each takes its own."""
+    """The ranks' features concatenated; backward, each rank takes its own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        return axis.side_by_side(x)
+        return axis.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -311,7 +311,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """Each rank takes its features; backward, they are side by side again."""
+    """Each rank takes its features; backward, they are concatenated again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -320,7 +320,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.axis.side_by_side(grad), None
+        return ctx.axis.all_gather(grad), None
 
 
 def _vocabulary_loss(
@@ -332,7 +332,7 @@ def _vocabulary_loss(
 ) -> torch.Tensor:
     """Return the summed cross-entropy where each rank has the logits of a part of the vocabulary.
 
-    Three numbers per token travel: the maximum, the sum of exponentials, the label's logit.
+    All-reduced are three numbers per token: the maximum, the sum of exponentials, the label's logit.
     """
     logits_NV = scale_logits(head(_SumGradient.apply(hidden_ND, axis)).float(), config)
     losses_N: torch.Tensor = _SplitCrossEntropy.apply(logits_NV, labels_N - head.first_token, axis)
@@ -346,20 +346,20 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: torch.Tensor, local_labels_N: torch.Tensor, axis: Axis
     ) -> torch.Tensor:
-        mine_N = (local_labels_N >= 0) & (local_labels_N < logits_NV.shape[1])
+        is_local_N = (local_labels_N >= 0) & (local_labels_N < logits_NV.shape[1])
         index_N1 = local_labels_N.clamp(0, logits_NV.shape[1] - 1).unsqueeze(1)
-        max_N = axis.sum(logits_NV.amax(1), dist.ReduceOp.MAX)
+        max_N = axis.all_reduce(logits_NV.amax(1), dist.ReduceOp.MAX)
         shifted_NV = logits_NV - max_N.unsqueeze(1)
-        label_N = shifted_NV.gather(1, index_N1).squeeze(1) * mine_N
+        label_N = shifted_NV.gather(1, index_N1).squeeze(1) * is_local_N
         exp_NV = shifted_NV.exp_()
-        sums_2N = axis.sum(torch.stack([exp_NV.sum(1), label_N]))
-        ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), index_N1, mine_N)
+        sums_2N = axis.all_reduce(torch.stack([exp_NV.sum(1), label_N]))
+        ctx.save_for_backward(exp_NV.div_(sums_2N[0].unsqueeze(1)), index_N1, is_local_N)
         return sums_2N[0].log() - sums_2N[1]
 
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor) -> Any:  # type: ignore[override]
-        probability_NV, index_N1, mine_N = ctx.saved_tensors
+        probability_NV, index_N1, is_local_N = ctx.saved_tensors
         grad_NV = probability_NV.scatter_add(
-            1, index_N1, -mine_N.to(probability_NV.dtype).unsqueeze(1)
+            1, index_N1, -is_local_N.to(probability_NV.dtype).unsqueeze(1)
         )
         return grad_NV * grad_N.unsqueeze(1), None, None

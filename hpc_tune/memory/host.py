@@ -164,12 +164,12 @@ class Usage:
         charged = int(os.pread(self._charged.fileno(), 128, 0))
         kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
         most = charged - kernel - _sum_of(self._others, text)
-        self._keep_fresh(charged - ranks, abs(most - found - growth))
+        self._keep_fresh(self._group, charged - ranks, abs(most - found - growth))
         if charged > self._full_bytes - _LATE_BYTES:
             return counted  # page cache gives way to what is new: nothing can be told
         return max(ranks, min(counted, most))
 
-    def _keep_fresh(self, beside: int, gap: int) -> None:
+    def _keep_fresh(self, group: Path, beside: int, gap: int) -> None:
         """Have a sum made that is late: ``gap`` bytes away, and not by what the ranks did.
 
         ``beside`` are the bytes that are charged and not the ranks'.
@@ -178,8 +178,7 @@ class Usage:
         self._beside_then = beside
         if (has_moved and gap > _LATE_BYTES) or time.monotonic() > self._next_sum_s:
             self._next_sum_s = time.monotonic() + self._sum_every_s
-            assert self._group is not None, "a charge is read of a group alone"
-            _sum_below(self._group)
+            _sum_below(group)
 
     def own_pages(self) -> tuple[int, int]:
         """Return this process's anonymous bytes, and those of its private writable mappings."""

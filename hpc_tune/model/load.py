@@ -173,8 +173,7 @@ def _init_magnitudes(module: nn.Module) -> None:
     """DoRA's magnitude: the L2 norm of each output row of the base weight (B is zero at first)."""
     layers: Any = module.modules()
     for layer in layers:
-        for name, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
+        for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
             base = layer.get_base_layer().weight.detach()
             full = base.full_tensor() if isinstance(base, DTensor) else base
-            assert name == "default"
             magnitude.weight.data.copy_(full.float().norm(dim=1))

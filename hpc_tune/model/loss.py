@@ -69,22 +69,21 @@ class LossModel(nn.Module):
         if self.within_documents and batch.positions_BT.device.type == "cpu":
             documents = documents_of(batch.document_lengths or lengths_in(batch.positions_BT))
         with CURRENT.of(MicroBatch(batch.rows, documents)):
-            hidden_BTD = lm.get_decoder()(
+            out_BTD: torch.Tensor = lm.get_decoder()(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,
                 position_ids=batch.positions_BT,
                 attention_mask=self._mask(batch.positions_BT),
                 use_cache=False,
             ).last_hidden_state
-        assert hidden_BTD is not None
         if not self.last_stage:
-            return hidden_BTD
+            return out_BTD
         labels_K = batch.labels_BT.flatten()
         kept_N = torch.nonzero_static(
             labels_K != IGNORED_LABEL, size=batch.num_loss_tokens
         ).squeeze(1)
         return loss_sum(
-            hidden_BTD.flatten(0, 1)[kept_N],
+            out_BTD.flatten(0, 1)[kept_N],
             lm.get_output_embeddings(),
             labels_K[kept_N],
             self.config,

@@ -329,11 +329,11 @@ class _Threads(Axis):
         barrier.wait()
         return both
 
-    def sum(self, x: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
         one, other = self._all(x)
         return one + other if op == torch.distributed.ReduceOp.SUM else torch.maximum(one, other)
 
-    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._all(x), dim=-1)
 
 

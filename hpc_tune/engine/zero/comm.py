@@ -19,7 +19,7 @@ _KINDS = {
 
 
 class CountedBackend:
-    """What ``deepspeed.comm`` sends through, over all ranks: its own backend, with a count."""
+    """The backend of ``deepspeed.comm``, with its collectives counted."""
 
     def __init__(self, backend: Any, collectives: CountedCollectives) -> None:
         self._backend, self._collectives = backend, collectives
@@ -38,7 +38,7 @@ class CountedBackend:
 
 
 class _CountedWork:
-    """A collective under way; waiting for it is communication too."""
+    """A collective in flight; waiting for it counts as communication too."""
 
     def __init__(self, work: Any, collectives: CountedCollectives) -> None:
         self._work, self._collectives = work, collectives

@@ -77,16 +77,16 @@ class ZeroEngine:
         self._engine = self._connect_and_load(built)
         self._zero = self._engine.optimizer
         if parallel.offload_params == "nvme":
-            # DeepSpeed 0.19 reads ahead until no buffer is left for the weight that is needed: for
-            # the passes of an evaluation that is over, or for a tied weight twice.
+            # DeepSpeed 0.19 prefetches until no buffer is left for the weight that is needed: for the
+            # passes of an evaluation that is over, or for a tied weight twice.
             coordinator = self._zero.parameter_offload.get_param_coordinator()
             coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
         if self._stage == 3 and parallel.recompute == "selective":
-            zero_state.gather_unseen(self._zero.parameter_offload.get_param_coordinator())
+            zero_state.hide_gathering(self._zero.parameter_offload.get_param_coordinator())
         named = built.module.named_parameters()
         self._trained = {built.saved_names[n]: p for n, p in named if p.requires_grad}
         self._partitions = zero_state.partitions(self._zero, self._stage, self._trained)
-        self._resident = zero_state.Resident(self._zero, self._stage)
+        self._reader = zero_state.PartitionReader(self._zero, self._stage)
         folder = zero_settings.swap_folder(parallel)
         self.saves_in_background = folder is None
         if folder is not None:
@@ -100,7 +100,7 @@ class ZeroEngine:
         before_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Do one optimizer step; see ``base.Engine``."""
-        self._resident.release()
+        self._reader.release()
         self._collectives.take()  # an evaluation's is not this step's
         loss = torch.zeros((), dtype=torch.float32, device=self._device)
         for i, batch in enumerate(batches):
@@ -121,7 +121,7 @@ class ZeroEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Return the loss sum and token count over all ranks; see ``base.Engine``."""
-        self._resident.release()
+        self._reader.release()
         self._module.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         for batch in batches:
@@ -141,7 +141,7 @@ class ZeroEngine:
         for buffer in self._partitions:
             for span in buffer.spans:
                 for part in ("", *MOMENTS):
-                    values = functools.partial(self._resident.values, buffer, part)
+                    values = functools.partial(self._reader.values, buffer, part)
                     regions += zero_state.regions(_named(part, span.name), span, values)
         return regions
 
@@ -162,7 +162,7 @@ class ZeroEngine:
         if self._stage == 3:
             self._zero._partition_all_parameters()
         for buffer in self._partitions:
-            with zero_state.changed(self._zero, self._stage, buffer, reserve) as state:
+            with zero_state.writable_state(self._zero, self._stage, buffer, reserve) as state:
                 for span in buffer.spans:
                     zero_state.fill(index, span.name, span, buffer.flat.detach(), reserve)
                     for part in MOMENTS:
@@ -174,7 +174,7 @@ class ZeroEngine:
                 index.fill(parameter.detach(), name, reserve=reserve)
 
     def run_once(self, batch: Batch) -> None:
-        """Do the work of one micro-batch and forget it: for measuring memory before the run."""
+        """Run a micro-batch and drop its gradients; see ``base.Engine``."""
         self._engine.set_gradient_accumulation_boundary(True)
         self._backward(batch, 1.0)
         zero = self._zero
@@ -191,8 +191,10 @@ class ZeroEngine:
             zero.averaged_gradients = {}
 
     def _backward(self, batch: Batch, scale: float) -> torch.Tensor:
-        remember = zero_state.weights_by_name() if self._stage == 3 else nullcontext()
-        with autocast(self._device, self._autocast), remember:
+        by_reference = (
+            zero_state.saving_weights_by_reference() if self._stage == 3 else nullcontext()
+        )
+        with autocast(self._device, self._autocast), by_reference:
             loss_sum = self._engine(batch.to(self._device))
         self._engine.backward(loss_sum * scale)
         return loss_sum.detach()
@@ -215,7 +217,7 @@ class ZeroEngine:
     def _load(self, built: BuiltModel, config: dict[str, Any]) -> torch.optim.AdamW:
         """Give the module its weights and return the optimizer. No collectives."""
         optim, reserve = self._settings.optim, self._settings.reserve
-        # Stage 3 puts other parameters in their place: groups are kept by name.
+        # Stage 3 replaces the parameters: groups are kept by name.
         names = {p: n for n, p in built.module.named_parameters()}
         trained = [p for p in names if p.requires_grad]
         groups = [
@@ -229,19 +231,19 @@ class ZeroEngine:
             load_weights(built, reserve)
         offload = config["zero_optimization"].get("offload_optimizer", {}).get("device")
         if offload == "cpu" or (self._device.type == "cpu" and offload is None):
-            # DeepSpeed makes an fp32 copy of this rank's part, and two moments.
+            # DeepSpeed allocates an fp32 copy of this rank's part, and two moments.
             reserve(3 * 4 * sum(p.numel() for p in trained) // self._size)
         loaded = dict(built.module.named_parameters())
         return adamw_of([{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim)
 
 
 def _named(part: str, name: str) -> str:
-    """Return what a tensor, or a part of its optimizer state, is called in a checkpoint."""
+    """Return the name that a tensor, or a part of its optimizer state, has in a checkpoint."""
     return f"{part}.{name}" if part else name
 
 
 def _connect(device: torch.device, collectives: CountedCollectives, needs_aio: bool) -> None:
-    """Make DeepSpeed use ``device`` and the process group that is there.
+    """Make DeepSpeed use ``device`` and the existing process group.
 
     Raises:
         ConfigError: if it is not installed, or its NVMe library is needed and cannot be built.

@@ -1,4 +1,4 @@
-"""What is asked of DeepSpeed and told to it, and the NVMe folder that it needs."""
+"""DeepSpeed's configuration, its NVMe folder, and the variables that it reads."""
 
 import os
 import shutil
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hpc_tune.cluster import openmpi
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig
+from hpc_tune.engine.mesh import world_group
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
@@ -80,7 +81,7 @@ def deepspeed_config(
 
 
 def swap_folder(parallel: ParallelConfig) -> Path | None:
-    """Return where this rank's tensors wait on NVMe."""
+    """Return the folder of this rank's tensors on NVMe, None without offload to it."""
     if parallel.offload_path is None:
         return None
     return Path(parallel.offload_path) / "hpc_tune-zero" / f"rank-{dist.get_rank():05d}"
@@ -150,17 +151,15 @@ def _sum_on_node(value: int) -> int:
 
 
 def _gather(value: T) -> list[T]:
-    group = dist.group.WORLD
-    assert group is not None
-    return all_gather(value, group)
+    return all_gather(value, world_group())
 
 
 @contextmanager
 def local_rank(device: torch.device) -> Iterator[None]:
-    """Tell DeepSpeed the index of this rank's device in the only way it listens to.
+    """Set LOCAL_RANK to the index of this rank's device, which DeepSpeed reads from there alone.
 
-    It reads LOCAL_RANK at every forward pass of stage 3, and while it starts it wants Open MPI's
-    variable, which need not be the index, to say the same.
+    It does at every forward pass of stage 3. While it starts it requires Open MPI's variable, which
+    need not be the index, to be equal.
     """
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     from_mpi = os.environ.pop(openmpi.LOCAL_RANK, None)

@@ -1,7 +1,7 @@
 """The flat buffers in which ZeRO keeps weights, as boxes of the tensors they are cut from.
 
-ZeRO lays tensors end to end and gives each rank a run of consecutive values. Such a run is a few
-boxes (the rest of a row, whole rows, the start of a row), and a box is what model files and
+ZeRO concatenates flattened tensors and gives each rank a run of consecutive values. Such a run is a
+few boxes (the rest of a row, whole rows, the start of a row), and boxes are what model files and
 checkpoints are read and written by. So each rank reads and writes its own values and nothing is
 gathered.
 
@@ -154,7 +154,7 @@ class _Cut:
 def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tuple[Partition, ...]:
     """Return which values of the tensors ``trained`` this rank's optimizer updates."""
     names = {parameter: name for name, parameter in trained.items()}
-    found = []
+    buffers = []
     if stage == 3:
         for number, group in enumerate(zero.fp16_groups):
             spans, at = [], 0
@@ -166,8 +166,8 @@ def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tu
                     spans.append(Span(names[p], tuple(p.ds_shape), start, num, at))
                 at += held
             flat = zero.fp32_partitioned_groups_flat[number]
-            found.append(Partition(number, flat, tuple(spans)))
-        return tuple(found)
+            buffers.append(Partition(number, flat, tuple(spans)))
+        return tuple(buffers)
     for number, group in enumerate(zero.bit16_groups):
         spans = []
         for p in group:
@@ -176,12 +176,12 @@ def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tu
                 at = mapping.hp_fragment_address.start
                 spans.append(Span(names[p], tuple(p.shape), start, num, at))
         flat = zero.single_partition_of_fp32_groups[number]
-        found.append(Partition(number, flat, tuple(spans)))
-    return tuple(found)
+        buffers.append(Partition(number, flat, tuple(spans)))
+    return tuple(buffers)
 
 
-class Resident:
-    """Reads the buffers of partitions, one of which is in memory where they live on NVMe."""
+class PartitionReader:
+    """Reads partitions; of those on NVMe one at a time is in memory."""
 
     def __init__(self, zero: Any, stage: int) -> None:
         self._zero, self._stage = zero, stage
@@ -199,19 +199,19 @@ class Resident:
         return state[part] if state else torch.zeros_like(partition.flat)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory of the partition from NVMe."""
         if self._held is not None:
             self._zero._release_swap_buffers(self._held)
             self._held = None
 
 
 @contextmanager
-def changed(
+def writable_state(
     zero: Any, stage: int, partition: Partition, reserve: Reserve
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Give the optimizer state of a partition, whose buffers are written to in the block.
+    """Yield the optimizer state of a partition, to be written to like its buffer in the block.
 
-    Stage 3's own weights follow afterwards.
+    Stage 3's weights are updated from the buffer at its end.
     """
     swapped = _is_swapped(zero, stage, partition)
     if swapped:
@@ -226,11 +226,11 @@ def changed(
         zero._optimizer_states_and_gradient_swap_out(partition.number)
 
 
-def weights_by_name() -> Any:
-    """Return a context in which autograd remembers which weight it needs, and not its values.
+def saving_weights_by_reference() -> Any:
+    """Return a context in which autograd saves a reference to each weight, and not its values.
 
-    A linear layer saves a view of its weight for the backward pass, which would keep what stage 3
-    gathered for it in memory on every rank. DeepSpeed has gathered it again when it is asked for.
+    A linear layer saves a view of its weight for the backward pass, which would keep the weight
+    that stage 3 has gathered in memory on every rank. DeepSpeed gathers it again in time.
     """
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -250,11 +250,11 @@ def weights_by_name() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def gather_unseen(coordinator: Any) -> None:
-    """Keep what stage 3 does to bring weights out of sight of selective recompute.
+def hide_gathering(coordinator: Any) -> None:
+    """Hide stage 3's gathering of weights from selective recompute.
 
-    That counts the operations within a block, and fails where the forward pass had to gather a
-    weight that is still there when the block is computed again, or the other way round.
+    That counts the operations within a block, and fails where the forward pass gathers a weight
+    that is still there when the block is recomputed, or the other way round.
     """
     for name in ("fetch_sub_module", "release_sub_module"):
         setattr(coordinator, name, outside_modes(getattr(coordinator, name)))

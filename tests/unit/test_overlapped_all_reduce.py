@@ -1,11 +1,11 @@
-"""Gradients that are added up within the backward pass: which pieces, in which order."""
+"""All-reduces that overlap with the backward pass: which pieces, in which order."""
 
 import pytest
 import torch
 from torch import nn
 
 from hpc_tune.engine import gradients
-from hpc_tune.engine.gradients import Bucket, EarlySums
+from hpc_tune.engine.gradients import Bucket, OverlappedAllReduce
 
 SIZES = (3, 5, 2, 6, 1)  # at 8 values per piece: the last three, the first two
 
@@ -34,7 +34,7 @@ def watched(monkeypatch):
         position += size
         parameters.append(parameter)
     messages = Begun()
-    sums = EarlySums(Bucket(flat, object(), 2, False, parameters), messages)
+    sums = OverlappedAllReduce(Bucket(flat, None, 2, False, parameters), object(), messages)
     return sums, parameters, flat, messages
 
 
