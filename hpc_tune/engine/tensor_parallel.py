@@ -332,7 +332,7 @@ def _vocabulary_loss(
 ) -> torch.Tensor:
     """Return the summed cross-entropy where each rank has the logits of a part of the vocabulary.
 
-    All-reduced are three numbers per token: the maximum, the sum of exponentials, the label's logit.
+    Three numbers per token are all-reduced: maximum, sum of exponentials, label's logit.
     """
     logits_NV = scale_logits(head(_SumGradient.apply(hidden_ND, axis)).float(), config)
     losses_N: torch.Tensor = _SplitCrossEntropy.apply(logits_NV, labels_N - head.first_token, axis)

@@ -1,4 +1,4 @@
-"""A GPU's memory as the driver and the allocator count it; nothing here waits for the device."""
+"""A GPU's memory as the driver and the allocator count it, without synchronising the device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,10 @@ import torch
 class DeviceSample:
     """Bytes of one GPU since the last sample.
 
-    ``used_bytes`` is the peak of what tensors took plus what is not this process's allocator's (the
+    ``used_bytes`` is the peak of tensors plus what this process's allocator does not hold (the
     driver's context, libraries, other processes). ``reserved_bytes`` is what the allocator holds:
-    the difference to its tensors is cache and fragments. ``retries`` counts how often it had to
-    give its cache back before an allocation went through.
+    the difference to its tensors is cache and fragmentation. ``retries`` counts allocations that
+    succeeded only after the allocator had freed its cache.
     """
 
     used_bytes: int
@@ -25,7 +25,7 @@ class DeviceSample:
 
 
 def sample_device(device: torch.device) -> DeviceSample:
-    """Return the worst since the last call, which begins the next interval."""
+    """Return the peak since the last call, and begin the next interval."""
     stats: dict[str, Any] = torch.cuda.memory_stats(device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = stats["reserved_bytes.all.current"]
@@ -43,14 +43,14 @@ def sample_device(device: torch.device) -> DeviceSample:
 
 
 def give_back_cache() -> None:
-    """Return the allocators' unused blocks, of the device and of pinned host memory."""
+    """Free the allocators' unused blocks, of the device and of pinned host memory."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation failed, on the host or on a device."""
+    """Whether an allocation failed, on the host or on a device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()

@@ -1,10 +1,10 @@
 """Host memory as the kernel counts it against this job.
 
 The limit is the tightest one on the way from the process's own cgroup up to the root (in Slurm the
-leaf says max and the limit sits on an ancestor), else the scheduler's word, else the machine's RAM.
-What counts against it is anonymous, shared (tmpfs too) and unevictable memory, and the kernel's
-own for the job where it is told apart; page cache is given back before anything is killed and does
-not count.
+leaf says max and the limit is on an ancestor), else the scheduler's, else the machine's RAM. What
+counts against it is anonymous, shared (tmpfs too) and unevictable memory, and the kernel's own for
+the job where that is accounted separately; page cache is reclaimed before anything is killed and
+does not count.
 """
 
 import contextlib
@@ -31,25 +31,27 @@ CONFIGURED, MACHINE = "memory.host_limit", "the machine's RAM"
 
 
 @dataclass(frozen=True)
-class _Names:
-    """Of a cgroup: what counts in memory.stat, what is charged and does not, and two files."""
+class _Layout:
+    """A cgroup version: fields of memory.stat that count against the limit, those that are only
+    charged, and the files of the charge and of the limit.
+    """
 
-    kept: tuple[str, ...]
-    others: tuple[str, ...]
-    charged: str
-    limit: str
+    counted: tuple[str, ...]
+    uncounted: tuple[str, ...]
+    charge_file: str
+    limit_file: str
 
 
-# What only swap could give back is on these lists of the kernel, shmem and mlocked files too.
-_V1 = _Names(
+# Memory that only swap could free is on these lists of the kernel, shmem and mlocked files too.
+_V1 = _Layout(
     ("total_inactive_anon", "total_active_anon", "total_unevictable"),  # with the groups below
     ("total_inactive_file", "total_active_file"),
     "memory.usage_in_bytes",
     "memory.limit_in_bytes",
 )
-_V2 = _Names(
+_V2 = _Layout(
     ("inactive_anon", "active_anon", "unevictable")
-    # v1 tells only a sum of the kernel's own bytes, in which caches are too.
+    # v1 has only a sum of the kernel's own bytes, caches included.
     + ("kernel_stack", "pagetables", "sec_pagetables", "percpu", "sock", "slab_unreclaimable"),
     ("inactive_file", "active_file", "slab_reclaimable", "vmalloc"),
     "memory.current",
@@ -59,10 +61,10 @@ _V2 = _Names(
 
 @dataclass(frozen=True)
 class HostLimit:
-    """The bytes this node grants the job, who says so, and where usage under it is counted.
+    """The bytes that this node grants the job, their source, and the cgroup that counts usage.
 
-    Without a cgroup the machine's RAM is for all that runs on it, any other limit for the job's
-    ranks alone.
+    Without a cgroup the machine's RAM is shared by all that runs on it, any other limit is for the
+    job's ranks alone.
     """
 
     num_bytes: int
@@ -76,29 +78,29 @@ def find_limit(
     proc: Path = Path("/proc"),
     cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> HostLimit:
-    """Return the tightest limit on host memory that this process is under, in bytes.
+    """Return the tightest limit on host memory of this process.
 
-    Of equal ones the outermost: a Slurm job has that of its steps, and more processes.
+    Of equal ones the outermost: a Slurm job has the limit of its steps, and more processes.
     """
     limits = [*_cgroup_limits(proc, cgroups)][::-1]
     limits += [HostLimit(num_bytes, source) for num_bytes, source in memory_limits(environ)]
     limits.append(HostLimit(_meminfo(proc)["MemTotal"], MACHINE))
-    found = min(limits, key=lambda limit: limit.num_bytes)
-    if configured is not None and configured < found.num_bytes:
-        return HostLimit(configured, CONFIGURED, found.cgroup)
-    return found
+    tightest = min(limits, key=lambda limit: limit.num_bytes)
+    if configured is not None and configured < tightest.num_bytes:
+        return HostLimit(configured, CONFIGURED, tightest.cgroup)
+    return tightest
 
 
 class Usage:
-    """What counts against a limit, and what this process has, read ten times per second.
+    """Usage that counts against a limit, and this process's own, read ten times per second.
 
-    The kernel's files stay open and only the few lines that count are looked for: a thread that
-    wakes up on a cold processor pays for everything it touches.
+    The kernel's files stay open and only the few lines that count are parsed: a thread that wakes
+    up on a cold processor pays for everything it touches.
 
-    The kernel adds up what a group's pages are when they are read, but those of groups below only
-    every two seconds; how many they are is exact at any time. Reading the groups below makes the
-    next sum come earlier. That is done when the number has moved away from the sum by more than the
-    ranks have, and now and then, the more seldom the more ranks of the node do it.
+    The kernel sums up a group's memory.stat when it is read, but includes groups below only every
+    two seconds; the charge of a group is exact at any time. Reading the groups below makes the next
+    sum come earlier. That is done when the charge has moved away from the sum by more than the
+    ranks' own usage, and periodically, less often the more ranks of the node do it.
     """
 
     def __init__(
@@ -121,12 +123,12 @@ class Usage:
             file = proc / "meminfo"
         else:
             file = limit.cgroup / "memory.stat"
-            told = _V1 if "total_rss" in _fields(file) else _V2
-            names, others = told.kept, told.others
+            layout = _V1 if "total_rss" in _fields(file) else _V2
+            names, others = layout.counted, layout.uncounted
             with contextlib.suppress(OSError, ValueError):
-                self._full_bytes = int((limit.cgroup / told.limit).read_text())
+                self._full_bytes = int((limit.cgroup / layout.limit_file).read_text())
             with contextlib.suppress(OSError):
-                self._charged = (limit.cgroup / told.charged).open("rb", buffering=0)
+                self._charged = (limit.cgroup / layout.charge_file).open("rb", buffering=0)
                 self._kernel = (limit.cgroup / _KERNEL_CHARGED).open("rb", buffering=0)
         self._keys, self._others = _keys_of(names), _keys_of(others)
         self._file = file.open("rb", buffering=0)
@@ -138,8 +140,8 @@ class Usage:
                 continue  # it has a limit of its own
             with contextlib.suppress(OSError):
                 self._statms.append((proc / str(pid) / "statm").open("rb", buffering=0))
-        self._told, self._ranks_then = -1, 0
-        self._beside_then, self._next_sum_s = 0, 0.0
+        self._last_sum, self._ranks_at_sum = -1, 0
+        self._last_others, self._next_sum_s = 0, 0.0
         self._sum_every_s = max(_SUM_EVERY_S, _SUM_PER_RANK_S * len(self._pids))
         self._page = os.sysconf("SC_PAGESIZE")
 
@@ -148,34 +150,34 @@ class Usage:
         if self._counts_ranks:
             return sum(own_bytes(self._proc, pid) for pid in self._pids)
         text = b"\n" + os.pread(self._file.fileno(), _STAT_BYTES, 0)
-        found = _sum_of(self._keys, text)
+        stat = _sum_of(self._keys, text)
         if self._group is None:
-            return self._total - 1024 * found
-        # What the ranks have themselves is exact too.
+            return self._total - 1024 * stat
+        # The ranks' own usage is exact too.
         ranks = sum(anonymous for anonymous, _ in map(self._pages, self._statms))
-        if found != self._told:
-            self._told, self._ranks_then = found, ranks
-        growth = ranks - self._ranks_then
-        counted = max(ranks, found + max(0, growth))
+        if stat != self._last_sum:
+            self._last_sum, self._ranks_at_sum = stat, ranks
+        growth = ranks - self._ranks_at_sum
+        counted = max(ranks, stat + max(0, growth))
         if self._charged is None:
             return counted
-        # Sums can be late in both directions, and what ranks take and free ten times per second be
-        # in them twice: what is charged beside page cache is the most that it can be.
+        # Sums can be late in both directions, and memory that ranks allocate and free ten times per
+        # second be in them twice: the charge without page cache is an upper bound.
         charged = int(os.pread(self._charged.fileno(), 128, 0))
         kernel = 0 if self._kernel is None else int(os.pread(self._kernel.fileno(), 128, 0))
         most = charged - kernel - _sum_of(self._others, text)
-        self._keep_fresh(self._group, charged - ranks, abs(most - found - growth))
+        self._keep_fresh(self._group, charged - ranks, abs(most - stat - growth))
         if charged > self._full_bytes - _LATE_BYTES:
-            return counted  # page cache gives way to what is new: nothing can be told
+            return counted  # page cache is reclaimed for new memory: the charge says nothing
         return max(ranks, min(counted, most))
 
-    def _keep_fresh(self, group: Path, beside: int, gap: int) -> None:
-        """Have a sum made that is late: ``gap`` bytes away, and not by what the ranks did.
+    def _keep_fresh(self, group: Path, others: int, gap: int) -> None:
+        """Make the kernel sum up ``group`` where its sum is late, by ``gap`` bytes.
 
-        ``beside`` are the bytes that are charged and not the ranks'.
+        ``others`` are the bytes that are charged to the group and not the ranks'.
         """
-        has_moved = abs(beside - self._beside_then) > _MOVED_BYTES
-        self._beside_then = beside
+        has_moved = abs(others - self._last_others) > _MOVED_BYTES
+        self._last_others = others
         if (has_moved and gap > _LATE_BYTES) or time.monotonic() > self._next_sum_s:
             self._next_sum_s = time.monotonic() + self._sum_every_s
             _sum_below(group)
@@ -188,7 +190,7 @@ class Usage:
         try:
             _, resident, shared, _, _, data, *_ = os.pread(statm.fileno(), 128, 0).split()
         except OSError:
-            return 0, 0  # it is gone
+            return 0, 0  # the process has ended
         return (int(resident) - int(shared)) * self._page, int(data) * self._page
 
     def close(self) -> None:
@@ -219,7 +221,7 @@ def swapped_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:
 def stalled_share(limit: HostLimit, proc: Path = Path("/proc")) -> float | None:
     """Return the share of the last ten seconds in which some task waited for memory (PSI), 0 to 1.
 
-    It is the group's own where the kernel tells it, else the machine's; None without PSI.
+    The group's own where the kernel has it, else the machine's; None without PSI.
     """
     group = [] if limit.cgroup is None else _lines(limit.cgroup / "memory.pressure")
     for line in group or _lines(proc / "pressure" / "memory"):
@@ -231,21 +233,21 @@ def stalled_share(limit: HostLimit, proc: Path = Path("/proc")) -> float | None:
 
 
 def shm_bytes(folder: Path = Path("/dev/shm")) -> int:
-    """Return the bytes that files in shared memory take; they are given back by nobody."""
+    """Return the bytes of files in shared memory, which the kernel cannot reclaim."""
     try:
-        found = os.statvfs(folder)
+        stat = os.statvfs(folder)
     except OSError:
         return 0
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
 
 
 def oom_kills(limit: HostLimit, proc: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed for memory, under ``limit`` or at all."""
     if limit.cgroup is None:
         return _fields(proc / "vmstat").get("oom_kill", 0)
-    if (found := _fields(limit.cgroup / "memory.events").get("oom_kill")) is not None:
-        return found
-    # v1 counts a kill in the group of who was killed alone, which can be below the full one.
+    if (kills := _fields(limit.cgroup / "memory.events").get("oom_kill")) is not None:
+        return kills
+    # v1 counts a kill only in the group of the killed process, which can be below the full one.
     files = limit.cgroup.rglob("memory.oom_control")
     return sum(_fields(file).get("oom_kill", 0) for file in files)
 
@@ -258,10 +260,10 @@ def give_back() -> None:
 
 
 def return_freed_blocks() -> None:
-    """Make glibc give freed blocks of RETURNED_BYTES and more back at once, if it is glibc.
+    """Make glibc return freed blocks of RETURNED_BYTES and more to the kernel immediately.
 
-    By itself it learns to keep what is below MOST_KEPT_BYTES, and weights that are gathered and
-    freed block by block leave it with a heap as large as the model.
+    Its threshold adapts up to MOST_KEPT_BYTES, and weights that are gathered and freed block by
+    block would leave a heap as large as the model.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
@@ -270,7 +272,7 @@ def return_freed_blocks() -> None:
 def own_bytes(proc: Path = Path("/proc"), pid: int | None = None) -> int:
     """Return the anonymous and shared bytes (RssAnon + RssShmem) of this process, or of another.
 
-    0 for one that is gone. psutil has no such sum: its figures hold mapped files too.
+    0 for one that has ended. psutil has no such sum: its figures include mapped files.
     """
     status = _fields(proc / ("self" if pid is None else str(pid)) / "status", separator=":")
     return (status.get("RssAnon", 0) + status.get("RssShmem", 0)) * 1024
@@ -298,7 +300,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
 
 
 def _sum_below(group: Path) -> None:
-    """Have the groups below summed, the innermost first: a sum that waits keeps those above."""
+    """Make the kernel sum up the groups below, the innermost first: sums wait for those below."""
     for _, folder in zip(range(_MOST_GROUPS), _below(group), strict=False):
         with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
             os.read(file.fileno(), 1)  # the kernel sums at the first byte
@@ -306,7 +308,7 @@ def _sum_below(group: Path) -> None:
 
 def _below(folder: str | Path) -> Iterator[str]:
     """Yield the folders below, the innermost first."""
-    with contextlib.suppress(OSError), os.scandir(folder) as children:  # a group can be gone
+    with contextlib.suppress(OSError), os.scandir(folder) as children:  # a group can be removed
         for child in children:
             if child.is_dir(follow_symlinks=False):
                 yield from _below(child.path)
@@ -314,7 +316,7 @@ def _below(folder: str | Path) -> Iterator[str]:
 
 
 def _members(group: Path | None) -> set[int]:
-    """Return the processes in a group and below it, as far as they can be seen."""
+    """Return the visible processes in a group and below it."""
     folders = [] if group is None else [str(group), *_below(group)]
     return {int(pid) for folder in folders for pid in _lines(Path(folder, "cgroup.procs"))}
 
@@ -324,12 +326,12 @@ def _keys_of(names: Sequence[str]) -> list[bytes]:
 
 
 def _sum_of(keys: list[bytes], text: bytes) -> int:
-    """Add up the numbers that follow ``keys``; each begins and ends with white space."""
-    found = 0
+    """Add up the numbers that follow ``keys``; each key begins and ends with white space."""
+    total = 0
     for key in keys:
         if (at := text.find(key)) >= 0:
-            found += int(text[at + len(key) :].split(None, 1)[0])
-    return found
+            total += int(text[at + len(key) :].split(None, 1)[0])
+    return total
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
@@ -341,9 +343,9 @@ def _fields(file: Path, separator: str | None = None) -> dict[str, int]:
     fields = {}
     for line in _lines(file):
         name, *values = line.split(separator, 1)
-        words = values[0].split() if values else []
-        if words and words[0].isdigit():
-            fields[name] = int(words[0])
+        parts = values[0].split() if values else []
+        if parts and parts[0].isdigit():
+            fields[name] = int(parts[0])
     return fields
 
 

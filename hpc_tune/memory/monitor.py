@@ -1,10 +1,10 @@
-"""Watches host and device memory from a thread: no collectives, no waiting for the device.
+"""Samples host and device memory in a thread: no collectives, no synchronising of the device.
 
-    every 0.1 s   host bytes -> worst of the interval; would the limit be reached first? -> leave
+    every 0.1 s   host bytes -> peak of the interval; if the limit is about to be reached -> leave
     every step    ``level`` of host and device, which the ranks agree on and act upon (policy.py)
 
-A thread samples faster where memory is higher than a whole step ever was and near the limit, and
-moves the limit that makes an allocation fail which the kernel would answer with a kill.
+The thread samples faster where usage is near the limit and higher than in any step before, and it
+adjusts RLIMIT_DATA, so that an allocation fails instead of the kernel killing the process.
 """
 
 import os
@@ -51,13 +51,13 @@ Mode = Literal["on", "observe", "off"]
 
 @dataclass(frozen=True)
 class MemorySample:
-    """The worst of an interval.
+    """The peaks of an interval.
 
     Bytes in use and their limits: of the node's host memory, and of this rank's GPU if any.
-    ``ranks_bytes`` is what this job's ranks on the node take of it now, ``own_bytes`` this rank;
-    the rest is the launcher's, tmpfs and other tenants'. ``swap_bytes`` and ``shm_bytes`` are the
-    node's, ``stalled`` the share of the last ten seconds in which a task waited for memory, where
-    the kernel tells it.
+    ``ranks_bytes`` is the current usage of this job's ranks on the node, ``own_bytes`` of this
+    rank; the rest is the launcher's, tmpfs and other tenants'. ``swap_bytes`` and ``shm_bytes`` are
+    the node's, ``stalled`` the share of the last ten seconds in which a task waited for memory,
+    where the kernel has it.
     """
 
     host_bytes: int
@@ -72,8 +72,8 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class Need:
-    """Why a run cannot go on: the bytes it needs and has, in which phase, on which rank and host;
-    and the same in words.
+    """Why a run cannot continue: the bytes that it needs and has, the phase, the rank and the host;
+    ``words`` is the message.
     """
 
     need: int
@@ -85,20 +85,17 @@ class Need:
 
 
 class Heartbeat(Protocol):
-    """What keeps a file for whoever looks after a death; see ``rundir/heartbeat.py``."""
+    """Writes a file that shows what a run did when it was killed; see ``rundir/heartbeat.py``."""
 
     def beat(self, phase: str, used: int) -> None:
-        """Say what the run does and how many bytes the node uses."""
+        """Write what the run does and how many bytes the node uses."""
 
     def close(self) -> None:
-        """End it: the run ends by itself."""
+        """Remove it: the run has not been killed."""
 
 
 class Monitor:
-    """Samples memory in the background between ``start`` and ``close``.
-
-    ``words`` say what the run does now, for messages and for who looks after a death.
-    """
+    """Samples memory in the background between ``start`` and ``close``."""
 
     def __init__(
         self,
@@ -113,11 +110,11 @@ class Monitor:
     ) -> None:
         """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
 
-        ``pids`` are the ranks that share this node's memory. ``heartbeat`` is told every few
-        seconds what the run does and how many bytes the node uses.
+        ``pids`` are the ranks that share this node's memory. ``heartbeat`` is written every few
+        seconds.
         """
         self.limit: HostLimit = find_limit(host_limit)
-        self._phase, self.words = "start", "starting"
+        self._phase, self._activity = "start", "starting"
         self._peaks_by_phase: dict[str, int] = {}
         self.mode: Mode = mode
         self._faults, self._period_s = faults, faults.sample_s or _PERIOD_S
@@ -136,31 +133,31 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="memory monitor", daemon=True)
 
     def start(self, leave: Callable[[Need], None] | None = None) -> None:
-        """Begin to sample; ``leave`` ends the world, and is called from the thread."""
+        """Begin to sample; ``leave`` ends all ranks, and is called from the thread."""
         self._leave = leave
         if self.mode != "off":
             self._thread.start()
 
     def limit_private_memory(self) -> None:
-        """From now on let allocations fail that would go beyond the limit.
+        """From now on make allocations fail that would exceed the limit.
 
-        Not while loading: pages of files are mapped over memory that was never touched.
+        Not while loading: files are mapped over memory that is allocated and never touched.
         """
         if self.mode == "on":
             self._private_limit = PrivateMemoryLimit()
 
-    def enter(self, phase: str, words: str, tell: bool = False) -> None:
-        """Begin a phase of the plan, or a next piece of it, ``words`` for a person.
+    def enter(self, phase: str, activity: str, tell: bool = False) -> None:
+        """Begin a phase of the memory plan, or a part of it; ``activity`` is for messages.
 
-        ``tell`` puts it into the last words at once, and not within a few seconds.
+        ``tell`` writes it into the heartbeat immediately, and not within a few seconds.
         """
-        self._phase, self.words = phase, words
+        self._phase, self._activity = phase, activity
         if tell:
             self._heartbeat_s = float("-inf")
 
     @property
     def peaks(self) -> dict[str, int]:
-        """The most that this rank had of anonymous memory in each phase so far, in bytes."""
+        """The peak of this rank's anonymous memory in each phase so far, in bytes."""
         return dict(self._peaks_by_phase)
 
     def used_bytes(self) -> int:
@@ -169,7 +166,7 @@ class Monitor:
             return self._usage.used_bytes()
 
     def worst(self) -> MemorySample | None:
-        """Return the worst sample since the last call; None when switched off."""
+        """Return the peaks since the last call; None when switched off."""
         if self.mode == "off":
             return None
         host, self._worst_host = max(self._worst_host, self.used_bytes()), 0
@@ -187,7 +184,7 @@ class Monitor:
         )
 
     def levels(self, sample: MemorySample) -> tuple[Level, Level]:
-        """Return the levels of host and device for the step whose worst was ``sample``."""
+        """Return the levels of host and device for the step whose peaks are ``sample``."""
         self._familiar = max(self._familiar, sample.host_bytes)
         self._peaks.append(sample.host_bytes)
         self._host_level = level_of(
@@ -204,64 +201,62 @@ class Monitor:
         return Level[self._faults.level(self._host_level.name)], self._device_level
 
     def expect(self, num_bytes: int) -> None:
-        """Take growth up to the ``num_bytes`` that a step will have in use for no reason to leave.
+        """Let usage grow to the ``num_bytes`` that are predicted for a step without leaving.
 
-        A little above is none either, but what pressure begins at is: a plan is no measurement.
+        The prediction may be off by a tenth. From level TIGHT on it does not count.
         """
-        pressed = room_of(0, self.limit.num_bytes, Level.TIGHT)
-        self._expected = min(int((1 + _PLAN_ERROR) * num_bytes), pressed)
+        calm = room_of(0, self.limit.num_bytes, Level.TIGHT)
+        self._expected = min(int((1 + _PLAN_ERROR) * num_bytes), calm)
 
     def forget(self) -> None:
-        """Count growth anew: what was done about memory has changed it."""
+        """Restart the growth estimate: an action has changed memory usage."""
         self._peaks.clear()
 
     def admit(self, num_bytes: int, why: str) -> bool:
-        """Tell whether an allocation of host memory may be made now; ``why`` is for the message.
-
-        Where not, the caller goes another, piecewise way.
-        """
+        """Whether host memory may be allocated now; else the caller works piece by piece."""
         if self.mode != "on":
             return True
         return num_bytes <= room_of(self.used_bytes(), self.limit.num_bytes) // len(self._pids)
 
     def ensure(self, num_bytes: int) -> None:
-        """Leave at once where ``num_bytes`` more on each rank of this node would reach the limit.
+        """Stop the run if ``num_bytes`` more on each rank of this node would exceed the limit.
 
-        For what is allocated faster than is sampled.
+        For allocations that grow faster than memory is sampled.
         """
         if self.mode != "on" or self._leave is None:
             return
         used, limit = self.used_bytes(), self.limit.num_bytes
         if used + num_bytes * len(self._pids) > limit - reserve_of(limit):
             need = self.need(used)
-            words = f"{need.words}; {format_bytes(num_bytes)} more on each would not fit"
-            self._leave(replace(need, words=words))
+            message = f"{need.words}; {format_bytes(num_bytes)} more on each would not fit"
+            self._leave(replace(need, words=message))
 
     def need(self, used: int) -> Need:
-        """Return, in figures and words, how much of the host's memory this run needs and has."""
+        """Return how much of the host's memory this run needs and has."""
         had, num = self.limit.num_bytes, len(self._pids)
         ranks = (
             f"{format_bytes(self.ranks_bytes())} of it by this job's {num} rank{'s' * (num > 1)}"
         )
-        words = (
+        message = (
             f"host memory of {self._host}: {format_bytes(used)} of {format_bytes(had)} "
-            f"({self.limit.source}) in use while {self.words}, {ranks} there"
+            f"({self.limit.source}) in use while {self._activity}, {ranks} there"
         )
-        return Need(used, had, self.words, self._rank, self._host, words)
+        return Need(used, had, self._activity, self._rank, self._host, message)
 
     def device_need(self) -> Need:
         """Return the same of this rank's GPU."""
-        seen = sample_device(self._device)
-        words = (
-            f"device memory of rank {self._rank} on {self._host}: {format_bytes(seen.used_bytes)} "
-            f"of {format_bytes(seen.limit_bytes)} in use while {self.words}; the allocator holds "
-            f"{format_bytes(seen.reserved_bytes)}, what is not its own takes "
-            f"{format_bytes(seen.others_bytes)}"
+        sample = sample_device(self._device)
+        used, limit, activity = sample.used_bytes, sample.limit_bytes, self._activity
+        message = (
+            f"device memory of rank {self._rank} on {self._host}: {format_bytes(used)} "
+            f"of {format_bytes(limit)} in use while {activity}; the allocator holds "
+            f"{format_bytes(sample.reserved_bytes)}, what is not its own takes "
+            f"{format_bytes(sample.others_bytes)}"
         )
-        return Need(seen.used_bytes, seen.limit_bytes, self.words, self._rank, self._host, words)
+        return Need(used, limit, activity, self._rank, self._host, message)
 
     def device_utilization(self) -> float | None:
-        """Return the share of the last sampling period in which the GPU worked, 0 to 1.
+        """Return the share of the last sampling period in which the GPU was busy, 0 to 1.
 
         None without a GPU, or where the driver's management library is not installed.
         """
@@ -273,7 +268,7 @@ class Monitor:
             return None
 
     def close(self) -> None:
-        """Stop sampling, and let go of who was to be called."""
+        """Stop sampling."""
         self._stop.set()
         self._leave = None
         if self._thread.is_alive():
@@ -296,7 +291,7 @@ class Monitor:
     def _run(self) -> None:
         period_s = self._period_s
         while not self._stop.wait(period_s):
-            # First what is mapped: the limit is too low and not too high if memory grows between.
+            # Mapped bytes first: if memory grows in between, the limit is too low, not too high.
             anonymous, mapped = self._usage.own_pages()
             used, now_s = self.used_bytes(), time.monotonic()
             self._worst_host = max(self._worst_host, used)
@@ -304,7 +299,7 @@ class Monitor:
             is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
             period_s = _NEAR_PERIOD_S if is_near else self._period_s
             if self._heartbeat is not None and now_s - self._heartbeat_s > _HEARTBEAT_EVERY_S:
-                self._heartbeat.beat(self.words, used)
+                self._heartbeat.beat(self._activity, used)
                 self._heartbeat_s = now_s
             if self.mode == "on":
                 self._guard(used, mapped, now_s)
@@ -319,6 +314,6 @@ class Monitor:
         familiar = max(self._familiar, self._expected)
         if self._leave is not None and must_leave(self._recent, limit, familiar):
             need = self.need(used)
-            words = f"{need.words}; the limit would have been reached within a second"
-            self._leave(replace(need, words=words))
+            message = f"{need.words}; the limit would have been reached within a second"
+            self._leave(replace(need, words=message))
             self._leave = None

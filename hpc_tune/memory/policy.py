@@ -1,14 +1,14 @@
-"""What to do about memory: pure functions of what is used and of what was done before.
+"""The policy of the memory governor: pure functions of usage and of the actions taken before.
 
     peaks of the last steps, limit -> level (hysteresis, forecast) -> decide -> one action, or none
 
-The ladder's actions are tried in order, from what costs nothing to leaving with a checkpoint. Cheap
-ones begin at TIGHT, those that cost speed at HIGH; after each one step is waited for, whose peak
-shows what it gave. When memory has been calm for long the last one is undone, and the next undoing
-takes twice as long, so that a run does not swing between two states.
+The ladder's actions are taken in order, from those that cost nothing to leaving with a checkpoint.
+Cheap ones begin at TIGHT, those that cost speed at HIGH; after each action the policy waits for a
+step, whose peak shows what it saved. After many calm steps the last action is undone, and the next
+one after twice as many, so that a run does not oscillate between two states.
 
-Between the step boundaries only ``must_leave`` is asked: whether the limit would be reached before
-this process could act.
+Between step boundaries only ``must_leave`` decides: whether the limit would be reached before this
+process could act.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -20,7 +20,7 @@ from typing import Literal
 
 
 class Level(IntEnum):
-    """How near the limit is. DOOMED: it would be reached before a step and a save are done."""
+    """How near the limit is. DOOMED: it would be reached before the next step and save end."""
 
     CALM = 0
     TIGHT = 1
@@ -49,8 +49,8 @@ _BEGINS_AT = {  # of the limit
 }
 _STAYS_FOR = 0.04  # of the limit below where a level begins
 _FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
-_FORECAST_STEPS = 20  # that far ahead a limit makes the level HIGH
-_STEPS_TO_SAFETY = 3  # this one, another to be agreed on, and a save for which training waits
+_FORECAST_STEPS = 20  # a limit within as many steps makes the level HIGH
+_STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
 GROWTH_WINDOW = 8  # peaks
 _FROM_LEVEL = {
     Action.SHRINK_BUFFERS: Level.TIGHT,
@@ -69,7 +69,7 @@ _RESERVE_SHARE, _LEAST_RESERVE = 0.01, 8 << 20
 
 @dataclass(frozen=True)
 class Ladder:
-    """What was done so far, the same on all ranks. ``taken``: in order, what can be undone."""
+    """The state of the policy, the same on all ranks. ``taken``: actions to undo, in order."""
 
     taken: tuple[Action, ...] = ()
     trimmed: bool = False
@@ -80,18 +80,17 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Decision:
-    """An action to do, or to undo."""
+    """An action to take, or to undo."""
 
     action: Action
     way: Literal["do", "undo"] = "do"
 
 
 def growth_per_step(peaks: Iterable[int]) -> float:
-    """Return by how many bytes the peak grows per step, 0 before there are enough to tell.
+    """Return by how many bytes the peak grows per step, 0 with fewer than GROWTH_WINDOW peaks.
 
-    It is the smaller of two medians: of the differences between neighbours, to which one jump (a
-    longer batch) is no growth, and of the slopes between all pairs (Theil and Sen), to which
-    swinging is none.
+    The smaller of two medians: of the differences between neighbours, which ignores one jump (a
+    longer batch), and of the slopes between all pairs (Theil and Sen), which ignores oscillation.
     """
     last = list(enumerate(list(peaks)[-GROWTH_WINDOW:]))
     if len(last) < GROWTH_WINDOW:
@@ -120,9 +119,9 @@ def level_of(before: Level, used: int, limit: int, growth: float = 0.0) -> Level
 def decide(
     ladder: Ladder, level: Level, available: Collection[Action]
 ) -> tuple[Ladder, Decision | None]:
-    """Return the ladder after this step boundary, and what to do now.
+    """Return the ladder after this step boundary, and the decision.
 
-    ``available`` holds the actions that can still give something: one that was taken is in it only
+    ``available`` are the actions that can still save memory: one that was taken is among them only
     if it can be taken again.
     """
     if level == Level.DOOMED:
@@ -143,9 +142,9 @@ def decide(
 
 
 def lower(taken: tuple[Action, ...], available: Collection[Action]) -> tuple[Action, ...]:
-    """Return what the start after a forced end takes: all that is cheap, and the next costly rung.
+    """Return the actions for the start after a kill: all cheap ones, and the next costly one.
 
-    ``available`` are the actions that can give more than ``taken`` does.
+    ``available`` are the actions that can save more than ``taken``.
     """
     free = [a for a, level in _FROM_LEVEL.items() if level == Level.TIGHT and a in available]
     costly = [a for a, level in _FROM_LEVEL.items() if level == Level.HIGH and a in available]
@@ -153,10 +152,10 @@ def lower(taken: tuple[Action, ...], available: Collection[Action]) -> tuple[Act
 
 
 def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) -> bool:
-    """Tell whether the limit would be reached before this process could act.
+    """Whether the limit would be reached before this process could act.
 
-    ``samples`` are (seconds, bytes used) of the last half second or so. What is below ``familiar``,
-    the peak of a step that went well, is no reason.
+    ``samples`` are (seconds, bytes used) of the last half second or so. Usage below ``familiar``,
+    the peak of a completed step, is no reason.
     """
     used = samples[-1][1]
     if used <= familiar:
@@ -165,13 +164,12 @@ def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) 
 
 
 def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
-    """Return the bytes per second by which memory grows, 0 where too few samples tell.
+    """Return the bytes per second by which memory grows, 0 with too few samples.
 
     The smaller of two. The trimmed mean of the slopes between neighbours, weighted by time, of the
-    middle quarter alone: one allocation, however large, is over when it is seen. And the growth of
-    the whole time less its maximum drawdown, the deepest fall from a peak to what came after it:
-    memory that has fallen as far as it rises now swings, wherever in the swing the samples begin
-    and end.
+    middle quarter alone: one allocation, however large, is over when it is sampled. And the growth
+    over all samples less their maximum drawdown, the deepest fall from a peak: memory that has
+    fallen as far as it rises now oscillates, wherever in a cycle the samples begin and end.
     """
     pairs = [(t - s, (b - a) / (t - s)) for (s, a), (t, b) in pairwise(samples) if t > s]
     if len(pairs) < _LEAST_SLOPES:
@@ -187,12 +185,12 @@ def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
 
 
 def reserve_of(limit: int) -> int:
-    """Return the bytes below the limit that are not to be used: what samples do not show."""
+    """Return the bytes below the limit that stay free, for usage that samples miss."""
     return max(int(limit * _RESERVE_SHARE), _LEAST_RESERVE)
 
 
 def room_of(used: int, limit: int, below: Level = Level.HIGH) -> int:
-    """Return how many bytes may be allocated and leave the level below the one given."""
+    """Return how many bytes may be allocated before the level reaches ``below``."""
     return max(0, int(limit * _BEGINS_AT[below]) - used)
 
 

@@ -1,6 +1,6 @@
-"""A limit on this process's private memory that follows how much memory is left.
+"""A limit on this process's private memory that follows how much memory is free.
 
-The kernel kills a process that touches one page too many, and no sampling is quick enough for a
+The kernel kills a process that exceeds its cgroup's limit, and no sampling is fast enough for a
 tensor that is filled at memory speed. An allocation beyond RLIMIT_DATA fails instead (since
 Linux 4.7 the limit counts private anonymous mappings too), which is an error that can be handled.
 """

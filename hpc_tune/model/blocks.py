@@ -20,8 +20,8 @@ def block_list(model: Any) -> nn.ModuleList:
 
 
 def use_own_layers(module: LossModel, blocks: Sequence[nn.Module], compiled: bool) -> None:
-    """Let layers of ``blocks`` do what they do in fewer passes and with less that is kept."""
+    """Replace layers of ``blocks`` by ones that take fewer passes and keep fewer activations."""
     use_lora_linear(blocks)
-    if not compiled:  # a compiler decides by itself what to keep
+    if not compiled:  # a compiler chooses by itself what to keep
         use_swiglu(blocks)
     module.within_documents &= not compiled

@@ -76,12 +76,12 @@ class BuiltModel:
     name in the model directory.
     ``saved_names`` maps a trained parameter's name to the one it has in checkpoints and exports:
     peft's for adapters, the model directory's for full fine-tuning. ``slices`` names the parameters
-    of which this rank has only a slice, beyond what a DTensor says of itself. ``tied`` is the
-    stored name of the weight that is both the embedding and the output head. ``start`` holds the
-    first values of adapters, where they are not new. ``dropout`` is what config.json wanted of it,
-    by name, and is not done. Rotary positions that are scaled by a text's length are scaled for
-    ``seq_len`` tokens, for every text alike. ``names`` tells what the whole model of the directory
-    calls its language model's tensors; ``others`` are parts of its files that are left as they are.
+    of which this rank has only a slice, beside those that are DTensors. ``tied`` is the stored name
+    of the weight that is both the embedding and the output head. ``start`` holds the first values
+    of adapters, where they are not new. ``dropout`` holds config.json's dropout rates by name,
+    which are not applied. Rotary positions that are scaled by a text's length are scaled for
+    ``seq_len`` tokens in every text. ``names`` maps the language model's tensors to their names in
+    the whole model of the directory; ``others`` are parts of its files that are not trained.
     """
 
     module: LossModel
@@ -116,10 +116,10 @@ class BuiltModel:
 
 
 def identity_of(directory: Path, index: TensorIndex | ShapeIndex) -> str:
-    """Return a hash over names and shapes of a model's tensors and what its config.json says."""
+    """Return a hash over names and shapes of a model's tensors and its config.json."""
     shapes = sorted((name, list(shape)) for name, shape in index.shapes.items())
-    said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    kept = {key: value for key, value in said.items() if key not in _NOT_THE_MODEL}
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
     return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
 
 
@@ -129,7 +129,7 @@ def build(
     """Build the model of ``directory`` with its adapters on the meta device.
 
     Frozen weights have ``dtype``, trained ones (with tune.method=full all) tune.param_dtype. With
-    ``weights=False`` only config.json is looked at, and loading leaves the memory as it is.
+    ``weights=False`` only config.json is read, and loading leaves memory uninitialised.
 
     Raises:
         DataError: if the directory is unusable. ConfigError: if tune.targets match no layer, or the
@@ -261,8 +261,8 @@ def _with_adapters(language: LanguageModel, tune: TuneConfig) -> nn.Module:
             f"tune.targets={tune.targets}: {first_line(error)} "
             f"Linear layers of this model: {', '.join(linear)}"
         ) from None
-    turned = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
-    if turned and tune.method != "lora":
+    transposed = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
+    if transposed and tune.method != "lora":
         raise ConfigError(
             f"tune.method={tune.method}: this model keeps its weights transposed (Conv1D); use "
             "tune.method=lora or full"

@@ -1,9 +1,9 @@
-"""Dropout that does not know how rows are spread over ranks and micro-batches.
+"""Dropout that does not depend on how rows are spread over ranks and micro-batches.
 
-A mask is a function of (seed, row of the global stream, layer), so a run that goes on with another
-number of ranks, another micro-batch or another engine drops the same values. On a GPU, where the
-generator's numbers depend on the size that is asked for, rows must also be padded to the same
-width, as packed ones mostly are.
+A mask is a function of (seed, row of the global stream, layer), so a run that resumes with another
+number of ranks, micro-batch size or engine drops the same values. On a GPU, where random numbers
+depend on the size of the tensor, rows must also be padded to the same width, as packed ones mostly
+are.
 """
 
 import hashlib
@@ -51,11 +51,11 @@ def without_dropout(config: Any) -> dict[str, float]:
 
     Such models draw their masks per micro-batch, so the loss would depend on the number of ranks.
     """
-    found: dict[str, float] = {}
+    removed: dict[str, float] = {}
     for part in (config, getattr(config, "text_config", None)):
         for name, value in list(vars(part).items()) if part is not None else ():
-            drops = re.search("dropout|pdrop|layerdrop|drop_rate", name)
-            if drops and isinstance(value, float) and value > 0:
-                found[name] = value
+            is_dropout = re.search("dropout|pdrop|layerdrop|drop_rate", name)
+            if is_dropout and isinstance(value, float) and value > 0:
+                removed[name] = value
                 setattr(part, name, 0.0)
-    return found
+    return removed

@@ -41,36 +41,36 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
         )
     try:
         saved = json.loads(settings.read_text(encoding="utf-8"))
-        found = {key: saved.get(key, False) for key in _FIELDS}
+        fields = {key: saved.get(key, False) for key in _FIELDS}
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
     tune = built.tune
     wanted = {"r": tune.rank, "lora_alpha": tune.alpha, "use_dora": tune.method == "dora"}
     problems = [
-        f"{key} is {found[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
+        f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
         for key in _FIELDS
-        if found[key] != wanted[key]
+        if fields[key] != wanted[key]
     ]
     problems += [
         f"{key} is set there, and not supported here" for key in _UNSUPPORTED if saved.get(key)
     ]
-    if (way := saved.get("init_lora_weights", True)) not in _BASE_UNTOUCHED:
+    if (init := saved.get("init_lora_weights", True)) not in _BASE_UNTOUCHED:
         problems.append(
-            f"init_lora_weights is {way} there, which has taken its first values out of the base: "
+            f"init_lora_weights is {init} there, which has taken its first values out of the base: "
             "it fits that changed base alone; save it with peft's "
             "path_initial_model_for_weight_conversion"
         )
     index = TensorIndex([file])
     parameters = dict(built.module.named_parameters())
     shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
-    ours, theirs = set(shapes), set(index.pieces)
-    problems += [f"it has no {name}" for name in sorted(ours - theirs)[:1]]
-    problems += [f"it has {name}, which this run has not" for name in sorted(theirs - ours)[:1]]
-    others = [name for name in sorted(ours & theirs) if index.shapes[name] != shapes[name]]
+    needed, stored = set(shapes), set(index.pieces)
+    problems += [f"it has no {name}" for name in sorted(needed - stored)[:1]]
+    problems += [f"it has {name}, which this run has not" for name in sorted(stored - needed)[:1]]
+    others = [name for name in sorted(needed & stored) if index.shapes[name] != shapes[name]]
     problems += [
         f"{name} has shape {list(index.shapes[name])} there and {list(shapes[name])} in this "
         "model: it is of another base"
-        for name in (others if found["r"] == wanted["r"] else [])[:1]
+        for name in (others if fields["r"] == wanted["r"] else [])[:1]
     ]
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))

@@ -147,8 +147,8 @@ class Names:
         if whole in self.renamed:
             return self.renamed[whole]
         candidates = (whole, whole.removeprefix(self.prefix), self.prefix + whole, name)
-        found = next((one for one in candidates if one in index.pieces), None)
-        return self.stored(self.head, index) if found is None and tied else found
+        stored = next((c for c in candidates if c in index.pieces), None)
+        return self.stored(self.head, index) if stored is None and tied else stored
 
 
 @dataclass(frozen=True)
@@ -175,48 +175,48 @@ def language_model(
     """Make the language model of a directory whose whole configuration is ``config``.
 
     Where ``config`` ties the output head to the embedding and the files hold both, they are tied if
-    they have the same values: as transformers does it. Without an ``index`` of the files there are
-    no names of theirs.
+    they have the same values, as transformers does. Without an ``index`` of the files no names of
+    theirs are known.
 
     Raises:
         DataError: if it is not a causal LM.
     """
     text = language_config(config, directory)
-    whole = None if text is config else _made(stock_class(config), config, dtype)
+    whole = None if text is config else _on_meta(stock_class(config), config, dtype)
     if whole is not None:
         tied = bool(getattr(whole.config, "tie_word_embeddings", False))
         text.tie_word_embeddings = tied and (index is not None or text.tie_word_embeddings)
-    model = _alone(config, text, dtype)
+    model = _text_model(config, text, dtype)
     names = _names(model, whole or model, index)
-    found = LanguageModel(model, text, names)
-    if index is None or not found.is_tied or not _head_is_another(found, index):
-        return found
+    language = LanguageModel(model, text, names)
+    if index is None or not language.is_tied or not _head_is_another(language, index):
+        return language
     text.tie_word_embeddings = False
-    return dataclasses.replace(found, model=_alone(config, text, dtype))
+    return dataclasses.replace(language, model=_text_model(config, text, dtype))
 
 
-def _made(auto: Any, config: Any, dtype: torch.dtype) -> Any:
+def _on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
     with lazy_imports(), torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
         return auto.from_config(config, dtype=dtype)
 
 
-def _alone(config: Any, text: Any, dtype: torch.dtype) -> Any:
+def _text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
     """Make the language model and its head."""
     with lazy_imports():
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return _made(AutoModelForCausalLM, text, dtype)
+        return _on_meta(AutoModelForCausalLM, text, dtype)
     # transformers has no class for it (Qwen-VL): the whole model without what is around it.
-    model = _made(stock_class(config), config, dtype)
+    model = _on_meta(stock_class(config), config, dtype)
     model.model, model.config = model.get_decoder(), text
     return model
 
 
 def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
-    paths = [{id(part): path for path, part in one.named_modules()} for one in (model, whole)]
+    paths = [{id(part): path for path, part in root.named_modules()} for root in (model, whole)]
     head = model.get_output_embeddings()
     return Names(
         paths[0][id(model.get_decoder())],
@@ -231,7 +231,7 @@ def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     """Return what files hold beside the tensors ``used``, by the beginnings of their names.
 
     Such as ``("model.vision_tower (437 tensors)",)``. Constants that transformers computes itself,
-    and which old versions have stored, are not told of.
+    and which old versions have stored, are left out.
     """
     parts: dict[str, int] = {}
     shared = {name.partition(".")[0] for name in used}
@@ -245,20 +245,20 @@ def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
 
 
 def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:
-    """Tell whether files hold a head of other values than the embedding that it should be."""
+    """Whether the files hold an output head with other values than the embedding it is tied to."""
     paths = {id(part): path for path, part in language.model.named_modules()}
     embedding = f"{paths[id(language.model.get_input_embeddings())]}.weight"
     stored = [language.names.stored(name, index) for name in (embedding, language.names.head)]
     if None in stored or stored[0] == stored[1]:
         return False
-    one, other = (str(name) for name in stored)
-    if index.shapes[one] != index.shapes[other]:
+    first, second = (str(name) for name in stored)
+    if index.shapes[first] != index.shapes[second]:
         return True
-    rows, width = index.shapes[one]
+    rows, width = index.shapes[first]
     step = max(1, PIECE_BYTES // (4 * width))
     for row in range(0, rows, step):
         both = [torch.empty(min(step, rows - row), width) for _ in "ab"]
-        for values, name in zip(both, (one, other), strict=True):
+        for values, name in zip(both, (first, second), strict=True):
             index.fill(values, name, (row, 0))
         if not torch.equal(*both):
             return True
@@ -273,15 +273,15 @@ def renamed_tensors(model: Any, index: TensorIndex) -> dict[str, str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    all_of_them = get_model_conversion_mapping(model)
-    renamings = [one for one in all_of_them if isinstance(one, WeightRenaming)]
-    converters = [one for one in all_of_them if not isinstance(one, WeightRenaming)]
-    found = {}
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if not isinstance(c, WeightRenaming)]
+    renamed = {}
     for stored in sorted(index.shapes):
         name, converted = rename_source_key(stored, renamings, converters)
         if converted is None and name != stored:
-            found[name] = stored
-    return found
+            renamed[name] = stored
+    return renamed
 
 
 @dataclass(frozen=True)
@@ -301,12 +301,12 @@ def storage_of(directory: Path, index: TensorIndex) -> Storage:
     """Return how a directory's language model is stored."""
     from transformers.pytorch_utils import Conv1D
 
-    found = language_model(read_config(directory), directory, torch.float32, index)
-    names, modules = found.names, found.model.named_modules()
-    turned = [names.stored(f"{n}.weight", index) for n, m in modules if isinstance(m, Conv1D)]
-    head = names.stored(names.head, index) if found.is_tied else None
-    embedding = found.model.get_input_embeddings()
-    (path,) = (n for n, m in found.model.named_modules() if m is embedding)
+    language = language_model(read_config(directory), directory, torch.float32, index)
+    names, modules = language.names, language.model.named_modules()
+    transposed = [names.stored(f"{n}.weight", index) for n, m in modules if isinstance(m, Conv1D)]
+    head = names.stored(names.head, index) if language.is_tied else None
+    embedding = language.model.get_input_embeddings()
+    (path,) = (n for n, m in language.model.named_modules() if m is embedding)
     if head == names.stored(f"{path}.weight", index, tied=True):
         head = None
-    return Storage(names, frozenset(name for name in turned if name), head)
+    return Storage(names, frozenset(name for name in transposed if name), head)

@@ -1,6 +1,6 @@
 """Memory for a model that was built on the meta device, and the values that belong in it.
 
-allocate        raw memory, after the engine has cut and sharded the module
+allocate        uninitialised memory, after the engine has cut and sharded the module
 load_weights    each rank reads its own regions; adapters and buffers get their first values
 """
 
@@ -24,9 +24,9 @@ from hpc_tune.model.weights import Reserve, TensorIndex, index_checkpoint, reser
 
 
 def allocate(module: nn.Module, device: torch.device, sharded: torch.device | None = None) -> None:
-    """Give every parameter and buffer raw memory on ``device``; tied weights stay tied.
+    """Give every parameter and buffer uninitialised memory on ``device``; tied weights stay tied.
 
-    Sharded parameters go to the device ``sharded`` instead, where they are offloaded.
+    Sharded parameters are allocated on the device ``sharded`` instead, where they are offloaded.
     """
     owners = owners_of(module)
 
@@ -56,6 +56,7 @@ def load_weights(
     """Fill the allocated module: base weights from disk, adapters and buffers with first values.
 
     With ``parameters=False`` only the buffers, for an engine that fills parameters by itself.
+    ``reserve`` is called before host memory is filled.
 
     Every parameter may be sharded; each rank reads only the regions that it keeps. Frozen weights
     that stay whole on a CPU are not read at all: they are the pages of the file, which the ranks of
@@ -136,7 +137,7 @@ def _init_buffers(model: Any) -> None:
     """Give buffers that no file stores (rotary frequencies, scales) their values, in place.
 
     Raises:
-        DataError: if transformers leaves one as it was: it would be what the memory held before.
+        DataError: if transformers leaves one uninitialised.
     """
     from transformers.initialization import guard_torch_init_functions
 

@@ -4,7 +4,7 @@
 
 peft computes the adapter's output, scales it and adds it: three passes over tensors as wide as the
 layer, forward and backward, of which two are kept for the backward pass. Here both adapter products
-are added up within the matrix product (BLAS's alpha and beta), and only ``x`` and the narrow
+are accumulated by the matrix product (BLAS's alpha and beta), and only ``x`` and the low-rank
 ``x A^T`` are kept. Adapters are cast to the dtype of ``x``, not ``x`` to theirs.
 
 Shapes: N tokens of all rows, I and O features in and out, R the rank.
@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 def use_lora_linear(blocks: Iterable[nn.Module]) -> int:
     """Replace the forward of each plain LoRA layer in ``blocks``; return how many there were.
 
-    Left as peft has them: layers with dropout, with DoRA's magnitude, or on a base that is more
-    than a matrix (4 bits, float8). The base and both adapters must be whole tensors when the layer
-    is called, as they are within an FSDP2 unit; ZeRO-3 gathers by the call of each of them.
+    Not replaced: layers with dropout, with DoRA's magnitude, or on a base that is more than a
+    matrix (4 bits, float8). The base and both adapters must be whole tensors when the layer is
+    called, as they are within an FSDP2 unit; ZeRO-3 gathers them at the call of each.
     """
-    found = [layer for block in blocks for layer in block.modules() if _is_plain(layer)]
-    for layer in found:
+    layers = [layer for block in blocks for layer in block.modules() if _is_plain(layer)]
+    for layer in layers:
         layer.forward = types.MethodType(_forward, layer)
-    return len(found)
+    return len(layers)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -46,13 +46,13 @@ def _is_plain(layer: Any) -> bool:
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     base, a, b = self.base_layer, self.lora_A["default"], self.lora_B["default"]
-    out: torch.Tensor = _LowRank.apply(
+    out: torch.Tensor = _LoraLinear.apply(
         x, base.weight, base.bias, a.weight, b.weight, self.scaling["default"]
     )
     return out
 
 
-class _LowRank(torch.autograd.Function):
+class _LoraLinear(torch.autograd.Function):
     """The layer's output; backward, the gradients of ``x``, A and B, and none of the base."""
 
     @staticmethod
@@ -66,26 +66,26 @@ class _LowRank(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         x_NI = x.flatten(0, -2)
-        narrow_NR = x_NI @ a_RI.to(x.dtype).t()
-        ctx.save_for_backward(x_NI, narrow_NR, weight_OI, a_RI, b_OR)
+        low_rank_NR = x_NI @ a_RI.to(x.dtype).t()
+        ctx.save_for_backward(x_NI, low_rank_NR, weight_OI, a_RI, b_OR)
         ctx.scale = scale
-        adapter_NO = torch.mm(narrow_NR, (scale * b_OR).to(x.dtype).t())
+        adapter_NO = torch.mm(low_rank_NR, (scale * b_OR).to(x.dtype).t())
         if bias_O is not None:
             adapter_NO += bias_O
-        # A mode is selective recompute or a trace: they know the product by its other name, and
-        # what they keep must not be written to again.
-        is_watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-        add = torch.addmm if is_watched else torch.Tensor.addmm_
+        # A mode is selective recompute or a trace: both know the product as addmm, and what they
+        # keep must not be changed in place.
+        is_traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+        add = torch.addmm if is_traced else torch.Tensor.addmm_
         return add(adapter_NO, x_NI, weight_OI.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        x_NI, narrow_NR, weight_OI, a_RI, b_OR = ctx.saved_tensors
+        x_NI, low_rank_NR, weight_OI, a_RI, b_OR = ctx.saved_tensors
         grad_NO = grad.flatten(0, -2)
         dtype = grad.dtype
         grad_NR = grad_NO @ (ctx.scale * b_OR).to(dtype)
         grad_a = (grad_NR.t() @ x_NI).to(a_RI.dtype)
-        grad_b = (ctx.scale * (grad_NO.t() @ narrow_NR)).to(b_OR.dtype)
+        grad_b = (ctx.scale * (grad_NO.t() @ low_rank_NR)).to(b_OR.dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad_NO @ weight_OI).addmm_(grad_NR, a_RI.to(dtype))

@@ -2,11 +2,10 @@
 
 Shapes: B rows, T tokens, D hidden, N tokens that carry loss, V vocabulary.
 
-Only positions with a label reach the output head, and of those only as many at once as keep their
-fp32 logits under a bound. A frozen head's logits are turned into the gradient of the hidden states
-where they lie, chunk by chunk, and none is kept. Those of a trained head are computed again in the
-backward pass, chunk by chunk (GPUs with torch >= 2.13 use its ``linear_cross_entropy`` instead; on
-a CPU that was slower than plain logits).
+Only positions with a label reach the output head, in chunks whose fp32 logits stay under a bound. A
+frozen head's logits become the gradient of the hidden states in place, chunk by chunk, and none is
+kept. Those of a trained head are recomputed in the backward pass, chunk by chunk (GPUs with torch
+>= 2.13 use its ``linear_cross_entropy`` instead; on a CPU that was slower than plain logits).
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +37,8 @@ class LossModel(nn.Module):
     """A causal LM whose forward takes a ``Batch`` and returns the fp32 sum of its token losses.
 
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
-    peft model around one. ``within_documents``: its attention may work document by document, which
-    a compiled block and a traced one cannot.
+    peft model around one. ``within_documents``: attention may run document by document, which is
+    not possible in a compiled or traced block.
     """
 
     def __init__(self, model: nn.Module, config: Any, within_documents: bool = False) -> None:
@@ -119,8 +118,8 @@ def loss_sum(
 ) -> torch.Tensor:
     """Return the summed cross-entropy of ``labels_N`` under ``head(hidden_ND)``, an fp32 scalar.
 
-    ``token_loss`` does it for as many tokens as may have their logits in memory at once.
-    ``logits_bytes`` bounds those of a frozen head; by itself what the device's kind does best.
+    ``token_loss`` computes it for as many tokens as may have their logits in memory at once.
+    ``logits_bytes`` bounds those of a frozen head; the default is the fastest of each device type.
     """
     plain = token_loss is plain_loss and _is_plain(head, config)
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
@@ -153,7 +152,7 @@ def loss_sum(
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
-    """The summed loss of N tokens; the gradient of their hidden states is made along with it.
+    """The summed loss of N tokens; the gradient of their hidden states is computed with it.
 
     A chunk of C tokens has C x V fp32 logits, which become their exponentials in place.
     """
@@ -170,11 +169,11 @@ class _FrozenHeadLoss(torch.autograd.Function):
         total = hidden_ND.new_zeros((), dtype=torch.float32)
         grad_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
         num_tokens = hidden_ND.shape[0]
-        room_CV = hidden_ND.new_empty(min(chunk, num_tokens), weight_VD.shape[0])
+        buffer_CV = hidden_ND.new_empty(min(chunk, num_tokens), weight_VD.shape[0])
         for start in range(0, num_tokens, chunk):
             part = slice(start, start + chunk)
             labels_C = labels_N[part]
-            logits_CV = torch.mm(hidden_ND[part], weight_VD.t(), out=room_CV[: len(labels_C)])
+            logits_CV = torch.mm(hidden_ND[part], weight_VD.t(), out=buffer_CV[: len(labels_C)])
             if bias_V is not None:
                 logits_CV += bias_V
             exp_CV = logits_CV.float()
@@ -209,7 +208,7 @@ def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _is_plain(head: Any, config: Any) -> bool:
-    """Tell whether ``head`` is no more than a matrix that is here as a whole."""
+    """Whether ``head`` is only a matrix, and not sliced."""
     return (
         type(head) is nn.Linear
         and head.weight.shape == (config.vocab_size, head.in_features)

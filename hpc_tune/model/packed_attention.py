@@ -1,9 +1,9 @@
-"""Attention within documents: of a packed row's T x T products, those that count.
+"""Attention within documents: block-diagonal attention of packed rows, without a mask.
 
-transformers keeps the documents of a row apart by a mask of T x T, under which all products are
-made and most are thrown away. Here each document is attended to by itself, without a mask: a row of
-D equal documents costs 1/D. Layers whose mask says more (a sliding window, a mask that was given)
-keep transformers' own way, and so does generation, where no documents are known.
+transformers separates the documents of a row by a T x T mask, under which all products are computed
+and most are dropped. Here attention runs document by document: a row of D equal documents costs
+1/D. Layers with another mask (a sliding window, a mask that was passed) keep transformers' own
+attention, and so does generation, where no documents are known.
 
 Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head.
 """
@@ -56,8 +56,8 @@ def use_document_attention(model: Any) -> bool:
 def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
-    says_more = options.get("local_size") is not None or options.get("use_vmap")
-    if CURRENT.batch.documents and not says_more and options.get("attention_mask") is None:
+    other_mask = options.get("local_size") is not None or options.get("use_vmap")
+    if CURRENT.batch.documents and not other_mask and options.get("attention_mask") is None:
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     return mask
@@ -87,12 +87,12 @@ def _attend(
             **options,
         )
         return stock
-    whole = query_BHTD, key_BKTD, value_BKTD
+    inputs = query_BHTD, key_BKTD, value_BKTD
     if dropout or query_BHTD.shape[-1] != value_BKTD.shape[-1]:  # the kernel can do neither
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
         for document in CURRENT.batch.documents:
-            query, key, value = _of(document, *whole)
+            query, key, value = _slices(document, *inputs)
             parts.append(
                 F.scaled_dot_product_attention(
                     *(query, key, value, None, dropout, True), scale=scaling, enable_gqa=has_groups
@@ -102,14 +102,14 @@ def _attend(
     if torch.is_autocast_enabled(query_BHTD.device.type):
         # As it does for torch's own attention: rotary positions leave queries and keys in fp32.
         dtype = torch.get_autocast_dtype(query_BHTD.device.type)
-        query_BHTD, key_BKTD, value_BKTD = (tensor.to(dtype) for tensor in whole)
-        whole = query_BHTD, key_BKTD, value_BKTD
-    out_BTHD: torch.Tensor = _Attention.apply(*whole, CURRENT.batch.documents, scaling)
+        query_BHTD, key_BKTD, value_BKTD = (tensor.to(dtype) for tensor in inputs)
+        inputs = query_BHTD, key_BKTD, value_BKTD
+    out_BTHD: torch.Tensor = _Attention.apply(*inputs, CURRENT.batch.documents, scaling)
     return out_BTHD, None
 
 
 class _Attention(torch.autograd.Function):
-    """Causal attention of each document, on a CPU; its backward pass may be another dtype's."""
+    """Causal attention of each document, on a CPU; backward in fp32 for short ones in bf16."""
 
     @staticmethod
     def forward(
@@ -120,18 +120,18 @@ class _Attention(torch.autograd.Function):
         documents: Sequence[Document],
         scale: float | None,
     ) -> torch.Tensor:
-        whole = query_BHTD, key_BKTD, value_BKTD
+        inputs = query_BHTD, key_BKTD, value_BKTD
         parts, sums = [], []
         groups = query_BHTD.shape[1] // key_BKTD.shape[1]
         for document in documents:
-            query, key, value = _of(document, *whole)
+            query, key, value = _slices(document, *inputs)
             part_BHLD, sums_BHL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query, _for_heads(key, groups), _for_heads(value, groups), 0.0, True, scale=scale
             )
             parts.append(part_BHLD)
             sums.append(sums_BHL)
         out_BTHD = _joined(parts, query_BHTD)
-        ctx.save_for_backward(*whole, out_BTHD, *sums)
+        ctx.save_for_backward(*inputs, out_BTHD, *sums)
         ctx.documents, ctx.scale = documents, scale
         return out_BTHD
 
@@ -139,20 +139,20 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_BTHD: torch.Tensor) -> Any:  # type: ignore[override]
         query, key, value, out_BTHD, *sums = ctx.saved_tensors
         grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        # The kernel takes the values of a head to lie side by side.
-        given = grad_BTHD.contiguous().transpose(1, 2), query, key, value, out_BTHD.transpose(1, 2)
+        # The kernel expects the values of a head to be contiguous.
+        out_BHTD, grad_BHTD = out_BTHD.transpose(1, 2), grad_BTHD.contiguous().transpose(1, 2)
         groups = query.shape[1] // key.shape[1]
         for document, sums_BHL in zip(ctx.documents, sums, strict=True):
             _, start, stop = document
             is_short = query.dtype == torch.bfloat16 and stop - start <= SHORT
-            parts = _of(document, *given)
+            parts = _slices(document, grad_BHTD, query, key, value, out_BHTD)
             grad, q, k, v, out = [part.float() for part in parts] if is_short else parts
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            document_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *(grad, q, _for_heads(k, groups), _for_heads(v, groups), out, sums_BHL),
                 *(0.0, True),
                 scale=ctx.scale,
             )
-            for whole, part in zip(_of(document, *grads), found, strict=True):
+            for whole, part in zip(_slices(document, *grads), document_grads, strict=True):
                 if part.shape[1] != whole.shape[1]:
                     part = part.unflatten(1, (-1, groups)).sum(2)
                 whole.copy_(part)
@@ -172,7 +172,7 @@ def _for_heads(tensor_BKLD: torch.Tensor, groups: int) -> torch.Tensor:
     return tensor_BKLD.repeat_interleave(groups, 1) if groups > 1 else tensor_BKLD
 
 
-def _of(document: Document, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return the part of each B?T? tensor that is the document's."""
+def _slices(document: Document, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return the document's slice of each B?T? tensor."""
     rows, start, stop = document
     return [tensor[rows, :, start:stop] for tensor in tensors]

@@ -1,9 +1,9 @@
-"""Rotary positions whose frequencies follow the length of a text, made the same for all texts.
+"""Rotary frequencies that depend on a text's length, fixed for all texts.
 
-transformers takes the longest text of a micro-batch for it (longrope: two sets of frequencies;
-dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on what is beside
-it. Here the frequencies are those of ``data.seq_len`` tokens, as in a server that is started for
-texts of that length.
+transformers computes them for the longest text of a micro-batch (longrope: two sets of frequencies;
+dynamic NTK, arXiv:2309.00071: one for each length), so a text's loss would depend on the others of
+its micro-batch. Here the frequencies are those of ``data.seq_len`` tokens, as in a server that is
+started for texts of that length.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ _SETTLED = "default"  # to transformers: frequencies that never change
 
 def scaled_by_length(config: Any) -> bool:
     """Tell whether transformers would scale this model's positions by the text's length."""
-    said = getattr(config, "rope_parameters", None) or {}
-    parts = [said, *(part for part in said.values() if isinstance(part, dict))]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     kinds = [str(part.get("rope_type", "")) for part in parts]
     return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
 
@@ -33,8 +33,8 @@ def settle_positions(module: nn.Module, seq_len: int) -> None:
                 continue
             device = next(rotary.buffers()).device
             last_BT = torch.tensor([[seq_len - 1]], device=device)
-            given = {} if layer is None else {"layer_type": layer}
-            rotary(torch.zeros((), device=device), last_BT, **given)
+            options = {} if layer is None else {"layer_type": layer}
+            rotary(torch.zeros((), device=device), last_BT, **options)
             by_layer[layer] = _SETTLED
         if isinstance(kinds, str) and by_layer[None] != kinds:
             rotary.rope_type = by_layer[None]

@@ -27,7 +27,7 @@ class FourBitLinear(nn.Linear):
     All of its scales are bytes: the fp32 ones are kept as their bits, so that casting a model to
     another dtype leaves them whole. bitsandbytes' own layer hides its scales from the module, where
     the meta device and the count of bytes cannot see them, and on CPUs with AVX512 it evaluates in
-    bf16 whatever it was told.
+    bf16 whatever its dtype is.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
@@ -137,8 +137,8 @@ def fill_packed(
 ) -> None:
     """Read, quantise and pack the weight ``stored``, ``PIECE_BYTES`` of values at a time.
 
-    ``local`` is this rank's part of the packed bytes, from byte ``start`` on. Every rank goes over
-    all values, since the scales are about all of them.
+    ``local`` is this rank's part of the packed bytes, from byte ``start`` on. Every rank reads all
+    values, since the scales depend on all of them.
 
     Raises:
         DataError: if the weight has another shape or its file is damaged.

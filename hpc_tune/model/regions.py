@@ -58,9 +58,9 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of one tensor that is about to be written; ``values`` is called when its turn comes.
+    """A box of one tensor to write; ``values`` is called when it is written.
 
-    ``stored_name`` is what the box is called in the file, where a file holds several of one tensor.
+    ``stored_name`` is its name in the file, where a file holds several boxes of one tensor.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Region:
 
     @property
     def key(self) -> str:
-        """What the box is called in the file."""
+        """The box's name in the file."""
         return self.stored_name or self.name
 
 

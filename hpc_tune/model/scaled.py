@@ -1,10 +1,10 @@
-"""Weights that are stored in float8 with scales beside them, read as what they stand for.
+"""Weights that are stored in float8 with scales, dequantised as they are read.
 
     value[r, c] = stored[r, c] * scale[r // rows of a block, c // columns of a block]
 
 One scale for a tensor, one for each row, or one for each block (DeepSeek-V3's form,
-arXiv:2412.19437, section 3.3). What other kinds of quantised checkpoints hold cannot be read and is
-refused by name.
+arXiv:2412.19437, section 3.3). Checkpoints that are quantised in another way are refused, naming
+the method.
 """
 
 import json
@@ -53,16 +53,16 @@ class Scale:
 
 
 def take_scales(index: Index, directory: Path) -> Mapping[str, Scale]:
-    """Return the scale of each float8 tensor, and leave scales out of the index.
+    """Return the scale of each float8 tensor, and remove scales from the index.
 
-    Such tensors are of bf16 from then on.
+    Such tensors are bf16 in the index from then on.
 
     Raises:
         DataError: if a float8 tensor has no scale, or one of a shape that does not fit.
     """
     quantised = [name for name, dtype in index.dtypes.items() if dtype in FLOAT8]
-    block = said_of(directory).get("weight_block_size")
-    found = {}
+    block = quantization_of(directory).get("weight_block_size")
+    scales = {}
     for name in quantised:
         beside = next((name + end for end in _SCALES if name + end in index.shapes), None)
         if beside is None:
@@ -70,24 +70,24 @@ def take_scales(index: Index, directory: Path) -> Mapping[str, Scale]:
                 f"{directory}: {name} is stored in float8 and no scale for it is, such as "
                 f"{name}{_SCALES[0]}; take the model in bf16"
             )
-        found[name] = _scale(index, directory, name, beside, block)
+        scales[name] = _scale(index, directory, name, beside, block)
     for name in quantised:
         index.dtypes[name] = torch.bfloat16
     unused = [n for n in index.shapes if n.endswith(_INPUT_SCALES)] if quantised else []
     for name in [*(name + end for name in quantised for end in _SCALES), *unused]:
         for table in (index.shapes, index.dtypes, index.pieces):
             table.pop(name, None)
-    return found
+    return scales
 
 
-def said_of(directory: Path) -> dict[str, Any]:
-    """Return what config.json says of a quantised checkpoint; nothing if it is none."""
+def quantization_of(directory: Path) -> dict[str, Any]:
+    """Return quantization_config of a directory's config.json; empty if there is none."""
     try:
-        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    found = said.get("quantization_config") if isinstance(said, dict) else None
-    return found if isinstance(found, dict) else {}
+    settings = config.get("quantization_config") if isinstance(config, dict) else None
+    return settings if isinstance(settings, dict) else {}
 
 
 def refuse_quantised(index: Index, directory: Path) -> None:
@@ -96,11 +96,11 @@ def refuse_quantised(index: Index, directory: Path) -> None:
     Raises:
         DataError: naming the method.
     """
-    said = said_of(directory)
-    method = str(said.get("quant_method", "an unknown method"))
+    settings = quantization_of(directory)
+    method = str(settings.get("quant_method", "an unknown method"))
     marks = (".qweight", ".weight_packed", ".absmax", "_blocks", ".SCB", ".weight_format")
     packed = [name for name in index.shapes if name.endswith(marks)]
-    if packed or (said and not any(dtype in FLOAT8 for dtype in index.dtypes.values())):
+    if packed or (settings and not any(dtype in FLOAT8 for dtype in index.dtypes.values())):
         where = f", such as in {packed[0]}" if packed else ""
         raise DataError(
             f"{directory}: its weights are quantised ({method}{where}); hpc_tune trains on bf16, "

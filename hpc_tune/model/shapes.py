@@ -1,7 +1,7 @@
 """shape:NAME, the config.json of a published model without its weights: for planning and tracing.
 
-The files lie in ``hpc_tune/shapes``. A ``ShapeIndex`` stands where a ``TensorIndex`` would: it
-knows every name and shape, and has no bytes to give.
+The files are in ``hpc_tune/shapes``. A ``ShapeIndex`` takes the place of a ``TensorIndex``: it
+knows every name and shape, and no values.
 """
 
 import difflib
@@ -51,7 +51,7 @@ def refuse_shape(path: str) -> None:
 
 
 class ShapeIndex:
-    """What a ``TensorIndex`` says of tensors that are on no disk."""
+    """The names, shapes and dtypes of a ``TensorIndex``, without files."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take names, shapes and dtypes from a model, which may be on the meta device."""

@@ -40,36 +40,36 @@ def shrunk(config: Any, factor: int, all_layers: bool = False) -> Any:
     Raises:
         Exception: whatever the configuration's own class raises for what does not fit together.
     """
-    said: dict[str, Any] = config.to_dict()
-    old_layers = _of(said, _LAYERS)
+    fields: dict[str, Any] = config.to_dict()
+    old_layers = _first_number(fields, _LAYERS)
     layers = None
     if old_layers and not all_layers:
-        layers = min(old_layers, _enough_layers(config, said, old_layers))
-    for name, value in list(said.items()):
+        layers = min(old_layers, _enough_layers(config, fields, old_layers))
+    for name, value in list(fields.items()):
         if isinstance(value, bool):
             continue
         if name in _LAYERS and layers:
-            said[name] = layers
+            fields[name] = layers
         elif name in _WINDOWS and isinstance(value, int):
-            said[name] = min(value, WINDOW)
+            fields[name] = min(value, WINDOW)
         elif name.startswith("vocab_size") and isinstance(value, int):
-            said[name] = min(value, VOCABULARY)
+            fields[name] = min(value, VOCABULARY)
         elif name.endswith(("token_id", "token_ids")):
-            said[name] = _small_token(name, value)
+            fields[name] = _small_token(name, value)
         elif name == "attn_layer_indices" and isinstance(value, list) and layers:
-            said[name] = [index for index in value if index < layers]
+            fields[name] = [index for index in value if index < layers]
         elif name == "per_layer_config" and isinstance(value, dict):
-            said[name] = {
-                layer: {key: _divided(key, one, factor) for key, one in own.items()}
+            fields[name] = {
+                layer: {key: _divided(key, value, factor) for key, value in own.items()}
                 for layer, own in value.items()
                 if not layers or int(layer) < layers
             }
         else:
             small_value = _divided(name, value, factor)
             per_layer = isinstance(value, list) and len(value) == old_layers
-            said[name] = small_value[:layers] if per_layer else small_value
-    said.pop("quantization_config", None)
-    small = type(config).from_dict(said)
+            fields[name] = small_value[:layers] if per_layer else small_value
+    fields.pop("quantization_config", None)
+    small = type(config).from_dict(fields)
     small.use_cache = False
     _shorten_factors(small)
     return small
@@ -86,19 +86,19 @@ def shrunk_whole(config: Any, factor: int, all_layers: bool = False, of_others: 
     text = config.get_text_config()
     if text is config:
         return shrunk(config, factor, all_layers)
-    said: dict[str, Any] = config.to_dict()
+    fields: dict[str, Any] = config.to_dict()
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is text:
-            said[name] = shrunk(text, factor, all_layers).to_dict()
+            fields[name] = shrunk(text, factor, all_layers).to_dict()
         elif part is not None:
-            said[name] = _one_layer(part.to_dict(), of_others)
-    for name, value in said.items():
+            fields[name] = _one_layer(part.to_dict(), of_others)
+    for name, value in fields.items():
         if name == "vocab_size" and isinstance(value, int):
-            said[name] = min(value, VOCABULARY)
+            fields[name] = min(value, VOCABULARY)
         elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
-            said[name] = VOCABULARY - 1  # none that a document of a trial has
-    return type(config).from_dict(said)
+            fields[name] = VOCABULARY - 1  # none that a document of a trial has
+    return type(config).from_dict(fields)
 
 
 def _divided(name: str, value: Any, factor: int) -> Any:
@@ -107,26 +107,26 @@ def _divided(name: str, value: Any, factor: int) -> Any:
     So is a width that is smaller than ``factor``.
     """
     if isinstance(value, list):
-        return [_divided(name, one, factor) for one in value]
+        return [_divided(name, width, factor) for width in value]
     is_width = _WIDTHS.match(name) and isinstance(value, int) and not isinstance(value, bool)
     return value // factor if is_width and value >= factor else value
 
 
-def _one_layer(said: dict[str, Any], factor: int) -> dict[str, Any]:
-    small = {name: 1 for name in _LAYERS if isinstance(said.get(name), int)}
-    for name, value in said.items():
+def _one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
+    small = {name: 1 for name in _LAYERS if isinstance(fields.get(name), int)}
+    for name, value in fields.items():
         is_width = name == "embed_dim" or _WIDTHS.match(name)
         if is_width and isinstance(value, int) and value % factor == 0:
             small[name] = value // factor
-    return said | small
+    return fields | small
 
 
 def factors(config: Any) -> list[int]:
     """Return the numbers to divide a configuration's widths by, the largest that may work first."""
-    said: dict[str, Any] = config.to_dict()
+    fields: dict[str, Any] = config.to_dict()
     heads = getattr(config, "num_attention_heads", None)
     hidden = getattr(config, "hidden_size", None)
-    own = said.get("head_dim")
+    own = fields.get("head_dim")
     if isinstance(own, int):
         size = own
     elif isinstance(heads, int) and isinstance(hidden, int) and heads:
@@ -136,11 +136,11 @@ def factors(config: Any) -> list[int]:
     return [f for f in FACTORS if f == 1 or (size % f == 0 and size // f >= LEAST_HEAD)]
 
 
-def _enough_layers(config: Any, said: dict[str, Any], layers: int) -> int:
+def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
     """Return how many of the first layers have one of each kind, two at least."""
     enough = 2
     for name in _KINDS:
-        kinds = said.get(name, getattr(config, name, None))
+        kinds = fields.get(name, getattr(config, name, None))
         if name == "attn_layer_indices" and kinds:
             enough = max(enough, min(kinds) + 1)
         elif isinstance(kinds, list) and len(kinds) == layers:
@@ -152,8 +152,8 @@ def _enough_layers(config: Any, said: dict[str, Any], layers: int) -> int:
 
 def _shorten_factors(small: Any) -> None:
     """Leave as many factors and sections of rotary frequencies as narrower heads have."""
-    said = getattr(small, "rope_parameters", None) or {}
-    for part in (said, *(one for one in said.values() if isinstance(one, dict))):
+    fields = getattr(small, "rope_parameters", None) or {}
+    for part in (fields, *(part for part in fields.values() if isinstance(part, dict))):
         share = part.get("partial_rotary_factor") or 1.0
         uneven = "short_factor" in part or "mrope_section" in part
         heads = small.num_attention_heads if uneven else 1
@@ -167,14 +167,14 @@ def _shorten_factors(small: Any) -> None:
             part["mrope_section"] = [half - sum(rest), *rest]
 
 
-def _of(said: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    return next((said[n] for n in names if isinstance(said.get(n), int)), None)
+def _first_number(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((fields[n] for n in names if isinstance(fields.get(n), int)), None)
 
 
 def _small_token(name: str, value: Any) -> Any:
     """Return a token's number within the small vocabulary."""
     if isinstance(value, list):
-        return [_small_token(name, one) for one in value]
+        return [_small_token(name, token) for token in value]
     if not isinstance(value, int) or 0 <= value < VOCABULARY:
         return value
     return 0 if name.startswith("pad") else 2

@@ -1,4 +1,4 @@
-"""transformers' own word on a small model of an architecture: what ours is compared with.
+"""The reference for an architecture: transformers' own losses and gradients of a small model of it.
 
 write_small   the architecture of a config, made small, with random values, as a directory
 stock_losses  the loss of each document in transformers' own model, and the gradient of their sum
@@ -17,7 +17,7 @@ from hpc_tune.model.language import read_config, stock_class
 from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
 
 MOST_VALUES = 40_000_000
-_SPREAD = 0.03  # added to all first values, so that none is as good as not there
+_SPREAD = 0.03  # noise on all first values, so that none is zero or one
 
 
 class NoTrial(Exception):

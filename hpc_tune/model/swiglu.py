@@ -1,10 +1,10 @@
-"""Gated MLPs (SwiGLU, arXiv:2002.05202) that keep one tensor less per block.
+"""SwiGLU MLPs (arXiv:2002.05202) that keep one tensor less per block for the backward pass.
 
     y = down(silu(gate(x)) * up(x))
 
-Autograd keeps the gate for silu, and its result and ``up`` for the product. Here silu is computed
-again in the backward pass, which reads less than it would fetch: gate and ``up`` alone are kept.
-The same operations on the same values, so the same bits.
+Autograd keeps the gate for silu, and its result and ``up`` for the product. Here the backward pass
+recomputes silu, which takes less time than reading its result: only gate and ``up`` are kept. The
+same operations on the same values give the same bits.
 """
 
 import inspect
@@ -21,10 +21,10 @@ _STOCK = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 
 def use_swiglu(blocks: Iterable[nn.Module]) -> int:
     """Replace the forward of each plain SwiGLU MLP in ``blocks``; return how many there were."""
-    found = [part for block in blocks for part in block.modules() if _is_plain(part)]
-    for part in found:
+    layers = [part for block in blocks for part in block.modules() if _is_plain(part)]
+    for part in layers:
         part.forward = types.MethodType(_forward, part)
-    return len(found)
+    return len(layers)
 
 
 def _is_plain(module: Any) -> bool:
@@ -41,11 +41,11 @@ def _source(kind: type[nn.Module]) -> str:
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
+    out: torch.Tensor = self.down_proj(_SwiGlu.apply(self.gate_proj(x), self.up_proj(x)))
     return out
 
 
-class _Gated(torch.autograd.Function):
+class _SwiGlu(torch.autograd.Function):
     """silu(gate) * up."""
 
     @staticmethod

@@ -21,9 +21,9 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        found = sorted(file.name for file in directory.glob("*token*"))
+        files = sorted(file.name for file in directory.glob("*token*"))
         raise DataError(
-            f"{directory}: no usable tokenizer (found {', '.join(found) or 'no file of one'}: "
+            f"{directory}: no usable tokenizer (found {', '.join(files) or 'no file of one'}: "
             f"{first_line(error)}); copy tokenizer.json and tokenizer_config.json of the model "
             "into it, or fetch it whole: hf download NAME --local-dir DIR"
         ) from None
@@ -42,10 +42,10 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 def embedding_rows(directory: Path) -> int | None:
     """Return how many embeddings a model has by its config.json; None if that does not say."""
     try:
-        said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        rows = (said.get("text_config") or said).get("vocab_size")
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        rows = (config.get("text_config") or config).get("vocab_size")
     except (OSError, ValueError, AttributeError):
-        return None  # told of where the model is built
+        return None  # an error where the model is built
     return rows if isinstance(rows, int) else None
 
 
@@ -57,15 +57,15 @@ def _require_embeddings(directory: Path, tokenizer: Any) -> None:
     """
     rows = embedding_rows(directory)
     names = ("image_token", "audio_token", "video_token", "boi_token", "eoi_token")
-    given = tokenizer.init_kwargs | tokenizer.init_kwargs.get("model_specific_special_tokens", {})
-    media = {str(given.get(name)) for name in names}
+    tokens = tokenizer.init_kwargs | tokenizer.init_kwargs.get("model_specific_special_tokens", {})
+    media = {str(tokens.get(name)) for name in names}
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     if rows is None or max(vocabulary.values(), default=-1) < rows:
         return
-    beyond = sorted(word for word, number in vocabulary.items() if number >= rows)
-    if left := [word for word in beyond if word not in media]:
+    beyond = sorted(token for token, number in vocabulary.items() if number >= rows)
+    if extra := [token for token in beyond if token not in media]:
         raise DataError(
             f"{directory}: its tokenizer has {max(vocabulary.values()) + 1} tokens and the model "
-            f"embeddings for {rows}; there is none for {', '.join(left[:3])}. Take the model's own "
-            "tokenizer, or resize the model's embeddings first (resize_token_embeddings)"
+            f"embeddings for {rows}; there is none for {', '.join(extra[:3])}. Take the model's "
+            "own tokenizer, or resize the model's embeddings first (resize_token_embeddings)"
         )

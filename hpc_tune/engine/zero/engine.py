@@ -77,8 +77,8 @@ class ZeroEngine:
         self._engine = self._connect_and_load(built)
         self._zero = self._engine.optimizer
         if parallel.offload_params == "nvme":
-            # DeepSpeed 0.19 prefetches until no buffer is left for the weight that is needed: for the
-            # passes of an evaluation that is over, or for a tied weight twice.
+            # DeepSpeed 0.19 prefetches until no buffer is left for the weight that is needed: for
+            # the passes of an evaluation that is over, or for a tied weight twice.
             coordinator = self._zero.parameter_offload.get_param_coordinator()
             coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
         if self._stage == 3 and parallel.recompute == "selective":
