@@ -1,7 +1,7 @@
-"""What goes wrong in a run, and where: an argument of ``train.run.run``, made by tests.
+"""Fault injection: what fails in a run, and where. An argument of ``train.run.run``, for tests.
 
-At each of its seams a run asks whether something is planted there, as the failpoints of FreeBSD's
-fail(9) do. What is planted may raise, wait, take memory, or end the process.
+A run calls these functions at fixed points, as the failpoints of FreeBSD's fail(9). They may raise,
+wait, allocate memory, or end the process.
 """
 
 from collections.abc import Callable, Set
@@ -21,9 +21,9 @@ def _same(level: str) -> str:
 
 @dataclass(frozen=True)
 class Faults:
-    """What is planted; by default nothing is.
+    """The faults of a run; none by default.
 
-    ``join`` forms the world in the place of ``world.bootstrap.bootstrap``.
+    ``join`` forms the world instead of ``world.bootstrap.bootstrap``.
 
     ``at(place, step)`` is called by the loop: before the ranks agree on what to do (boundary),
     before the engine's work (step), before the extremes of all ranks are found (extremes), and
@@ -35,10 +35,10 @@ class Faults:
     ``write(index, copies)`` is called by the thread that writes a checkpoint before each of the
     rank's values: its number, and the numbers of which there are copies, as they are at any moment.
 
-    ``level(name)`` is given the level of host memory after each step and returns the one that is
-    acted upon, both by their names in ``memory.policy.Level``.
+    ``level(name)`` gets the level of host memory after each step and returns the one to act on,
+    both by their names in ``memory.policy.Level``.
 
-    ``sample_s`` is the time between two samples of memory, where not the governor's own.
+    ``sample_s`` is the time between two samples of memory, if not the monitor's own.
     ``moves_on_host`` offers to move optimizer state without a GPU, from the host to the host.
     """
 

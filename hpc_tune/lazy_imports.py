@@ -1,6 +1,6 @@
-"""Imports that take less: without what is not used here, and without looking for garbage.
+"""Faster imports: unused optional packages are hidden, garbage collection is off.
 
-A rank imports 2,800 modules. Where many ranks share few cores, that is most of a start.
+A rank imports 2,800 modules. Where many ranks share few cores, that is most of the startup.
 """
 
 import gc
@@ -21,9 +21,9 @@ _ITEMS = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
 class _Compiler(ModuleType):
-    """Stands for torch._dynamo where nothing is compiled; whoever needs more gets the real one.
+    """Takes the place of torch._dynamo where nothing is compiled; any other attribute imports it.
 
-    What it has is what torch and transformers ask of a compiler in a run without one.
+    It has the attributes that torch and transformers use in a run that compiles nothing.
     """
 
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # at each init_process_group
@@ -55,10 +55,10 @@ class _Compiler(ModuleType):
 
 
 def postpone_compiler() -> None:
-    """Leave torch's compiler out until something of it is used; for runs that compile nothing.
+    """Import torch's compiler only when it is used; for runs that compile nothing.
 
-    It is a fifth of what a rank imports. torch's optimizers and transformers' modules name it only
-    to say which of their functions must not be compiled. torch itself must be there already.
+    It is a fifth of a rank's imports. torch's optimizers and transformers' modules use it only to
+    mark functions that must not be compiled. torch itself must be imported already.
     """
     if _COMPILER in sys.modules:
         return
@@ -80,11 +80,11 @@ def _real_items() -> Any:
 
 
 def import_transformers() -> None:
-    """Import transformers and its ``models``, which look through its 1,600 files once, not twice.
+    """Import transformers and its ``models``, which scan its 1,600 files once, not twice.
 
-    Each of the two reads every file to learn what it defines: a tenth of what a rank imports, and
-    3,200 files to open on a parallel file system. Its own cache knows the folder of the first one
-    by another name than that of the second.
+    Each of the two reads every file to learn what it defines: a tenth of the import time, and 3,200
+    files to open on a parallel file system. transformers' own cache misses, because it has the
+    folder under two names.
     """
     with lazy_imports():
         package = importlib.import_module("transformers")
@@ -104,10 +104,10 @@ def import_transformers() -> None:
 
 @contextmanager
 def lazy_imports() -> Iterator[None]:
-    """Let what transformers and peft ask in this context answer that those are not installed.
+    """Hide torchao and bitsandbytes from transformers and peft, which look for them.
 
-    Nothing is collected meanwhile, and what is there at the end never will be: modules stay, and
-    looking at their objects again and again takes a fifth of an import.
+    Garbage collection is off meanwhile, and what has been imported is never collected: modules
+    stay, and scanning their objects again and again takes a fifth of an import.
     """
     modules: dict[str, Any] = sys.modules
     hidden = [name for name in _HIDDEN if name not in modules]

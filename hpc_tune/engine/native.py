@@ -174,7 +174,7 @@ class NativeEngine:
         if self._offloaded is not None:
             self._offloaded.close()
         self._offloaded = OffloadedState(self._adamw) if on else None
-        return f"optimizer state waits on {'the host' if on else 'the device'}"
+        return f"optimizer state is on the {'host' if on else 'device'}"
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it; see ``base.Engine``."""
