@@ -177,7 +177,7 @@ class NativeEngine:
         return f"optimizer state is on the {'host' if on else 'device'}"
 
     def run_once(self, batch: Batch) -> None:
-        """Do the work of one micro-batch and forget it; see ``base.Engine``."""
+        """Run a micro-batch and drop its gradients; see ``base.Engine``."""
         # A single row would be compiled by itself, and the compiler's memory count as the row's.
         compiles = self._settings.train.compile
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
