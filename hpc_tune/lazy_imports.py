@@ -31,18 +31,10 @@ class _Compiler(ModuleType):
 
     @staticmethod
     def disable(fn: Any = None, *_: Any, **__: Any) -> Any:
-        """Return a function that is not to be compiled as it is."""
+        """Return a function as it is: nothing is compiled."""
         return fn if fn is not None else lambda function: function
 
-    @staticmethod
-    def allow_in_graph(fn: Any) -> Any:
-        """Return a function that a compiler may take as one operation as it is."""
-        return fn
-
-    @staticmethod
-    def assume_constant_result(fn: Any) -> Any:
-        """Return a function that a compiler may call once as it is."""
-        return fn
+    allow_in_graph = assume_constant_result = disable
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,6 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
-from hpc_tune.model.weights import Reserve, reserve_nothing
 from hpc_tune.plan.candidates import check_layout, choose_layout, keeps_gathered, micro_rows
 from hpc_tune.plan.messages import flops_per_token
 from hpc_tune.plan.model_size import measure
@@ -49,13 +49,7 @@ class RandomIndex(ShapeIndex):
         self.pieces, self.shapes, self.dtypes = known.pieces, known.shapes, known.dtypes
         self._noise: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def fill(
-        self,
-        local: torch.Tensor,
-        name: str,
-        offset: tuple[int, ...] = (),
-        reserve: Reserve = reserve_nothing,
-    ) -> None:
+    def fill(self, local: torch.Tensor, *_: Any, **__: Any) -> None:
         """Fill a contiguous ``local``."""
         if local.ndim == 1:
             local.fill_(1.0)

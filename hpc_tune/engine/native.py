@@ -37,7 +37,6 @@ from hpc_tune.engine.optimizer_offload import OffloadedState
 from hpc_tune.engine.pipeline_parallel import Pipeline, cut_stages
 from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
-from hpc_tune.errors import CheckpointError
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.blocks import block_list, use_own_layers
@@ -151,10 +150,7 @@ class NativeEngine:
         """
         for trained in self._trained:
             for name, tensor in self._state_of(trained):
-                if name not in index.pieces:
-                    raise CheckpointError(
-                        f"{index.files[0].parent}: it has no {name}; it is of another model"
-                    )
+                index.require([name])
                 region = trained.stage.region(trained.name, tensor)
                 if region.local.numel():
                     index.fill(region.local, name, region.offset, self._settings.reserve)

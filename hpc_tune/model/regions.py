@@ -1,6 +1,5 @@
 """Tensors written by region: each rank streams what it holds into a safetensors file of its own.
 
-    regions_of: what a rank holds of each tensor, sharded or whole
     write_regions: streams a rank's own regions into one safetensors file, hashing what it writes
 
 See ``weights.py`` for what the header says of regions, and for reading them.
@@ -8,11 +7,10 @@ See ``weights.py`` for what the header says of regions, and for reading them.
 
 import ctypes
 import errno
-import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,25 +73,6 @@ class Region:
     def key(self) -> str:
         """The box's name in the file."""
         return self.stored_name or self.name
-
-
-def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
-    """Return what this rank holds of each tensor, sharded or whole."""
-    regions = []
-    for name, tensor in tensors.items():
-        local, offset = local_region(tensor.detach())
-        if local.numel():
-            regions.append(
-                Region(
-                    name,
-                    local.dtype,
-                    tuple(local.shape),
-                    offset,
-                    tuple(tensor.shape),
-                    functools.partial(torch.Tensor.contiguous, local),
-                )
-            )
-    return regions
 
 
 def write_regions(

@@ -12,27 +12,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpc_tune.errors import DataError
 
+if TYPE_CHECKING:
+    from hpc_tune.model.weights import TensorIndex
+
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ROWS = 128  # as many are multiplied at once, in fp32
 _SCALES = ("_scale_inv", "_scale")  # behind the weight's name; both are multiplied with
 _INPUT_SCALES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")  # of serving
-
-
-class Index(Protocol):
-    """What is needed of a ``TensorIndex``."""
-
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, torch.dtype]
-    pieces: Any
-
-    def fill(self, local: torch.Tensor, name: str, offset: tuple[int, ...] = ()) -> None:
-        """Read a region."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Scale:
             part.copy_(part.float() * self.values[rows[first : first + _ROWS]][:, columns])
 
 
-def take_scales(index: Index, directory: Path) -> Mapping[str, Scale]:
+def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Scale]:
     """Return the scale of each float8 tensor, and remove scales from the index.
 
     Such tensors are bf16 in the index from then on.
@@ -90,7 +82,7 @@ def quantization_of(directory: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def refuse_quantised(index: Index, directory: Path) -> None:
+def refuse_quantised(index: "TensorIndex", directory: Path) -> None:
     """Refuse what is quantised in another way than float8 with scales.
 
     Raises:
@@ -109,7 +101,7 @@ def refuse_quantised(index: Index, directory: Path) -> None:
         )
 
 
-def _scale(index: Index, directory: Path, name: str, beside: str, block: Any) -> Scale:
+def _scale(index: "TensorIndex", directory: Path, name: str, beside: str, block: Any) -> Scale:
     rows, columns = (*index.shapes[name], 1)[:2]
     stored = torch.empty(index.shapes[beside], dtype=torch.float32)
     index.fill(stored, beside)

@@ -8,11 +8,11 @@ import difflib
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.weights import Reserve, reserve_nothing
 
 SHAPE_PREFIX = "shape:"
 
@@ -63,13 +63,7 @@ class ShapeIndex:
             self.pieces[name] = []
             self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
 
-    def fill(
-        self,
-        local: torch.Tensor,
-        name: str,
-        offset: tuple[int, ...] = (),
-        reserve: Reserve = reserve_nothing,
-    ) -> None:
+    def fill(self, local: torch.Tensor, *_: Any, **__: Any) -> None:
         """Leave ``local`` as it is."""
 
     def mapped(self, name: str, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ length, a JSON header, raw bytes), so nothing here unpickles.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,14 @@ class TensorIndex:
         if (scale := self.scales.get(name)) is not None:
             scale.multiply(local, offset)
 
+    def require(self, names: Iterable[str]) -> None:
+        """Raise a HpcTuneError if one of ``names`` is missing."""
+        for name in names:
+            if name not in self.pieces:
+                raise self._error(
+                    f"{self.files[0].parent}: it has no {name}; it is of another model"
+                )
+
     def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a tensor that *is* the file's pages, shared by all processes of the node.
 
@@ -189,28 +197,22 @@ class TensorIndex:
                 local.copy_(handle.get_tensor(piece.stored_name))
                 return 1
             for first, last in _row_ranges(start[0], stop[0], start[1:], stop[1:]):
-                source = (
-                    slice(first - piece.offset[0], last - piece.offset[0]),
-                    *(
-                        slice(a - p, b - p)
-                        for a, b, p in zip(start[1:], stop[1:], piece.offset[1:], strict=True)
-                    ),
-                )
-                target = (
-                    slice(first - offset[0], last - offset[0]),
-                    *(
-                        slice(a - o, b - o)
-                        for a, b, o in zip(start[1:], stop[1:], offset[1:], strict=True)
-                    ),
-                )
-                part = local[target]
+                box = (first, *start[1:]), (last, *stop[1:])
+                part = local[_slices(*box, offset)]
                 reserve(2 * part.nbytes)  # pages of ``local`` touched first here, and the file's
-                part.copy_(stored[source])
+                part.copy_(stored[_slices(*box, piece.offset)])
         except (SafetensorError, OSError) as error:
             raise self._error(
                 f"{piece.file}: {piece.stored_name} cannot be read: {error}"
             ) from None
         return int(torch.Size([b - a for a, b in zip(start, stop, strict=True)]).numel())
+
+
+def _slices(
+    start: tuple[int, ...], stop: tuple[int, ...], origin: tuple[int, ...]
+) -> tuple[slice, ...]:
+    """Return the box from ``start`` to ``stop`` within a tensor that begins at ``origin``."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, origin, strict=True))
 
 
 def _row_ranges(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model import regions
-from hpc_tune.model.regions import regions_of
+from tests.support.regions import regions_of
 
 BYTES = 4 * 1000  # of one of the tensors
 

@@ -16,9 +16,10 @@ from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import FourBitLinear, fill_packed
-from hpc_tune.model.regions import regions_of, write_regions
+from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.model_size import measure, static_bytes
+from tests.support.regions import regions_of
 from tests.support.training import give_manifest
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -35,8 +35,7 @@ from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.comm import CountedBackend
-from hpc_tune.engine.zero.partition import partition
-from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import return_freed_blocks
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
@@ -151,13 +150,7 @@ class ZeroEngine:
         Raises:
             CheckpointError: if a tensor is missing or has another shape.
         """
-        for name in self._trained:
-            for part in ("", *MOMENTS):
-                if _named(part, name) not in index.pieces:
-                    raise CheckpointError(
-                        f"{index.files[0].parent}: it has no {_named(part, name)}; it is of "
-                        "another model"
-                    )
+        index.require(_named(part, name) for name in self._trained for part in ("", *MOMENTS))
         reserve = self._settings.reserve
         if self._stage == 3:
             self._zero._partition_all_parameters()
@@ -225,6 +218,8 @@ class ZeroEngine:
             for group in weight_decay_groups(trained, optim)
         ]
         if self._stage == 3:
+            from hpc_tune.engine.zero.partition import partition
+
             partition(built, config, self._device, reserve)
         else:
             allocate(built.module, self._device)

@@ -2,13 +2,25 @@
 
     meta parameter -> DeepSpeed's parameter without values -> the rank's part, read from the files
 
-The module is never whole. What ``zero.Init`` does would allocate every parameter whole and send it
-from rank 0.
+The module is never whole; ``zero.Init`` would allocate every parameter whole and broadcast it. This
+file imports DeepSpeed, and is imported once that is connected.
 """
 
 from typing import Any
 
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
+    AsyncPartitionedParameterSwapper,
+    PartitionedParamStatus,
+)
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import (
+    Init,
+    ZeroParamStatus,
+    free_param,
+    register_external_parameter,
+)
 from torch import nn
 
 from hpc_tune.engine.zero import state
@@ -26,8 +38,6 @@ def partition(
     Raises:
         DataError: if the weights on disk are damaged or of another model.
     """
-    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
-
     partitioner = _Partitioner(built, config, device)
     owners = owners_of(built.module)
     for name, meta in list(built.module.named_parameters()):
@@ -49,12 +59,6 @@ class _Partitioner:
     """Makes DeepSpeed's partitioned parameters, on the device, the host or NVMe."""
 
     def __init__(self, built: BuiltModel, config: dict[str, Any], device: torch.device) -> None:
-        from deepspeed.runtime.config import DeepSpeedConfig
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
-            AsyncPartitionedParameterSwapper,
-        )
-        from deepspeed.runtime.zero.partition_parameters import Init
-
         self._built, self._device = built, device
         self._dtype = next(built.module.parameters()).dtype
         zero = config["zero_optimization"]
@@ -70,10 +74,6 @@ class _Partitioner:
 
     def partitioned(self, name: str, meta: nn.Parameter, reserve: Reserve) -> Any:
         """Return DeepSpeed's parameter for ``meta``, of which this rank holds its part."""
-        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
-
         # One value in memory, expanded: it only has to have the shape.
         expanded = torch.empty(1, dtype=meta.dtype, device=self._device).expand(meta.shape)
         parameter: Any = nn.Parameter(expanded, requires_grad=meta.requires_grad)

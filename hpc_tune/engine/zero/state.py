@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,20 +136,14 @@ def regions(name: str, span: Span, values: Callable[[], torch.Tensor]) -> Iterat
             box,
             offset,
             span.shape,
-            _Cut(values, at, math.prod(box)),
+            partial(_cut, values, at, math.prod(box)),
             f"{name}#{number}" if number else "",
         )
         at += math.prod(box)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    values: Callable[[], torch.Tensor]
-    at: int
-    num: int
-
-    def __call__(self) -> torch.Tensor:
-        return self.values().detach()[self.at : self.at + self.num]
+def _cut(values: Callable[[], torch.Tensor], at: int, num: int) -> torch.Tensor:
+    return values().detach()[at : at + num]
 
 
 def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tuple[Partition, ...]:

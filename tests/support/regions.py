@@ -1,0 +1,27 @@
+"""Regions of tensors that are held as they are, to be written like an engine's."""
+
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from hpc_tune.model.regions import Region, local_region
+
+
+def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
+    """Return what this rank holds of each tensor, sharded or whole."""
+    regions = []
+    for name, tensor in tensors.items():
+        local, offset = local_region(tensor.detach())
+        if local.numel():
+            regions.append(
+                Region(
+                    name,
+                    local.dtype,
+                    tuple(local.shape),
+                    offset,
+                    tuple(tensor.shape),
+                    functools.partial(torch.Tensor.contiguous, local),
+                )
+            )
+    return regions
