@@ -110,7 +110,7 @@ def _compiled(forward: Forward) -> Forward:
 
 
 def _mark_lengths(*values: Any) -> None:
-    """Tell torch that rows and tokens vary, so that ragged lengths are one graph.
+    """Mark rows and tokens as dynamic, so that ragged lengths share one graph.
 
     compile(dynamic=True) is not enough: where T equals D it takes both for one fixed size.
     """

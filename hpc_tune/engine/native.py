@@ -95,7 +95,7 @@ class NativeEngine:
         lr: float,
         before_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Do one optimizer step; see ``base.Engine``."""
+        """Run one optimizer step; see ``base.Engine``."""
         self._zero_grad()
         self._collectives.take()  # an evaluation's is not this step's
         loss = self._forward_backward(batches, global_tokens, self._overlapped)
@@ -164,7 +164,7 @@ class NativeEngine:
         return self._recompute.levers() | ({Action.MOVE_OPTIMIZER} if can_offload else set())
 
     def apply(self, action: Action, on: bool) -> str:
-        """Do one of ``levers``, or undo it; see ``base.Engine``."""
+        """Apply one of ``levers``, or undo it; see ``base.Engine``."""
         if action == Action.RECOMPUTE:
             return self._recompute.apply(action, on)
         if self._offloaded is not None:

@@ -159,7 +159,7 @@ def gathered_features(module: LossModel) -> tuple[int, int]:
 
 
 def _styled(module: LossModel) -> Iterator[tuple[Any, str]]:
-    """Yield the layers that the model's plan names, and its word for each; none without a plan."""
+    """Yield the layers that the model's plan names, and their styles; none without a plan."""
     plan = getattr(module.config, "base_model_tp_plan", None) or {}
     if not set(plan.values()) <= _STYLES:
         return
@@ -173,7 +173,7 @@ def _named(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def _style_of(name: str, plan: dict[str, str]) -> str | None:
-    """Return the plan's word for a module; ``*`` stands for the number of a block."""
+    """Return the plan's style of a module; ``*`` is the number of a block."""
     return plan.get(re.sub(r"\.\d+\.", ".*.", name))
 
 

@@ -91,7 +91,7 @@ class LossModel(nn.Module):
         )
 
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
-        """Return a B1TT mask, true where a token may look, for families that need to be told."""
+        """Return a B1TT mask, true where a token may look, for families that need one."""
         blind = self.config.model_type in _BLIND_TO_POSITIONS
         if not blind or getattr(self.config, "alibi", False):
             return None

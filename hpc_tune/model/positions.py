@@ -15,7 +15,7 @@ _SETTLED = "default"  # to transformers: frequencies that never change
 
 
 def scaled_by_length(config: Any) -> bool:
-    """Tell whether transformers would scale this model's positions by the text's length."""
+    """Whether transformers would scale this model's positions by the text's length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     kinds = [str(part.get("rope_type", "")) for part in parts]

@@ -98,7 +98,7 @@ class ZeroEngine:
         lr: float,
         before_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Do one optimizer step; see ``base.Engine``."""
+        """Run one optimizer step; see ``base.Engine``."""
         self._reader.release()
         self._collectives.take()  # an evaluation's is not this step's
         loss = torch.zeros((), dtype=torch.float32, device=self._device)

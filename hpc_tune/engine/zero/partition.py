@@ -66,7 +66,7 @@ class _Partitioner:
         self._persistence_threshold: int = zero["stage3_param_persistence_threshold"]
         self._swapper: Any = None
         if self._offload == "nvme":
-            # Init would make one of a dtype of its own on a CPU, whatever it is told.
+            # Init's own would have another dtype on a CPU, whatever is passed to it.
             self._swapper = AsyncPartitionedParameterSwapper(DeepSpeedConfig(config), self._dtype)
         self._init = Init(
             config_dict_or_path=config, dtype=self._dtype, param_swapper=self._swapper
