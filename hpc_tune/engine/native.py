@@ -9,7 +9,6 @@ base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1) are FSD
 reduce-scatter runs in each backward pass, or with reshard=step in the last.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -138,8 +137,10 @@ class NativeEngine:
         regions = []
         for trained in self._trained:
             for name, tensor in self._state_of(trained) if trained.writes else ():
-                region = _region(trained, name, tensor)
-                regions += [region] if torch.Size(region.shape).numel() else []
+                region = trained.stage.region(trained.name, tensor)
+                if (local := region.local).numel():
+                    box = tuple(local.shape), region.offset, region.full_shape
+                    regions.append(Region(name, local.dtype, *box, local.contiguous))
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:
@@ -317,18 +318,6 @@ def _load_stage(
     allocate(stage.module, device, torch.device("cpu") if offloads else None)
     load_weights(stage, settings.reserve)
     return stage, partial
-
-
-def _region(trained: Trained, name: str, tensor: torch.Tensor) -> Region:
-    held = trained.stage.region(trained.name, tensor)
-    return Region(
-        name,
-        held.local.dtype,
-        tuple(held.local.shape),
-        held.offset,
-        held.full_shape,
-        functools.partial(torch.Tensor.contiguous, held.local),
-    )
 
 
 def _tied_group(layout: Layout) -> dist.ProcessGroup | None:

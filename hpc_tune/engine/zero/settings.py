@@ -95,7 +95,9 @@ def node_swap_bytes(built: BuiltModel, parallel: ParallelConfig) -> int:
             total += p.numel() * p.element_size()
         if parallel.offload_optimizer == "nvme" and p.requires_grad:
             total += p.numel() * NVME_BYTES_PER_TRAINED
-    return _sum_on_node(total // dist.get_world_size())
+    host = socket.gethostname()
+    of_ranks = all_gather((host, total // dist.get_world_size()), world_group())
+    return sum(num_bytes for where, num_bytes in of_ranks if where == host)
 
 
 def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
@@ -138,20 +140,10 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except HpcTuneError as error:
         result = error
-    failures = [e for e in _gather(result if isinstance(result, HpcTuneError) else None) if e]
-    if failures:
+    failure = result if isinstance(result, HpcTuneError) else None
+    if failures := [error for error in all_gather(failure, world_group()) if error is not None]:
         raise failures[0]
     return result  # type: ignore[return-value]
-
-
-def _sum_on_node(value: int) -> int:
-    """Return the sum over the ranks of this host. Collective."""
-    host = socket.gethostname()
-    return sum(v for h, v in _gather((host, value)) if h == host)
-
-
-def _gather(value: T) -> list[T]:
-    return all_gather(value, world_group())
 
 
 @contextmanager
