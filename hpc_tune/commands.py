@@ -177,13 +177,13 @@ def show(options: Namespace) -> int:
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
-    from hpc_tune.plan.memory_model import Machine
+    from hpc_tune.plan.hardware import Machine
     from hpc_tune.plan.report import answer, as_json, as_lines
 
     config, device_bytes = options.config, options.device_memory or None
     machine = Machine(options.nodes, options.gpus_per_node, device_bytes, options.host_memory)
     if config.parallel.layout == "auto":
-        from hpc_tune.plan import search
+        from hpc_tune.autotune import search
 
         named = options.measured, options.hardware
         choice, machine, config = search.choose_for(config, machine, *named)

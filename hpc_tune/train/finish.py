@@ -1,5 +1,6 @@
 """The end of a run: the adapter exported, the outcome written, the report drawn."""
 
+from hpc_tune.autotune.choose import compare_step
 from hpc_tune.checkpoint.export import export_adapter
 from hpc_tune.checkpoint.locate import template_of
 from hpc_tune.errors import HpcTuneError
@@ -18,7 +19,7 @@ def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcom
     job.watchdog.close()
     compare(job, forecast)
     if job.chosen is not None:
-        job.events.write("layout", **job.chosen.compare(work.metrics.steps_s))
+        job.events.write("layout", **compare_step(job.chosen, work.metrics.steps_s))
     work.metrics.close()
     work.loader.close()
     job.stop.close()

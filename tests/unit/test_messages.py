@@ -102,7 +102,6 @@ def test_an_interleaved_pipeline_fills_up_with_rows_of_one_token(tied):
 
 ENGINE = """
 import json, sys
-from pathlib import Path
 import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
@@ -118,20 +117,21 @@ def batch(rows, length, loss_tokens):
 
 SHARE = 0.5
 for folder, ranks, settings in json.loads(sys.argv[1]):
-    config = load_config(None, ["data.eval_path=null", *settings])
-    built = trace._build(config, Path(folder))
+    words = ["data.eval_path=null", f"model.path={folder}", *settings]
+    config = load_config(None, words)
+    step = trace.traced_step(config, ranks)
+    built, layout = step.shape.build(), step.layout
     size, itemsize = measure(built.module), built.dtype.itemsize
-    config, layout = trace._decided(config, built, ranks)
     fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace._fake_world(0, ranks), fake, TracedMemory(0).watch():
-        words = (config.optim, config.parallel, config.train, SHARE)
+        words = (config.optim, step.parallel, config.train, SHARE)
         engine = NativeEngine(built, layout, trace.DEVICE, *words)
         for stage in engine._stages:
             stage.module.within_documents = False
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
         sent = [engine.train_step(batches, 57, 1e-3).sent_bytes for _ in range(2)]
     micros = [(one.tokens_BT.numel(), one.num_loss_tokens) for one in batches]
-    words = (size, built.config, layout, config.parallel, itemsize, SHARE, micros)
+    words = (size, built.config, layout, step.parallel, itemsize, SHARE, micros)
     print(json.dumps([*sent, expected_bytes(*words)]))
 """
 FULL, LORA = "tune.method=full", "tune.method=lora"
