@@ -1,9 +1,12 @@
-"""The messages of a step from shapes alone: the bytes that rank 0 sends."""
+"""The messages of a step from shapes alone, and the bytes that rank 0 sends in them.
+
+model, layout, micro-batches -> what rank 0 holds -> step_messages -> expected_bytes
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
@@ -11,10 +14,37 @@ from hpc_tune.engine.pipeline_parallel import stage_blocks
 from hpc_tune.model.loss import LEAST_TOKENS, TRAINED_LOGITS_BYTES
 from hpc_tune.plan.model_size import ModelSize, Weights
 
+# All-reduces of a block on the tensor axis (arXiv:1909.08053).
+FORWARD_SUMS, BACKWARD_SUMS = 2, 2
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of ``ranks`` ranks, ``times`` in a step, or what rank 0 sends to a neighbour.
+
+    ``num_bytes`` of one: what is summed or scattered, what all have after a gathering, or is sent.
+    """
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+    ranks: int
+    num_bytes: int
+    times: int = 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each rank sends with the ring algorithms; see ``engine/counted_collectives.py``."""
+        match self.kind:
+            case "send":
+                return self.times * self.num_bytes
+            case "all_reduce":
+                return self.times * (2 * (self.ranks - 1) * self.num_bytes // self.ranks)
+            case _:
+                return self.times * ((self.ranks - 1) * self.num_bytes // self.ranks)
+
 
 def expected_bytes(
     size: ModelSize,
-    config: Any,
+    model: Any,
     layout: Layout,
     parallel: ParallelConfig,
     itemsize: int,
@@ -24,47 +54,40 @@ def expected_bytes(
 ) -> dict[str, int]:
     """Return the bytes that rank 0 sends in a step, by kind of collective.
 
-    ``config`` is the model's transformers config, ``parallel.reshard`` must have been decided.
-    ``itemsize``: bytes of a value in matrix products. ``loss_share`` of all tokens reach the head,
-    for which stages are made equal. ``micros``: of each of the rank's micro-batches the tokens with
-    padding, and those with loss. ``recomputes``: blocks run again in the backward pass, also where
-    parallel.recompute does not say so. See ``traffic`` for what an algorithm sends. Exact where the
-    ranks of an axis divide what they share; but for ZeRO, which DeepSpeed decides, and in a
-    pipeline with reshard=micro for a frozen embedding of its own.
+    ``model`` is the transformers config, ``parallel.reshard`` must have been decided. ``itemsize``:
+    bytes of a value in matrix products. ``loss_share`` of all tokens reach the head, for which
+    stages are made equal. ``micros``: of each of the rank's micro-batches the tokens with padding,
+    and those with loss. ``recomputes``: blocks run again in the backward pass, also where
+    parallel.recompute does not say so. Exact where the ranks of an axis divide what they share; but
+    for ZeRO, which DeepSpeed decides, and in a pipeline with reshard=micro for a frozen embedding
+    of its own.
     """
-    recomputes = recomputes or parallel.recompute != "none"
     if parallel.zero_stage is not None:
-        kinds = Counter(zero_bytes(size, layout.size, parallel, len(micros)))
+        messages = zero_messages(size, layout.size, parallel.zero_stage, len(micros))
     else:
-        rank = _rank_0(size, config, layout, parallel, micros, itemsize, loss_share)
-        kinds = Counter(all_reduce=_all_reduce(layout.size, 4))  # the loss, in fp32
-        if layout.tensor > 1 or layout.pipeline > 1 or (rank.full and rank.uses_fsdp):
-            kinds["all_reduce"] += _all_reduce(layout.size, 8)  # the gradients' norm, in fp64
-        kinds.update(gathered_bytes(rank, parallel.reshard))
-        kinds.update(gradient_bytes(rank, parallel))
-        kinds.update(tensor_bytes(rank, size, config, recomputes))
-        if layout.pipeline > 1:
-            # Each stage's output forward, its input's gradient backward, but at the model's ends.
-            messages = 2 * parallel.stages_per_rank - 1
-            kinds["send"] += messages * rank.tokens * config.hidden_size * rank.wire
-    return {kind: num for kind, num in kinds.items() if num}
+        rank = _rank_0(size, model, layout, parallel, micros, itemsize, loss_share)
+        again = recomputes or parallel.recompute != "none"
+        messages = step_messages(rank, parallel, size.gathered_features, again)
+    sent: Counter[str] = Counter()
+    for message in messages:
+        sent[message.kind] += message.sent_bytes
+    return {kind: num for kind, num in sent.items() if num}
 
 
-def zero_bytes(
-    size: ModelSize, ranks: int, parallel: ParallelConfig, num_micro: int
-) -> dict[str, int]:
-    """Return the bytes a rank sends per step under ZeRO (arXiv:1910.02054).
+def zero_messages(size: ModelSize, ranks: int, stage: int, num_micro: int) -> Iterator[Message]:
+    """Yield the messages of a step under ZeRO (arXiv:1910.02054).
 
     Stage 1 adds all gradients up once per step, stage 2 once per micro-batch, both in all-reduces,
     and both send the updated weights around. Stage 3 gathers all weights forward and backward;
     gradients are reduce-scattered per micro-batch.
     """
-    grads = size.trained_bytes * (ranks - 1) // ranks
-    if parallel.zero_stage == 3:
-        weights = (size.frozen_bytes or size.trained_bytes) * (ranks - 1) // ranks
-        return {"all_gather": 2 * num_micro * weights, "reduce_scatter": num_micro * grads}
-    times = num_micro if parallel.zero_stage == 2 else 1
-    return {"all_reduce": 2 * times * grads, "all_gather": grads}
+    if stage == 3:
+        weights = size.frozen_bytes or size.trained_bytes
+        yield Message("all_gather", ranks, weights, 2 * num_micro)
+        yield Message("reduce_scatter", ranks, size.trained_bytes, num_micro)
+        return
+    yield Message("all_reduce", ranks, size.trained_bytes, num_micro if stage == 2 else 1)
+    yield Message("all_gather", ranks, size.trained_bytes)
 
 
 @dataclass(frozen=True)
@@ -73,8 +96,8 @@ class _Rank0:
 
     ``full``: all weights are trained. Products are in values of ``itemsize`` bytes, what flows
     between blocks in values of ``wire``. ``lowers``: fp32 weights are gathered in bf16. ``tied``:
-    the embedding is the head too. ``blocks``: decoder blocks, ``held``: all weights, of which FSDP2
-    holds a part on each rank of those that are ``sharded``.
+    the embedding is the head too. ``blocks`` of the model's ``num_layers`` decoder blocks;
+    ``held``: all weights, of which FSDP2 holds a part on each rank of those that are ``sharded``.
     """
 
     layout: Layout
@@ -84,6 +107,9 @@ class _Rank0:
     tied: bool
     itemsize: int
     wire: int
+    hidden: int
+    vocab: int
+    num_layers: int
     blocks: int
     held: tuple[Weights, ...]
     micros: tuple[tuple[int, int], ...]
@@ -105,73 +131,32 @@ class _Rank0:
         return sum(tokens for tokens, _ in self.micros)
 
 
-def _rank_0(
-    size: ModelSize,
-    config: Any,
-    layout: Layout,
-    parallel: ParallelConfig,
-    micros: Sequence[tuple[int, int]],
-    itemsize: int,
-    loss_share: float,
-) -> _Rank0:
-    full, stored = size.num_frozen == 0, size.trained_bytes // size.num_trained
-    uses_fsdp = layout.shard > 1 or parallel.offload_params == "cpu"
-    blocks = _first_blocks(size, config, layout, parallel.stages_per_rank, loss_share)
-    if layout.pipeline > 1 and parallel.stages_per_rank > 1:
-        # Interleaving deals micro-batches out in rounds, and fills up with rows of one token.
-        micros = [*micros, *[(1, 0)] * (-len(micros) % layout.pipeline)]
-    elif layout.pipeline == layout.shard == 1:
-        micros = [one for one in micros if one[1]]  # others are not computed
-    return _Rank0(
-        layout,
-        full,
-        uses_fsdp,
-        lowers=uses_fsdp and full and itemsize < stored,
-        tied=bool(config.tie_word_embeddings),
-        itemsize=itemsize,
-        # Weights that are stored in more bytes than they are computed with.
-        wire=max(itemsize, stored) if full else itemsize,
-        blocks=blocks,
-        held=tuple(_first_part(size, config, layout, blocks)),
-        micros=tuple(micros),
-    )
+def step_messages(
+    rank: _Rank0, parallel: ParallelConfig, gathered_features: tuple[int, int], recomputes: bool
+) -> Iterator[Message]:
+    """Yield the messages of a step of the native engine; ``gathered_features`` as a model's."""
+    layout = rank.layout
+    yield Message("all_reduce", layout.size, 4)  # the loss, in fp32
+    if layout.tensor > 1 or layout.pipeline > 1 or (rank.full and rank.uses_fsdp):
+        yield Message("all_reduce", layout.size, 8)  # the gradients' norm, in fp64
+    yield from gathered_weights(rank, parallel.reshard)
+    yield from summed_gradients(rank, parallel)
+    yield from tensor_messages(rank, gathered_features, recomputes)
+    if layout.pipeline > 1:
+        # Each stage's output forward, its input's gradient backward, but at the model's ends.
+        hops = 2 * parallel.stages_per_rank - 1
+        yield Message("send", 2, rank.tokens * rank.hidden * rank.wire, hops)
 
 
-def _first_blocks(
-    size: ModelSize, config: Any, layout: Layout, stages_per_rank: int, loss_share: float
-) -> int:
-    """Return how many decoder blocks rank 0 holds."""
-    if layout.pipeline == 1:
-        return int(config.num_hidden_layers)
-    values = sum(w.num_values for w in size.weights if w.part == "blocks")
-    block_values = values / config.num_hidden_layers
-    stages = stage_blocks(config, block_values, layout, stages_per_rank, loss_share)
-    return sum(map(len, stages[:: layout.pipeline]))
+def gathered_weights(rank: _Rank0, reshard: str) -> Iterator[Message]:
+    """Yield the gatherings of weights that are sharded (FSDP2).
 
-
-def _first_part(size: ModelSize, config: Any, layout: Layout, blocks: int) -> Iterator[Weights]:
-    """Yield rank 0's part of a model's weights by pipeline and tensor axis, before any sharding."""
-    for weights in size.weights:
-        if weights.part == "end" and layout.pipeline > 1:
-            continue
-        share = blocks if weights.part == "blocks" else config.num_hidden_layers
-        ways = config.num_hidden_layers * (layout.tensor if weights.role == "slice" else 1)
-        yield replace(
-            weights,
-            num_values=weights.num_values * share // ways,
-            num_bytes=weights.num_bytes * share // ways,
-        )
-
-
-def gathered_bytes(rank: _Rank0, reshard: str) -> dict[str, int]:
-    """Return the bytes a rank sends per step to gather weights that are sharded (FSDP2).
-
-    (g-1)/g of its part of the weights each time: once per step, or per micro-batch once
-    (reshard=micro) or twice (block). With reshard=block, what is in no block, nor in an embedding
-    of its own, stays from a forward to its backward pass; and such an embedding, where it is
-    frozen, is gathered in a backward pass for the next forward pass.
+    Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
+    what is in no block, nor in an embedding of its own, stays from a forward to its backward pass;
+    and such an embedding, where it is frozen, is gathered in a backward pass for the next forward
+    pass.
     """
-    shard, num_micro, total = rank.layout.shard, len(rank.micros), 0
+    num_micro = len(rank.micros)
     for weights in rank.sharded:
         match reshard:
             case "step":
@@ -185,12 +170,11 @@ def gathered_bytes(rank: _Rank0, reshard: str) -> dict[str, int]:
             case _:
                 times = 2 * num_micro
         num_bytes = rank.itemsize * weights.num_values if rank.lowers else weights.num_bytes
-        total += times * (num_bytes * (shard - 1) // shard)
-    return {"all_gather": total}
+        yield Message("all_gather", rank.layout.shard, num_bytes, times)
 
 
-def gradient_bytes(rank: _Rank0, parallel: ParallelConfig) -> dict[str, int]:
-    """Return the bytes a rank sends per step to add up gradients, by kind of collective.
+def summed_gradients(rank: _Rank0, parallel: ParallelConfig) -> Iterator[Message]:
+    """Yield the collectives that add up gradients.
 
     Replicated gradients, of their weights' dtype: an all-reduce over the ranks with rows of their
     own, and over the tensor axis too where each rank has a partial sum. Sharded ones, in
@@ -199,29 +183,30 @@ def gradient_bytes(rank: _Rank0, parallel: ParallelConfig) -> dict[str, int]:
     first and last stage add up what they hold both, the embedding that is the head too.
     """
     layout, sharded = rank.layout, rank.sharded
-    data, shard, summed = layout.data_size, layout.shard, 0
+    data, shard = layout.data_size, layout.shard
     for weights in rank.held:
         if weights.is_trained and weights not in sharded:
             ranks = data * (layout.tensor if weights.role == "partial" else 1)
-            summed += _all_reduce(ranks, weights.num_bytes)
+            yield Message("all_reduce", ranks, weights.num_bytes)
     if not rank.full:
-        return {"all_reduce": summed}
+        return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
-    passes, scattered = 1 if parallel.reshard == "step" else len(rank.micros), 0
+    passes = 1 if parallel.reshard == "step" else len(rank.micros)
     for weights in sharded:
         num_bytes = itemsize * weights.num_values
-        scattered += passes * (num_bytes * (shard - 1) // shard)
-        summed += _all_reduce(layout.replicate, num_bytes // shard)
+        yield Message("reduce_scatter", shard, num_bytes, passes)
+        yield Message("all_reduce", layout.replicate, num_bytes // shard)
         if weights.role == "partial":
-            summed += _all_reduce(layout.tensor, weights.num_bytes // shard)
+            yield Message("all_reduce", layout.tensor, weights.num_bytes // shard)
     if rank.tied and layout.pipeline > 1:
         embedding = sum(w.num_bytes for w in rank.held if w.part == "embedding")
-        summed += _all_reduce(2, embedding // shard)
-    return {"all_reduce": summed, "reduce_scatter": scattered}
+        yield Message("all_reduce", 2, embedding // shard)
 
 
-def tensor_bytes(rank: _Rank0, size: ModelSize, config: Any, recomputes: bool) -> dict[str, int]:
-    """Return the bytes rank 0 sends per step for activations on the tensor axis.
+def tensor_messages(
+    rank: _Rank0, gathered_features: tuple[int, int], recomputes: bool
+) -> Iterator[Message]:
+    """Yield the messages of activations on the tensor axis.
 
     Per block two all-reduces of tokens x hidden forward, of products, and two backward, of what
     flows between blocks (arXiv:1909.08053); one for the embedding. A frozen one needs no gradient
@@ -229,24 +214,81 @@ def tensor_bytes(rank: _Rank0, size: ModelSize, config: Any, recomputes: bool) -
     last. The head, where rank 0 has it: the gradient of the tokens with loss, and three numbers of
     each in fp32, again where their logits are computed again. And what a plan gathers in between.
     """
-    layout, hidden = rank.layout, config.hidden_size
-    forward = (3 if recomputes else 2) * rank.blocks * rank.itemsize
-    backward = (2 * rank.blocks - (not rank.full)) * rank.wire
+    ranks, hidden = rank.layout.tensor, rank.hidden
+    forward = rank.blocks * (FORWARD_SUMS + recomputes)
+    backward = rank.blocks * BACKWARD_SUMS - (not rank.full)
     embedding = rank.itemsize if rank.lowers else rank.wire
-    num_bytes = rank.tokens * hidden * (forward + backward + embedding)
-    if layout.pipeline == 1:
-        most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * config.vocab_size))
+    yield Message("all_reduce", ranks, rank.tokens * hidden * rank.itemsize, forward)
+    yield Message("all_reduce", ranks, rank.tokens * hidden * rank.wire, backward)
+    yield Message("all_reduce", ranks, rank.tokens * hidden * embedding)
+    if rank.layout.pipeline == 1:
+        most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * rank.vocab))
         for _, loss_tokens in rank.micros:
             times = 2 if loss_tokens > most else 1
-            num_bytes += loss_tokens * (hidden * rank.wire + 3 * 4 * times)
-    ahead, back = size.gathered_features
+            yield Message("all_reduce", ranks, loss_tokens * hidden * rank.wire)
+            yield Message("all_reduce", ranks, loss_tokens * 3 * 4, times)
+    ahead, back = gathered_features
     features = (2 * ahead if recomputes else ahead) + back
-    gathered = rank.tokens * rank.itemsize * features * rank.blocks // config.num_hidden_layers
-    return {
-        "all_reduce": _all_reduce(layout.tensor, num_bytes),
-        "all_gather": gathered * (layout.tensor - 1) // layout.tensor,
-    }
+    gathered = rank.tokens * rank.itemsize * features * rank.blocks // rank.num_layers
+    yield Message("all_gather", ranks, gathered)
 
 
-def _all_reduce(ranks: int, num_bytes: int) -> int:
-    return 2 * (ranks - 1) * num_bytes // ranks
+def _rank_0(
+    size: ModelSize,
+    model: Any,
+    layout: Layout,
+    parallel: ParallelConfig,
+    micros: Sequence[tuple[int, int]],
+    itemsize: int,
+    loss_share: float,
+) -> _Rank0:
+    full = size.is_full
+    uses_fsdp = layout.shard > 1 or parallel.offload_params == "cpu"
+    blocks = _first_blocks(size, model, layout, parallel.stages_per_rank, loss_share)
+    if layout.pipeline > 1 and parallel.stages_per_rank > 1:
+        # Interleaving deals micro-batches out in rounds, and fills up with rows of one token.
+        micros = [*micros, *[(1, 0)] * (-len(micros) % layout.pipeline)]
+    elif layout.pipeline == layout.shard == 1:
+        micros = [micro for micro in micros if micro[1]]  # others are not computed
+    return _Rank0(
+        layout,
+        full,
+        uses_fsdp,
+        # Weights that are stored in more bytes than they are computed with.
+        lowers=uses_fsdp and full and itemsize < size.trained_itemsize,
+        tied=bool(model.tie_word_embeddings),
+        itemsize=itemsize,
+        wire=size.wire(itemsize),
+        hidden=model.hidden_size,
+        vocab=model.vocab_size,
+        num_layers=model.num_hidden_layers,
+        blocks=blocks,
+        held=tuple(_first_part(size, model.num_hidden_layers, layout, blocks)),
+        micros=tuple(micros),
+    )
+
+
+def _first_blocks(
+    size: ModelSize, model: Any, layout: Layout, stages_per_rank: int, loss_share: float
+) -> int:
+    """Return how many decoder blocks rank 0 holds."""
+    if layout.pipeline == 1:
+        return int(model.num_hidden_layers)
+    values = sum(w.num_values for w in size.weights if w.part == "blocks")
+    block_values = values / model.num_hidden_layers
+    stages = stage_blocks(model, block_values, layout, stages_per_rank, loss_share)
+    return sum(map(len, stages[:: layout.pipeline]))
+
+
+def _first_part(size: ModelSize, num_layers: int, layout: Layout, blocks: int) -> Iterator[Weights]:
+    """Yield rank 0's part of a model's weights by pipeline and tensor axis, before any sharding."""
+    for weights in size.weights:
+        if weights.part == "end" and layout.pipeline > 1:
+            continue
+        share = blocks if weights.part == "blocks" else num_layers
+        ways = num_layers * (layout.tensor if weights.role == "slice" else 1)
+        yield replace(
+            weights,
+            num_values=weights.num_values * share // ways,
+            num_bytes=weights.num_bytes * share // ways,
+        )

@@ -18,14 +18,15 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.gradients import PIECE_BYTES
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.pipeline_parallel import deal_blocks
+from hpc_tune.plan.messages import BACKWARD_SUMS, FORWARD_SUMS
 from hpc_tune.plan.model_size import ModelSize
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import AXES
 
 # The sums of a step's tokens, loss, gradient norm and memory.
 _SMALL_SUMS = 4
-# On the tensor axis, forward and backward (arXiv:1909.08053).
-SUMS_OF_A_BLOCK, _SUMS_OF_THE_ENDS = 4, 4
+# On the tensor axis, forward and backward.
+SUMS_OF_A_BLOCK, _SUMS_OF_THE_ENDS = FORWARD_SUMS + BACKWARD_SUMS, 4
 
 
 @dataclass(frozen=True)
@@ -97,37 +98,37 @@ def step_time(
     num_micro = math.ceil(rows / micro_rows)
     tokens = min(micro_rows, rows) * work.seq_len
     blocks = _blocks_of_ranks(work, layout, parallel.stages_per_rank, compute)
-    place = _Placed(layout, ranks, network, compute.sync_s, units=max(blocks) + 1)
+    placed = _Placed(layout, ranks, network, compute.sync_s, units=max(blocks) + 1)
     stages_s = [stage_s / gain for stage_s in _stages_s(blocks, layout, tokens, compute)]
     sums = (layout, ranks, network, tokens, compute.sync_s)
     sums_s = {num: tensor_s(work, num, *sums) for num in set(blocks)}
     if parallel.reshard == "step":
         # A stage begins to gather when its first micro-batch comes: one after the other.
         alone = max(gain, min(compute.sharing, gain * layout.pipeline))
-        begin_s = layout.pipeline * _gathering_s(work, place, compute.unshard_s, alone)
+        begin_s = layout.pipeline * _gathering_s(work, placed, compute.unshard_s, alone)
         per_micro_s = 0.0
     else:
-        once_s = _gathering_s(work, place, compute.unshard_s, gain)
+        once_s = _gathering_s(work, placed, compute.unshard_s, gain)
         begin_s, per_micro_s = 0.0, once_s * (2 if parallel.reshard == "block" else 1)
     if compute.overlaps and per_micro_s:
         # The next block is gathered while one computes; the first has nothing to hide behind.
         shown_s = per_micro_s - sum(stages_s) / len(stages_s)
-        per_micro_s = max(shown_s, per_micro_s / place.units)
+        per_micro_s = max(shown_s, per_micro_s / placed.units)
     passes = _Passes(
         stages_s,
         [sums_s[num] + per_micro_s for num in blocks],
-        place.hops_s(tokens * work.config.hidden_size * work.wire),
+        placed.hops_s(tokens * work.config.hidden_size * work.wire),
         num_micro,
         parallel.stages_per_rank,
     )
     sharing = compute.sharing / gain
-    reducing_s = _reducing_s(work, place, parallel, num_micro)
+    reducing_s = _reducing_s(work, placed, parallel, num_micro)
     if layout.replicate == layout.size and parallel.offload_params == "none":
         # Piece by piece within the last backward pass, two thirds of a micro-batch's time; the last
         # piece has nothing to hide behind.
         num_pieces = math.ceil(work.size.trained_bytes / PIECE_BYTES)
         reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
-    reducing_s += _SMALL_SUMS * place.sync_of(layout.size)
+    reducing_s += _SMALL_SUMS * placed.sync_of(layout.size)
     trained = work.size.num_trained / (layout.tensor * layout.pipeline)
     trained /= layout.shard if work.size.is_full else 1
     update_s = trained * compute.update_s / gain
@@ -144,14 +145,15 @@ def tensor_s(
     tokens: int,
     sync_s: float,
 ) -> float:
-    """Return the seconds in which ``blocks`` sum up one micro-batch's work (arXiv:1909.08053).
+    """Return the seconds in which ``blocks`` sum up one micro-batch's work.
 
-    Per block two all-reduces forward, of products, and two backward, of what flows between blocks.
+    As in ``messages.tensor_messages``, less what the ends of the model add in bytes.
     """
-    place = _Placed(layout, ranks, network, sync_s)
-    num_bytes = 2 * blocks * (work.itemsize + work.wire) * tokens * work.config.hidden_size
+    placed = _Placed(layout, ranks, network, sync_s)
+    values = blocks * tokens * work.config.hidden_size
+    num_bytes = values * (FORWARD_SUMS * work.itemsize + BACKWARD_SUMS * work.wire)
     times = SUMS_OF_A_BLOCK * blocks + _SUMS_OF_THE_ENDS  # of the embedding, and of the loss
-    return place.ring_s("all_reduce", ["tensor"], num_bytes, times)
+    return placed.ring_s("all_reduce", ["tensor"], num_bytes, times)
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,13 @@ class _Placed:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the ranks of each group along these axes, in order."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        others = [axis for axis in AXES if axis not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
         for position, rank in enumerate(self.ranks):
-            place = self.layout.coordinates(position)
-            others = [axis for axis in AXES if axis not in axes]
-            found.setdefault(tuple(getattr(place, axis) for axis in others), []).append(rank)
-        return list(found.values())
+            coordinates = self.layout.coordinates(position)
+            key = tuple(getattr(coordinates, axis) for axis in others)
+            groups.setdefault(key, []).append(rank)
+        return list(groups.values())
 
     def ring_s(
         self, kind: str, axes: Sequence[str], num_bytes: float, times: int = 1, gain: float = 1.0
@@ -257,26 +260,26 @@ def _stages_s(blocks: Sequence[int], layout: Layout, tokens: int, compute: Compu
     return [tokens * stage / layout.tensor for stage in stages]
 
 
-def _gathering_s(work: StepWork, place: _Placed, unshard_s: float, gain: float) -> float:
+def _gathering_s(work: StepWork, placed: _Placed, unshard_s: float, gain: float) -> float:
     """Return the seconds in which a stage's weights are gathered once, hidden or not (FSDP2).
 
     ``gain``: how many times as fast processors are as when all ranks gathered.
     """
-    layout = place.layout
+    layout = placed.layout
     held = work.size.num_trained * work.itemsize if work.size.is_full else work.size.frozen_bytes
     part = held / (layout.tensor * layout.pipeline)
     copying_s = part * unshard_s / gain if layout.shard > 1 else 0.0
-    return copying_s + place.ring_s("all_gather", ["shard"], part, place.units, gain)
+    return copying_s + placed.ring_s("all_gather", ["shard"], part, placed.units, gain)
 
 
-def _reducing_s(work: StepWork, place: _Placed, parallel: ParallelConfig, num_micro: int) -> float:
+def _reducing_s(work: StepWork, placed: _Placed, parallel: ParallelConfig, num_micro: int) -> float:
     """Return the seconds in which a step's gradients are added up."""
-    layout = place.layout
+    layout = placed.layout
     cut = layout.tensor * layout.pipeline
     if not work.size.is_full or layout.shard == 1:
         grads = work.size.trained_bytes / cut
-        return place.ring_s("all_reduce", ["replicate", "shard"], grads)
+        return placed.ring_s("all_reduce", ["replicate", "shard"], grads)
     grads = work.size.num_trained / cut * (2 if parallel.reduce_dtype == "bf16" else 4)
-    passes, units = 1 if parallel.reshard == "step" else num_micro, place.units
-    scattering_s = place.ring_s("reduce_scatter", ["shard"], passes * grads, passes * units)
-    return scattering_s + place.ring_s("all_reduce", ["replicate"], grads / layout.shard, units)
+    passes, units = 1 if parallel.reshard == "step" else num_micro, placed.units
+    scattering_s = placed.ring_s("reduce_scatter", ["shard"], passes * grads, passes * units)
+    return scattering_s + placed.ring_s("all_reduce", ["replicate"], grads / layout.shard, units)

@@ -18,11 +18,11 @@ POLL_S = 0.002
 def largest_micro_size(
     comm: Comm, engine: Engine, monitor: Monitor, seq_len: int, most_rows: int
 ) -> int:
-    """Return the largest power of two, or ``most_rows``, of rows that fit on every rank.
+    """Return the largest power of two of rows that fit on every rank, at most ``most_rows``.
 
     One row of ``seq_len`` tokens, all with loss, is run forward and backward; its peak memory is
-    taken as the cost of each row. That is too high by what is allocated once, so it errs to the
-    safe side. What they fill is memory that the governor calls calm. Collective.
+    taken as the cost of each row. That is too high by what is allocated once, so it errs on the
+    safe side. The rows fill memory up to where the governor begins to act. Collective.
     """
     if most_rows <= 1:
         return 1
@@ -34,10 +34,10 @@ def largest_micro_size(
     else:
         room_bytes = room_of(monitor.used_bytes(), monitor.limit.num_bytes, Level.TIGHT)
         room_bytes //= comm.world.local_size
-    fits = max(1, room_bytes // max(row_bytes, 1))
+    rows = max(1, room_bytes // max(row_bytes, 1))
     # The rank with the least room decides.
-    fits = -int(comm.max([-fits])[0])
-    return most_rows if fits >= most_rows else 1 << (fits.bit_length() - 1)
+    rows = -int(comm.max([-rows])[0])
+    return most_rows if rows >= most_rows else 1 << (rows.bit_length() - 1)
 
 
 def full_row(seq_len: int) -> Batch:
