@@ -1,4 +1,4 @@
-"""How fast the ranks compute, measured before the model is loaded: one decoder block and the head.
+"""How fast the ranks compute a decoder block and the head, measured before the model is loaded.
 
 models of one block and of two, random weights -> forward and backward, all ranks at once
 -> seconds per token of a block and of the rest; once more on the first rank alone
@@ -200,7 +200,7 @@ def _sync_in_blocks_s(
     """
     comm = models.comm
     cut = Layout(1, 1, comm.world.size)
-    if cut not in legal_layouts(models.parallel, models.work.config, cut.size):
+    if cut not in legal_layouts(models.parallel, models.work.model, cut.size):
         return None
     spent_s = _slowest_s(partial(models.engine(MORE, cut).run_once, batch), comm)
     messages_s = partial(tensor_s, models.work, MORE, cut, order, network, batch.num_tokens)

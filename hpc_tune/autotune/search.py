@@ -1,9 +1,9 @@
 """parallel.layout=auto: the fastest layout that fits, from what was measured of ranks and links.
 
-    measured.json (or a named machine) -> Compute, Network -> candidates, the fastest first
+    measured.json (or a named cluster) -> Compute, Network -> candidates, the fastest first
     -> planned one after the other until one fits -> Choice
 
-A run measures for itself and asks the ``plan`` command; on a login node a machine is named.
+A run measures its own ranks and runs the ``plan`` command; on a login node a cluster is named.
 """
 
 import json
@@ -24,7 +24,7 @@ from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine
 from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
 from hpc_tune.plan.model_size import ModelSize, measure, static_bytes
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.report import Answer, answer
+from hpc_tune.plan.report import Plan, make_plan
 from hpc_tune.plan.resolve import choose_layout, with_layout
 from hpc_tune.plan.shape import planned_dtype, shape_of
 from hpc_tune.plan.step_time import StepTime, StepWork, step_time
@@ -87,7 +87,7 @@ def choose(
     The data sheets of ``cluster`` tell how fast ranks compute where ``measured`` does not.
 
     Raises:
-        ConfigError: if no layout is legal, or none fits. DataError: as ``answer``.
+        ConfigError: if no layout is legal, or none fits. DataError: as ``make_plan``.
     """
     asked, seq_len, num_ranks = config.parallel, config.data.seq_len, len(measured.nodes)
     dtype = planned_dtype(config.model.dtype)
@@ -108,10 +108,10 @@ def choose(
     layouts = legal_layouts(asked, built.config, num_ranks, with_tensor)
     legal = candidates(layouts, asked, config.batch, work, machine, compute, network)
 
-    def plan(candidate: Candidate) -> Answer:
+    def plan_of(candidate: Candidate) -> Plan:
         parallel = with_layout(asked, candidate.layout)
         used = _of_ranks(machine, [measured.nodes[rank] for rank in candidate.ranks])
-        return answer(config.model_copy(update={"parallel": parallel}), used)
+        return make_plan(config.model_copy(update={"parallel": parallel}), used)
 
     def with_rows(candidate: Candidate, rows: int) -> Candidate:
         settings = asked.model_copy(update={"reshard": candidate.reshard})
@@ -122,7 +122,7 @@ def choose(
     may_split = config.batch.micro_size == "auto"
     room, per_node = machine.bytes_per_rank, machine.ranks_of_each_node(num_ranks)
     simple, _ = choose_layout(asked, num_ranks, size, room, per_node)
-    search = _Search(work, machine, num_ranks, plan, with_rows if may_split else None)
+    search = _Search(work, machine, num_ranks, plan_of, with_rows if may_split else None)
     return search.fastest_that_fit(legal, simple)
 
 
@@ -205,14 +205,14 @@ class _Planned:
 class _Search:
     """Plans candidates, the fastest first, until one fits; learns from each plan of the others.
 
-    ``plan`` runs for half a minute for a 70B model. ``with_rows`` times a candidate with smaller
+    ``plan_of`` takes half a minute for a 70B model. ``with_rows`` times a candidate with smaller
     micro-batches; None where their size is set.
     """
 
     work: StepWork
     machine: Machine
     num_ranks: int
-    plan: Callable[[Candidate], Answer]
+    plan_of: Callable[[Candidate], Plan]
     with_rows: Callable[[Candidate, int], Candidate] | None
     planned: list[_Planned] = field(default_factory=list)
 
@@ -243,26 +243,26 @@ class _Search:
         return candidate.preference(self.num_ranks)
 
     def _with_memory(self, candidate: Candidate) -> Candidate:
-        """Say what memory it takes, by a bound where that is enough, else by a plan."""
+        """Return it with its memory, by a bound where that is enough, else by a plan."""
         work, machine, layout = self.work, self.machine, candidate.layout
         room = machine.bytes_per_rank
         tokens = candidate.micro_rows * work.seq_len
-        most = most_bytes(work.size, layout, work.config, tokens, machine)
+        most = most_bytes(work.size, layout, work.model, tokens, machine)
         if most < SURE_SHARE * room:
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
         least = max((p.at_least(candidate, work.size) for p in self.planned), default=0)
         if least > room:
             return replace(candidate, memory=f"> {format_bytes(least)}", fits=False)
         log.info("auto    planning %s", candidate)
-        found = self.plan(candidate)
-        steady = next(phase for phase in found.phases if phase.name == "steady")
+        plan = self.plan_of(candidate)
+        steady = next(phase for phase in plan.phases if phase.name == "steady")
         num_bytes = steady.device_bytes if machine.device_bytes else steady.rank_bytes
         rest_bytes = num_bytes - static_bytes(work.size, layout)
-        self.planned.append(_Planned(candidate, rest_bytes, found.advice))
-        fitting = found.tokens_that_fit // work.seq_len
+        self.planned.append(_Planned(candidate, rest_bytes, plan.advice))
+        fitting = plan.tokens_that_fit // work.seq_len
         if self.with_rows and 0 < fitting < candidate.micro_rows:
             candidate = self.with_rows(candidate, 1 << (fitting.bit_length() - 1))
-        return replace(candidate, memory=format_bytes(num_bytes), fits=found.fits)
+        return replace(candidate, memory=format_bytes(num_bytes), fits=plan.fits)
 
     def _why_nothing_fits(self, num_legal: int) -> str:
         room = format_bytes(self.machine.bytes_per_rank)

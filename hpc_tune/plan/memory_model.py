@@ -1,4 +1,4 @@
-"""Device and host bytes of a run by phase, before anything is started: sums of what is known.
+"""Device and host bytes of a run by phase, predicted before anything is started.
 
     shapes, traced step, settings -> load, compile, first step, steady, evaluate, save, merge
 

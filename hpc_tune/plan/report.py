@@ -1,4 +1,4 @@
-"""The answer of the ``plan`` command: what each phase takes, whether it fits, and what would.
+"""The plan of a run's memory: what each phase takes, whether it fits, and what would.
 
 config, machine -> layout -> traced step (fake tensors) -> phases -> table or JSON
 """
@@ -40,10 +40,10 @@ _WHOLE_UP_TO = 12
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What ``plan`` found; ``advice`` is empty where everything fits.
+class Plan:
+    """The memory of a run by phase; ``advice`` is empty where everything fits.
 
-    ``tokens_that_fit`` is the largest micro-batch in tokens, about.
+    ``tokens_that_fit`` is about the largest micro-batch, in tokens.
     """
 
     model: str
@@ -59,12 +59,12 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase does."""
+        """Whether every phase fits, but for optional ones."""
         return all(phase.optional or fits(phase, self.machine) for phase in self.phases)
 
 
-def answer(config: RunConfig, machine: Machine, save: Save = "streamed") -> Answer:
-    """Plan a run on a machine that need not be there; no weights are read.
+def make_plan(config: RunConfig, machine: Machine, save: Save = "streamed") -> Plan:
+    """Plan a run on a machine that need not exist; no weights are read.
 
     Raises:
         ConfigError: if the layout does not fit the world or the model. DataError: if config.json
@@ -101,7 +101,7 @@ def answer(config: RunConfig, machine: Machine, save: Save = "streamed") -> Answ
 
         left = _left_in_steady(phases, machine)
         tokens = _tokens_that_fit(peak_at, getattr(report, peak), left, micro_rows, seq_len)
-    found = Answer(
+    plan = Plan(
         f"{model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method})",
         _layout_text(resolved),
@@ -114,7 +114,7 @@ def answer(config: RunConfig, machine: Machine, save: Save = "streamed") -> Answ
         tokens,
         [],
     )
-    return replace(found, advice=_advice(found, settings, tune.method))
+    return replace(plan, advice=_advice(plan, settings, tune.method))
 
 
 def fits(phase: Phase, machine: Machine) -> bool:
@@ -124,20 +124,20 @@ def fits(phase: Phase, machine: Machine) -> bool:
     return on_device and phase.node_bytes(machine) <= USABLE * machine.host_bytes
 
 
-def as_lines(found: Answer) -> list[str]:
-    """Return the answer as a table for a person."""
-    machine, device = found.machine, found.machine.device_bytes
+def as_lines(plan: Plan) -> list[str]:
+    """Return the plan as a table for a person."""
+    machine, device = plan.machine, plan.machine.device_bytes
     where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
     lines = [
-        f"model   {found.model}",
+        f"model   {plan.model}",
         f"world   {machine.nodes} nodes x {machine.ranks_per_node} {where}, "
         f"{format_bytes(machine.host_bytes)} of host memory each",
-        f"layout  {found.layout}: {found.why}",
-        f"batch   micro-batches of {found.micro_rows} x {found.seq_len} tokens",
+        f"layout  {plan.layout}: {plan.why}",
+        f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens",
         "",
         f"{'phase':<26}{'device/rank':>13}{'host/rank':>13}{'host/node':>13}{'left':>13}",
     ]
-    for phase in found.phases:
+    for phase in plan.phases:
         on_device = "-" if device is None else format_bytes(phase.device_bytes)
         left = machine.host_bytes - phase.node_bytes(machine)
         if device is not None and phase.device_bytes:
@@ -149,23 +149,23 @@ def as_lines(found: Answer) -> list[str]:
             f"{format_bytes(phase.node_bytes(machine)):>13}{format_bytes(left):>13}{mark}"
         )
     lines.append("")
-    rows = found.tokens_that_fit // found.seq_len
-    if found.tokens_that_fit > 0:
+    rows = plan.tokens_that_fit // plan.seq_len
+    if plan.tokens_that_fit > 0:
         lines.append(
-            f"room    about {found.tokens_that_fit} tokens per micro-batch: batch.micro_size={rows}"
+            f"room    about {plan.tokens_that_fit} tokens per micro-batch: batch.micro_size={rows}"
             if rows
-            else f"room    data.seq_len up to about {found.tokens_that_fit} in micro-batches of one"
+            else f"room    data.seq_len up to about {plan.tokens_that_fit} in micro-batches of one"
         )
-    lines.append(f"verdict {'fits' if found.fits else 'does not fit'}")
-    return lines + [f"  - {advice}" for advice in found.advice]
+    lines.append(f"verdict {'fits' if plan.fits else 'does not fit'}")
+    return lines + [f"  - {advice}" for advice in plan.advice]
 
 
-def as_json(found: Answer) -> str:
-    """Return the same for a program."""
-    tree: dict[str, Any] = asdict(found)
-    for node, phase in zip(tree["phases"], found.phases, strict=True):
-        node |= {"node_bytes": phase.node_bytes(found.machine), "fits": fits(phase, found.machine)}
-    return json.dumps({**tree, "fits": found.fits}, indent=1)
+def as_json(plan: Plan) -> str:
+    """Return the plan as JSON for a program."""
+    tree: dict[str, Any] = asdict(plan)
+    for node, phase in zip(tree["phases"], plan.phases, strict=True):
+        node |= {"node_bytes": phase.node_bytes(plan.machine), "fits": fits(phase, plan.machine)}
+    return json.dumps({**tree, "fits": plan.fits}, indent=1)
 
 
 def _as_traced(resolved: Resolved) -> tuple[Layout, ParallelConfig]:
@@ -198,8 +198,8 @@ def _of_zero(report: TraceReport, resolved: Resolved) -> TraceReport:
     in_step = trained if stage == 1 else trained // num
     in_step += 2 * min(BUCKET_VALUES * 4, trained)
     loaded = idle - 3 * trained // num + trained
-    moved = idle - report.idle_bytes
-    return _with_more(report, loaded - report.loaded_bytes, moved, moved + in_step)
+    more = idle - report.idle_bytes
+    return _with_more(report, loaded - report.loaded_bytes, more, more + in_step)
 
 
 def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
@@ -249,11 +249,11 @@ def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:
 def _tokens_that_fit(
     peak_at: Callable[[int, int], int], peak_bytes: int, left_bytes: int, rows: int, seq_len: int
 ) -> int:
-    """Return how many tokens a micro-batch may have, about.
+    """Return about how many tokens a micro-batch may have.
 
     ``peak_bytes`` are those of ``rows`` of ``seq_len``; ``peak_at(rows, seq_len)`` traces others.
     Masks grow with the square of the length: what another row takes is at most what the second half
-    of the rows takes twice, and a shorter row is found on a parabola.
+    of the rows takes twice, and a shorter row lies on a parabola.
     """
     allowed = peak_bytes + left_bytes
     if left_bytes >= 0:
@@ -268,8 +268,8 @@ def _tokens_that_fit(
     lengths = [seq_len // 4, seq_len // 2, seq_len]
     peaks = [peak_at(1, lengths[0]), peak_at(1, lengths[1]), one_row]
     square, line, fixed = np.polyfit(lengths, peaks, 2)
-    found = np.roots([square, line, fixed - allowed])
-    shorter = [x.real for x in found if x.imag == 0 and 0 < x.real < seq_len]
+    roots = np.roots([square, line, fixed - allowed])
+    shorter = [x.real for x in roots if x.imag == 0 and 0 < x.real < seq_len]
     return int(min(shorter, default=0))  # 0: it is not the tokens that need so much
 
 
@@ -278,10 +278,10 @@ def _layout_text(resolved: Resolved) -> str:
     return str(layout) if stage is None else f"ZeRO {stage} over {layout.size} ranks"
 
 
-def _advice(found: Answer, settings: Settings, method: str) -> list[str]:
+def _advice(plan: Plan, settings: Settings, method: str) -> list[str]:
     """Return what would make the phases fit that do not."""
-    machine, parallel = found.machine, settings.parallel
-    bad = {phase.name: phase for phase in found.phases if not fits(phase, machine)}
+    machine, parallel = plan.machine, settings.parallel
+    bad = {phase.name: phase for phase in plan.phases if not fits(phase, machine)}
     advice = []
     if settings.save == "gathered" and "save" in bad:
         needed, had = bad["save"].node_bytes(machine), machine.host_bytes
@@ -293,13 +293,13 @@ def _advice(found: Answer, settings: Settings, method: str) -> list[str]:
     if "load" in bad:
         advice += _smaller_state(parallel, method, machine)
     elif "steady" in bad:
-        if found.tokens_that_fit >= found.seq_len:
-            rows = found.tokens_that_fit // found.seq_len
-            advice.append(f"steady: batch.micro_size={rows} instead of {found.micro_rows}")
+        if plan.tokens_that_fit >= plan.seq_len:
+            rows = plan.tokens_that_fit // plan.seq_len
+            advice.append(f"steady: batch.micro_size={rows} instead of {plan.micro_rows}")
         if parallel.recompute != "full":
             advice.append("steady: parallel.recompute=full keeps only each block's input")
-        if 0 < found.tokens_that_fit < found.seq_len:
-            advice.append(f"steady: data.seq_len={found.tokens_that_fit} or less")
+        if 0 < plan.tokens_that_fit < plan.seq_len:
+            advice.append(f"steady: data.seq_len={plan.tokens_that_fit} or less")
         if not advice:
             advice += _smaller_state(parallel, method, machine)
     if "compile" in bad and "steady" not in bad:

@@ -52,10 +52,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one optimizer step has to do. ``config`` is the model's transformers config."""
+    """What one optimizer step has to do. ``model`` is the transformers config."""
 
     size: ModelSize
-    config: Any
+    model: Any
     global_rows: int
     seq_len: int
     itemsize: int
@@ -117,7 +117,7 @@ def step_time(
     passes = _Passes(
         stages_s,
         [sums_s[num] + per_micro_s for num in blocks],
-        placed.hops_s(tokens * work.config.hidden_size * work.wire),
+        placed.hops_s(tokens * work.model.hidden_size * work.wire),
         num_micro,
         parallel.stages_per_rank,
     )
@@ -150,7 +150,7 @@ def tensor_s(
     As in ``messages.tensor_messages``, less what the ends of the model add in bytes.
     """
     placed = _Placed(layout, ranks, network, sync_s)
-    values = blocks * tokens * work.config.hidden_size
+    values = blocks * tokens * work.model.hidden_size
     num_bytes = values * (FORWARD_SUMS * work.itemsize + BACKWARD_SUMS * work.wire)
     times = SUMS_OF_A_BLOCK * blocks + _SUMS_OF_THE_ENDS  # of the embedding, and of the loss
     return placed.ring_s("all_reduce", ["tensor"], num_bytes, times)
@@ -246,7 +246,7 @@ def _blocks_of_ranks(
     work: StepWork, layout: Layout, stages_per_rank: int, compute: Compute
 ) -> list[int]:
     """Return how many decoder blocks each rank of the pipeline has."""
-    layers, num = work.config.num_hidden_layers, layout.pipeline
+    layers, num = work.model.num_hidden_layers, layout.pipeline
     if num == 1:
         return [layers]
     dealt = deal_blocks(layers, num * stages_per_rank, compute.head_s / compute.block_s, num)

@@ -1,4 +1,4 @@
-"""One training step of a configuration on a world that is not there, and the bytes it takes.
+"""One training step on a world that does not exist, and the bytes it takes.
 
     shape -> meta model -> the real engine over a fake process group, all tensors fake
           -> one train_step -> what was alive at the worst moment
@@ -205,12 +205,12 @@ def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
     blocks = list(block_list(module))
 
     def mark(block: Any, args: Any, out: Any) -> None:
-        memory.go_on_to("upper half")
+        memory.begin_part("upper half")
         hidden_BTD = out[0] if isinstance(out, tuple) else out
         if hidden_BTD.requires_grad:
-            hidden_BTD.register_hook(lambda grad: memory.go_on_to("backward"))
+            hidden_BTD.register_hook(lambda grad: memory.begin_part("backward"))
 
-    module.register_forward_pre_hook(lambda *_: memory.go_on_to("forward"))
+    module.register_forward_pre_hook(lambda *_: memory.begin_part("forward"))
     blocks[len(blocks) // 2].register_forward_hook(mark)
 
 
@@ -303,7 +303,7 @@ def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @contextlib.contextmanager
 def _fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Make the default process group one whose collectives return at once and move nothing."""
+    """Give the process a default group whose collectives return at once and move nothing."""
     from torch.distributed._tools import fake_collectives  # noqa: F401 - teaches fake tensors
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -319,7 +319,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 class _Sent:
-    """A message that is gone: those of the fake group are under way for ever."""
+    """A message that has arrived: those of the fake group never do."""
 
     def is_completed(self) -> bool:
         return True
