@@ -76,7 +76,7 @@ class ModelBytes:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """The settings that decide memory beside the traced step.
 
     ``parallel`` has its layout decided. ``step_tokens`` of a rank wait in its loader for a step.
@@ -111,7 +111,7 @@ def most_bytes(size: ModelSize, layout: Layout, model: Any, tokens: int, machine
 
 
 def memory_by_phase(
-    trace: TraceReport, machine: Machine, model: ModelBytes, settings: Settings
+    trace: TraceReport, machine: Machine, model: ModelBytes, settings: MemorySettings
 ) -> list[Phase]:
     """Return the phases in the order in which a run goes through them.
 
@@ -169,7 +169,7 @@ class _StepBytes:
 
 
 def _step_bytes(
-    trace: TraceReport, on_cpu: bool, model: ModelBytes, settings: Settings
+    trace: TraceReport, on_cpu: bool, model: ModelBytes, settings: MemorySettings
 ) -> _StepBytes:
     parallel, sharded = settings.parallel, settings.is_sharded
     frozen = 0 if model.is_full else trace.weight_bytes

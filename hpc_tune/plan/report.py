@@ -22,10 +22,10 @@ from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
     GPU_SLACK,
+    MemorySettings,
     ModelBytes,
     Phase,
     Save,
-    Settings,
     memory_by_phase,
 )
 from hpc_tune.plan.model_size import ModelSize, measure
@@ -78,7 +78,7 @@ def make_plan(config: RunConfig, machine: Machine, save: Save = "streamed") -> P
         built = shape.build()
         size = measure(built.module)
         resolved = resolve(config.parallel, size, built.config, machine)
-        settings = Settings(
+        settings = MemorySettings(
             resolved.parallel,
             config.checkpoint,
             rows_per_rank(batch, resolved.layout) * seq_len,
@@ -278,7 +278,7 @@ def _layout_text(resolved: Resolved) -> str:
     return str(layout) if stage is None else f"ZeRO {stage} over {layout.size} ranks"
 
 
-def _advice(plan: Plan, settings: Settings, method: str) -> list[str]:
+def _advice(plan: Plan, settings: MemorySettings, method: str) -> list[str]:
     """Return what would make the phases fit that do not."""
     machine, parallel = plan.machine, settings.parallel
     bad = {phase.name: phase for phase in plan.phases if not fits(phase, machine)}

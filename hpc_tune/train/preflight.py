@@ -1,6 +1,6 @@
-"""The plan that a run makes of its own memory before it loads anything, and what came of it.
+"""The plan that a run makes of its own memory before it loads anything, and what was measured.
 
-    a bound by arithmetic says that it surely fits -> no more is asked
+    a bound by arithmetic, far below the limit -> it fits
     else the plan command, in a process of its own -> refused, unless --force
 
 The trace needs an interpreter to itself, some seconds, and under 1 GB on the first node.
@@ -86,16 +86,16 @@ def _verdict(plan: dict[str, Any], machine: Machine) -> str:
     return text
 
 
-def compare(job: Job, forecast: Forecast) -> None:
+def compare_memory(job: Job, forecast: Forecast) -> None:
     """Write the most that a rank had in each phase beside what was planned. Collective."""
-    planned = forecast.plan
+    plan = forecast.plan
     measured: dict[str, int] = {}
     for peaks in job.comm.gather(job.monitor.peaks):
         for phase, num_bytes in peaks.items():
             measured[phase] = max(measured.get(phase, 0), num_bytes)
-    foreseen = {p["name"]: p["rank_bytes"] for p in planned["phases"]} if planned else {}
+    planned = {p["name"]: p["rank_bytes"] for p in plan["phases"]} if plan else {}
     phases = {
-        phase: {"rank_bytes": num_bytes, "planned": foreseen.get(phase)}
+        phase: {"rank_bytes": num_bytes, "planned": planned.get(phase)}
         for phase, num_bytes in measured.items()
     }
     job.events.write("memory", phases=phases)

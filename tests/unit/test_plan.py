@@ -13,9 +13,9 @@ from hpc_tune.config.load import load_config
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
     DEEPSPEED_BYTES,
+    MemorySettings,
     ModelBytes,
     Phase,
-    Settings,
     memory_by_phase,
     pinned_bytes,
 )
@@ -200,7 +200,7 @@ LARGEST, UNIT = 64 * MIB, 48 * MIB
 def by_name(machine, trace=TRACE, save="streamed", overrides=(), is_stored_so=True):
     config = load_config(None, [*overrides])
     threads = machine.cores_per_rank if config.run.threads == "auto" else config.run.threads
-    settings = Settings(
+    settings = MemorySettings(
         config.parallel,
         config.checkpoint,
         step_tokens=1024,
