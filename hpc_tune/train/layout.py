@@ -3,19 +3,23 @@
 from dataclasses import replace
 
 from hpc_tune.log import log
-from hpc_tune.plan import resolve as plan
 from hpc_tune.plan.hardware import machine_of
-from hpc_tune.plan.resolve import Resolved, without_effect
+from hpc_tune.plan.resolve import Resolved, resolve, without_effect
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 
 
-def resolve(job: Job, model: Model) -> Resolved:
-    """Settle the layout. Collective."""
+def resolve_layout(job: Job, model: Model) -> Resolved:
+    """Resolve the layout for the machine that the ranks run on. Collective.
+
+    Raises:
+        ConfigError: if the axes that are set do not multiply to the world size, or the model cannot
+            be laid out like that.
+    """
     asked, comm = model.config.parallel, job.comm
     machine = machine_of(comm, job.monitor.limit.num_bytes)
     world = (machine, comm.world.size, comm.world.rank)
-    resolved = plan.resolve(asked, model.size, model.built.config, *world)
+    resolved = resolve(asked, model.size, model.built.config, *world)
     if comm.is_rank_0:
         for warning in without_effect(resolved.layout, asked):
             log.warning(warning)

@@ -22,7 +22,7 @@ from hpc_tune.train.describe import describe
 from hpc_tune.train.exit import failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.job import open_job
-from hpc_tune.train.layout import resolve
+from hpc_tune.train.layout import resolve_layout
 from hpc_tune.train.loading import load_engine, make_deterministic
 from hpc_tune.train.loop import run_loop
 from hpc_tune.train.model import build_model
@@ -83,7 +83,7 @@ def _train(
     with open_job(config, comm, stop, chosen, faults) as job:
         checkpoint = find_checkpoint(job)
         model = build_model(job, fresh=checkpoint is None)
-        resolved = resolve(job, model)
+        resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
         data = open_data(job, model, resolved)
         describe(job, model, resolved, forecast, data)

@@ -12,6 +12,9 @@ from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.messages import expected_bytes
 from hpc_tune.plan.model_size import measure
+from hpc_tune.plan.network import Network
+from hpc_tune.plan.step_time import StepWork, tensor_s
+from hpc_tune.probe.links import Links, Pair
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 HIDDEN, WIDE, VOCAB, BLOCKS, R = 64, 96, 256, 10, 16
@@ -93,6 +96,19 @@ def test_blocks_that_run_again_do_their_first_sum_again(tied):
     again = expected(tied, "full", Layout(1, 1, 2), MICROS, recompute="full")
     assert expected(tied, "full", Layout(1, 1, 2), MICROS, recomputes=True) == again
     assert again["all_reduce"] - once["all_reduce"] == BLOCKS * TOKENS * HIDDEN * 4
+
+
+def test_what_a_block_sums_up_takes_the_seconds_of_its_bytes(tied, tmp_path):
+    """The predicted seconds and the predicted bytes of a step are of the same messages."""
+    layout, bytes_per_s = Layout(1, 1, 2), 1e6
+    half = write_shape(tmp_path / "half", blocks=BLOCKS // 2, tie_word_embeddings=True)
+    whole, part = (expected(f, "full", layout, MICROS)["all_reduce"] for f in (tied, half))
+    built = build(tied, torch.float32, TuneConfig(method="full"), 0, weights=False)
+    work = StepWork(measure(built.module), built.config, 1, 32, 4)
+    links = Links((Pair((0, 1), (0, 0), 0.0, bytes_per_s),), ())
+    network = Network.measured(links, (0, 0))
+    seconds = tensor_s(work, BLOCKS // 2, layout, (0, 1), network, TOKENS, sync_s=0.0)
+    assert bytes_per_s * seconds == pytest.approx(whole - part)
 
 
 def test_an_interleaved_pipeline_fills_up_with_rows_of_one_token(tied):
