@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.autotune.candidates import legal_layouts
-from hpc_tune.batch import Batch
+from hpc_tune.batch import Batch, full_batch
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
@@ -91,9 +91,7 @@ class BlockModels:
         if self.comm.device.type == "cpu":
             length = min(length, _MOST_TOKENS_ON_CPU)
             rows = max(1, min(rows, _MOST_TOKENS_ON_CPU // length))
-        tokens_BT = (torch.arange(length) % 32).expand(rows, length).contiguous()
-        positions_BT = torch.arange(length).expand(rows, length).contiguous()
-        return Batch(tokens_BT, tokens_BT, positions_BT, rows * length, rows * length, 0)
+        return full_batch(rows, length)
 
 
 def measure_compute(

@@ -6,6 +6,7 @@ model, layout, micro-batches -> what rank 0 holds -> step_messages -> expected_b
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from hpc_tune.config.parallel import ParallelConfig
@@ -65,9 +66,8 @@ def expected_bytes(
     if parallel.zero_stage is not None:
         messages = zero_messages(size, layout.size, parallel.zero_stage, len(micros))
     else:
-        rank = _rank_0(size, model, layout, parallel, micros, itemsize, loss_share)
-        again = recomputes or parallel.recompute != "none"
-        messages = step_messages(rank, parallel, size.gathered_features, again)
+        rank = Rank0(size, model, layout, parallel, itemsize, loss_share, tuple(micros))
+        messages = step_messages(rank, recomputes or parallel.recompute != "none")
     sent: Counter[str] = Counter()
     for message in messages:
         sent[message.kind] += message.sent_bytes
@@ -91,64 +91,110 @@ def zero_messages(size: ModelSize, ranks: int, stage: int, num_micro: int) -> It
 
 
 @dataclass(frozen=True)
-class _Rank0:
+class Rank0:
     """What rank 0 holds and computes in a step: it has the first stage, and the most rows.
 
-    ``full``: all weights are trained. Products are in values of ``itemsize`` bytes, what flows
-    between blocks in values of ``wire``. ``lowers``: fp32 weights are gathered in bf16. ``tied``:
-    the embedding is the head too. ``blocks`` of the model's ``num_layers`` decoder blocks;
-    ``held``: all weights, of which FSDP2 holds a part on each rank of those that are ``sharded``.
+    Products are in values of ``itemsize`` bytes. See ``expected_bytes`` for the rest.
     """
 
+    size: ModelSize
+    model: Any
     layout: Layout
-    full: bool
-    uses_fsdp: bool
-    lowers: bool
-    tied: bool
+    parallel: ParallelConfig
     itemsize: int
-    wire: int
-    hidden: int
-    vocab: int
-    num_layers: int
-    blocks: int
-    held: tuple[Weights, ...]
+    loss_share: float
     micros: tuple[tuple[int, int], ...]
 
     @property
-    def sharded(self) -> list[Weights]:
-        """All of a frozen base, or all trained weights but norms and biases that are not lowered.
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 holds weights."""
+        return self.layout.shard > 1 or self.parallel.offload_params == "cpu"
 
-        See ``shard`` for why.
+    @property
+    def lowers(self) -> bool:
+        """Whether fp32 weights are gathered in bf16."""
+        return self.uses_fsdp and self.size.is_full and self.itemsize < self.size.trained_itemsize
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head too."""
+        return bool(self.model.tie_word_embeddings)
+
+    @property
+    def wire(self) -> int:
+        """Bytes of a value that flows between blocks."""
+        return self.size.wire(self.itemsize)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Decoder blocks of its stages."""
+        layout, layers = self.layout, int(self.model.num_hidden_layers)
+        if layout.pipeline == 1:
+            return layers
+        values = sum(w.num_values for w in self.size.weights if w.part == "blocks") / layers
+        stages_per_rank = self.parallel.stages_per_rank
+        stages = stage_blocks(self.model, values, layout, stages_per_rank, self.loss_share)
+        return sum(map(len, stages[:: layout.pipeline]))
+
+    @cached_property
+    def held(self) -> list[Weights]:
+        """Its part of the weights by pipeline and tensor axis, before any sharding."""
+        layout, layers = self.layout, self.model.num_hidden_layers
+        held = []
+        for weights in self.size.weights:
+            if weights.part == "end" and layout.pipeline > 1:
+                continue
+            share = self.blocks if weights.part == "blocks" else layers
+            ways = layers * (layout.tensor if weights.role == "slice" else 1)
+            num_values = weights.num_values * share // ways
+            num_bytes = weights.num_bytes * share // ways
+            held.append(replace(weights, num_values=num_values, num_bytes=num_bytes))
+        return held
+
+    @cached_property
+    def sharded(self) -> list[Weights]:
+        """What FSDP2 shards: all of a frozen base, or all trained weights but some vectors.
+
+        Norms and biases that are not lowered; see ``shard`` for why.
         """
         if not self.uses_fsdp:
             return []
-        alike = [weights for weights in self.held if weights.is_trained == self.full]
+        alike = [weights for weights in self.held if weights.is_trained == self.size.is_full]
         return [weights for weights in alike if not (self.lowers and weights.is_vector)]
 
+    @cached_property
+    def computed(self) -> list[tuple[int, int]]:
+        """The micro-batches that it computes."""
+        layout, micros = self.layout, list(self.micros)
+        if layout.pipeline > 1 and self.parallel.stages_per_rank > 1:
+            # Interleaving deals micro-batches out in rounds, and fills up with rows of one token.
+            return [*micros, *[(1, 0)] * (-len(micros) % layout.pipeline)]
+        if layout.pipeline == layout.shard == 1:
+            return [micro for micro in micros if micro[1]]
+        return micros
+
     @property
-    def tokens(self) -> int:
-        """Tokens that are computed, with padding."""
-        return sum(tokens for tokens, _ in self.micros)
+    def values(self) -> int:
+        """Values between two blocks: tokens that are computed, with padding, x hidden."""
+        return sum(tokens for tokens, _ in self.computed) * int(self.model.hidden_size)
 
 
-def step_messages(
-    rank: _Rank0, parallel: ParallelConfig, gathered_features: tuple[int, int], recomputes: bool
-) -> Iterator[Message]:
-    """Yield the messages of a step of the native engine; ``gathered_features`` as a model's."""
+def step_messages(rank: Rank0, recomputes: bool) -> Iterator[Message]:
+    """Yield the messages of a step of the native engine; ``recomputes``: blocks run again."""
     layout = rank.layout
     yield Message("all_reduce", layout.size, 4)  # the loss, in fp32
-    if layout.tensor > 1 or layout.pipeline > 1 or (rank.full and rank.uses_fsdp):
+    if layout.tensor > 1 or layout.pipeline > 1 or (rank.size.is_full and rank.uses_fsdp):
         yield Message("all_reduce", layout.size, 8)  # the gradients' norm, in fp64
-    yield from gathered_weights(rank, parallel.reshard)
-    yield from summed_gradients(rank, parallel)
-    yield from tensor_messages(rank, gathered_features, recomputes)
+    yield from gathered_weights(rank)
+    yield from summed_gradients(rank)
+    yield from tensor_messages(rank, recomputes)
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, but at the model's ends.
-        hops = 2 * parallel.stages_per_rank - 1
-        yield Message("send", 2, rank.tokens * rank.hidden * rank.wire, hops)
+        hops = 2 * rank.parallel.stages_per_rank - 1
+        yield Message("send", 2, rank.values * rank.wire, hops)
 
 
-def gathered_weights(rank: _Rank0, reshard: str) -> Iterator[Message]:
+def gathered_weights(rank: Rank0) -> Iterator[Message]:
     """Yield the gatherings of weights that are sharded (FSDP2).
 
     Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
@@ -156,16 +202,16 @@ def gathered_weights(rank: _Rank0, reshard: str) -> Iterator[Message]:
     and such an embedding, where it is frozen, is gathered in a backward pass for the next forward
     pass.
     """
-    num_micro = len(rank.micros)
+    num_micro, full = len(rank.computed), rank.size.is_full
     for weights in rank.sharded:
-        match reshard:
+        match rank.parallel.reshard:
             case "step":
                 times = 1
             case "micro":
                 times = num_micro
-            case _ if weights.part == "end" or (weights.part == "embedding" and rank.tied):
+            case _ if weights.part == "end" or (weights.part == "embedding" and rank.is_tied):
                 times = num_micro
-            case _ if weights.part == "embedding" and not rank.full:
+            case _ if weights.part == "embedding" and not full:
                 times = num_micro + 1
             case _:
                 times = 2 * num_micro
@@ -173,7 +219,7 @@ def gathered_weights(rank: _Rank0, reshard: str) -> Iterator[Message]:
         yield Message("all_gather", rank.layout.shard, num_bytes, times)
 
 
-def summed_gradients(rank: _Rank0, parallel: ParallelConfig) -> Iterator[Message]:
+def summed_gradients(rank: Rank0) -> Iterator[Message]:
     """Yield the collectives that add up gradients.
 
     Replicated gradients, of their weights' dtype: an all-reduce over the ranks with rows of their
@@ -182,30 +228,28 @@ def summed_gradients(rank: _Rank0, parallel: ParallelConfig) -> Iterator[Message
     reshard=step in the last, and an all-reduce of the own shard over the replicas. A pipeline's
     first and last stage add up what they hold both, the embedding that is the head too.
     """
-    layout, sharded = rank.layout, rank.sharded
+    layout, parallel, sharded = rank.layout, rank.parallel, rank.sharded
     data, shard = layout.data_size, layout.shard
     for weights in rank.held:
         if weights.is_trained and weights not in sharded:
             ranks = data * (layout.tensor if weights.role == "partial" else 1)
             yield Message("all_reduce", ranks, weights.num_bytes)
-    if not rank.full:
+    if not rank.size.is_full:
         return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
-    passes = 1 if parallel.reshard == "step" else len(rank.micros)
+    passes = 1 if parallel.reshard == "step" else len(rank.computed)
     for weights in sharded:
         num_bytes = itemsize * weights.num_values
         yield Message("reduce_scatter", shard, num_bytes, passes)
         yield Message("all_reduce", layout.replicate, num_bytes // shard)
         if weights.role == "partial":
             yield Message("all_reduce", layout.tensor, weights.num_bytes // shard)
-    if rank.tied and layout.pipeline > 1:
+    if rank.is_tied and layout.pipeline > 1:
         embedding = sum(w.num_bytes for w in rank.held if w.part == "embedding")
         yield Message("all_reduce", 2, embedding // shard)
 
 
-def tensor_messages(
-    rank: _Rank0, gathered_features: tuple[int, int], recomputes: bool
-) -> Iterator[Message]:
+def tensor_messages(rank: Rank0, recomputes: bool) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
     Per block two all-reduces of tokens x hidden forward, of products, and two backward, of what
@@ -214,81 +258,20 @@ def tensor_messages(
     last. The head, where rank 0 has it: the gradient of the tokens with loss, and three numbers of
     each in fp32, again where their logits are computed again. And what a plan gathers in between.
     """
-    ranks, hidden = rank.layout.tensor, rank.hidden
+    ranks, model, full = rank.layout.tensor, rank.model, rank.size.is_full
     forward = rank.blocks * (FORWARD_SUMS + recomputes)
-    backward = rank.blocks * BACKWARD_SUMS - (not rank.full)
-    embedding = rank.itemsize if rank.lowers else rank.wire
-    yield Message("all_reduce", ranks, rank.tokens * hidden * rank.itemsize, forward)
-    yield Message("all_reduce", ranks, rank.tokens * hidden * rank.wire, backward)
-    yield Message("all_reduce", ranks, rank.tokens * hidden * embedding)
+    backward = rank.blocks * BACKWARD_SUMS - (not full)
+    yield Message("all_reduce", ranks, rank.values * rank.itemsize, forward)
+    yield Message("all_reduce", ranks, rank.values * rank.wire, backward)
+    yield Message("all_reduce", ranks, rank.values * (rank.itemsize if rank.lowers else rank.wire))
     if rank.layout.pipeline == 1:
-        most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * rank.vocab))
-        for _, loss_tokens in rank.micros:
+        most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
+        for _, loss_tokens in rank.computed:
             times = 2 if loss_tokens > most else 1
-            yield Message("all_reduce", ranks, loss_tokens * hidden * rank.wire)
+            yield Message("all_reduce", ranks, loss_tokens * model.hidden_size * rank.wire)
             yield Message("all_reduce", ranks, loss_tokens * 3 * 4, times)
-    ahead, back = gathered_features
+    ahead, back = rank.size.gathered_features
     features = (2 * ahead if recomputes else ahead) + back
-    gathered = rank.tokens * rank.itemsize * features * rank.blocks // rank.num_layers
+    tokens = rank.values // model.hidden_size
+    gathered = tokens * rank.itemsize * features * rank.blocks // model.num_hidden_layers
     yield Message("all_gather", ranks, gathered)
-
-
-def _rank_0(
-    size: ModelSize,
-    model: Any,
-    layout: Layout,
-    parallel: ParallelConfig,
-    micros: Sequence[tuple[int, int]],
-    itemsize: int,
-    loss_share: float,
-) -> _Rank0:
-    full = size.is_full
-    uses_fsdp = layout.shard > 1 or parallel.offload_params == "cpu"
-    blocks = _first_blocks(size, model, layout, parallel.stages_per_rank, loss_share)
-    if layout.pipeline > 1 and parallel.stages_per_rank > 1:
-        # Interleaving deals micro-batches out in rounds, and fills up with rows of one token.
-        micros = [*micros, *[(1, 0)] * (-len(micros) % layout.pipeline)]
-    elif layout.pipeline == layout.shard == 1:
-        micros = [micro for micro in micros if micro[1]]  # others are not computed
-    return _Rank0(
-        layout,
-        full,
-        uses_fsdp,
-        # Weights that are stored in more bytes than they are computed with.
-        lowers=uses_fsdp and full and itemsize < size.trained_itemsize,
-        tied=bool(model.tie_word_embeddings),
-        itemsize=itemsize,
-        wire=size.wire(itemsize),
-        hidden=model.hidden_size,
-        vocab=model.vocab_size,
-        num_layers=model.num_hidden_layers,
-        blocks=blocks,
-        held=tuple(_first_part(size, model.num_hidden_layers, layout, blocks)),
-        micros=tuple(micros),
-    )
-
-
-def _first_blocks(
-    size: ModelSize, model: Any, layout: Layout, stages_per_rank: int, loss_share: float
-) -> int:
-    """Return how many decoder blocks rank 0 holds."""
-    if layout.pipeline == 1:
-        return int(model.num_hidden_layers)
-    values = sum(w.num_values for w in size.weights if w.part == "blocks")
-    block_values = values / model.num_hidden_layers
-    stages = stage_blocks(model, block_values, layout, stages_per_rank, loss_share)
-    return sum(map(len, stages[:: layout.pipeline]))
-
-
-def _first_part(size: ModelSize, num_layers: int, layout: Layout, blocks: int) -> Iterator[Weights]:
-    """Yield rank 0's part of a model's weights by pipeline and tensor axis, before any sharding."""
-    for weights in size.weights:
-        if weights.part == "end" and layout.pipeline > 1:
-            continue
-        share = blocks if weights.part == "blocks" else num_layers
-        ways = num_layers * (layout.tensor if weights.role == "slice" else 1)
-        yield replace(
-            weights,
-            num_values=weights.num_values * share // ways,
-            num_bytes=weights.num_bytes * share // ways,
-        )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from hpc_tune.batch import Batch
+from hpc_tune.batch import full_batch
 from hpc_tune.engine.base import Engine
 from hpc_tune.memory.host import own_bytes
 from hpc_tune.memory.monitor import Monitor
@@ -26,7 +26,7 @@ def largest_micro_size(
     """
     if most_rows <= 1:
         return 1
-    row_bytes = _peak_of(lambda: engine.run_once(full_row(seq_len)), comm.device)
+    row_bytes = _peak_of(lambda: engine.run_once(full_batch(1, seq_len)), comm.device)
     if comm.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(comm.device)
         free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -38,12 +38,6 @@ def largest_micro_size(
     # The rank with the least room decides.
     rows = -int(comm.max([-rows])[0])
     return most_rows if rows >= most_rows else 1 << (rows.bit_length() - 1)
-
-
-def full_row(seq_len: int) -> Batch:
-    """Return one row of one document in which each token carries loss: the costliest row."""
-    tokens_BT = torch.arange(seq_len).unsqueeze(0) % 32
-    return Batch(tokens_BT, tokens_BT, torch.arange(seq_len).unsqueeze(0), seq_len, seq_len, 0)
 
 
 def _peak_of(work: Callable[[], None], device: torch.device) -> int:
