@@ -39,7 +39,7 @@ def as_lines(
         mark = f"{colour}{word}{_PLAIN}" if colours else word
         lines.append(f"{mark}  {finding.text}")
     if not findings:
-        text = "nothing is in the way of a run"
+        text = "no problems found: a run can start"
         lines.append(f"{_GREEN}{text}{_PLAIN}" if colours else text)
     return lines
 
@@ -123,7 +123,7 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
         lines.append(f"links     {collective.name} of {size}: {took}")
     if links.skipped:
         lines.append(
-            f"links     {_many(links.skipped, 'pair')} not measured for want of time (--links)"
+            f"links     {_many(links.skipped, 'pair')} not measured: out of time (--links)"
         )
     return lines
 

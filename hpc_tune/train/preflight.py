@@ -30,7 +30,10 @@ _PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare
 
 @dataclass(frozen=True)
 class Forecast:
-    """What ``plan --json`` says of a run, None where it surely fits, and the verdict in words."""
+    """What ``plan --json`` says of a run, and the verdict in words.
+
+    ``plan`` is None where a bound says that the run fits, or the plan fails.
+    """
 
     plan: dict[str, Any] | None
     verdict: str
@@ -54,7 +57,7 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     plan = comm.on_rank_0("planning", lambda: _plan(job.dir, machine, limit_s))
     if plan is None:
-        return Forecast(None, "not planned, see above")
+        return Forecast(None, "not planned; see the warning above")
     job.monitor.expect(next(p["node_bytes"] for p in plan["phases"] if p["name"] == "steady"))
     if plan["fits"]:
         return Forecast(plan, _verdict(plan, machine))
@@ -66,12 +69,12 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
         for phase in bad
     )
     advice = "\n".join(f"  - {line}" for line in plan["advice"])
-    text += f"\nWhat would help:\n{advice}\n--force starts it all the same."
+    text += f"\nWhat would help:\n{advice}\nUse --force to start it anyway."
     if not force:
         raise MemoryBudgetError(text)
     if comm.is_rank_0:
         log.warning("%s", text)
-    return Forecast(plan, "does not fit by the plan, and was forced")
+    return Forecast(plan, "does not fit by the plan; started with --force")
 
 
 def _verdict(plan: dict[str, Any], machine: Machine) -> str:

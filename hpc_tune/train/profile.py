@@ -62,7 +62,7 @@ class StepProfile:
             if comm.is_rank_0:
                 log.warning(
                     "train.profile=%d:%d is not among the steps that this run does, %d to %d: "
-                    "nothing is profiled",
+                    "no step is profiled",
                     *(steps[0], len(steps), done + 1, total),
                 )
             steps = range(0)
