@@ -7,8 +7,9 @@ and which ranks take its positions -> at the end of the run: what a step took, a
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None
     log.info("auto    measuring links and a decoder block")
     machine = machine_of(comm, find_limit(config.memory.host_limit).num_bytes)
     measured, ordered = take_measures(config, comm, machine)
-    best, lines = choose_from(measured, config, ordered, machine)
+    write_settings, limit_s = partial(write_resolved, config), config.run.timeout / 2
+    best, lines = choose_from(measured, write_settings, ordered, machine, limit_s)
     for line in lines:
         log.info("%s", line)
     return best, regroup(ordered, measured.positions(best.ranks), config.run.timeout)
@@ -90,20 +92,25 @@ def take_measures(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
 
 
 def choose_from(
-    measured: Measured, config: RunConfig, comm: Comm, machine: Machine
+    measured: Measured,
+    write_settings: Callable[[Path], None],
+    comm: Comm,
+    machine: Machine,
+    limit_s: float,
 ) -> tuple[Candidate, list[str]]:
     """Choose on the first rank; return also the table that says why. Collective.
+
+    ``write_settings`` writes the configuration file. The others wait for up to ``limit_s``.
 
     Raises:
         ConfigError: if no layout is possible or fits.
     """
-    limit_s = config.run.timeout / 2  # the others wait for it
 
     def ask() -> str:
         with tempfile.TemporaryDirectory() as folder:
             file, settings = Path(folder) / "measured.json", Path(folder) / "config.yaml"
             file.write_text(measured.to_json(), encoding="utf-8")
-            write_resolved(config, settings)
+            write_settings(settings)
             try:
                 done = run_plan(settings, machine, ["--measured", str(file)], limit_s)
             except subprocess.TimeoutExpired:

@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from hpc_tune.autotune.candidates import allows_tensor, candidates, legal_layouts
 from hpc_tune.autotune.choose import choose_from, take_measures
 from hpc_tune.batch import Batch
-from hpc_tune.config.load import load_config
+from hpc_tune.config.load import load_config, write_resolved
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.log import configure
 from hpc_tune.memory.host import find_limit
@@ -75,7 +76,8 @@ def main():
     began_s = time.monotonic()
     measured, comm = take_measures(config, comm, machine)
     measuring_s = time.monotonic() - began_s
-    chosen, lines = choose_from(measured, config, comm, machine)
+    write_settings, limit_s = partial(write_resolved, config), config.run.timeout / 2
+    chosen, lines = choose_from(measured, write_settings, comm, machine, limit_s)
     dtype = compute_dtype(config.model.dtype, comm.device)
 
     def built():
