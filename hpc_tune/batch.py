@@ -49,6 +49,14 @@ class Batch:
         return replace(self, tokens_BT=tokens_BT, labels_BT=labels_BT, positions_BT=positions_BT)
 
 
+def full_batch(num_rows: int, seq_len: int) -> Batch:
+    """Return rows of one document each, all of whose tokens carry loss: the costliest rows."""
+    positions_BT = torch.arange(seq_len).expand(num_rows, seq_len).contiguous()
+    num_tokens = num_rows * seq_len
+    tokens_BT = positions_BT % 32
+    return Batch(tokens_BT, tokens_BT, positions_BT, num_tokens, num_tokens, 0)
+
+
 def empty_batch(first_row: int) -> Batch:
     """Return a row of one token without a label: it joins collectives and changes nothing."""
     zeros_BT = torch.zeros(1, 1, dtype=torch.int64)

@@ -177,13 +177,13 @@ def show(options: Namespace) -> int:
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
-    from hpc_tune.plan.memory_model import Machine
-    from hpc_tune.plan.report import answer, as_json, as_lines
+    from hpc_tune.plan.hardware import Machine
+    from hpc_tune.plan.report import as_json, as_lines, make_plan
 
     config, device_bytes = options.config, options.device_memory or None
     machine = Machine(options.nodes, options.gpus_per_node, device_bytes, options.host_memory)
     if config.parallel.layout == "auto":
-        from hpc_tune.plan import search
+        from hpc_tune.autotune import search
 
         named = options.measured, options.hardware
         choice, machine, config = search.choose_for(config, machine, *named)
@@ -193,9 +193,9 @@ def plan(options: Namespace) -> int:
         print("\n".join([*search.as_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
-    found = answer(config, machine, options.save)
-    print(as_json(found) if options.json else "\n".join(as_lines(found)))
-    return EXIT_DONE if found.fits else EXIT_FAILED
+    planned = make_plan(config, machine, options.save)
+    print(as_json(planned) if options.json else "\n".join(as_lines(planned)))
+    return EXIT_DONE if planned.fits else EXIT_FAILED
 
 
 @command(

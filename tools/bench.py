@@ -9,7 +9,7 @@ zero3, fsdp2), which get an environment of their own below --work, and prints me
 
     useful    tokens of documents per second, without padding, after the first two steps
     limit     the share of what the machine's matrix products would allow: tokens/s x flops per
-              token (4 x frozen + 6 x trained + 6 x layers x hidden x length, see plan/messages.py)
+              token (4 x frozen + 6 x trained + 6 x layers x hidden x length: plan/model_size.py)
               over the flops/s of a large product in the same dtype, measured in the same run
     first     seconds from launch until the first optimizer step is done
     host      peak of anonymous + shared bytes over all ranks, a shared page counted once
@@ -359,8 +359,7 @@ def _flops_per_token(asked: argparse.Namespace) -> float:
 
     from hpc_tune.config.schema import TuneConfig
     from hpc_tune.model.build import build
-    from hpc_tune.plan.messages import flops_per_token
-    from hpc_tune.plan.model_size import measure
+    from hpc_tune.plan.model_size import flops_per_token, measure
 
     built = build(asked.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
     return flops_per_token(measure(built.module), built.config, asked.seq_len)

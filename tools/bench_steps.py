@@ -26,9 +26,9 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
-from hpc_tune.plan.candidates import check_layout, choose_layout, keeps_gathered, micro_rows
-from hpc_tune.plan.messages import flops_per_token
-from hpc_tune.plan.model_size import measure
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.model_size import flops_per_token, measure
+from hpc_tune.plan.resolve import most_micro_rows, resolve
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
@@ -91,18 +91,17 @@ def run(config: RunConfig, comm: Comm, num_steps: int) -> dict[str, object]:
     built = build(directory, dtype, config.tune, config.train.seed, weights=False)
     size = measure(built.module)
     room = torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 60
-    layout, _ = choose_layout(config.parallel, comm.world.size, size, room)
-    check_layout(layout, config.parallel, built.config)
-    chosen = {"reshard": keeps_gathered(config.parallel, size, layout, room)}
+    machine = Machine(comm.world.size, 1, room, 0)  # copies within nodes are not looked for
+    resolved = resolve(config.parallel, size, built.config, machine)
+    layout = resolved.layout
     assert isinstance(built.index, ShapeIndex)
     index = RandomIndex(built.index)
-    parallel = config.parallel.model_copy(update=chosen)
     engine = NativeEngine(
         replace(built, index=index),
-        EngineSettings(layout, device, config.optim, parallel, config.train),
+        EngineSettings(layout, device, config.optim, resolved.parallel, config.train),
     )
     index.forget()
-    rows, length = micro_rows(config, layout), config.data.seq_len
+    rows, length = most_micro_rows(config.batch, layout), config.data.seq_len
     num_micro = math.ceil(config.batch.global_size / (layout.data_size * rows))
     generator = torch.Generator().manual_seed(comm.world.rank)
     tokens_BT = torch.randint(built.config.vocab_size, (rows, length), generator=generator)

@@ -1,4 +1,4 @@
-"""Device and host bytes of a run by phase, before anything is started: sums of what is known.
+"""Device and host bytes of a run by phase, predicted before anything is started.
 
     shapes, traced step, settings -> load, compile, first step, steady, evaluate, save, merge
 
@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hpc_tune.checkpoint.export import merge_bytes
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import CheckpointConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN, PREFETCH_BYTES
 from hpc_tune.engine.compile import WORKER_BYTES, num_workers
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.weights import PIECE_BYTES
+from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.model_size import ModelSize, activation_bound, static_bytes
 from hpc_tune.plan.trace import TraceReport
 
@@ -39,22 +41,6 @@ Save = Literal["streamed", "gathered"]
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the run is planned for. ``device_bytes`` of each rank's GPU; None: ranks on CPUs."""
-
-    nodes: int
-    ranks_per_node: int
-    device_bytes: int | None
-    host_bytes: int
-    cores_per_rank: int = 8
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self.nodes * self.ranks_per_node
-
-
-@dataclass(frozen=True)
 class Phase:
     """The peak of one phase: bytes of the rank that needs most, on its device and on the host.
 
@@ -73,95 +59,141 @@ class Phase:
         return machine.ranks_per_node * self.rank_bytes + self.first_bytes
 
 
-def most_bytes(size: ModelSize, layout: Layout, model: Any, tokens: int, on_device: bool) -> int:
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a trace of one rank does not show of a model, in bytes.
+
+    ``trained``: all trained values, whole; ``largest_tensor``: as it is stored; ``largest_unit``:
+    the most that shards are gathered to at once, a block or the embedding. ``is_full``: all weights
+    are trained; ``is_stored_so``: the files have the dtype that is computed with.
+    """
+
+    trained: int
+    largest_tensor: int
+    largest_unit: int
+    is_full: bool = False
+    is_stored_so: bool = True
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """The settings that decide memory beside the traced step.
+
+    ``parallel`` has its layout decided. ``step_tokens`` of a rank wait in its loader for a step.
+    ``compile_threads``: None without torch.compile. ``governed``: memory.governor is on.
+    ``save="gathered"`` is what a tool would do that brings all trained values and their optimizer
+    state together on one rank.
+    """
+
+    parallel: ParallelConfig
+    checkpoint: CheckpointConfig
+    step_tokens: int
+    compile_threads: int | None = None
+    governed: bool = True
+    save: Save = "streamed"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a shard of the weights."""
+        parallel = self.parallel
+        shards = (parallel.shard or 1) > 1 or parallel.zero_stage == 3
+        return shards or parallel.offload_params != "none"
+
+
+def process_bytes(machine: Machine) -> int:
+    """Return what a rank's process takes of the memory that it computes with."""
+    return 0 if machine.device_bytes else PROCESS_BYTES
+
+
+def most_bytes(size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine) -> int:
     """Return more than the steps of a rank take, by arithmetic; see ``activation_bound``."""
-    process = 0 if on_device else PROCESS_BYTES
-    return static_bytes(size, layout) + activation_bound(model, tokens) + process
+    return static_bytes(size, layout) + activation_bound(model, tokens) + process_bytes(machine)
 
 
-def ledger(
-    config: RunConfig,
-    trace: TraceReport,
-    machine: Machine,
-    num_trained_bytes: int,
-    largest_tensor_bytes: int,
-    largest_unit_bytes: int,
-    save: Save = "streamed",
-    is_stored_so: bool = True,
+def memory_by_phase(
+    trace: TraceReport, machine: Machine, model: ModelBytes, settings: MemorySettings
 ) -> list[Phase]:
     """Return the phases in the order in which a run goes through them.
 
-    ``config`` has its layout decided; ``trace`` is of the rank that needs most.
-    ``num_trained_bytes`` are those of all trained values in all ranks' shards together;
-    ``save="gathered"`` tells what a tool would need that brings them and their optimizer state
-    together on one rank. ``largest_unit_bytes`` is the most that shards are gathered to at once, a
-    block or the embedding. ``is_stored_so``: the files have the dtype that is computed with.
+    ``trace`` is of the rank that needs most.
     """
-    on_cpu = machine.device_bytes is None
+    on_cpu, checkpoint = machine.device_bytes is None, settings.checkpoint
     process = PROCESS_BYTES + MODEL_BYTES + LAYER_BYTES * trace.num_layers
     process += 0 if on_cpu else GPU_PROCESS_BYTES
-    process += 0 if config.parallel.zero_stage is None else DEEPSPEED_BYTES
-    frozen = 0 if config.tune.method == "full" else trace.weight_bytes
-    parallel = config.parallel
-    sharded = (parallel.shard or 1) > 1 or parallel.zero_stage == 3
-    sharded = sharded or parallel.offload_params != "none"
-    # Whole frozen weights on CPUs are pages of the files, if those have their dtype.
-    mapped = frozen if on_cpu and is_stored_so and not sharded else 0
-    static, loaded = trace.idle_bytes - mapped, trace.loaded_bytes - mapped
-    peak = (trace.heap_peak_bytes if on_cpu else trace.peak_bytes) - mapped
-    evaluation = (trace.heap_evaluation_bytes if on_cpu else trace.evaluation_bytes) - mapped
-    if parallel.zero_stage == 3:
-        peak += largest_unit_bytes  # the next block is gathered ahead
-    if on_cpu and sharded:
-        # gloo makes a copy of what it gathers.
-        peak, evaluation = peak + largest_unit_bytes, evaluation + largest_unit_bytes
-    offloaded = 0
-    if not on_cpu and parallel.offload_params == "cpu":
-        # Sharded values wait on the host, in pinned blocks; gathered ones are activations.
-        kept = trace.adapter_bytes * 4 if frozen else 0
-        waiting = static - kept
-        offloaded = pinned_bytes(waiting, 2 * trace.num_layers)
-        static, loaded = kept, kept
-        peak, evaluation = peak - waiting, evaluation - waiting
-    elif not on_cpu and parallel.offload_optimizer == "cpu":
-        offloaded = trace.optimizer_bytes
-        static, peak, evaluation = static - offloaded, peak - offloaded, evaluation - offloaded
+    process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
+    step = _step_bytes(trace, on_cpu, model, settings)
     left = STEPPED_BYTES if on_cpu else 0
-    rows = -(-config.batch.global_size // machine.world_size)
-    buffers = min(PREFETCH_BYTES, 2 * rows * config.data.seq_len * BYTES_PER_TOKEN)
-    state = STATES_SAVED * num_trained_bytes
-    share = state // machine.world_size
-    in_background = config.checkpoint.background and save == "streamed"
-    staging = min(config.checkpoint.staging_bytes, share) if in_background else 0
+    buffers = min(PREFETCH_BYTES, 2 * settings.step_tokens * BYTES_PER_TOKEN)
+    state = STATES_SAVED * model.trained
 
     def phase(name: str, on_device: int, on_host: int, first: int = 0) -> Phase:
         if on_cpu:
             return Phase(name, 0, process + on_device + on_host, first)
         device = int(on_device * (1 + GPU_SLACK)) + GPU_CONTEXT_BYTES
-        return Phase(name, device, process + offloaded + on_host, first)
+        return Phase(name, device, process + step.offloaded + on_host, first)
 
-    phases = [phase("load", loaded, 2 * PIECE_BYTES)]
-    if config.train.compile:
-        per_rank = machine.host_bytes // machine.ranks_per_node
-        threads = config.run.threads
-        threads = machine.cores_per_rank if threads == "auto" else threads
-        workers = num_workers(threads, per_rank)
-        phases.append(phase("compile", peak, buffers + workers * WORKER_BYTES))
+    phases = [phase("load", step.loaded, 2 * PIECE_BYTES)]
+    if settings.compile_threads is not None:
+        workers = num_workers(settings.compile_threads, machine.host_bytes_per_rank)
+        phases.append(phase("compile", step.peak, buffers + workers * WORKER_BYTES))
     phases += [
-        phase("first step", peak, buffers),
-        phase("steady", peak, buffers),
-        phase("evaluate", evaluation + left, buffers),
+        phase("first step", step.peak, buffers),
+        phase("steady", step.peak, buffers),
+        phase("evaluate", step.evaluation + left, buffers),
     ]
-    if save == "gathered":
-        phases.append(phase("save", static, buffers, state))
+    if settings.save == "gathered":
+        phases.append(phase("save", step.idle, buffers, state))
     else:
-        phases.append(phase("save, training waits", static + left, buffers + PIECE_BYTES))
-        if in_background:
+        phases.append(phase("save, training waits", step.idle + left, buffers + PIECE_BYTES))
+        if checkpoint.background:
             # With a slow disk. The governor lets training wait instead.
-            copied = phase("save, in the background", peak, buffers + PIECE_BYTES + staging)
-            phases.append(replace(copied, optional=config.memory.governor == "on"))
-    merge = MERGING_PROCESS_BYTES + merge_bytes(largest_tensor_bytes)
+            staging = min(checkpoint.staging_bytes, state // machine.world_size)
+            copied = phase("save, in the background", step.peak, buffers + PIECE_BYTES + staging)
+            phases.append(replace(copied, optional=settings.governed))
+    merge = MERGING_PROCESS_BYTES + merge_bytes(model.largest_tensor)
     return [*phases, Phase("merge, in one process", 0, 0, merge)]
+
+
+@dataclass(frozen=True)
+class _StepBytes:
+    """A rank's bytes where it computes: after loading, between steps, and the two peaks.
+
+    ``offloaded``: what a GPU's rank has on the host instead.
+    """
+
+    loaded: int
+    idle: int
+    peak: int
+    evaluation: int
+    offloaded: int = 0
+
+
+def _step_bytes(
+    trace: TraceReport, on_cpu: bool, model: ModelBytes, settings: MemorySettings
+) -> _StepBytes:
+    parallel, sharded = settings.parallel, settings.is_sharded
+    frozen = 0 if model.is_full else trace.weight_bytes
+    # Whole frozen weights on CPUs are pages of the files, if those have their dtype.
+    mapped = frozen if on_cpu and model.is_stored_so and not sharded else 0
+    idle, loaded = trace.idle_bytes - mapped, trace.loaded_bytes - mapped
+    peak = (trace.heap_peak_bytes if on_cpu else trace.peak_bytes) - mapped
+    evaluation = (trace.heap_evaluation_bytes if on_cpu else trace.evaluation_bytes) - mapped
+    if parallel.zero_stage == 3:
+        peak += model.largest_unit  # the next block is prefetched
+    if on_cpu and sharded:
+        # gloo makes a copy of what it gathers.
+        peak, evaluation = peak + model.largest_unit, evaluation + model.largest_unit
+    if not on_cpu and parallel.offload_params == "cpu":
+        # Sharded values wait on the host, in pinned blocks; gathered ones are activations.
+        kept = trace.adapter_bytes * 4 if frozen else 0
+        waiting = idle - kept
+        pinned = pinned_bytes(waiting, 2 * trace.num_layers)
+        return _StepBytes(kept, kept, peak - waiting, evaluation - waiting, pinned)
+    if not on_cpu and parallel.offload_optimizer == "cpu":
+        offloaded = trace.optimizer_bytes
+        rest = (idle - offloaded, peak - offloaded, evaluation - offloaded)
+        return _StepBytes(loaded, *rest, offloaded)
+    return _StepBytes(loaded, idle, peak, evaluation)
 
 
 def pinned_bytes(num_bytes: int, num_blocks: int) -> int:

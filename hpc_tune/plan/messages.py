@@ -1,9 +1,13 @@
-"""What a step costs from shapes alone: flops, and the bytes that each rank sends."""
+"""The messages of a step from shapes alone, and the bytes that rank 0 sends in them.
+
+model, layout, micro-batches -> what rank 0 holds -> step_messages -> expected_bytes
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
@@ -11,42 +15,37 @@ from hpc_tune.engine.pipeline_parallel import stage_blocks
 from hpc_tune.model.loss import LEAST_TOKENS, TRAINED_LOGITS_BYTES
 from hpc_tune.plan.model_size import ModelSize, Weights
 
-# Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
-_PEAK_BF16 = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "MI300X": 1307e12,
-    "MI250X": 191.5e12,
-}
+# All-reduces of a block on the tensor axis (arXiv:1909.08053).
+FORWARD_SUMS, BACKWARD_SUMS = 2, 2
 
 
-def flops_per_token(size: ModelSize, config: Any, seq_len: int) -> float:
-    """Return the flops of one training step per token, without recomputation.
+@dataclass(frozen=True)
+class Message:
+    """A collective of ``ranks`` ranks, ``times`` in a step, or what rank 0 sends to a neighbour.
 
-    Two per weight forward and two backward for the gradient of the input, two more for the
-    gradient of a trained weight: 4 x frozen + 6 x trained, where the input embedding counts only if
-    it is also the head. Causal attention adds 6 x layers x hidden x seq_len (arXiv:2204.02311,
-    appendix B, halved for causality).
+    ``num_bytes`` of one: what is summed or scattered, what all have after a gathering, or is sent.
     """
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    full = size.num_frozen == 0
-    weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
-    weights -= (6.0 if full else 4.0) * embedding
-    return weights + 6.0 * config.num_hidden_layers * config.hidden_size * seq_len
 
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+    ranks: int
+    num_bytes: int
+    times: int = 1
 
-def peak_flops(device_name: str) -> float | None:
-    """Return a GPU's dense bf16 peak in flops per second; None if it is not in the table."""
-    return next((peak for name, peak in _PEAK_BF16.items() if name in device_name), None)
+    @property
+    def sent_bytes(self) -> int:
+        """What each rank sends with the ring algorithms; see ``engine/counted_collectives.py``."""
+        match self.kind:
+            case "send":
+                return self.times * self.num_bytes
+            case "all_reduce":
+                return self.times * (2 * (self.ranks - 1) * self.num_bytes // self.ranks)
+            case _:
+                return self.times * ((self.ranks - 1) * self.num_bytes // self.ranks)
 
 
 def expected_bytes(
     size: ModelSize,
-    config: Any,
+    model: Any,
     layout: Layout,
     parallel: ParallelConfig,
     itemsize: int,
@@ -56,173 +55,172 @@ def expected_bytes(
 ) -> dict[str, int]:
     """Return the bytes that rank 0 sends in a step, by kind of collective.
 
-    ``config`` is the model's transformers config, ``parallel.reshard`` must have been decided.
-    ``itemsize``: bytes of a value in matrix products. ``loss_share`` of all tokens reach the head,
-    for which stages are made equal. ``micros``: of each of the rank's micro-batches the tokens with
-    padding, and those with loss. ``recomputes``: blocks run again in the backward pass, also where
-    parallel.recompute does not say so. See ``traffic`` for what an algorithm sends. Exact where the
-    ranks of an axis divide what they share; but for ZeRO, which DeepSpeed decides, and in a
-    pipeline with reshard=micro for a frozen embedding of its own.
+    ``model`` is the transformers config, ``parallel.reshard`` must have been decided. ``itemsize``:
+    bytes of a value in matrix products. ``loss_share`` of all tokens reach the head, for which
+    stages are made equal. ``micros``: of each of the rank's micro-batches the tokens with padding,
+    and those with loss. ``recomputes``: blocks run again in the backward pass, also where
+    parallel.recompute does not say so. Exact where the ranks of an axis divide what they share; but
+    for ZeRO, which DeepSpeed decides, and in a pipeline with reshard=micro for a frozen embedding
+    of its own.
     """
-    recomputes = recomputes or parallel.recompute != "none"
     if parallel.zero_stage is not None:
-        kinds = Counter(zero_bytes(size, layout.size, parallel, len(micros)))
+        messages = zero_messages(size, layout.size, parallel.zero_stage, len(micros))
     else:
-        rank = _rank_0(size, config, layout, parallel, micros, itemsize, loss_share)
-        kinds = Counter(all_reduce=_all_reduce(layout.size, 4))  # the loss, in fp32
-        if layout.tensor > 1 or layout.pipeline > 1 or (rank.full and rank.uses_fsdp):
-            kinds["all_reduce"] += _all_reduce(layout.size, 8)  # the gradients' norm, in fp64
-        kinds.update(gathered_bytes(rank, parallel.reshard))
-        kinds.update(gradient_bytes(rank, parallel))
-        kinds.update(tensor_bytes(rank, size, config, recomputes))
-        if layout.pipeline > 1:
-            # Each stage's output forward, its input's gradient backward, but at the model's ends.
-            messages = 2 * parallel.stages_per_rank - 1
-            kinds["send"] += messages * rank.tokens * config.hidden_size * rank.wire
-    return {kind: num for kind, num in kinds.items() if num}
+        rank = Rank0(size, model, layout, parallel, itemsize, loss_share, tuple(micros))
+        messages = step_messages(rank, recomputes or parallel.recompute != "none")
+    sent: Counter[str] = Counter()
+    for message in messages:
+        sent[message.kind] += message.sent_bytes
+    return {kind: num for kind, num in sent.items() if num}
 
 
-def zero_bytes(
-    size: ModelSize, ranks: int, parallel: ParallelConfig, num_micro: int
-) -> dict[str, int]:
-    """Return the bytes a rank sends per step under ZeRO (arXiv:1910.02054).
+def zero_messages(size: ModelSize, ranks: int, stage: int, num_micro: int) -> Iterator[Message]:
+    """Yield the messages of a step under ZeRO (arXiv:1910.02054).
 
     Stage 1 adds all gradients up once per step, stage 2 once per micro-batch, both in all-reduces,
     and both send the updated weights around. Stage 3 gathers all weights forward and backward;
     gradients are reduce-scattered per micro-batch.
     """
-    grads = size.trained_bytes * (ranks - 1) // ranks
-    if parallel.zero_stage == 3:
-        weights = (size.frozen_bytes or size.trained_bytes) * (ranks - 1) // ranks
-        return {"all_gather": 2 * num_micro * weights, "reduce_scatter": num_micro * grads}
-    times = num_micro if parallel.zero_stage == 2 else 1
-    return {"all_reduce": 2 * times * grads, "all_gather": grads}
+    if stage == 3:
+        weights = size.frozen_bytes or size.trained_bytes
+        yield Message("all_gather", ranks, weights, 2 * num_micro)
+        yield Message("reduce_scatter", ranks, size.trained_bytes, num_micro)
+        return
+    yield Message("all_reduce", ranks, size.trained_bytes, num_micro if stage == 2 else 1)
+    yield Message("all_gather", ranks, size.trained_bytes)
 
 
 @dataclass(frozen=True)
-class _Rank0:
+class Rank0:
     """What rank 0 holds and computes in a step: it has the first stage, and the most rows.
 
-    ``full``: all weights are trained. Products are in values of ``itemsize`` bytes, what flows
-    between blocks in values of ``wire``. ``lowers``: fp32 weights are gathered in bf16. ``tied``:
-    the embedding is the head too. ``blocks``: decoder blocks, ``held``: all weights, of which FSDP2
-    holds a part on each rank of those that are ``sharded``.
+    Products are in values of ``itemsize`` bytes. See ``expected_bytes`` for the rest.
     """
 
+    size: ModelSize
+    model: Any
     layout: Layout
-    full: bool
-    uses_fsdp: bool
-    lowers: bool
-    tied: bool
+    parallel: ParallelConfig
     itemsize: int
-    wire: int
-    blocks: int
-    held: tuple[Weights, ...]
+    loss_share: float
     micros: tuple[tuple[int, int], ...]
 
     @property
-    def sharded(self) -> list[Weights]:
-        """All of a frozen base, or all trained weights but norms and biases that are not lowered.
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 holds weights."""
+        return self.layout.shard > 1 or self.parallel.offload_params == "cpu"
 
-        See ``shard`` for why.
+    @property
+    def lowers(self) -> bool:
+        """Whether fp32 weights are gathered in bf16."""
+        return self.uses_fsdp and self.size.is_full and self.itemsize < self.size.trained_itemsize
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head too."""
+        return bool(self.model.tie_word_embeddings)
+
+    @property
+    def wire(self) -> int:
+        """Bytes of a value that flows between blocks."""
+        return self.size.wire(self.itemsize)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Decoder blocks of its stages."""
+        layout, layers = self.layout, int(self.model.num_hidden_layers)
+        if layout.pipeline == 1:
+            return layers
+        values = sum(w.num_values for w in self.size.weights if w.part == "blocks") / layers
+        stages_per_rank = self.parallel.stages_per_rank
+        stages = stage_blocks(self.model, values, layout, stages_per_rank, self.loss_share)
+        return sum(map(len, stages[:: layout.pipeline]))
+
+    @cached_property
+    def held(self) -> list[Weights]:
+        """Its part of the weights by pipeline and tensor axis, before any sharding."""
+        layout, layers = self.layout, self.model.num_hidden_layers
+        held = []
+        for weights in self.size.weights:
+            if weights.part == "end" and layout.pipeline > 1:
+                continue
+            share = self.blocks if weights.part == "blocks" else layers
+            ways = layers * (layout.tensor if weights.role == "slice" else 1)
+            num_values = weights.num_values * share // ways
+            num_bytes = weights.num_bytes * share // ways
+            held.append(replace(weights, num_values=num_values, num_bytes=num_bytes))
+        return held
+
+    @cached_property
+    def sharded(self) -> list[Weights]:
+        """What FSDP2 shards: all of a frozen base, or all trained weights but some vectors.
+
+        Norms and biases that are not lowered; see ``shard`` for why.
         """
         if not self.uses_fsdp:
             return []
-        alike = [weights for weights in self.held if weights.is_trained == self.full]
+        alike = [weights for weights in self.held if weights.is_trained == self.size.is_full]
         return [weights for weights in alike if not (self.lowers and weights.is_vector)]
 
+    @cached_property
+    def computed(self) -> list[tuple[int, int]]:
+        """The micro-batches that it computes."""
+        layout, micros = self.layout, list(self.micros)
+        if layout.pipeline > 1 and self.parallel.stages_per_rank > 1:
+            # Interleaving deals micro-batches out in rounds, and fills up with rows of one token.
+            return [*micros, *[(1, 0)] * (-len(micros) % layout.pipeline)]
+        if layout.pipeline == layout.shard == 1:
+            return [micro for micro in micros if micro[1]]
+        return micros
+
     @property
-    def tokens(self) -> int:
-        """Tokens that are computed, with padding."""
-        return sum(tokens for tokens, _ in self.micros)
+    def values(self) -> int:
+        """Values between two blocks: tokens that are computed, with padding, x hidden."""
+        return sum(tokens for tokens, _ in self.computed) * int(self.model.hidden_size)
 
 
-def _rank_0(
-    size: ModelSize,
-    config: Any,
-    layout: Layout,
-    parallel: ParallelConfig,
-    micros: Sequence[tuple[int, int]],
-    itemsize: int,
-    loss_share: float,
-) -> _Rank0:
-    full, stored = size.num_frozen == 0, size.trained_bytes // size.num_trained
-    uses_fsdp = layout.shard > 1 or parallel.offload_params == "cpu"
-    blocks = _first_blocks(size, config, layout, parallel.stages_per_rank, loss_share)
-    if layout.pipeline > 1 and parallel.stages_per_rank > 1:
-        # Interleaving deals micro-batches out in rounds, and fills up with rows of one token.
-        micros = [*micros, *[(1, 0)] * (-len(micros) % layout.pipeline)]
-    elif layout.pipeline == layout.shard == 1:
-        micros = [one for one in micros if one[1]]  # others are not computed
-    return _Rank0(
-        layout,
-        full,
-        uses_fsdp,
-        lowers=uses_fsdp and full and itemsize < stored,
-        tied=bool(config.tie_word_embeddings),
-        itemsize=itemsize,
-        # Weights that are stored in more bytes than they are computed with.
-        wire=max(itemsize, stored) if full else itemsize,
-        blocks=blocks,
-        held=tuple(_first_part(size, config, layout, blocks)),
-        micros=tuple(micros),
-    )
+def step_messages(rank: Rank0, recomputes: bool) -> Iterator[Message]:
+    """Yield the messages of a step of the native engine; ``recomputes``: blocks run again."""
+    layout = rank.layout
+    yield Message("all_reduce", layout.size, 4)  # the loss, in fp32
+    if layout.tensor > 1 or layout.pipeline > 1 or (rank.size.is_full and rank.uses_fsdp):
+        yield Message("all_reduce", layout.size, 8)  # the gradients' norm, in fp64
+    yield from gathered_weights(rank)
+    yield from summed_gradients(rank)
+    yield from tensor_messages(rank, recomputes)
+    if layout.pipeline > 1:
+        # Each stage's output forward, its input's gradient backward, but at the model's ends.
+        hops = 2 * rank.parallel.stages_per_rank - 1
+        yield Message("send", 2, rank.values * rank.wire, hops)
 
 
-def _first_blocks(
-    size: ModelSize, config: Any, layout: Layout, stages_per_rank: int, loss_share: float
-) -> int:
-    """Return how many decoder blocks rank 0 holds."""
-    if layout.pipeline == 1:
-        return int(config.num_hidden_layers)
-    values = sum(w.num_values for w in size.weights if w.part == "blocks")
-    block_values = values / config.num_hidden_layers
-    stages = stage_blocks(config, block_values, layout, stages_per_rank, loss_share)
-    return sum(map(len, stages[:: layout.pipeline]))
+def gathered_weights(rank: Rank0) -> Iterator[Message]:
+    """Yield the gatherings of weights that are sharded (FSDP2).
 
-
-def _first_part(size: ModelSize, config: Any, layout: Layout, blocks: int) -> Iterator[Weights]:
-    """Yield rank 0's part of a model's weights by pipeline and tensor axis, before any sharding."""
-    for weights in size.weights:
-        if weights.part == "end" and layout.pipeline > 1:
-            continue
-        share = blocks if weights.part == "blocks" else config.num_hidden_layers
-        ways = config.num_hidden_layers * (layout.tensor if weights.role == "slice" else 1)
-        yield replace(
-            weights,
-            num_values=weights.num_values * share // ways,
-            num_bytes=weights.num_bytes * share // ways,
-        )
-
-
-def gathered_bytes(rank: _Rank0, reshard: str) -> dict[str, int]:
-    """Return the bytes a rank sends per step to gather weights that are sharded (FSDP2).
-
-    (g-1)/g of its part of the weights each time: once per step, or per micro-batch once
-    (reshard=micro) or twice (block). With reshard=block, what is in no block, nor in an embedding
-    of its own, stays from a forward to its backward pass; and such an embedding, where it is
-    frozen, is gathered in a backward pass for the next forward pass.
+    Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
+    what is in no block, nor in an embedding of its own, stays from a forward to its backward pass;
+    and such an embedding, where it is frozen, is gathered in a backward pass for the next forward
+    pass.
     """
-    shard, num_micro, total = rank.layout.shard, len(rank.micros), 0
+    num_micro, full = len(rank.computed), rank.size.is_full
     for weights in rank.sharded:
-        match reshard:
+        match rank.parallel.reshard:
             case "step":
                 times = 1
             case "micro":
                 times = num_micro
-            case _ if weights.part == "end" or (weights.part == "embedding" and rank.tied):
+            case _ if weights.part == "end" or (weights.part == "embedding" and rank.is_tied):
                 times = num_micro
-            case _ if weights.part == "embedding" and not rank.full:
+            case _ if weights.part == "embedding" and not full:
                 times = num_micro + 1
             case _:
                 times = 2 * num_micro
         num_bytes = rank.itemsize * weights.num_values if rank.lowers else weights.num_bytes
-        total += times * (num_bytes * (shard - 1) // shard)
-    return {"all_gather": total}
+        yield Message("all_gather", rank.layout.shard, num_bytes, times)
 
 
-def gradient_bytes(rank: _Rank0, parallel: ParallelConfig) -> dict[str, int]:
-    """Return the bytes a rank sends per step to add up gradients, by kind of collective.
+def summed_gradients(rank: Rank0) -> Iterator[Message]:
+    """Yield the collectives that add up gradients.
 
     Replicated gradients, of their weights' dtype: an all-reduce over the ranks with rows of their
     own, and over the tensor axis too where each rank has a partial sum. Sharded ones, in
@@ -230,30 +228,29 @@ def gradient_bytes(rank: _Rank0, parallel: ParallelConfig) -> dict[str, int]:
     reshard=step in the last, and an all-reduce of the own shard over the replicas. A pipeline's
     first and last stage add up what they hold both, the embedding that is the head too.
     """
-    layout, sharded = rank.layout, rank.sharded
-    data, shard, summed = layout.data_size, layout.shard, 0
+    layout, parallel, sharded = rank.layout, rank.parallel, rank.sharded
+    data, shard = layout.data_size, layout.shard
     for weights in rank.held:
         if weights.is_trained and weights not in sharded:
             ranks = data * (layout.tensor if weights.role == "partial" else 1)
-            summed += _all_reduce(ranks, weights.num_bytes)
-    if not rank.full:
-        return {"all_reduce": summed}
+            yield Message("all_reduce", ranks, weights.num_bytes)
+    if not rank.size.is_full:
+        return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
-    passes, scattered = 1 if parallel.reshard == "step" else len(rank.micros), 0
+    passes = 1 if parallel.reshard == "step" else len(rank.computed)
     for weights in sharded:
         num_bytes = itemsize * weights.num_values
-        scattered += passes * (num_bytes * (shard - 1) // shard)
-        summed += _all_reduce(layout.replicate, num_bytes // shard)
+        yield Message("reduce_scatter", shard, num_bytes, passes)
+        yield Message("all_reduce", layout.replicate, num_bytes // shard)
         if weights.role == "partial":
-            summed += _all_reduce(layout.tensor, weights.num_bytes // shard)
-    if rank.tied and layout.pipeline > 1:
+            yield Message("all_reduce", layout.tensor, weights.num_bytes // shard)
+    if rank.is_tied and layout.pipeline > 1:
         embedding = sum(w.num_bytes for w in rank.held if w.part == "embedding")
-        summed += _all_reduce(2, embedding // shard)
-    return {"all_reduce": summed, "reduce_scatter": scattered}
+        yield Message("all_reduce", 2, embedding // shard)
 
 
-def tensor_bytes(rank: _Rank0, size: ModelSize, config: Any, recomputes: bool) -> dict[str, int]:
-    """Return the bytes rank 0 sends per step for activations on the tensor axis.
+def tensor_messages(rank: Rank0, recomputes: bool) -> Iterator[Message]:
+    """Yield the messages of activations on the tensor axis.
 
     Per block two all-reduces of tokens x hidden forward, of products, and two backward, of what
     flows between blocks (arXiv:1909.08053); one for the embedding. A frozen one needs no gradient
@@ -261,24 +258,20 @@ def tensor_bytes(rank: _Rank0, size: ModelSize, config: Any, recomputes: bool) -
     last. The head, where rank 0 has it: the gradient of the tokens with loss, and three numbers of
     each in fp32, again where their logits are computed again. And what a plan gathers in between.
     """
-    layout, hidden = rank.layout, config.hidden_size
-    forward = (3 if recomputes else 2) * rank.blocks * rank.itemsize
-    backward = (2 * rank.blocks - (not rank.full)) * rank.wire
-    embedding = rank.itemsize if rank.lowers else rank.wire
-    num_bytes = rank.tokens * hidden * (forward + backward + embedding)
-    if layout.pipeline == 1:
-        most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * config.vocab_size))
-        for _, loss_tokens in rank.micros:
+    ranks, model, full = rank.layout.tensor, rank.model, rank.size.is_full
+    forward = rank.blocks * (FORWARD_SUMS + recomputes)
+    backward = rank.blocks * BACKWARD_SUMS - (not full)
+    yield Message("all_reduce", ranks, rank.values * rank.itemsize, forward)
+    yield Message("all_reduce", ranks, rank.values * rank.wire, backward)
+    yield Message("all_reduce", ranks, rank.values * (rank.itemsize if rank.lowers else rank.wire))
+    if rank.layout.pipeline == 1:
+        most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
+        for _, loss_tokens in rank.computed:
             times = 2 if loss_tokens > most else 1
-            num_bytes += loss_tokens * (hidden * rank.wire + 3 * 4 * times)
-    ahead, back = size.gathered_features
+            yield Message("all_reduce", ranks, loss_tokens * model.hidden_size * rank.wire)
+            yield Message("all_reduce", ranks, loss_tokens * 3 * 4, times)
+    ahead, back = rank.size.gathered_features
     features = (2 * ahead if recomputes else ahead) + back
-    gathered = rank.tokens * rank.itemsize * features * rank.blocks // config.num_hidden_layers
-    return {
-        "all_reduce": _all_reduce(layout.tensor, num_bytes),
-        "all_gather": gathered * (layout.tensor - 1) // layout.tensor,
-    }
-
-
-def _all_reduce(ranks: int, num_bytes: int) -> int:
-    return 2 * (ranks - 1) * num_bytes // ranks
+    tokens = rank.values // model.hidden_size
+    gathered = tokens * rank.itemsize * features * rank.blocks // model.num_hidden_layers
+    yield Message("all_gather", ranks, gathered)

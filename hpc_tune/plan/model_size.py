@@ -1,4 +1,4 @@
-"""Bytes from shapes: what a layout costs before anything is allocated."""
+"""Bytes and flops from shapes: what a model costs before anything is allocated."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -55,6 +55,23 @@ class ModelSize:
         """All values."""
         return self.num_frozen + self.num_trained
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.num_frozen == 0
+
+    @property
+    def trained_itemsize(self) -> int:
+        """Bytes of a trained value as it is stored."""
+        return self.trained_bytes // self.num_trained
+
+    def wire(self, itemsize: int) -> int:
+        """Return the bytes of a value between blocks: as weights are stored, where all are trained.
+
+        ``itemsize``: of a value in matrix products.
+        """
+        return max(itemsize, self.trained_itemsize) if self.is_full else itemsize
+
 
 def measure(module: nn.Module) -> ModelSize:
     """Count a model's parameters, tied ones once; works on the meta device.
@@ -80,18 +97,18 @@ def measure(module: nn.Module) -> ModelSize:
 def _weights_of(module: LossModel) -> tuple[Weights, ...]:
     roles, blocks = roles_of(module), set(block_list(module).parameters())
     embedding = set(module.causal_lm().get_input_embeddings().parameters())
-    found: dict[Weights, list[nn.Parameter]] = {}
+    groups: dict[Weights, list[nn.Parameter]] = {}
     for p in module.parameters():
         part: Part = "blocks" if p in blocks else "embedding" if p in embedding else "end"
         alike = Weights(part, roles.get(p, "whole"), p.requires_grad, p.dim() < 2)
-        found.setdefault(alike, []).append(p)
+        groups.setdefault(alike, []).append(p)
     return tuple(
         replace(
             alike,
             num_values=sum(p.numel() for p in parameters),
             num_bytes=sum(p.numel() * p.element_size() for p in parameters),
         )
-        for alike, parameters in found.items()
+        for alike, parameters in groups.items()
     )
 
 
@@ -104,7 +121,7 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     """
     state = STATE_COPIES * size.trained_bytes
     cut = layout.tensor * layout.pipeline
-    if size.num_frozen:
+    if not size.is_full:
         return size.frozen_bytes // (layout.shard * cut) + (size.scale_bytes + state) // cut
     return state // (layout.shard * cut)
 
@@ -118,3 +135,17 @@ def activation_bound(model: Any, tokens: int) -> int:
     kept: int = 68 * tokens * model.hidden_size * model.num_hidden_layers
     logits: int = 8 * tokens * model.vocab_size
     return kept + logits
+
+
+def flops_per_token(size: ModelSize, model: Any, seq_len: int) -> float:
+    """Return the flops of one training step per token, without recomputation.
+
+    Two per weight forward and two backward for the gradient of the input, two more for the
+    gradient of a trained weight: 4 x frozen + 6 x trained, where the input embedding counts only if
+    it is also the head. Causal attention adds 6 x layers x hidden x seq_len (arXiv:2204.02311,
+    appendix B, halved for causality). ``model`` is the transformers config.
+    """
+    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
+    weights -= (6.0 if size.is_full else 4.0) * embedding
+    return weights + 6.0 * model.num_hidden_layers * model.hidden_size * seq_len

@@ -1,32 +1,37 @@
-"""The answer of the ``plan`` command: what each phase takes, whether it fits, and what would.
+"""The plan of a run's memory: what each phase takes, whether it fits, and what would.
 
-config, machine -> layout -> traced step (fake tensors) -> ledger -> table or JSON
+config, machine -> layout -> traced step (fake tensors) -> phases -> table or JSON
 """
 
-import contextlib
-import dataclasses
-import functools
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.build import DTYPES, BuiltModel, build
-from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.shapes import shape_directory
+from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.plan.candidates import check_layout, choose_layout, keeps_gathered
-from hpc_tune.plan.memory_model import GPU_SLACK, Machine, Phase, Save, ledger
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.memory_model import (
+    GPU_SLACK,
+    MemorySettings,
+    ModelBytes,
+    Phase,
+    Save,
+    memory_by_phase,
+)
 from hpc_tune.plan.model_size import ModelSize, measure
-from hpc_tune.plan.trace import TraceReport, trace_quickly, trace_step, trace_worst
+from hpc_tune.plan.resolve import Resolved, least_micro_rows, resolve, rows_per_rank, with_layout
+from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
+from hpc_tune.plan.trace import TracedStep, TraceReport, trace_quickly, trace_step, trace_worst
 from hpc_tune.units import format_bytes, format_count
 
 USABLE = 0.97  # of a limit: where the governor calls memory critical
@@ -34,11 +39,11 @@ USABLE = 0.97  # of a limit: where the governor calls memory critical
 _WHOLE_UP_TO = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What ``plan`` found; ``advice`` is empty where everything fits.
+@dataclass(frozen=True)
+class Plan:
+    """The memory of a run by phase; ``advice`` is empty where everything fits.
 
-    ``tokens_that_fit`` is the largest micro-batch in tokens, about.
+    ``tokens_that_fit`` is about the largest micro-batch, in tokens.
     """
 
     model: str
@@ -54,76 +59,53 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase does."""
+        """Whether every phase fits, but for optional ones."""
         return all(phase.optional or fits(phase, self.machine) for phase in self.phases)
 
 
-def answer(config: RunConfig, machine: Machine, save: Save = "streamed") -> Answer:
-    """Plan a run on a machine that need not be there; no weights are read.
+def make_plan(config: RunConfig, machine: Machine, save: Save = "streamed") -> Plan:
+    """Plan a run on a machine that need not exist; no weights are read.
 
     Raises:
         ConfigError: if the layout does not fit the world or the model. DataError: if config.json
         is none of a causal LM.
     """
-    with shape_of(config.model.path) as shape_dir:
-        return _answer(config, shape_dir, machine, save)
+    model, tune, batch, seq_len = config.model, config.tune, config.batch, config.data.seq_len
+    threads = machine.cores_per_rank if config.run.threads == "auto" else config.run.threads
+    micro_rows, on_gpu = least_micro_rows(batch), machine.device_bytes is not None
+    dtype = planned_dtype(model.dtype)
+    with shape_of(model.path, dtype, tune, config.train.seed) as shape:
+        built = shape.build()
+        size = measure(built.module)
+        resolved = resolve(config.parallel, size, built.config, machine)
+        settings = MemorySettings(
+            resolved.parallel,
+            config.checkpoint,
+            rows_per_rank(batch, resolved.layout) * seq_len,
+            threads if config.train.compile else None,
+            config.memory.governor == "on",
+            save,
+        )
+        what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
+        step = TracedStep(shape, *what, for_gpu=on_gpu)
+        trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
+        report = _of_zero(trace_worst(trace, step), resolved)
+        model_bytes = _model_bytes(shape, built, size)
+        phases = memory_by_phase(report, machine, model_bytes, settings)
+        peak = "peak_bytes" if on_gpu else "heap_peak_bytes"
 
+        def peak_at(rows: int, length: int) -> int:
+            other = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
+            peak_bytes: int = getattr(_of_zero(trace(other), resolved), peak)
+            return peak_bytes
 
-@contextlib.contextmanager
-def shape_of(path: str) -> Iterator[Path]:
-    """Yield the directory with the config.json of ``model.path``; builtin:tiny is written."""
-    if path != BUILTIN_TINY:
-        yield shape_directory(path)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        write_tiny(Path(folder) / "tiny")
-        yield Path(folder) / "tiny"
-
-
-def built_from(config: RunConfig, shape_dir: Path) -> BuiltModel:
-    """Build the model on the meta device, without a byte of weights."""
-    dtype = DTYPES["bf16" if config.model.dtype == "auto" else config.model.dtype]
-    return build(shape_dir, dtype, config.tune, config.train.seed, weights=False)
-
-
-def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) -> Answer:
-    built = built_from(config, shape_dir)
-    dtype = built.dtype
-    size = measure(built.module)
-    config, layout, why = _settled(config, built, size, machine)
-    micro_rows = 1 if config.batch.micro_size == "auto" else config.batch.micro_size
-    seq_len = config.data.seq_len
-    traced = _as_traced(config)
-    shallow = built.config.num_hidden_layers <= _WHOLE_UP_TO
-    on_gpu = machine.device_bytes is not None
-    trace = functools.partial(trace_step if shallow else trace_quickly, for_gpu=on_gpu)
-    what = (traced, machine.world_size, shape_dir)
-    report = _of_zero(trace_worst(trace, *what, micro_rows, seq_len), config, machine)
-    stored = _stored_dtypes(shape_dir, built) or {dtype}
-    phases = ledger(
-        config,
-        report,
-        machine,
-        size.trained_bytes,
-        max(p.numel() for p in built.module.parameters()) * max(d.itemsize for d in stored),
-        _largest_unit(built, dtype.itemsize),
-        save,
-        is_stored_so=stored == {dtype},
-    )
-    peak = "peak_bytes" if on_gpu else "heap_peak_bytes"
-
-    def peak_at(rows: int, length: int) -> int:
-        found = _of_zero(trace(*what, rows, length, report.rank), config, machine)
-        peak_bytes: int = getattr(found, peak)
-        return peak_bytes
-
-    left = _left_in_steady(phases, machine)
-    tokens = _tokens_that_fit(peak_at, getattr(report, peak), left, micro_rows, seq_len)
-    found = Answer(
-        f"{config.model.path}: {format_count(size.num_parameters)} parameters, "
-        f"{format_count(size.num_trained)} trained ({config.tune.method})",
-        _layout_text(config, layout),
-        why,
+        left = _left_in_steady(phases, machine)
+        tokens = _tokens_that_fit(peak_at, getattr(report, peak), left, micro_rows, seq_len)
+    plan = Plan(
+        f"{model.path}: {format_count(size.num_parameters)} parameters, "
+        f"{format_count(size.num_trained)} trained ({tune.method})",
+        _layout_text(resolved),
+        resolved.why,
         micro_rows,
         seq_len,
         machine,
@@ -132,7 +114,7 @@ def _answer(config: RunConfig, shape_dir: Path, machine: Machine, save: Save) ->
         tokens,
         [],
     )
-    return dataclasses.replace(found, advice=_advice(found, config, save))
+    return replace(plan, advice=_advice(plan, settings, tune.method))
 
 
 def fits(phase: Phase, machine: Machine) -> bool:
@@ -142,20 +124,20 @@ def fits(phase: Phase, machine: Machine) -> bool:
     return on_device and phase.node_bytes(machine) <= USABLE * machine.host_bytes
 
 
-def as_lines(found: Answer) -> list[str]:
-    """Return the answer as a table for a person."""
-    machine, device = found.machine, found.machine.device_bytes
+def as_lines(plan: Plan) -> list[str]:
+    """Return the plan as a table for a person."""
+    machine, device = plan.machine, plan.machine.device_bytes
     where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
     lines = [
-        f"model   {found.model}",
+        f"model   {plan.model}",
         f"world   {machine.nodes} nodes x {machine.ranks_per_node} {where}, "
         f"{format_bytes(machine.host_bytes)} of host memory each",
-        f"layout  {found.layout}: {found.why}",
-        f"batch   micro-batches of {found.micro_rows} x {found.seq_len} tokens",
+        f"layout  {plan.layout}: {plan.why}",
+        f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens",
         "",
         f"{'phase':<26}{'device/rank':>13}{'host/rank':>13}{'host/node':>13}{'left':>13}",
     ]
-    for phase in found.phases:
+    for phase in plan.phases:
         on_device = "-" if device is None else format_bytes(phase.device_bytes)
         left = machine.host_bytes - phase.node_bytes(machine)
         if device is not None and phase.device_bytes:
@@ -167,53 +149,36 @@ def as_lines(found: Answer) -> list[str]:
             f"{format_bytes(phase.node_bytes(machine)):>13}{format_bytes(left):>13}{mark}"
         )
     lines.append("")
-    rows = found.tokens_that_fit // found.seq_len
-    if found.tokens_that_fit > 0:
+    rows = plan.tokens_that_fit // plan.seq_len
+    if plan.tokens_that_fit > 0:
         lines.append(
-            f"room    about {found.tokens_that_fit} tokens per micro-batch: batch.micro_size={rows}"
+            f"room    about {plan.tokens_that_fit} tokens per micro-batch: batch.micro_size={rows}"
             if rows
-            else f"room    data.seq_len up to about {found.tokens_that_fit} in micro-batches of one"
+            else f"room    data.seq_len up to about {plan.tokens_that_fit} in micro-batches of one"
         )
-    lines.append(f"verdict {'fits' if found.fits else 'does not fit'}")
-    return lines + [f"  - {advice}" for advice in found.advice]
+    lines.append(f"verdict {'fits' if plan.fits else 'does not fit'}")
+    return lines + [f"  - {advice}" for advice in plan.advice]
 
 
-def as_json(found: Answer) -> str:
-    """Return the same for a program."""
-    said: dict[str, Any] = dataclasses.asdict(found)
-    for told, phase in zip(said["phases"], found.phases, strict=True):
-        told |= {"node_bytes": phase.node_bytes(found.machine), "fits": fits(phase, found.machine)}
-    return json.dumps({**said, "fits": found.fits}, indent=1)
+def as_json(plan: Plan) -> str:
+    """Return the plan as JSON for a program."""
+    tree: dict[str, Any] = asdict(plan)
+    for node, phase in zip(tree["phases"], plan.phases, strict=True):
+        node |= {"node_bytes": phase.node_bytes(plan.machine), "fits": fits(phase, plan.machine)}
+    return json.dumps({**tree, "fits": plan.fits}, indent=1)
 
 
-def _settled(
-    config: RunConfig, built: BuiltModel, size: ModelSize, machine: Machine
-) -> tuple[RunConfig, Layout, str]:
-    """Return the configuration with the layout that a run there would take."""
-    room = machine.device_bytes or machine.host_bytes // machine.ranks_per_node
-    layout, why = choose_layout(
-        config.parallel, machine.world_size, size, room, machine.ranks_per_node
-    )
-    check_layout(layout, config.parallel, built.config)
-    chosen = {"reshard": keeps_gathered(config.parallel, size, layout, room)}
-    if config.parallel.zero_stage is None:
-        chosen |= dataclasses.asdict(layout)
-    parallel = config.parallel.model_copy(update=chosen)
-    return config.model_copy(update={"parallel": parallel}), layout, why
-
-
-def _as_traced(config: RunConfig) -> RunConfig:
+def _as_traced(resolved: Resolved) -> tuple[Layout, ParallelConfig]:
     """Return the native layout whose step stands for that of ZeRO, which cannot be traced."""
-    stage = config.parallel.zero_stage
-    if stage is None:
-        return config
-    chosen: dict[str, Any] = {"zero_stage": None, "engine": "native", "offload_optimizer": "none"}
-    chosen |= {"shard": None, "replicate": 1} if stage == 3 else {"shard": 1, "replicate": None}
-    chosen |= {"offload_params": "none", "reshard": "block"}
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=chosen)})
+    parallel = resolved.parallel
+    if parallel.zero_stage is None:
+        return resolved.layout, parallel
+    native = {"zero_stage": None, "engine": "native", "reshard": "block"}
+    native |= {"offload_optimizer": "none", "offload_params": "none"}
+    return resolved.layout, with_layout(parallel.model_copy(update=native), resolved.layout)
 
 
-def _of_zero(report: TraceReport, config: RunConfig, machine: Machine) -> TraceReport:
+def _of_zero(report: TraceReport, resolved: Resolved) -> TraceReport:
     """Return the bytes of ZeRO from those of the native layout that was traced in its place.
 
     Stages 1 and 2 keep this rank's share of fp32 copies and moments beside the whole weights; the
@@ -221,25 +186,25 @@ def _of_zero(report: TraceReport, config: RunConfig, machine: Machine) -> TraceR
     step there are gradients, whole or this rank's share, and two buckets of them. Stage 3 has fp32
     copies too, keeps its buckets, and fp32 gradients beside an offloaded optimizer.
     """
-    stage, num = config.parallel.zero_stage, machine.world_size
+    stage, num = resolved.parallel.zero_stage, resolved.layout.size
     trained = report.gradient_bytes
     if stage is None:
         return report
     if stage == 3:
         more = 2 * min(BUCKET_VALUES * 4, trained * num)
-        more += trained if config.parallel.offload_optimizer == "cpu" else 0
+        more += trained if resolved.parallel.offload_optimizer == "cpu" else 0
         return _with_more(report, more, trained + more, trained + more)
     idle = report.idle_bytes - trained - report.optimizer_bytes + 3 * trained // num
     in_step = trained if stage == 1 else trained // num
     in_step += 2 * min(BUCKET_VALUES * 4, trained)
     loaded = idle - 3 * trained // num + trained
-    moved = idle - report.idle_bytes
-    return _with_more(report, loaded - report.loaded_bytes, moved, moved + in_step)
+    more = idle - report.idle_bytes
+    return _with_more(report, loaded - report.loaded_bytes, more, more + in_step)
 
 
 def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> TraceReport:
     """Return it with bytes added to what is loaded, idle (optimizer state), and in a step."""
-    return dataclasses.replace(
+    return replace(
         report,
         optimizer_bytes=report.optimizer_bytes + idle,
         loaded_bytes=report.loaded_bytes + loaded,
@@ -251,18 +216,25 @@ def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
     )
 
 
-def _largest_unit(built: BuiltModel, itemsize: int) -> int:
-    blocks = (sum(p.numel() for p in b.parameters()) for b in block_list(built.module))
-    tensors = (p.numel() for p in built.module.parameters())
-    return max(*blocks, *tensors) * itemsize
+def _model_bytes(shape: ModelShape, built: BuiltModel, size: ModelSize) -> ModelBytes:
+    stored = _stored_dtypes(shape.directory, built) or {shape.dtype}
+    tensors = [p.numel() for p in built.module.parameters()]
+    blocks = [sum(p.numel() for p in b.parameters()) for b in block_list(built.module)]
+    return ModelBytes(
+        size.trained_bytes,
+        max(tensors) * max(dtype.itemsize for dtype in stored),
+        max(*blocks, *tensors) * shape.dtype.itemsize,
+        size.is_full,
+        is_stored_so=stored == {shape.dtype},
+    )
 
 
-def _stored_dtypes(shape_dir: Path, built: BuiltModel) -> set[torch.dtype]:
+def _stored_dtypes(directory: Path, built: BuiltModel) -> set[torch.dtype]:
     """Return the dtypes of the model's files, where they are there, else what its config says."""
-    if any(shape_dir.glob("*.safetensors")):
-        return set(index_model_directory(shape_dir).dtypes.values())
-    said = getattr(built.config, "dtype", None)
-    return {said} if isinstance(said, torch.dtype) else set()
+    if any(directory.glob("*.safetensors")):
+        return set(index_model_directory(directory).dtypes.values())
+    dtype = getattr(built.config, "dtype", None)
+    return {dtype} if isinstance(dtype, torch.dtype) else set()
 
 
 def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:
@@ -277,11 +249,11 @@ def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:
 def _tokens_that_fit(
     peak_at: Callable[[int, int], int], peak_bytes: int, left_bytes: int, rows: int, seq_len: int
 ) -> int:
-    """Return how many tokens a micro-batch may have, about.
+    """Return about how many tokens a micro-batch may have.
 
     ``peak_bytes`` are those of ``rows`` of ``seq_len``; ``peak_at(rows, seq_len)`` traces others.
     Masks grow with the square of the length: what another row takes is at most what the second half
-    of the rows takes twice, and a shorter row is found on a parabola.
+    of the rows takes twice, and a shorter row lies on a parabola.
     """
     allowed = peak_bytes + left_bytes
     if left_bytes >= 0:
@@ -296,22 +268,22 @@ def _tokens_that_fit(
     lengths = [seq_len // 4, seq_len // 2, seq_len]
     peaks = [peak_at(1, lengths[0]), peak_at(1, lengths[1]), one_row]
     square, line, fixed = np.polyfit(lengths, peaks, 2)
-    found = np.roots([square, line, fixed - allowed])
-    shorter = [x.real for x in found if x.imag == 0 and 0 < x.real < seq_len]
+    roots = np.roots([square, line, fixed - allowed])
+    shorter = [x.real for x in roots if x.imag == 0 and 0 < x.real < seq_len]
     return int(min(shorter, default=0))  # 0: it is not the tokens that need so much
 
 
-def _layout_text(config: RunConfig, layout: Layout) -> str:
-    stage = config.parallel.zero_stage
+def _layout_text(resolved: Resolved) -> str:
+    stage, layout = resolved.parallel.zero_stage, resolved.layout
     return str(layout) if stage is None else f"ZeRO {stage} over {layout.size} ranks"
 
 
-def _advice(found: Answer, config: RunConfig, save: Save) -> list[str]:
+def _advice(plan: Plan, settings: MemorySettings, method: str) -> list[str]:
     """Return what would make the phases fit that do not."""
-    machine = found.machine
-    bad = {phase.name: phase for phase in found.phases if not fits(phase, machine)}
+    machine, parallel = plan.machine, settings.parallel
+    bad = {phase.name: phase for phase in plan.phases if not fits(phase, machine)}
     advice = []
-    if save == "gathered" and "save" in bad:
+    if settings.save == "gathered" and "save" in bad:
         needed, had = bad["save"].node_bytes(machine), machine.host_bytes
         advice.append(
             f"save: gathering {format_bytes(bad['save'].first_bytes)} on one rank takes "
@@ -319,17 +291,17 @@ def _advice(found: Answer, config: RunConfig, save: Save) -> list[str]:
             "(leave --save gathered out)"
         )
     if "load" in bad:
-        advice += _smaller_state(config, machine)
+        advice += _smaller_state(parallel, method, machine)
     elif "steady" in bad:
-        if found.tokens_that_fit >= found.seq_len:
-            rows = found.tokens_that_fit // found.seq_len
-            advice.append(f"steady: batch.micro_size={rows} instead of {found.micro_rows}")
-        if config.parallel.recompute != "full":
+        if plan.tokens_that_fit >= plan.seq_len:
+            rows = plan.tokens_that_fit // plan.seq_len
+            advice.append(f"steady: batch.micro_size={rows} instead of {plan.micro_rows}")
+        if parallel.recompute != "full":
             advice.append("steady: parallel.recompute=full keeps only each block's input")
-        if 0 < found.tokens_that_fit < found.seq_len:
-            advice.append(f"steady: data.seq_len={found.tokens_that_fit} or less")
+        if 0 < plan.tokens_that_fit < plan.seq_len:
+            advice.append(f"steady: data.seq_len={plan.tokens_that_fit} or less")
         if not advice:
-            advice += _smaller_state(config, machine)
+            advice += _smaller_state(parallel, method, machine)
     if "compile" in bad and "steady" not in bad:
         advice.append("compile: run.threads=1 compiles in the rank's own process")
     if "save, in the background" in bad and "steady" not in bad:
@@ -338,14 +310,13 @@ def _advice(found: Answer, config: RunConfig, save: Save) -> list[str]:
         )
     if "merge, in one process" in bad:
         advice.append("merge: on a node with more memory; it holds one tensor at a time")
-    if (config.parallel.pipeline or 1) > 1 and "steady" in bad:
+    if (parallel.pipeline or 1) > 1 and "steady" in bad:
         advice.append("steady: fewer pipeline stages have fewer micro-batches in flight")
     return advice
 
 
-def _smaller_state(config: RunConfig, machine: Machine) -> list[str]:
+def _smaller_state(parallel: ParallelConfig, method: str, machine: Machine) -> list[str]:
     advice = []
-    parallel = config.parallel
     if parallel.zero_stage is None and (parallel.shard or 1) < machine.world_size:
         advice.append(
             f"weights: parallel.shard={machine.world_size} (now {parallel.shard or 1}), with "
@@ -353,11 +324,11 @@ def _smaller_state(config: RunConfig, machine: Machine) -> list[str]:
         )
     if parallel.offload_params == "none" and machine.device_bytes is not None:
         advice.append("weights: parallel.offload_params=cpu, if the host has room")
-    if config.tune.method == "full":
+    if method == "full":
         advice.append(
             "state: tune.method=lora trains under 1% of the values; tune.param_dtype=bf16"
         )
-    elif config.tune.method == "lora":
+    elif method == "lora":
         advice.append("weights: tune.method=qlora keeps the base in 4 bits")
     advice.append("more nodes")
     return advice

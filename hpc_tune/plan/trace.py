@@ -1,4 +1,4 @@
-"""One training step of a configuration on a world that is not there, and the bytes it takes.
+"""One training step on a world that does not exist, and the bytes it takes.
 
     shape -> meta model -> the real engine over a fake process group, all tensors fake
           -> one train_step -> what was alive at the worst moment
@@ -33,6 +33,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
+from hpc_tune.config.optim import OptimConfig
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
 from hpc_tune.engine.activation_checkpoint import outside_modes
@@ -43,11 +45,12 @@ from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.candidates import check_layout, choose_layout, keeps_gathered
+from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.model_size import measure
+from hpc_tune.plan.resolve import least_micro_rows, resolve
+from hpc_tune.plan.shape import ModelShape, planned_dtype
 from hpc_tune.plan.traced_memory import (
     HEAP_FACTOR_ADAPTERS,
     HEAP_FACTOR_EVALUATION,
@@ -60,7 +63,6 @@ DEVICE = torch.device("cpu")
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
 QUICK_BLOCKS = (8, 12)
 QUICK_BLOCKS_OF_A_STAGE = (2, 4)
-Trace = Callable[..., "TraceReport"]
 # A mesh looks its rank up in a tensor; fake parameters can neither be copied deeply, as stages are,
 # nor be given memory in place; and DTensor asks whole tensors for the shapes of its results.
 _REAL = (
@@ -81,7 +83,7 @@ class TraceReport:
     ``evaluation_bytes`` is the worst moment of an evaluation, ``loaded_bytes`` what is there before
     the first step, ``idle_bytes`` between two steps; all are whole sums. The two ``heap_`` figures
     are what glibc's heap takes for the worst moments. ``num_micro`` micro-batches were traced, in
-    ``trace_s`` seconds. ``parts``: the two peaks of the step's parts (see ``_tell_parts``).
+    ``trace_s`` seconds. ``parts``: the two peaks of the step's parts (see ``_mark_parts``).
     """
 
     layout: str
@@ -105,45 +107,71 @@ class TraceReport:
     parts: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
-def trace_step(
-    config: RunConfig,
-    world_size: int,
-    shape_dir: Path,
-    micro_rows: int,
-    seq_len: int,
-    rank: int = 0,
-    *,
-    for_gpu: bool = True,
-) -> TraceReport:
-    """Trace forward, backward and optimizer of one step as ``rank`` of ``world_size`` ranks.
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """What is traced: a step of one rank of a run whose layout is decided.
 
-    ``shape_dir`` holds a config.json; its weights, if there are any, are not looked at. Each
-    micro-batch has ``micro_rows`` rows of ``seq_len`` tokens; every token carries loss and
-    attention has the mask of packed rows: the most that a batch can ask for. ``for_gpu`` decides
-    how many tokens have logits at once.
+    Each micro-batch has ``micro_rows`` rows of ``seq_len`` tokens, of ``global_rows`` in a step of
+    all ranks; every token carries loss and attention has the mask of packed rows: the most that a
+    batch can ask for. ``for_gpu`` decides how many tokens have logits at once.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    parallel: ParallelConfig
+    optim: OptimConfig
+    global_rows: int
+    micro_rows: int
+    seq_len: int
+    rank: int = 0
+    for_gpu: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained."""
+        return self.shape.tune.method == "full"
+
+    @property
+    def num_micro(self) -> int:
+        """How many micro-batches show the worst moment of a step, at most as many as it has.
+
+        The first of P stages has P of them in flight, about 2 P where they are interleaved. A
+        second one sees what the first left: full fine-tuning's unsharded gradients.
+        """
+        pipeline = self.layout.pipeline
+        enough = 2 if self.is_full else 1
+        if pipeline > 1:
+            enough = 2 * pipeline if self.parallel.stages_per_rank > 1 else pipeline + 1
+        rows = -(-self.global_rows // self.layout.data_size)
+        return min(enough, -(-rows // self.micro_rows))
+
+
+Trace = Callable[[TracedStep], TraceReport]
+
+
+def trace_step(step: TracedStep) -> TraceReport:
+    """Trace forward, backward and optimizer of one step.
 
     Raises:
-        ConfigError: if the layout does not fit the world or the model.
         DataError: if config.json is none of a causal LM.
     """
     began_s = time.perf_counter()
-    built = _build(config, shape_dir)
-    config, layout = _decided(config, built, world_size)
-    num_micro = _num_micro(config, layout, micro_rows)
+    built, layout, world_size = step.shape.build(), step.layout, step.layout.size
     memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MOST_KEPT_BYTES)
-    with _fake_world(rank, world_size), FakeTensorMode(allow_non_fake_inputs=True), memory.watch():
-        engine = NativeEngine(built, EngineSettings(layout, DEVICE, config.optim, config.parallel))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_world(step.rank, world_size), fake, memory.watch():
+        engine = NativeEngine(built, EngineSettings(layout, DEVICE, step.optim, step.parallel))
         for stage in engine._stages:
             stage.module.within_documents = False
-            stage.module.logits_bytes = LOGITS_BYTES["cuda" if for_gpu else "cpu"]
-        batches = [_batch(micro_rows, seq_len) for _ in range(num_micro)]
-        tokens = num_micro * micro_rows * seq_len * layout.data_size
-        full, loaded_bytes = config.tune.method == "full", memory.live_bytes
-        memory.begin(HEAP_FACTOR_FULL if full else HEAP_FACTOR_ADAPTERS)
+            stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
+        batches = [_batch(step.micro_rows, step.seq_len) for _ in range(step.num_micro)]
+        tokens = sum(batch.num_tokens for batch in batches) * layout.data_size
+        loaded_bytes = memory.live_bytes
+        memory.begin(HEAP_FACTOR_FULL if step.is_full else HEAP_FACTOR_ADAPTERS)
         if layout.pipeline == 1:
-            _tell_parts(memory, engine._stages[0].module)
-        engine.train_step(batches, tokens, config.optim.peak_lr)
-        kinds = _bytes_by_kind(engine, full)
+            _mark_parts(memory, engine._stages[0].module)
+        engine.train_step(batches, tokens, step.optim.peak_lr)
+        kinds = _bytes_by_kind(engine, step.is_full)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
         memory.begin(HEAP_FACTOR_EVALUATION)
@@ -151,10 +179,10 @@ def trace_step(
     return TraceReport(
         str(layout),
         world_size,
-        rank,
+        step.rank,
         built.config.num_hidden_layers,
-        num_micro,
-        config.parallel.reshard,
+        step.num_micro,
+        step.parallel.reshard,
         *kinds,
         activation_bytes=peak_bytes - sum(kinds),
         peak_bytes=peak_bytes,
@@ -168,8 +196,8 @@ def trace_step(
     )
 
 
-def _tell_parts(memory: TracedMemory, module: LossModel) -> None:
-    """Count the peaks of a step's parts: up to the middle block, until it is back there, after.
+def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
+    """Tell the parts of a step apart: up to the middle block, until it is back there, after.
 
     The worst moment of a deep model is in the second part, where the activations of all blocks
     wait. That of a shallow one may be in another, and is then the same at any depth: with the
@@ -177,51 +205,35 @@ def _tell_parts(memory: TracedMemory, module: LossModel) -> None:
     """
     blocks = list(block_list(module))
 
-    def tell(block: Any, args: Any, out: Any) -> None:
-        memory.go_on_to("upper half")
+    def mark(block: Any, args: Any, out: Any) -> None:
+        memory.begin_part("upper half")
         hidden_BTD = out[0] if isinstance(out, tuple) else out
         if hidden_BTD.requires_grad:
-            hidden_BTD.register_hook(lambda grad: memory.go_on_to("backward"))
+            hidden_BTD.register_hook(lambda grad: memory.begin_part("backward"))
 
-    module.register_forward_pre_hook(lambda *_: memory.go_on_to("forward"))
-    blocks[len(blocks) // 2].register_forward_hook(tell)
+    module.register_forward_pre_hook(lambda *_: memory.begin_part("forward"))
+    blocks[len(blocks) // 2].register_forward_hook(mark)
 
 
-def trace_quickly(
-    config: RunConfig,
-    world_size: int,
-    shape_dir: Path,
-    micro_rows: int,
-    seq_len: int,
-    rank: int = 0,
-    *,
-    for_gpu: bool = True,
-) -> TraceReport:
+def trace_quickly(step: TracedStep) -> TraceReport:
     """Trace two smaller depths and extend each figure by a straight line.
 
     It takes seconds whatever the depth. The parts of a step are extended each by itself, since
     their worst moments grow with the depth or do not. Stages are taken to be equally deep.
-    Arguments and errors are those of ``trace_step``.
     """
-    began_s = time.perf_counter()
-    # What a layout keeps gathered depends on the size of the whole model.
-    config, _ = _decided(config, _build(config, shape_dir), world_size)
-    shape = json.loads((shape_dir / "config.json").read_text(encoding="utf-8"))
-    num_layers = shape["num_hidden_layers"]
-    stages = (config.parallel.pipeline or 1) * config.parallel.stages_per_rank
+    began_s, num_blocks = time.perf_counter(), step.shape.num_blocks
+    stages = step.layout.pipeline * step.parallel.stages_per_rank
     few, more = (stages * n for n in (QUICK_BLOCKS_OF_A_STAGE if stages > 1 else QUICK_BLOCKS))
     reports = []
     with tempfile.TemporaryDirectory() as folder:
-        for layers in (few, more):
-            text = json.dumps({**shape, "num_hidden_layers": layers})
-            (Path(folder) / "config.json").write_text(text, encoding="utf-8")
-            what = (config, world_size, Path(folder), micro_rows, seq_len, rank)
-            reports.append(trace_step(*what, for_gpu=for_gpu))
+        for blocks in (few, more):
+            shape = step.shape.with_blocks(blocks, Path(folder))
+            reports.append(trace_step(dataclasses.replace(step, shape=shape)))
     low, high = reports
-    steps = (num_layers - few) / (more - few)
+    ratio = (num_blocks - few) / (more - few)
 
-    def extend(one: int, other: int) -> int:
-        return round(one + steps * (other - one))
+    def extend(at_few: int, at_more: int) -> int:
+        return round(at_few + ratio * (at_more - at_few))
 
     extended: dict[str, Any] = {
         name: extend(getattr(low, name), getattr(high, name))
@@ -237,59 +249,22 @@ def trace_quickly(
     extended["activation_bytes"] = peak_bytes - sum(extended[f"{kind}_bytes"] for kind in kinds)
     extended |= {"peak_bytes": peak_bytes, "parts": parts}
     return dataclasses.replace(
-        low, **extended, num_layers=num_layers, trace_s=time.perf_counter() - began_s
+        low, **extended, num_layers=num_blocks, trace_s=time.perf_counter() - began_s
     )
 
 
-def trace_worst(trace: Trace, config: RunConfig, world_size: int, *args: Any) -> TraceReport:
+def trace_worst(trace: Trace, step: TracedStep) -> TraceReport:
     """Trace as each rank that may need most, and return the report of the one that does.
 
     Stages differ along the pipeline, the outermost axis of the ranks: the first has most
     micro-batches in flight and the embedding, the last has the head; the second stands for those
-    between. ``trace`` is ``trace_step`` or ``trace_quickly``, ``args`` go on to it.
+    between. ``trace`` is ``trace_step`` or ``trace_quickly``.
     """
-    num_stages = config.parallel.pipeline or 1
-    stages = {0, min(1, num_stages - 1), num_stages - 1}
-    reports = [
-        trace(config, world_size, *args, stage * (world_size // num_stages))
-        for stage in sorted(stages)
-    ]
+    num_stages = step.layout.pipeline
+    width = step.layout.size // num_stages
+    stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
+    reports = [trace(dataclasses.replace(step, rank=stage * width)) for stage in stages]
     return max(reports, key=lambda report: report.peak_bytes)
-
-
-def _build(config: RunConfig, shape_dir: Path) -> BuiltModel:
-    dtype = DTYPES["bf16" if config.model.dtype == "auto" else config.model.dtype]
-    return build(shape_dir, dtype, config.tune, config.train.seed, weights=False)
-
-
-def _decided(config: RunConfig, built: BuiltModel, world_size: int) -> tuple[RunConfig, Layout]:
-    """Return the configuration with what a run would choose for it on ``DEVICE_BYTES`` a rank."""
-    if config.parallel.zero_stage is not None:
-        raise ConfigError(
-            "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "
-            "parallel.shard, which holds as much per rank as stage 3"
-        )
-    size = measure(built.module)
-    layout, _ = choose_layout(config.parallel, world_size, size, DEVICE_BYTES)
-    check_layout(layout, config.parallel, built.config)
-    chosen = dataclasses.asdict(layout)
-    chosen["reshard"] = keeps_gathered(config.parallel, size, layout, DEVICE_BYTES)
-    parallel = config.parallel.model_copy(update=chosen)
-    return config.model_copy(update={"parallel": parallel}), layout
-
-
-def _num_micro(config: RunConfig, layout: Layout, micro_rows: int) -> int:
-    """Return how many micro-batches show the worst moment of a step, at most as many as it has.
-
-    The first of P stages has P of them in flight, about 2 P where they are interleaved. A second
-    one finds what the first left: full fine-tuning's unsharded gradients.
-    """
-    rows = -(-config.batch.global_size // layout.data_size)
-    enough = 2 if config.tune.method == "full" else 1
-    if layout.pipeline > 1:
-        interleaved = config.parallel.stages_per_rank > 1
-        enough = 2 * layout.pipeline if interleaved else layout.pipeline + 1
-    return min(enough, -(-rows // micro_rows))
 
 
 def _batch(rows: int, seq_len: int) -> Batch:
@@ -329,7 +304,7 @@ def _stored_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @contextlib.contextmanager
 def _fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Make the default process group one whose collectives return at once and move nothing."""
+    """Give the process a default group whose collectives return at once and move nothing."""
     from torch.distributed._tools import fake_collectives  # noqa: F401 - teaches fake tensors
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -345,13 +320,30 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 class _Sent:
-    """A message that is gone: those of the fake group are under way for ever."""
+    """A message that has arrived: those of the fake group never do."""
 
     def is_completed(self) -> bool:
         return True
 
     def wait(self) -> None:
         pass
+
+
+def traced_step(config: RunConfig, world_size: int) -> TracedStep:
+    """Return what is traced of a configuration, resolved for ranks of ``DEVICE_BYTES``."""
+    asked = config.parallel
+    if asked.zero_stage is not None:
+        raise ConfigError(
+            "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "
+            "parallel.shard, which holds as much per rank as stage 3"
+        )
+    dtype = planned_dtype(config.model.dtype)
+    shape = ModelShape(shape_directory(config.model.path), dtype, config.tune, config.train.seed)
+    built, machine = shape.build(), Machine(world_size, 1, DEVICE_BYTES, 0)
+    resolved = resolve(asked, measure(built.module), built.config, machine)
+    rows = least_micro_rows(config.batch)
+    what = (shape, resolved.layout, resolved.parallel, config.optim)
+    return TracedStep(*what, config.batch.global_size, rows, config.data.seq_len)
 
 
 def main() -> int:
@@ -364,16 +356,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few blocks, extended")
     arguments = parser.parse_intermixed_args()
     configure(rank=0)
-    trace: Trace = trace_quickly if arguments.quick else trace_step
+    trace = trace_quickly if arguments.quick else trace_step
     try:
         config = load_config(arguments.config, arguments.overrides)
-        micro_rows = 1 if config.batch.micro_size == "auto" else config.batch.micro_size
-        shape_dir = shape_directory(config.model.path)
-        what = (config, arguments.world, shape_dir, micro_rows, config.data.seq_len)
+        step = traced_step(config, arguments.world)
         if arguments.rank is None:
-            report = trace_worst(trace, *what)
+            report = trace_worst(trace, step)
         else:
-            report = trace(*what, arguments.rank)
+            report = trace(dataclasses.replace(step, rank=arguments.rank))
     except HpcTuneError as error:
         print(error, file=sys.stderr)
         return error.exit_code

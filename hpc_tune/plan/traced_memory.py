@@ -19,7 +19,7 @@ HEAP_FACTOR_ADAPTERS, HEAP_FACTOR_FULL, HEAP_FACTOR_EVALUATION = 1.85, 1.45, 3.0
 
 
 class TracedMemory(TorchDispatchMode):
-    """Adds up the live storages of fake tensors, and answers questions about their values.
+    """Adds up the live storages of fake tensors, and gives 1 for their values.
 
     Blocks below ``heap_block_bytes`` lie in a heap that never shrinks and is larger by a factor.
     ``peaks`` holds, for each part of a phase, the most bytes and the most with such a heap.
@@ -39,10 +39,10 @@ class TracedMemory(TorchDispatchMode):
         self._heap_factor, self._in_heap_before = heap_factor, self._in_heap
         self._most_in_heap = 0
         self.peaks = {}
-        self.go_on_to("")
+        self.begin_part("")
 
-    def go_on_to(self, part: str) -> None:
-        """What comes now counts for this part of the phase."""
+    def begin_part(self, part: str) -> None:
+        """Count what follows as another part of the phase."""
         self._part = part
         self._count()
 
@@ -74,7 +74,7 @@ class TracedMemory(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with the local tensors
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1  # a step asks for its loss and norm, to report them
+            return 1  # a step reads its loss and norm, to report them
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
@@ -112,7 +112,7 @@ class TracedMemory(TorchDispatchMode):
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object another attribute for a while."""
+    """Replace an attribute of an object within a block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""One command that says whether the cluster is as a run needs it, before the run does.
+"""The doctor command: whether nodes, network and software are ready for a run.
 
 before the world: cores, a loopback master -> bootstrap -> facts of all ranks, links -> findings
 -> a table for people, or JSON for programs; exit code 1 if something would break a run
@@ -14,8 +14,8 @@ from hpc_tune.cluster.torchrun import check_master
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED
 from hpc_tune.log import configure
-from hpc_tune.probe.facts import Cores, gather
-from hpc_tune.probe.findings import find
+from hpc_tune.probe.facts import Cores, facts_of
+from hpc_tune.probe.findings import find_problems
 from hpc_tune.probe.links import measure
 from hpc_tune.probe.table import as_dict, as_lines
 from hpc_tune.world.affinity import reachable_cpus
@@ -28,12 +28,12 @@ _LINKS_S, _LINKS_S_PER_NODE = 10.0, 0.5
 
 
 def run_doctor(config: RunConfig, as_json: bool, links_s: float | None = None) -> int:
-    """Look at the world that this process is a rank of; rank 0 prints. Collective.
+    """Check the world that this process is a rank of; rank 0 prints the report. Collective.
 
     ``links_s`` bounds how long pairs of ranks are measured.
 
     Raises:
-        WorldError: if there is no world to look at; the message says what is wrong.
+        WorldError: if the ranks cannot connect; the message says what is wrong.
     """
     cores = Cores(tuple(sorted(os.sched_getaffinity(0))), len(reachable_cpus()))
     check_master(os.environ)
@@ -43,35 +43,36 @@ def run_doctor(config: RunConfig, as_json: bool, links_s: float | None = None) -
     if config.data.cache:
         folders["data.cache"] = Path(config.data.cache)
     folders["the temporary folder"] = Path(os.environ.get("TMPDIR", "/tmp"))
-    ranks = comm.gather(gather(comm, cores, folders, config))
+    facts = facts_of(comm, cores, folders, config.memory.host_limit, config.run.device)
+    ranks = comm.gather(facts)
     if links_s is None:
         links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
     links = measure(comm, links_s)
-    found = find(ranks, links)
+    findings = find_problems(ranks, links)
     if comm.is_rank_0:
         if as_json:
-            print(json.dumps(as_dict(ranks, links, found), indent=1))
+            print(json.dumps(as_dict(ranks, links, findings), indent=1))
         else:
             colours = is_terminal(comm.world.launcher) and not os.environ.get("NO_COLOR")
-            print("\n".join(as_lines(ranks, links, found, colours)))
+            print("\n".join(as_lines(ranks, links, findings, colours)))
         sys.stdout.flush()
     shutdown(comm)
-    broken = any(finding.level == "error" for finding in found)
+    broken = any(finding.level == "error" for finding in findings)
     return EXIT_FAILED if broken else EXIT_DONE
 
 
 def is_terminal(launcher: str) -> bool:
     """Tell whether a person sees what is printed here.
 
-    Open MPI gives each rank a terminal of its own, wherever mpirun itself prints to: then the first
-    parent with another output counts.
+    Open MPI gives each rank a terminal of its own, wherever mpirun itself prints to: there the
+    output of the first parent process with another one counts.
     """
     if not sys.stdout.isatty() or launcher != openmpi.NAME:
         return sys.stdout.isatty()
     try:
         own = os.readlink("/proc/self/fd/1")
         outputs = (os.readlink(f"/proc/{pid}/fd/1") for pid, _ in ancestors())
-        shown = next((output for output in outputs if output != own), "")
+        visible = next((output for output in outputs if output != own), "")
     except OSError:
         return False
-    return shown.startswith(("/dev/pts/", "/dev/tty"))
+    return visible.startswith(("/dev/pts/", "/dev/tty"))

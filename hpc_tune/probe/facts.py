@@ -1,4 +1,4 @@
-"""What one rank can tell about itself and its node; nothing here talks to other ranks."""
+"""What one rank knows of itself and its node; nothing here communicates with other ranks."""
 
 import os
 import resource
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.config.schema import RunConfig
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.probe import software
-from hpc_tune.probe.topology import SYS, Topology, look, numa_of, pci_path
+from hpc_tune.probe.topology import SYS, Topology, numa_of, pci_path, read_topology
 from hpc_tune.world.comm import Comm
 
 WRITTEN_BYTES = 16 << 20
@@ -34,7 +33,7 @@ class RankFacts:
     """One rank and what it has. Sizes in bytes; None where there is no limit.
 
     ``cpus`` are those that the launcher gave it, before it took its share; ``num_reachable`` it
-    could have had. ``topology`` and ``folders`` are told by one rank of each node.
+    could have had. One rank of each node has ``topology`` and ``folders``.
     """
 
     rank: int
@@ -75,12 +74,21 @@ class Cores:
     num_reachable: int
 
 
-def gather(comm: Comm, cores: Cores, folders: Mapping[str, Path], config: RunConfig) -> RankFacts:
-    """Return this rank's facts; ``folders`` by what they are for, tried by one rank of a node."""
-    world, limit = comm.world, find_limit(config.memory.host_limit)
+def facts_of(
+    comm: Comm,
+    cores: Cores,
+    folders: Mapping[str, Path],
+    host_limit: int | None,
+    device_wanted: str,
+) -> RankFacts:
+    """Return this rank's facts; ``folders`` by what they are for, tried by one rank of a node.
+
+    ``host_limit``: memory.host_limit; ``device_wanted``: run.device.
+    """
+    world, limit = comm.world, find_limit(host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     name, uuid, device_bytes, numa = _device(comm)
-    on_gpu, speaks = bool(device_bytes), world.local_rank == 0
+    on_gpu, is_first = bool(device_bytes), world.local_rank == 0
     return RankFacts(
         rank=world.rank,
         node=world.node,
@@ -91,7 +99,7 @@ def gather(comm: Comm, cores: Cores, folders: Mapping[str, Path], config: RunCon
         num_reachable=cores.num_reachable,
         numa_nodes=tuple(sorted({n for cpu in cores.given if (n := _numa_of(cpu)) is not None})),
         threads=comm.threads,
-        device_wanted=config.run.device,
+        device_wanted=device_wanted,
         device=name,
         device_uuid=uuid,
         device_bytes=device_bytes,
@@ -108,26 +116,26 @@ def gather(comm: Comm, cores: Cores, folders: Mapping[str, Path], config: RunCon
         open_files=_limit(resource.RLIMIT_NOFILE),
         shm_bytes=shm.f_blocks * shm.f_frsize if shm else 0,
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
-        topology=look() if speaks else None,
-        folders=tuple(try_folder(*item) for item in folders.items()) if speaks else (),
+        topology=read_topology() if is_first else None,
+        folders=tuple(try_folder(*item) for item in folders.items()) if is_first else (),
     )
 
 
 def try_folder(role: str, path: Path) -> Folder:
     """Write WRITTEN_BYTES into a file there, through to the disk, and remove it again."""
-    place = path
-    while not place.exists():  # what a run makes itself need not be there yet
-        place = place.parent
+    parent = path
+    while not parent.exists():  # what a run makes itself need not be there yet
+        parent = parent.parent
     data = os.urandom(1 << 20)
     try:
         began_s = time.monotonic()
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".hpc_tune-doctor-") as file:
+        with tempfile.NamedTemporaryFile(dir=parent, prefix=".hpc_tune-doctor-") as file:
             for _ in range(WRITTEN_BYTES // len(data)):
                 file.write(data)
             file.flush()
             os.fsync(file.fileno())
         took_s = time.monotonic() - began_s
-        stat = os.statvfs(place)
+        stat = os.statvfs(parent)
     except OSError as error:
         return Folder(role, str(path), error=error.strerror or str(error))
     return Folder(role, str(path), stat.f_bavail * stat.f_frsize, WRITTEN_BYTES / took_s)
@@ -139,9 +147,9 @@ def _device(comm: Comm) -> tuple[str, str, int, int | None]:
         return "cpu", "", 0, None
     import torch
 
-    found: Any = torch.cuda.get_device_properties(comm.device)
-    place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    return found.name, str(found.uuid), found.total_memory, numa_of(pci_path(SYS, place))
+    gpu: Any = torch.cuda.get_device_properties(comm.device)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    return gpu.name, str(gpu.uuid), gpu.total_memory, numa_of(pci_path(SYS, address))
 
 
 def _limit(number: int) -> int | None:
@@ -150,13 +158,6 @@ def _limit(number: int) -> int | None:
 
 
 def _numa_of(cpu: int) -> int | None:
-    names = _names(SYS / "devices" / "system" / "cpu" / f"cpu{cpu}")
-    found = [name.removeprefix("node") for name in names if name.startswith("node")]
-    return next((int(number) for number in found if number.isdigit()), None)
-
-
-def _names(folder: Path) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(path.name for path in folder.iterdir()))
-    except OSError:
-        return ()
+    folder = SYS / "devices" / "system" / "cpu" / f"cpu{cpu}"
+    numbers = sorted(path.name.removeprefix("node") for path in folder.glob("node*"))
+    return next((int(number) for number in numbers if number.isdigit()), None)

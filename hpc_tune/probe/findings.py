@@ -28,9 +28,9 @@ class Finding:
     text: str
 
 
-def find(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
+def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
     """Return all findings, errors first; ``ranks`` are of the whole world, by rank."""
-    found = [
+    findings = [
         *_versions(ranks),
         *_devices(ranks),
         *_cards(ranks),
@@ -41,21 +41,21 @@ def find(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
         *(Finding("warning", f"slow link, {line}") for line in outliers(links.pairs)),
         *_network(ranks, links),
     ]
-    return sorted(found, key=lambda finding: finding.level)
+    return sorted(findings, key=lambda finding: finding.level)
 
 
 def _versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    said = [{**rank.versions, "MPI": rank.mpi, "NCCL": rank.nccl} for rank in ranks]
-    for package in dict.fromkeys(name for one in said for name in one):
+    versions = [{**rank.versions, "MPI": rank.mpi, "NCCL": rank.nccl} for rank in ranks]
+    for package in dict.fromkeys(name for packages in versions for name in packages):
         hosts: dict[str, set[str]] = defaultdict(set)
-        for rank, one in zip(ranks, said, strict=True):
-            hosts[one.get(package) or "none"].add(rank.hostname)
+        for rank, packages in zip(ranks, versions, strict=True):
+            hosts[packages.get(package) or "none"].add(rank.hostname)
         if len(hosts) > 1:
-            found = "; ".join(f"{version} on {_some(on)}" for version, on in sorted(hosts.items()))
+            shown = "; ".join(f"{version} on {_some(on)}" for version, on in sorted(hosts.items()))
             level: Literal["error", "warning"] = (
                 "error" if package in ("hpc_tune", "torch", "NCCL") else "warning"
             )
-            yield Finding(level, f"{package} differs: {found}. Use one environment for all nodes")
+            yield Finding(level, f"{package} differs: {shown}. Use one environment for all nodes")
     for here in _by_node(ranks):
         compiled = here[0].compiled
         if compiled is not None and not compiled.ops and compiled.missing_tools:
@@ -89,12 +89,12 @@ def _devices(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 
 def _cards(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """A card that is as on no other node: ports that nobody uses are down everywhere."""
-    told = [
+    """Yield cards that differ from those of the other nodes; unused ports are down everywhere."""
+    cards = [
         (rank.hostname, card) for rank in ranks if rank.topology for card in rank.topology.cards
     ]
-    for name in dict.fromkeys(card.name for _, card in told):
-        alike = [(host, card) for host, card in told if card.name == name]
+    for name in dict.fromkeys(card.name for _, card in cards):
+        alike = [(host, card) for host, card in cards if card.name == name]
         usual, count = Counter((card.state, card.rate) for _, card in alike).most_common(1)[0]
         for host, card in alike:
             if (card.state, card.rate) != usual and count > 1:
@@ -109,19 +109,19 @@ def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for here in _by_node(ranks):
         host, reachable = here[0].hostname, here[0].num_reachable
         together, fair = {cpu for rank in here for cpu in rank.cpus}, reachable // len(here)
-        mend = "start with mpirun --bind-to none, or srun --cpus-per-task"
+        fix = "start with mpirun --bind-to none, or srun --cpus-per-task"
         if len(here) > 1 and len(together) < min(len(here), reachable):
             yield Finding(
                 "warning",
                 f"the launcher pinned all {len(here)} ranks of {host} to {_cpus(len(together))} of "
-                f"{reachable}: {mend}",
+                f"{reachable}: {fix}",
             )
         elif reachable < len(here):
             yield Finding("warning", f"{host}: {len(here)} ranks share {_cpus(reachable)}")
         elif len(here) > 1 and 2 * len(together) // len(here) < fair:
             yield Finding(
                 "warning",
-                f"the ranks of {host} have {_cpus(len(together))} of {reachable} together: {mend}",
+                f"the ranks of {host} have {_cpus(len(together))} of {reachable} together: {fix}",
             )
         for rank in here:
             if rank.device_numa is not None and rank.numa_nodes not in ((), (rank.device_numa,)):

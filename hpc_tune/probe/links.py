@@ -1,4 +1,4 @@
-"""How fast the ranks can talk, measured: between pairs, and all together.
+"""Latency and bandwidth between the ranks, measured: between pairs, and all together.
 
     pairs within a node, one after the other; pairs of nodes, all nodes at a time in rounds
     -> Pair(latency, bytes per second) -> classes (same node, across nodes) -> outliers (pure)
@@ -26,7 +26,7 @@ _SLOW = 4.0  # a link is an outlier below a quarter of the fastest of its kind
 
 @dataclass(frozen=True)
 class Pair:
-    """One link: half a round trip of 8 bytes, and the rate of a large message.
+    """One link: its latency, half a round trip of 8 bytes, and the rate of a large message.
 
     ``exchange_bytes_per_s``: the rate in each direction while both send, where it was measured.
     """
@@ -39,7 +39,7 @@ class Pair:
 
     @property
     def kind(self) -> str:
-        """Which links it is compared with."""
+        """The kind of link that it is compared with."""
         return "same node" if self.nodes[0] == self.nodes[1] else "across nodes"
 
 
@@ -60,11 +60,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Links:
-    """All that was measured; ``skipped`` pairs found no time.
+    """All that was measured; for ``skipped`` pairs there was no time.
 
     ``order``: the ranks as the collectives had them, if not as they are numbered.
-    ``lanes``: as how many times the rate of one pair across nodes two nodes reach when each rank
-    of one talks to one of the other, at the same time; 1 where they share one network card.
+    ``lanes``: how many times the rate of one pair across nodes two nodes reach when each rank of
+    one talks to one of the other, at the same time; 1 where they share one network card.
     """
 
     pairs: tuple[Pair, ...]
@@ -90,20 +90,20 @@ def measure_pairs(comm: Comm, limit_s: float) -> Links:
     if comm.world.size == 1:
         return Links((), ())
     until_s = time.monotonic() + limit_s
-    mine, skipped = [], 0
+    measured, skipped = [], 0
     nodes = [peer.node for peer in comm.roster]
     for round_ in rounds(nodes):
-        # All or none: who is out of time keeps nobody waiting.
+        # All or none: a rank that is out of time keeps nobody waiting.
         if comm.max([time.monotonic() > until_s]) != [0]:
             skipped += len(round_)
             continue
         for pair in round_:
             if comm.world.rank in pair:
-                measured = _ping_pong(comm, pair)
+                figures = _ping_pong(comm, pair)
                 if comm.world.rank == pair[0]:
-                    mine.append(Pair(pair, (nodes[pair[0]], nodes[pair[1]]), *measured))
-    found = [pair for some in comm.gather(mine) for pair in some]
-    pairs = tuple(sorted(found, key=lambda pair: pair.ranks))
+                    measured.append(Pair(pair, (nodes[pair[0]], nodes[pair[1]]), *figures))
+    everyones = [pair for pairs in comm.gather(measured) for pair in pairs]
+    pairs = tuple(sorted(everyones, key=lambda pair: pair.ranks))
     return Links(pairs, (), skipped, _lanes(comm, pairs))
 
 
@@ -122,16 +122,16 @@ def rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     ]
     for number in range(max(map(len, within))):
         yield [pairs[number] for pairs in within if number < len(pairs)]
-    places: list[int | None] = [ranks[0] for ranks in ranks_of.values()]
-    if len(places) % 2:
-        places.append(None)
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        opposite = zip(places[:half], reversed(places[half:]), strict=True)
+    circle: list[int | None] = [ranks[0] for ranks in ranks_of.values()]
+    if len(circle) % 2:
+        circle.append(None)
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
         met = [(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None]
         if met:
             yield met
-        places = [places[0], places[-1], *places[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
 def outliers(pairs: Sequence[Pair]) -> list[str]:
@@ -171,8 +171,8 @@ def _lanes(comm: Comm, pairs: Sequence[Pair]) -> float:
     alone = [pair.bytes_per_s for pair in pairs if both and pair.ranks == both[0]]
     if len(both) < 2 or not alone:
         return 1.0
-    mine = [_ping_pong(comm, pair)[1] for pair in both if comm.world.rank in pair]
-    rates = comm.gather(mine[0] if mine else 0.0)
+    own = [_ping_pong(comm, pair)[1] for pair in both if comm.world.rank in pair]
+    rates = comm.gather(own[0] if own else 0.0)
     return max(1.0, sum(rates[rank] for rank, _ in both) / alone[0])
 
 
@@ -197,9 +197,9 @@ def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
         is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MOST_BYTES
         # Queues fill for a while before data delays what acknowledges the other direction's.
         both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
-        told = torch.tensor([min(both, MOST_BYTES)], device=comm.device)
-        _send(told, other) if first else _receive(told, other)
-        if both := int(told):
+        agreed = torch.tensor([min(both, MOST_BYTES)], device=comm.device)
+        _send(agreed, other) if first else _receive(agreed, other)
+        if both := int(agreed):
             break
         num_bytes *= 4
     large = _bytes(comm, both)
@@ -222,8 +222,8 @@ def _exchange(data: "torch.Tensor", other: int, comm: Comm) -> float:
 
     ways = ((dist.isend, data), (dist.irecv, torch.empty_like(data)))
     began_s = time.perf_counter()
-    for way in dist.batch_isend_irecv([dist.P2POp(do, what, other) for do, what in ways]):
-        way.wait()
+    for work in dist.batch_isend_irecv([dist.P2POp(do, what, other) for do, what in ways]):
+        work.wait()
     _wait(comm)
     return time.perf_counter() - began_s
 

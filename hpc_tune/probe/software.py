@@ -28,28 +28,28 @@ class Compiled:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def for_a_bug_report() -> list[str]:
-    """Return a line for each thing that a bug report needs; imports and starts nothing of weight.
+    """Return a line for each thing that a bug report needs; imports no large library.
 
     The first is ``hpc_tune VERSION``.
     """
-    found = {"hpc_tune": __version__} | versions()
-    found["platform"] = platform.platform()
+    facts = {"hpc_tune": __version__} | versions()
+    facts["platform"] = platform.platform()
     for name, argv in (("mpirun", ["mpirun", "--version"]), ("slurm", ["srun", "--version"])):
         with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
             done = subprocess.run(argv, capture_output=True, text=True, timeout=_ASK_LIMIT_S)
-            found[name] = done.stdout.strip().splitlines()[0]
+            facts[name] = done.stdout.strip().splitlines()[0]
     with contextlib.suppress(OSError, IndexError):
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
-        found["nvidia"] = " ".join(driver.split())
-    return [f"{name} {text}" for name, text in found.items()]
+        facts["nvidia"] = " ".join(driver.split())
+    return [f"{name} {text}" for name, text in facts.items()]
 
 
 def mpi_library() -> str:
@@ -92,6 +92,6 @@ def compiled(for_gpu: bool) -> Compiled | None:
                 ops = ast.literal_eval(value)
     tools = ["ninja", os.environ.get("CXX", "c++"), *(["nvcc"] if for_gpu else [])]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    places = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{toolkit}/bin"])
-    missing = tuple(tool for tool in tools if shutil.which(tool, path=places) is None)
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), f"{toolkit}/bin"])
+    missing = tuple(tool for tool in tools if shutil.which(tool, path=path) is None)
     return Compiled(tuple(sorted(name for name, there in ops.items() if there)), missing)

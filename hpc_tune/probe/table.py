@@ -11,22 +11,22 @@ from hpc_tune.probe.topology import Topology
 from hpc_tune.units import format_bytes
 
 _RED, _YELLOW, _GREEN, _PLAIN = "\033[31m", "\033[33m", "\033[32m", "\033[0m"
-_TOLD_LATENCY_BYTES = 1 << 16  # of a message that is smaller the rate says nothing
+_LATENCY_BYTES = 1 << 16  # a smaller message is all latency, and its rate says nothing
 
 
 def as_dict(
-    ranks: Sequence[RankFacts], links: Links, found: Sequence[Finding]
+    ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding]
 ) -> dict[str, object]:
     """Return everything, for JSON."""
     return {
         "ranks": [asdict(rank) for rank in ranks],
         "links": asdict(links),
-        "findings": [asdict(finding) for finding in found],
+        "findings": [asdict(finding) for finding in findings],
     }
 
 
 def as_lines(
-    ranks: Sequence[RankFacts], links: Links, found: Sequence[Finding], colours: bool
+    ranks: Sequence[RankFacts], links: Links, findings: Sequence[Finding], colours: bool
 ) -> list[str]:
     """Return the report for people."""
     lines = _software_lines(ranks[0], len(ranks))
@@ -34,12 +34,12 @@ def as_lines(
         lines += _node_lines([rank for rank in ranks if rank.node == node])
     lines += _link_lines(ranks, links)
     marks = {"error": (_RED, "ERROR"), "warning": (_YELLOW, "warning")}
-    for finding in found:
+    for finding in findings:
         colour, word = marks[finding.level]
         mark = f"{colour}{word}{_PLAIN}" if colours else word
         lines.append(f"{mark}  {finding.text}")
-    if not found:
-        text = "nothing is in the way of a run"
+    if not findings:
+        text = "no problems found: a run can start"
         lines.append(f"{_GREEN}{text}{_PLAIN}" if colours else text)
     return lines
 
@@ -75,8 +75,8 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
         numa = ",".join(map(str, rank.numa_nodes)) or "?"
         device = rank.device
         if rank.device_bytes:
-            place = "?" if rank.device_numa is None else rank.device_numa
-            device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {place})"
+            near = "?" if rank.device_numa is None else rank.device_numa
+            device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {near})"
         lines.append(
             f"  rank {rank.rank:<4} {device}; CPUs {_ranges(rank.cpus)} (NUMA {numa}), "
             f"{_many(rank.threads, 'thread')}"
@@ -91,14 +91,14 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
 
 def _topology_lines(topology: Topology) -> list[str]:
     lines = []
-    for way in sorted(set(topology.paths.values())):
-        pairs = [pair for pair, its in topology.paths.items() if its == way]
+    for path in sorted(set(topology.paths.values())):
+        pairs = [pair for pair, its in topology.paths.items() if its == path]
         which = "all pairs" if len(pairs) == len(topology.paths) else ", ".join(pairs)
-        lines.append(f"  GPUs      {way}: {which}")
+        lines.append(f"  GPUs      {path}: {which}")
     for card in topology.cards:
-        told = [card.state, card.rate, "" if card.numa is None else f"NUMA {card.numa}"]
+        facts = [card.state, card.rate, "" if card.numa is None else f"NUMA {card.numa}"]
         near = f"behind a switch with GPU {', '.join(map(str, card.near))}" if card.near else ""
-        lines.append(f"  network   {card.name}: {', '.join(filter(None, [*told, near]))}")
+        lines.append(f"  network   {card.name}: {', '.join(filter(None, [*facts, near]))}")
     return lines
 
 
@@ -115,27 +115,28 @@ def _link_lines(ranks: Sequence[RankFacts], links: Links) -> list[str]:
             f"links     {kind}, {_many(len(alike), 'pair')}: {rate(statistics.median(rates))}"
             f"{slowest}, {latency * 1e6:.0f} us"
         )
-    for one in links.collectives:
-        took = f"{one.seconds * 1e3:.2f} ms"
-        if one.num_bytes > _TOLD_LATENCY_BYTES:
-            took += f", bus {rate(one.bytes_per_s)}"
-        lines.append(f"links     {one.name} of {format_bytes(one.num_bytes)}: {took}")
+    for collective in links.collectives:
+        took = f"{collective.seconds * 1e3:.2f} ms"
+        if collective.num_bytes > _LATENCY_BYTES:
+            took += f", bus {rate(collective.bytes_per_s)}"
+        size = format_bytes(collective.num_bytes)
+        lines.append(f"links     {collective.name} of {size}: {took}")
     if links.skipped:
         lines.append(
-            f"links     {_many(links.skipped, 'pair')} not measured for want of time (--links)"
+            f"links     {_many(links.skipped, 'pair')} not measured: out of time (--links)"
         )
     return lines
 
 
 def _kind(ranks: Sequence[RankFacts], pair: Pair) -> str:
-    """Return the kind of a link; within a node by how its GPUs are said to meet."""
+    """Return the kind of a link; within a node with the path between its GPUs."""
     here = [rank for rank in ranks if rank.node == pair.nodes[0]]
     if pair.kind != "same node" or here[0].topology is None:
         return pair.kind
     index = {gpu.uuid: number for number, gpu in enumerate(here[0].topology.gpus)}
-    one, other = sorted(index.get(ranks[rank].device_uuid, -1) for rank in pair.ranks)
-    way = here[0].topology.paths.get(f"{one}-{other}")
-    return f"{pair.kind} ({way})" if way else pair.kind
+    gpu, other = sorted(index.get(ranks[rank].device_uuid, -1) for rank in pair.ranks)
+    path = here[0].topology.paths.get(f"{gpu}-{other}")
+    return f"{pair.kind} ({path})" if path else pair.kind
 
 
 def _many(number: int, what: str) -> str:

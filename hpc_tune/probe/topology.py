@@ -1,7 +1,7 @@
-"""What sits where in a node: its GPUs, how they reach each other, and which network cards are near.
+"""The topology of a node: its GPUs, the paths between them, and the network cards near them.
 
-The driver tells of GPUs (nvidia-ml-py, where it is installed), the kernel of cards and NUMA nodes.
-A label is a hint; what a link carries is measured (links.py).
+GPUs come from the driver (nvidia-ml-py, where it is installed), cards and NUMA nodes from the
+kernel. A label is a hint; what a link carries is measured (links.py).
 """
 
 import contextlib
@@ -19,7 +19,10 @@ _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver knows it, whether or not a rank may use it; ``place``: on PCI."""
+    """One GPU as the driver knows it, whether or not a rank may use it.
+
+    ``place``: its PCI address.
+    """
 
     uuid: str
     name: str
@@ -55,19 +58,19 @@ class Topology:
     driver_cuda: str = ""
 
 
-def look(folder: Path = SYS) -> Topology:
+def read_topology(folder: Path = SYS) -> Topology:
     """Return this node's topology; without a driver or nvidia-ml-py its cards alone.
 
     ``folder`` is where the kernel shows its devices.
     """
     gpus, paths, driver, cuda = _ask_driver(folder)
-    places = [pci_path(folder, gpu.place) for gpu in gpus]
-    return Topology(gpus, paths, tuple(_cards(folder, places)), driver, cuda)
+    devices = [pci_path(folder, gpu.place) for gpu in gpus]
+    return Topology(gpus, paths, tuple(_cards(folder, devices)), driver, cuda)
 
 
-def pci_path(folder: Path, place: str) -> Path:
-    """Return the way from the root complex to a device such as ``"0000:17:00.0"``."""
-    return (folder / "bus" / "pci" / "devices" / place).resolve()
+def pci_path(folder: Path, address: str) -> Path:
+    """Return the path from the root complex to a device such as ``"0000:17:00.0"``."""
+    return (folder / "bus" / "pci" / "devices" / address).resolve()
 
 
 def numa_of(device: Path) -> int | None:
@@ -78,12 +81,12 @@ def numa_of(device: Path) -> int | None:
     return None
 
 
-def share_a_switch(one: Path, other: Path) -> bool:
+def share_a_switch(device: Path, other: Path) -> bool:
     """Tell whether two devices meet below the root complex (pure).
 
     Their paths then have a bridge in common: ``.../pci0000:15/0000:15:01.0/...``.
     """
-    common = [a for a, b in zip(one.parts, other.parts, strict=False) if a == b]
+    common = [a for a, b in zip(device.parts, other.parts, strict=False) if a == b]
     return any(re.fullmatch(r"[0-9a-f]+:[0-9a-f]+:[0-9a-f]+\.[0-9a-f]", part) for part in common)
 
 
@@ -122,12 +125,12 @@ def _handles(nvml: Any) -> Iterator[Any]:
 
 def _gpu(nvml: Any, handle: Any, folder: Path) -> Gpu:
     # NVML writes a domain of eight digits, the kernel one of four.
-    place = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
+    address = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]
     return Gpu(
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)).removeprefix("GPU-"),  # as torch writes it
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        place=place,
-        numa=numa_of(folder / "bus" / "pci" / "devices" / place),
+        place=address,
+        numa=numa_of(folder / "bus" / "pci" / "devices" / address),
         nvlinks=sum(_nvlinks(nvml, handle)),
     )
 
@@ -138,31 +141,31 @@ def _nvlinks(nvml: Any, handle: Any) -> Iterator[bool]:
             yield nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
 
 
-def _path(nvml: Any, one: Any, other: Any) -> str:
+def _path(nvml: Any, gpu: Any, other: Any) -> str:
     with contextlib.suppress(nvml.NVMLError):
-        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        status = nvml.nvmlDeviceGetP2PStatus(gpu, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if status == nvml.NVML_P2P_STATUS_OK:
             return "NVLink"
     with contextlib.suppress(nvml.NVMLError):
-        return _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other), "?")
+        return _LEVELS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(gpu, other), "?")
     return "?"
 
 
 def _cards(folder: Path, gpus: Sequence[Path]) -> Iterator[Card]:
     for kind in _CARDS:
         try:
-            found = sorted((folder / "class" / kind).iterdir())
+            cards = sorted((folder / "class" / kind).iterdir())
         except OSError:
             continue
-        for card in found:
+        for card in cards:
             device = (card / "device").resolve()
             near = tuple(i for i, gpu in enumerate(gpus) if share_a_switch(device, gpu))
-            state = _word(card / "ports" / "1" / "state").partition(": ")[2]
-            rate = _word(card / "ports" / "1" / "rate").partition(" (")[0]
+            state = _text_of(card / "ports" / "1" / "state").partition(": ")[2]
+            rate = _text_of(card / "ports" / "1" / "rate").partition(" (")[0]
             yield Card(card.name, state, rate, numa_of(device), near)
 
 
-def _word(file: Path) -> str:
+def _text_of(file: Path) -> str:
     try:
         return file.read_text().strip()
     except OSError:

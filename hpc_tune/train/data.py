@@ -19,8 +19,8 @@ from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.log import Progress, log
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer
+from hpc_tune.plan.resolve import Resolved
 from hpc_tune.train.job import Job
-from hpc_tune.train.layout import Resolved
 from hpc_tune.train.model import Model
 from hpc_tune.world.comm import Comm
 

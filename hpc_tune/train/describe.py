@@ -15,10 +15,10 @@ from hpc_tune.data.loader import Loader
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.log import log
+from hpc_tune.plan.resolve import Resolved
 from hpc_tune.probe.software import versions
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
-from hpc_tune.train.layout import Resolved
 from hpc_tune.train.model import Model
 from hpc_tune.train.preflight import Forecast
 from hpc_tune.units import format_count

@@ -1,5 +1,6 @@
 """The end of a run: the adapter exported, the outcome written, the report drawn."""
 
+from hpc_tune.autotune.choose import compare_step
 from hpc_tune.checkpoint.export import export_adapter
 from hpc_tune.checkpoint.locate import template_of
 from hpc_tune.errors import HpcTuneError
@@ -9,16 +10,16 @@ from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.train.job import Job
 from hpc_tune.train.loop import Work
 from hpc_tune.train.model import Model
-from hpc_tune.train.preflight import Forecast, compare
+from hpc_tune.train.preflight import Forecast, compare_memory
 from hpc_tune.train.reporting import write_report
 
 
 def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcome) -> None:
     """Close what the run had open, and say how it ended. Collective."""
     job.watchdog.close()
-    compare(job, forecast)
+    compare_memory(job, forecast)
     if job.chosen is not None:
-        job.events.write("layout", **job.chosen.compare(work.metrics.steps_s))
+        job.events.write("layout", **compare_step(job.chosen, work.metrics.steps_s))
     work.metrics.close()
     work.loader.close()
     job.stop.close()

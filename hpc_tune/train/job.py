@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from hpc_tune.autotune.candidates import Candidate
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig
@@ -17,7 +18,6 @@ from hpc_tune.rundir import heartbeat, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.choosing import Chosen
 from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
 from hpc_tune.train.governor import Governor, make_monitor
 from hpc_tune.train.wandb_log import require_wandb
@@ -48,13 +48,13 @@ class Job:
     owner: LiveMark
     stop: StopFlag
     watchdog: StartupWatchdog
-    chosen: Chosen | None
+    chosen: Candidate | None
     faults: Faults
 
 
 @contextmanager
 def open_job(
-    config: RunConfig, comm: Comm, stop: StopFlag, chosen: Chosen | None, faults: Faults
+    config: RunConfig, comm: Comm, stop: StopFlag, chosen: Candidate | None, faults: Faults
 ) -> Iterator[Job]:
     """Make the run directory this job's own and begin to watch memory, for a block. Collective.
 

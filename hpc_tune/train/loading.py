@@ -9,9 +9,9 @@ from hpc_tune.engine.base import Engine, EngineSettings
 from hpc_tune.engine.compile import prepare_compiler
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
+from hpc_tune.plan.resolve import Resolved
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
-from hpc_tune.train.layout import Resolved
 from hpc_tune.train.model import Model
 
 

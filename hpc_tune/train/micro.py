@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from hpc_tune.batch import Batch
+from hpc_tune.batch import full_batch
 from hpc_tune.engine.base import Engine
 from hpc_tune.memory.host import own_bytes
 from hpc_tune.memory.monitor import Monitor
@@ -18,15 +18,15 @@ POLL_S = 0.002
 def largest_micro_size(
     comm: Comm, engine: Engine, monitor: Monitor, seq_len: int, most_rows: int
 ) -> int:
-    """Return the largest power of two, or ``most_rows``, of rows that fit on every rank.
+    """Return the largest power of two of rows that fit on every rank, at most ``most_rows``.
 
     One row of ``seq_len`` tokens, all with loss, is run forward and backward; its peak memory is
-    taken as the cost of each row. That is too high by what is allocated once, so it errs to the
-    safe side. What they fill is memory that the governor calls calm. Collective.
+    taken as the cost of each row. That is too high by what is allocated once, so it errs on the
+    safe side. The rows fill memory up to where the governor begins to act. Collective.
     """
     if most_rows <= 1:
         return 1
-    row_bytes = _peak_of(lambda: engine.run_once(full_row(seq_len)), comm.device)
+    row_bytes = _peak_of(lambda: engine.run_once(full_batch(1, seq_len)), comm.device)
     if comm.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(comm.device)
         free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -34,16 +34,10 @@ def largest_micro_size(
     else:
         room_bytes = room_of(monitor.used_bytes(), monitor.limit.num_bytes, Level.TIGHT)
         room_bytes //= comm.world.local_size
-    fits = max(1, room_bytes // max(row_bytes, 1))
+    rows = max(1, room_bytes // max(row_bytes, 1))
     # The rank with the least room decides.
-    fits = -int(comm.max([-fits])[0])
-    return most_rows if fits >= most_rows else 1 << (fits.bit_length() - 1)
-
-
-def full_row(seq_len: int) -> Batch:
-    """Return one row of one document in which each token carries loss: the costliest row."""
-    tokens_BT = torch.arange(seq_len).unsqueeze(0) % 32
-    return Batch(tokens_BT, tokens_BT, torch.arange(seq_len).unsqueeze(0), seq_len, seq_len, 0)
+    rows = -int(comm.max([-rows])[0])
+    return most_rows if rows >= most_rows else 1 << (rows.bit_length() - 1)
 
 
 def _peak_of(work: Callable[[], None], device: torch.device) -> int:

@@ -57,12 +57,12 @@ class StepProfile:
     """Profiles the steps of ``steps`` (the first of a run is 1), on all ranks at once."""
 
     def __init__(self, comm: Comm, run_dir: Path, steps: range, done: int, total: int) -> None:
-        """Profile those of ``steps`` that a run of ``total`` steps with ``done`` behind it does."""
+        """Profile those of ``steps`` that a run of ``total`` steps still does after ``done``."""
         if steps and not done < steps[0] <= total:
             if comm.is_rank_0:
                 log.warning(
                     "train.profile=%d:%d is not among the steps that this run does, %d to %d: "
-                    "nothing is profiled",
+                    "no step is profiled",
                     *(steps[0], len(steps), done + 1, total),
                 )
             steps = range(0)
@@ -94,27 +94,26 @@ class StepProfile:
         self._step_s += time.perf_counter() - began_s
 
     def after(self, step: int, result: StepResult, data_s: float) -> None:
-        """Count what the loop measured; after the last step write all down. Collective then."""
+        """Count what the loop measured; after the last step write the files. Collective then."""
         if step not in self._steps:
             return
         self._comm_s += result.comm_s
         self._data_s += data_s
         self._step_s += data_s
-        if step == self._steps[-1]:
-            self._finish()
+        if step == self._steps[-1] and self._profiler is not None:
+            self._finish(self._profiler)
 
-    def _finish(self) -> None:
-        profiler, count = self._profiler, len(self._steps)
-        assert profiler is not None
+    def _finish(self, profiler: torch.profiler.profile) -> None:
+        count = len(self._steps)
         profiler.stop()
         self._profiler = None
         world = self._comm.world
-        with _or_a_warning(self._folder):
+        with _warning_if_unwritable(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(self._folder / f"rank-{world.rank}.json.gz"))
         on_gpu = self._comm.device.type == "cuda"
         compute_s, copies_s = by_kind(profiler.key_averages(), on_gpu)
-        mine = Shares(
+        own = Shares(
             world.rank,
             world.hostname,
             compute_s / count,
@@ -123,12 +122,12 @@ class StepProfile:
             self._data_s / count,
             self._step_s / count,
         )
-        everyone = self._comm.gather(mine)
+        everyone = self._comm.gather(own)
         first, last = self._steps[0], self._steps[-1]
         lines = [f"profile of steps {first} to {last}, seconds per step", *table(everyone)]
         if world.rank != 0:
             return
-        with _or_a_warning(self._folder):
+        with _warning_if_unwritable(self._folder):
             text = "\n".join(lines) + "\n"
             (self._folder / "summary.txt").write_text(text, encoding="utf-8")
         stragglers = lines[2 + len(everyone) :]
@@ -138,8 +137,8 @@ class StepProfile:
 
 
 @contextmanager
-def _or_a_warning(folder: Path) -> Iterator[None]:
-    """A profile that cannot be written is not worth the run."""
+def _warning_if_unwritable(folder: Path) -> Iterator[None]:
+    """Warn instead of failing: a profile that cannot be written does not end the run."""
     try:
         yield
     except OSError as error:
@@ -170,18 +169,18 @@ def by_kind(events: Iterable[Any], on_gpu: bool) -> tuple[float, float]:
 
 def table(everyone: Sequence[Shares]) -> list[str]:
     """Return a header, a line per rank, and a line per rank that the others wait for."""
-    width = max(len(one.host) for one in everyone) + 2
+    width = max(len(shares.host) for shares in everyone) + 2
     names = ("compute", "messages", "copies", "data", "idle", "step")
     lines = [f"{'rank':>5}  {'host':{width}}" + "".join(f"{name:>10}" for name in names)]
-    for one in everyone:
-        parts = (one.compute_s, one.messages_s, one.copies_s, one.data_s, one.idle_s, one.step_s)
+    for s in everyone:
+        parts = (s.compute_s, s.messages_s, s.copies_s, s.data_s, s.idle_s, s.step_s)
         numbers = "".join(f"{value:>10.3f}" for value in parts)
-        lines.append(f"{one.rank:>5}  {one.host:{width}}{numbers}")
-    usual = statistics.median(one.work_s for one in everyone)
-    for one in everyone:
-        if one.work_s > STRAGGLER * usual and len(everyone) > 1:
+        lines.append(f"{s.rank:>5}  {s.host:{width}}{numbers}")
+    usual = statistics.median(shares.work_s for shares in everyone)
+    for s in everyone:
+        if s.work_s > STRAGGLER * usual and len(everyone) > 1:
             lines.append(
-                f"rank {one.rank} on {one.host} works {one.work_s / usual:.2f} x as long as the "
+                f"rank {s.rank} on {s.host} works {s.work_s / usual:.2f} x as long as the "
                 "median rank, and the others wait for it: look at its clocks, its memory and what "
                 "else runs there"
             )

@@ -9,18 +9,20 @@ What ends a run at any of these is told once for all ranks (train/exit.py).
 
 from pathlib import Path
 
+from hpc_tune.autotune.candidates import Candidate
+from hpc_tune.autotune.choose import choose_ranks
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import configure
+from hpc_tune.plan.resolve import with_layout
 from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.train.agreement import agree_on_settings
-from hpc_tune.train.choosing import Chosen, choose_ranks
 from hpc_tune.train.data import open_data
 from hpc_tune.train.describe import describe
 from hpc_tune.train.exit import failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.job import open_job
-from hpc_tune.train.layout import resolve
+from hpc_tune.train.layout import resolve_layout
 from hpc_tune.train.loading import load_engine, make_deterministic
 from hpc_tune.train.loop import run_loop
 from hpc_tune.train.model import build_model
@@ -59,7 +61,9 @@ def run(
             return wait_outside(world)
         configure(inside.world.rank)
         with failing(inside, run_dir):
-            outcome = _train(chosen.applied(config), inside, stop, chosen, force, faults)
+            parallel = with_layout(config.parallel, chosen.layout)
+            config = config.model_copy(update={"parallel": parallel})
+            outcome = _train(config, inside, stop, chosen, force, faults)
             shutdown(inside)
         num_outside = world.world.size - len(chosen.ranks) if world.is_rank_0 else 0
         dismiss(world.store, num_outside, outcome.exit_code)
@@ -70,7 +74,7 @@ def _train(
     config: RunConfig,
     comm: Comm,
     stop: StopFlag,
-    chosen: Chosen | None,
+    chosen: Candidate | None,
     force: bool,
     faults: Faults,
 ) -> Outcome:
@@ -79,7 +83,7 @@ def _train(
     with open_job(config, comm, stop, chosen, faults) as job:
         checkpoint = find_checkpoint(job)
         model = build_model(job, fresh=checkpoint is None)
-        resolved = resolve(job, model)
+        resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
         data = open_data(job, model, resolved)
         describe(job, model, resolved, forecast, data)

@@ -13,12 +13,13 @@ from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.data.loader import eval_batches
 from hpc_tune.engine.base import Engine
 from hpc_tune.log import log
-from hpc_tune.plan.candidates import micro_rows
-from hpc_tune.plan.messages import expected_bytes, flops_per_token, peak_flops
+from hpc_tune.plan.hardware import peak_flops
+from hpc_tune.plan.messages import expected_bytes
+from hpc_tune.plan.model_size import flops_per_token
+from hpc_tune.plan.resolve import Resolved, most_micro_rows, rows_per_rank
 from hpc_tune.train.checkpointing import Checkpointer
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
-from hpc_tune.train.layout import Resolved
 from hpc_tune.train.loop import Work
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
@@ -107,7 +108,7 @@ def _micro_size(
         return config.batch.micro_size
     if saved is not None and saved.layout == asdict(layout):
         return saved.micro_size
-    most_rows = micro_rows(config, layout)
+    most_rows = most_micro_rows(config.batch, layout)
     return largest_micro_size(job.comm, engine, job.monitor, config.data.seq_len, most_rows)
 
 
@@ -126,7 +127,7 @@ def _say_micro_batches(
     job: Job, model: Model, resolved: Resolved, data: Data, expected: Expected
 ) -> None:
     config = model.config
-    rows = -(-config.batch.global_size // resolved.layout.data_size)
+    rows = rows_per_rank(config.batch, resolved.layout)
     micro_size = job.governor.micro_size
     tokens, num_micro = rows * config.data.seq_len, -(-rows // micro_size)
     micro = (tokens // num_micro, round(data.loss_share * tokens / num_micro))

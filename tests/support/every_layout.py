@@ -11,22 +11,25 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from hpc_tune.autotune.candidates import allows_tensor, candidates, legal_layouts
+from hpc_tune.autotune.choose import choose_from, take_measures
 from hpc_tune.batch import Batch
-from hpc_tune.config.load import load_config
+from hpc_tune.config.load import load_config, write_resolved
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.log import configure
+from hpc_tune.memory.host import find_limit
 from hpc_tune.model.build import build, compute_dtype
-from hpc_tune.plan.candidates import candidates, keeps_gathered
-from hpc_tune.plan.memory_model import PROCESS_BYTES
+from hpc_tune.plan.hardware import machine_of
 from hpc_tune.plan.model_size import measure
-from hpc_tune.plan.search import with_layout
-from hpc_tune.plan.step_time import Network, StepWork, step_time
-from hpc_tune.train.choosing import choose_from, machine_of, take_measures
+from hpc_tune.plan.network import Network
+from hpc_tune.plan.resolve import keeps_gathered, with_layout
+from hpc_tune.plan.step_time import StepWork, step_time
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.regroup import regroup
 
@@ -70,11 +73,12 @@ def main():
     config = load_config(None, ["parallel=auto", *sys.argv[1:]])
     comm = bootstrap(config.run)
     configure(comm.world.rank)
-    machine = machine_of(config, comm)
+    machine = machine_of(comm, find_limit(config.memory.host_limit).num_bytes)
     began_s = time.monotonic()
     measured, comm = take_measures(config, comm, machine)
     measuring_s = time.monotonic() - began_s
-    chosen = choose_from(measured, config, comm, machine)
+    write_settings, limit_s = partial(write_resolved, config), config.run.timeout / 2
+    chosen, lines = choose_from(measured, write_settings, comm, machine, limit_s)
     dtype = compute_dtype(config.model.dtype, comm.device)
 
     def built():
@@ -83,15 +87,14 @@ def main():
     size, model = measure(built().module), built().config
     work = StepWork(size, model, config.batch.global_size, config.data.seq_len, dtype.itemsize)
     network = Network.measured(measured.links, measured.nodes)
-    room = machine.host_bytes // machine.ranks_per_node
     all_ranks = len(measured.nodes)
     order = chosen.ranks if len(chosen.ranks) == all_ranks else tuple(range(all_ranks))
-    whole = [
-        one.layout
-        for one in candidates(config, work, room, measured.compute, network, PROCESS_BYTES)
-        if one.layout.size == all_ranks
-    ]
-    inside = regroup(comm, measured.places(order), config.run.timeout)
+    with_tensor = allows_tensor(config.tune, config.train)
+    layouts = legal_layouts(config.parallel, model, all_ranks, with_tensor)
+    settings = (config.parallel, config.batch, work, machine, measured.compute, network)
+    ranked = candidates(layouts, *settings)
+    whole = [c.layout for c in ranked if c.layout.size == all_ranks]
+    inside = regroup(comm, measured.positions(order), config.run.timeout)
     runs = [(layout, order) for layout in whole]
     if len(chosen.ranks) < all_ranks:
         runs.append((chosen.layout, chosen.ranks))
@@ -103,7 +106,7 @@ def main():
             if inside is None:
                 time.sleep(1.0)
                 return
-        reshard = keeps_gathered(config.parallel, size, layout, room)
+        reshard = keeps_gathered(config.parallel, size, layout, machine.bytes_per_rank)
         settings = config.parallel.model_copy(update={"reshard": reshard})
         micro = config.batch.micro_size
         found = step_time(work, layout, ranks, settings, micro, measured.compute, network)
@@ -125,7 +128,7 @@ def main():
         gc.collect()
     if inside.is_rank_0:
         compute = {name: getattr(measured.compute, name) for name in ("sharing", "sync_s")}
-        told = {"rows": rows, "lines": chosen.lines, "measuring_s": measuring_s, **compute}
+        told = {"rows": rows, "lines": lines, "measuring_s": measuring_s, **compute}
         told["measured"] = json.loads(measured.to_json())
         print(json.dumps(told), flush=True)
     shutdown(inside)

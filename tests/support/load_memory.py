@@ -58,8 +58,8 @@ def main() -> None:
     from hpc_tune.engine.zero.engine import ZeroEngine
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
-    from hpc_tune.plan.candidates import choose_layout
     from hpc_tune.plan.model_size import measure
+    from hpc_tune.plan.resolve import choose_layout
 
     engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
     if config.parallel.zero_stage is not None:

@@ -40,8 +40,8 @@ def main() -> None:
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
     from hpc_tune.model.weights import index_checkpoint
-    from hpc_tune.plan.candidates import choose_layout
     from hpc_tune.plan.model_size import measure
+    from hpc_tune.plan.resolve import choose_layout
     from hpc_tune.rundir.json_lines import Events
     from hpc_tune.train.checkpointing import Checkpointer
 

@@ -21,7 +21,9 @@ FLOORS = (
     ("memory", "data", "model", "probe"),
     ("rundir",),
     ("engine", "checkpoint"),
-    ("plan", "train"),
+    ("plan",),
+    ("autotune",),
+    ("train",),
     ("supervise", "report", "generate", "completion"),
     ("commands",),
     ("cli",),
@@ -31,7 +33,6 @@ FLOORS = (
 SAME_FLOOR = {
     ("log", "units"),
     ("probe", "memory"),
-    ("train", "plan"),
 }
 # Which files may import a third party, and do: a trailing slash means a whole package of ours.
 OWNERS = {

@@ -2,22 +2,31 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from transformers import LlamaConfig
 
+from hpc_tune.autotune.candidates import (
+    allows_tensor,
+    candidates,
+    legal_layouts,
+    orders,
+    ring_order,
+)
+from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
+from hpc_tune.autotune.search import as_json, as_lines, choose, choose_for, from_json
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
-from hpc_tune.plan.candidates import candidates, legal_layouts, micro_rows, orders, ring_order
-from hpc_tune.plan.measured import HARDWARE, Measured
-from hpc_tune.plan.memory_model import Machine
+from hpc_tune.plan.hardware import CLUSTERS, Machine
 from hpc_tune.plan.model_size import ModelSize
-from hpc_tune.plan.search import as_lines, choose, choose_for
-from hpc_tune.plan.step_time import Compute, Network, StepWork
+from hpc_tune.plan.network import Network
+from hpc_tune.plan.resolve import most_micro_rows
+from hpc_tune.plan.step_time import Compute, StepWork
 from hpc_tune.probe.links import Links, Pair
 
 MODEL = LlamaConfig(num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4)
@@ -39,8 +48,21 @@ def network(size, rate=1e9, nodes=None, slow=()):
     return Network.measured(Links(tuple(pairs), ()), nodes)
 
 
+def legal(num_ranks, **parts):
+    settings = config(**parts)
+    with_tensor = allows_tensor(settings.tune, settings.train)
+    return legal_layouts(settings.parallel, MODEL, num_ranks, with_tensor)
+
+
+def ranked(settings, work, room, compute, net):
+    """The candidates on ranks with GPUs of ``room`` bytes, the fastest first."""
+    layouts = legal_layouts(settings.parallel, MODEL, len(net.nodes))
+    machine = Machine(len(net.nodes), 1, room, 0)
+    return candidates(layouts, settings.parallel, settings.batch, work, machine, compute, net)
+
+
 def test_every_way_to_multiply_to_four_and_to_fewer_is_looked_at():
-    found = legal_layouts(config(), MODEL, 4)
+    found = legal(4)
     by_size = {n: [layout for layout in found if layout.size == n] for n in (1, 2, 3, 4)}
     # 3 axes have no factor of 3 in the heads: tensor 3 is not legal.
     assert {n: len(layouts) for n, layouts in by_size.items()} == {1: 1, 2: 4, 3: 3, 4: 10}
@@ -58,14 +80,14 @@ def test_every_way_to_multiply_to_four_and_to_fewer_is_looked_at():
     ],
 )
 def test_what_is_set_is_kept_and_what_cannot_be_is_not_looked_at(parts, left):
-    found = legal_layouts(config(**parts), MODEL, 4)
+    found = legal(4, **parts)
     assert found
     for axis, values in left.items():
         assert {getattr(layout, axis) for layout in found} == values
 
 
 def test_of_many_ranks_only_some_numbers_are_looked_at():
-    sizes = {layout.size for layout in legal_layouts(config(), MODEL, 24)}
+    sizes = {layout.size for layout in legal(24)}
     assert sizes == {1, 2, 4, 8, 16, 24}
 
 
@@ -91,13 +113,13 @@ def test_the_first_rank_always_works_and_slow_links_are_left_out():
 )
 def test_pipelines_are_counted_with_the_micro_batches_that_a_run_takes(micro_size, layout, rows):
     settings = config(batch={"global_size": 64, "micro_size": micro_size})
-    assert micro_rows(settings, layout) == rows
+    assert most_micro_rows(settings.batch, layout) == rows
 
 
 def best(room, net, size, parts=None, compute=COMPUTE, rows=64):
     settings = config(batch={"global_size": rows, "micro_size": 1}, **(parts or {}))
     work = StepWork(size, MODEL, rows, 128, 2)
-    return [c.layout for c in candidates(settings, work, room, compute, net)]
+    return [c.layout for c in ranked(settings, work, room, compute, net)]
 
 
 ADAPTERS = ModelSize(10**9, 10**6, 2 * GIB, 1 << 22)
@@ -119,7 +141,7 @@ def test_of_orders_that_are_as_fast_the_one_with_the_fastest_neighbours_is_taken
     shared = Compute(1e-3, 1e-3, 0.0, sharing=3.0)  # what a rank waits for, another computes
     settings = config(parallel={"pipeline": 3}, batch={"global_size": 64, "micro_size": 1})
     work = StepWork(ADAPTERS, MODEL, 64, 128, 2)
-    [found] = candidates(settings, work, 8 * GIB, shared, net)
+    [found] = ranked(settings, work, 8 * GIB, shared, net)
     assert found.ranks in ((0, 2, 1), (1, 2, 0))
 
 
@@ -132,11 +154,11 @@ def test_fewer_ranks_are_taken_where_more_are_slower():
 @pytest.mark.soak
 def test_among_512_ranks_the_layouts_are_compared_in_seconds():
     """It took minutes when each order of ranks was looked for again for each layout."""
-    measured = HARDWARE["h100-ib400"].measured(64, 8)
+    measured = by_data_sheet(CLUSTERS["h100-ib400"], 64, 8)
     net = Network.measured(measured.links, measured.nodes)
     work = StepWork(ModelSize(10**9, 10**6, 2 * GIB, 4 * 10**6), MODEL, 512, 128, 2)
     began_s = time.monotonic()
-    found = candidates(config(), work, 64 * GIB, COMPUTE, net)
+    found = ranked(config(), work, 64 * GIB, COMPUTE, net)
     assert len(found) > 100
     assert time.monotonic() - began_s < 30
 
@@ -160,6 +182,7 @@ def test_a_slow_pair_is_kept_out_of_a_pipeline_and_the_table_says_what_was_chose
     assert (1, 2) not in neighbours
     assert (2, 1) not in neighbours
     lines = as_lines(choice)
+    assert from_json(as_json(choice)) == (replace(choice.best, memory="", fits=None), lines)
     assert "pipeline 4" in lines[1]
     assert lines[1].endswith("<- this one")
 
@@ -223,25 +246,26 @@ def test_measured_links_survive_the_way_to_the_plan(tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(told.to_json())
     assert Measured.read(file) == told
-    assert told.places([0, 1]) == [1, 0]
+    assert told.positions([0, 1]) == [1, 0]
     without = {**json.loads(told.to_json()), "compute": None}
     file.write_text(json.dumps(without))
     assert Measured.read(file).compute is None
 
 
 def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
-    kind = HARDWARE["h100-ib400"]
-    net = Network.measured(kind.measured(2, 8).links, kind.measured(2, 8).nodes)
-    assert net.rate(0, 7) == kind.within_bytes_per_s
-    assert net.rate(3, 12) == kind.across_bytes_per_s
+    cluster = CLUSTERS["h100-ib400"]
+    measured = by_data_sheet(cluster, 2, 8)
+    net = Network.measured(measured.links, measured.nodes)
+    assert net.rate(0, 7) == cluster.within_bytes_per_s
+    assert net.rate(3, 12) == cluster.across_bytes_per_s
     model = SimpleNamespace(
         num_hidden_layers=2, hidden_size=10, vocab_size=100, tie_word_embeddings=True
     )
     size = ModelSize(5_000, 100, 10_000, 400)
-    compute = kind.compute(size, model, 16, recompute=False)
+    compute = compute_by_data_sheet(cluster, size, model, 16, recompute=False)
     # 4 flops per frozen value and 6 per trained one, of which the head has 4 x 1000
     whole = 4 * 5_000 + 6 * 100 + 6 * 2 * 10 * 16
-    flops = (2 * compute.block_s + compute.head_s) * 0.4 * kind.flops
+    flops = (2 * compute.block_s + compute.head_s) * 0.4 * cluster.flops
     assert flops == pytest.approx(whole)
 
 

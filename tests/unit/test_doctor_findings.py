@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.probe.facts import Folder, RankFacts, try_folder
-from hpc_tune.probe.findings import find
+from hpc_tune.probe.findings import find_problems
 from hpc_tune.probe.links import Collective, Links, Pair, outliers, rate, rounds
 from hpc_tune.probe.software import Compiled
 from hpc_tune.probe.table import as_dict, as_lines
@@ -148,23 +148,23 @@ PLANTED = {
 
 
 def test_a_good_cluster_has_no_findings():
-    assert find(world(), Links(tuple(links(*[1e10] * 6)), ())) == []
+    assert find_problems(world(), Links(tuple(links(*[1e10] * 6)), ())) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_is_planted_is_found_and_nothing_else(name):
     changes, level, words = PLANTED[name]
-    [found] = find(world(*changes), Links((), ()))
+    [found] = find_problems(world(*changes), Links((), ()))
     assert found.level == level
     assert words in found.text
 
 
 def test_the_silent_fall_back_to_sockets_is_found():
     slow = Links(tuple(links(*[1.1e9] * 6)), ())
-    [found] = find(world(), slow)
+    [found] = find_problems(world(), slow)
     assert "although there is mlx5_0: NCCL has fallen back to sockets" in found.text
     without = [dataclasses.replace(rank, topology=None) for rank in world()]
-    assert find(without, slow) == []
+    assert find_problems(without, slow) == []
 
 
 def test_a_card_that_is_worse_than_on_other_nodes_is_named():
@@ -173,9 +173,9 @@ def test_a_card_that_is_worse_than_on_other_nodes_is_named():
         dataclasses.replace(GOOD, rank=n, node=n, hostname=f"n{n}", num_reachable=2)
         for n in range(3)
     ]
-    assert find(ranks, Links((), ())) == []
+    assert find_problems(ranks, Links((), ())) == []
     ranks[1] = dataclasses.replace(ranks[1], topology=dataclasses.replace(NODE, cards=(down,)))
-    [found] = find(ranks, Links((), ()))
+    [found] = find_problems(ranks, Links((), ()))
     assert "n1: network card mlx5_0 is DOWN at 10 Gb/sec, on 2 other nodes ACTIVE" in found.text
 
 
@@ -237,7 +237,7 @@ def test_the_report_has_each_rank_and_each_finding():
     ranks = world((0, {"shm_free_bytes": 4096}))
     small, large = (Collective("all-reduce", n, 0.001, 2e9) for n in (64, 4 << 20))
     all_links = Links(tuple(links(*[1e10] * 6)), (small, large), skipped=2)
-    found = find(ranks, all_links)
+    found = find_problems(ranks, all_links)
     text = "\n".join(as_lines(ranks, all_links, found, colours=False))
     for words in (
         "launcher  openmpi and Open MPI v5.0.11: both say 4 ranks",

@@ -4,13 +4,15 @@ from transformers import FalconConfig, LlamaConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
-from hpc_tune.plan.candidates import (
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.model_size import ModelSize, static_bytes
+from hpc_tune.plan.resolve import (
     ROOM_FOR_ACTIVATIONS,
     check_layout,
     choose_layout,
     keeps_gathered,
+    resolve,
 )
-from hpc_tune.plan.model_size import ModelSize, static_bytes
 
 FULL = ModelSize(0, 100, 0, 400)  # 1600 bytes on one rank
 
@@ -135,6 +137,35 @@ def test_gathered_weights_stay_where_they_fit():
     assert keeps_gathered(ParallelConfig(), size, layout, 1667) == "step"
     assert keeps_gathered(ParallelConfig(), size, layout, 1666) == "block"
     assert keeps_gathered(ParallelConfig(reshard="micro"), size, layout, 1) == "micro"
+
+
+def test_what_is_resolved_leaves_nothing_open_and_is_resolved_to_itself():
+    size, machine = ModelSize(1000, 10, 2000, 40), Machine(2, 4, 1667, 0)
+    first = resolve(ParallelConfig(tensor=2), size, LlamaConfig(), machine, rank=5)
+    assert first.layout == Layout(2, 2, 2)
+    assert first.coordinates == first.layout.coordinates(5)
+    axes = ("replicate", "shard", "tensor", "pipeline", "reshard")
+    assert [getattr(first.parallel, axis) for axis in axes] == [2, 2, 2, 1, "block"]
+    again = resolve(first.parallel, size, LlamaConfig(), machine, rank=5)
+    assert (again.layout, again.parallel) == (first.layout, first.parallel)
+
+
+def test_zero_keeps_its_axes_unset():
+    asked = ParallelConfig(zero_stage=3, engine="deepspeed")
+    resolved = resolve(asked, FULL, LlamaConfig(), Machine(1, 4, 100, 0))
+    assert resolved.layout == Layout(1, 4)
+    assert (resolved.parallel.shard, resolved.parallel.zero_stage) == (None, 3)
+
+
+def test_nodes_with_different_numbers_of_ranks_hold_no_copies_of_their_own():
+    """Three ranks on two nodes: the machine has two for each."""
+    quarter = static_bytes(FULL, Layout(1, 4))
+    machine = Machine(2, 4, int(quarter / ROOM_FOR_ACTIVATIONS) + 1, 0)
+    even, uneven = (
+        resolve(ParallelConfig(), FULL, LlamaConfig(), machine, num_ranks).layout
+        for num_ranks in (8, 6)
+    )
+    assert (even, uneven) == (Layout(2, 4), Layout(1, 6))
 
 
 def test_a_layout_prints_its_axes():

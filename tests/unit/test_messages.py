@@ -12,6 +12,9 @@ from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.messages import expected_bytes
 from hpc_tune.plan.model_size import measure
+from hpc_tune.plan.network import Network
+from hpc_tune.plan.step_time import StepWork, tensor_s
+from hpc_tune.probe.links import Links, Pair
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 HIDDEN, WIDE, VOCAB, BLOCKS, R = 64, 96, 256, 10, 16
@@ -95,6 +98,19 @@ def test_blocks_that_run_again_do_their_first_sum_again(tied):
     assert again["all_reduce"] - once["all_reduce"] == BLOCKS * TOKENS * HIDDEN * 4
 
 
+def test_what_a_block_sums_up_takes_the_seconds_of_its_bytes(tied, tmp_path):
+    """The predicted seconds and the predicted bytes of a step are of the same messages."""
+    layout, bytes_per_s = Layout(1, 1, 2), 1e6
+    half = write_shape(tmp_path / "half", blocks=BLOCKS // 2, tie_word_embeddings=True)
+    whole, part = (expected(f, "full", layout, MICROS)["all_reduce"] for f in (tied, half))
+    built = build(tied, torch.float32, TuneConfig(method="full"), 0, weights=False)
+    work = StepWork(measure(built.module), built.config, 1, 32, 4)
+    links = Links((Pair((0, 1), (0, 0), 0.0, bytes_per_s),), ())
+    network = Network.measured(links, (0, 0))
+    seconds = tensor_s(work, BLOCKS // 2, layout, (0, 1), network, TOKENS, sync_s=0.0)
+    assert bytes_per_s * seconds == pytest.approx(whole - part)
+
+
 def test_an_interleaved_pipeline_fills_up_with_rows_of_one_token(tied):
     sent = expected(tied, "full", Layout(1, 1, 1, 4), [(32, 20)] * 6, stages_per_rank=2)
     assert sent["send"] == 3 * (6 * 32 + 2) * HIDDEN * 4
@@ -102,7 +118,6 @@ def test_an_interleaved_pipeline_fills_up_with_rows_of_one_token(tied):
 
 ENGINE = """
 import json, sys
-from pathlib import Path
 import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
@@ -119,20 +134,21 @@ def batch(rows, length, loss_tokens):
 
 SHARE = 0.5
 for folder, ranks, settings in json.loads(sys.argv[1]):
-    config = load_config(None, ["data.eval_path=null", *settings])
-    built = trace._build(config, Path(folder))
+    words = ["data.eval_path=null", f"model.path={folder}", *settings]
+    config = load_config(None, words)
+    step = trace.traced_step(config, ranks)
+    built, layout = step.shape.build(), step.layout
     size, itemsize = measure(built.module), built.dtype.itemsize
-    config, layout = trace._decided(config, built, ranks)
     fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace._fake_world(0, ranks), fake, TracedMemory(0).watch():
-        sections = (config.optim, config.parallel, config.train)
+        sections = (config.optim, step.parallel, config.train)
         engine = NativeEngine(built, EngineSettings(layout, trace.DEVICE, *sections, SHARE))
         for stage in engine._stages:
             stage.module.within_documents = False
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
         sent = [engine.train_step(batches, 57, 1e-3).sent_bytes for _ in range(2)]
     micros = [(one.tokens_BT.numel(), one.num_loss_tokens) for one in batches]
-    words = (size, built.config, layout, config.parallel, itemsize, SHARE, micros)
+    words = (size, built.config, layout, step.parallel, itemsize, SHARE, micros)
     print(json.dumps([*sent, expected_bytes(*words)]))
 """
 FULL, LORA = "tune.method=full", "tune.method=lora"

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hpc_tune.engine.mesh import Layout
-from hpc_tune.plan.messages import flops_per_token, peak_flops
-from hpc_tune.plan.model_size import ModelSize, measure, static_bytes
+from hpc_tune.plan.hardware import peak_flops
+from hpc_tune.plan.model_size import ModelSize, flops_per_token, measure, static_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

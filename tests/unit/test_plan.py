@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.config.load import load_config
-from hpc_tune.plan.memory_model import DEEPSPEED_BYTES, Machine, Phase, ledger, pinned_bytes
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.memory_model import (
+    DEEPSPEED_BYTES,
+    MemorySettings,
+    ModelBytes,
+    Phase,
+    memory_by_phase,
+    pinned_bytes,
+)
 from hpc_tune.plan.trace import TraceReport
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
@@ -190,10 +198,18 @@ LARGEST, UNIT = 64 * MIB, 48 * MIB
 
 
 def by_name(machine, trace=TRACE, save="streamed", overrides=(), is_stored_so=True):
-    config = load_config(
-        None, ["tune.method=lora", "batch.global_size=4", "data.seq_len=1024", *overrides]
+    config = load_config(None, [*overrides])
+    threads = machine.cores_per_rank if config.run.threads == "auto" else config.run.threads
+    settings = MemorySettings(
+        config.parallel,
+        config.checkpoint,
+        step_tokens=1024,
+        compile_threads=threads if config.train.compile else None,
+        governed=config.memory.governor == "on",
+        save=save,
     )
-    phases = ledger(config, trace, machine, 10 * MIB, LARGEST, UNIT, save, is_stored_so)
+    model = ModelBytes(10 * MIB, LARGEST, UNIT, is_stored_so=is_stored_so)
+    phases = memory_by_phase(trace, machine, model, settings)
     return {phase.name: phase for phase in phases}
 
 

@@ -7,7 +7,8 @@ import pytest
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.plan.model_size import ModelSize
-from hpc_tune.plan.step_time import Compute, Network, StepWork, step_time
+from hpc_tune.plan.network import Network
+from hpc_tune.plan.step_time import Compute, StepWork, step_time
 from hpc_tune.probe.links import Collective, Links, Pair
 
 # 8 blocks of 100 MB; adapters of 1 MB; a row has 10 tokens.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.probe.topology import Topology, look
+from hpc_tune.probe.topology import Topology, read_topology
 
 # A node of two switches: each has two GPUs and one network card behind it.
 PCI = {
@@ -96,7 +96,7 @@ class Driver:
 def test_gpus_cards_and_how_they_meet(kernel, monkeypatch):
     driver = Driver()
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    found = look(kernel)
+    found = read_topology(kernel)
     assert [(gpu.uuid, gpu.place, gpu.numa, gpu.nvlinks) for gpu in found.gpus] == [
         ("0abc", "0000:17:00.0", 0, 2),
         ("1abc", "0000:18:00.0", 0, 2),
@@ -119,10 +119,10 @@ def test_without_a_driver_or_its_package_the_cards_are_told(kernel, monkeypatch,
     driver.nvmlInit = fail
     for module in (driver, None):
         monkeypatch.setitem(sys.modules, "pynvml", module)
-        found = look(kernel)
+        found = read_topology(kernel)
         assert (found.gpus, found.paths, found.driver) == ((), {}, "")
         assert [card.name for card in found.cards] == list(CARDS)
-    assert look(tmp_path / "nothing") == Topology()
+    assert read_topology(tmp_path / "nothing") == Topology()
 
 
 def test_the_stand_in_has_the_names_of_the_real_package():

@@ -163,17 +163,18 @@ def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
 
 REAL = """
 import contextlib, dataclasses, json, sys
-from pathlib import Path
 from hpc_tune.config.load import load_config
 from hpc_tune.plan import trace
 
 fake = trace.FakeTensorMode
 for settings in json.loads(sys.argv[2]):
-    config = load_config(None, ["model.dtype=bf16", "parallel.reshard=block", *settings])
+    words = ["model.dtype=bf16", "parallel.reshard=block", f"model.path={sys.argv[1]}"]
+    words += ["batch.micro_size=2", "data.seq_len=128"]
+    config = load_config(None, [*words, *settings])
     world = (config.parallel.shard or 1) * (config.parallel.tensor or 1)
     reports = []
     for trace.FakeTensorMode in (fake, lambda **_: contextlib.nullcontext()):
-        report = trace.trace_step(config, world, Path(sys.argv[1]), 2, 128)
+        report = trace.trace_step(trace.traced_step(config, world))
         reports.append({**dataclasses.asdict(report), "trace_s": 0})
     print(json.dumps(reports))
 """

@@ -1,0 +1,156 @@
+"""parallel.layout=auto: every legal layout, the ranks in it, and its predicted step.
+
+legal_layouts -> candidates: in the fastest order of ranks each, the fastest layout first
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import BatchConfig, TrainConfig, TuneConfig
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.memory_model import process_bytes
+from hpc_tune.plan.model_size import static_bytes
+from hpc_tune.plan.network import Network
+from hpc_tune.plan.resolve import AXES, keeps_gathered, most_micro_rows, why_not
+from hpc_tune.plan.step_time import Compute, StepTime, StepWork, step_time
+
+_FEW_RANKS, _MARGIN, _CLEARLY = 5, 0.03, 0.8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, the ranks that take its positions in order, and how long a step of it takes.
+
+    ``memory`` of the rank that needs most, in words. ``fits`` is None where it was not asked: what
+    is slower than one that fits is not planned.
+    """
+
+    layout: Layout
+    ranks: tuple[int, ...]
+    reshard: str
+    micro_rows: int
+    time: StepTime
+    memory: str = ""
+    fits: bool | None = None
+
+    def __str__(self) -> str:
+        sizes = [(axis, size) for axis in AXES if (size := getattr(self.layout, axis)) > 1]
+        gathers = f", gathered per {self.reshard}" if self.layout.shard > 1 else ""
+        return (" x ".join(f"{axis} {size}" for axis, size in sizes) or "one rank") + gathers
+
+    def preference(self, num_ranks: int) -> float:
+        """Return the seconds of a step and a little more for each axis, and for ranks that idle.
+
+        Predictions are not exact: of layouts that are about as fast the simple one is better.
+        """
+        axes = sum(getattr(self.layout, axis) > 1 for axis in ("shard", "tensor", "pipeline"))
+        return self.time.seconds * (1 + _MARGIN * (axes + (self.layout.size < num_ranks)))
+
+
+def candidates(
+    layouts: Iterable[Layout],
+    parallel: ParallelConfig,
+    batch: BatchConfig,
+    work: StepWork,
+    machine: Machine,
+    compute: Compute,
+    network: Network,
+) -> list[Candidate]:
+    """Return the layouts in their fastest order of ranks, the fastest first.
+
+    A layout whose weights, gradients and optimizer state are more than a rank has is left out.
+    """
+    choices = []
+    orders_of = functools.cache(functools.partial(orders, network))
+    for layout in layouts:
+        if static_bytes(work.size, layout) + process_bytes(machine) > machine.bytes_per_rank:
+            continue
+        reshard = keeps_gathered(parallel, work.size, layout, machine.bytes_per_rank)
+        settings = parallel.model_copy(update={"reshard": reshard})
+        rows = most_micro_rows(batch, layout)
+        best = min(
+            (
+                Candidate(layout, ranks, reshard, rows, time)
+                for ranks in orders_of(layout.size)
+                if (time := step_time(work, layout, ranks, settings, rows, compute, network))
+            ),
+            # Of orders that are as fast the one whose neighbours have the fastest links.
+            key=lambda c: (c.time.seconds, -_slowest_neighbours(c.ranks, network)),
+        )
+        choices.append(best)
+    return sorted(choices, key=lambda candidate: candidate.preference(len(network.nodes)))
+
+
+def legal_layouts(
+    parallel: ParallelConfig, model: Any, num_ranks: int, with_tensor: bool = True
+) -> list[Layout]:
+    """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
+
+    Axes that are set are kept. Of more than eight ranks, fewer are looked at in powers of two.
+    ``model`` is the transformers config; ``with_tensor``: see ``allows_tensor``.
+    """
+    layouts = []
+    for size in range(1, num_ranks + 1):
+        if size < num_ranks and num_ranks > 8 and size & (size - 1):
+            continue
+        for pipeline, tensor, shard in itertools.product(_divisors(size), repeat=3):
+            if size % (pipeline * tensor * shard) or (tensor > 1 and not with_tensor):
+                continue
+            layout = Layout(size // (pipeline * tensor * shard), shard, tensor, pipeline)
+            is_asked = all(getattr(parallel, a) in (None, getattr(layout, a)) for a in AXES)
+            if is_asked and not why_not(layout, parallel, model):
+                layouts.append(layout)
+    return layouts
+
+
+def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:
+    """Tell whether the settings go together with the tensor axis; see ``config/constraints.py``."""
+    return tune.method not in ("dora", "qlora") and not train.compile
+
+
+def orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:
+    """Return which ranks may take the positions of a layout, in order.
+
+    All of them for up to five ranks. Of more, as the launcher numbers them, and each next one by
+    the fastest link; where some are left out, those with the slowest links. The first rank holds
+    the store of the job and always works.
+    """
+    everyone = range(len(network.nodes))
+    if len(everyone) <= _FEW_RANKS:
+        return [o for o in itertools.permutations(everyone, num_ranks) if 0 in o]
+    kept = set(everyone)
+    sums = {a: sum(network.rate(a, b) for b in everyone if b != a) for a in everyone if a}
+    while len(kept) > num_ranks:
+        slowest = min(sums, key=lambda a: (sums[a], -a))
+        kept.remove(slowest)
+        sums = {a: rates - network.rate(a, slowest) for a, rates in sums.items() if a != slowest}
+    chain, rest = [0], kept - {0}
+    while rest:
+        chain.append(max(rest, key=lambda b: (network.rate(chain[-1], b), -b)))
+        rest.remove(chain[-1])
+    return list(dict.fromkeys([tuple(sorted(kept)), tuple(chain)]))
+
+
+def ring_order(network: Network) -> tuple[int, ...]:
+    """Return all ranks, the first one first, in an order whose ring has no needlessly slow link."""
+    size = len(network.nodes)
+
+    def gathers_s(ranks: Sequence[int]) -> float:
+        return network.ring_s("all_gather", [ranks], 1.0)
+
+    launched = tuple(range(size))
+    best = min((o for o in orders(network, size) if o[0] == 0), key=gathers_s)
+    return best if gathers_s(best) < _CLEARLY * gathers_s(launched) else launched
+
+
+def _slowest_neighbours(ranks: Sequence[int], network: Network) -> float:
+    return min((network.rate(a, b) for a, b in itertools.pairwise(ranks)), default=0.0)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,229 @@
+"""How fast the ranks compute a decoder block and the head, measured before the model is loaded.
+
+models of one block and of two, random weights -> forward and backward, all ranks at once
+-> seconds per token of a block and of the rest; once more on the first rank alone
+"""
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_tune.autotune.candidates import legal_layouts
+from hpc_tune.batch import Batch, full_batch
+from hpc_tune.config.optim import OptimConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.engine.base import EngineSettings
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.regions import local_region
+from hpc_tune.plan.model_size import STATE_COPIES, ModelSize, measure
+from hpc_tune.plan.network import Network
+from hpc_tune.plan.shape import ModelShape
+from hpc_tune.plan.step_time import SUMS_OF_A_BLOCK, Compute, StepWork, tensor_s
+from hpc_tune.units import format_bytes
+from hpc_tune.world.comm import Comm
+
+FEW, MORE = 1, 2
+_REPEATS, _LONG_ENOUGH_S = 3, 0.3
+_MOST_TOKENS_ON_CPU = 1024  # a block of an 8B model takes ten seconds for them
+_ROOM_SHARE = 0.5
+_VALUES, _WIDTH, _MOST_PRODUCTS = 1 << 22, 256, 100
+_SHORT_S = 1.0
+
+
+class BlockModels:
+    """Makes models like the configured one with few blocks and random weights."""
+
+    # Of the newest: what a step does, and bytes of a forward and a backward pass if it is sharded.
+    work: StepWork
+    gathered_bytes = 0.0
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        parallel: ParallelConfig,
+        optim: OptimConfig,
+        seq_len: int,
+        comm: Comm,
+        room: int,
+    ) -> None:
+        """Measure on the ranks of ``comm``, each of which has ``room`` bytes."""
+        self.comm, self.parallel, self._seq_len = comm, parallel, seq_len
+        self._shape, self._optim, self._room = shape, optim, room
+
+    def engine(self, num_blocks: int, layout: Layout) -> NativeEngine:
+        """Return an engine of ``num_blocks`` blocks. Collective.
+
+        Raises:
+            ConfigError: if even so few do not fit.
+        """
+        make = partial(self._make, num_blocks, layout)
+        return self.comm.together("measuring a decoder block", make)
+
+    def _make(self, num_blocks: int, layout: Layout) -> NativeEngine:
+        update = {"reshard": "block", "offload_params": "none"}
+        parallel = self.parallel.model_copy(update=update)
+        with tempfile.TemporaryDirectory() as folder:
+            shape = self._shape.with_blocks(num_blocks, Path(folder))
+            built, itemsize = shape.build(), shape.dtype.itemsize
+            size, model = measure(built.module), built.config
+            _check_room(size, self._room)
+            head = model.vocab_size * model.hidden_size * itemsize
+            self.work = StepWork(size, model, 1, self._seq_len, itemsize)
+            self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head stays in between
+            settings = EngineSettings(layout, self.comm.device, self._optim, parallel)
+            engine = NativeEngine(built, settings)
+        for parameter in built.module.parameters():
+            if parameter.is_floating_point():
+                local_region(parameter.detach())[0].normal_(std=0.02)
+        return engine
+
+    def batch(self, rows: int) -> Batch:
+        """Return a micro-batch to measure with, of fewer tokens on CPUs."""
+        length = self._seq_len
+        if self.comm.device.type == "cpu":
+            length = min(length, _MOST_TOKENS_ON_CPU)
+            rows = max(1, min(rows, _MOST_TOKENS_ON_CPU // length))
+        return full_batch(rows, length)
+
+
+def measure_compute(
+    models: BlockModels, rows: int, network: Network, order: Sequence[int], with_tensor: bool
+) -> Compute:
+    """Measure this model's blocks on these ranks; every rank returns the same. Collective.
+
+    ``rows`` of a micro-batch; ``network``: what was measured of it; ``order``: the ranks of
+    ``models.comm`` as ``network`` numbers them; ``with_tensor``: see ``allows_tensor``.
+
+    Raises:
+        ConfigError: if even so few blocks do not fit.
+    """
+    comm, seconds, batch = models.comm, {}, models.batch(rows)
+    num_ranks = comm.world.size
+    for num_blocks in (FEW, MORE):
+        once = partial(models.engine(num_blocks, Layout(num_ranks, 1)).run_once, batch)
+        seconds[num_blocks] = _slowest_s(once, comm)
+    comm.barrier("the first rank to compute alone")
+    times = [_time_of(once, comm.device) for _ in range(_REPEATS) if comm.is_rank_0]
+    [alone_s] = comm.max([statistics.median(times or [0.0])])
+    block_s = max(1e-12, (seconds[MORE] - seconds[FEW]) / (MORE - FEW))
+    unshard_s = _copy_s(comm)
+    # Over slow links there is nothing else to see; on GPUs gathering runs beside compute.
+    gathers_s = network.ring_s("all_gather", [order], models.gathered_bytes)
+    if num_ranks > 1 and comm.device.type == "cpu" and 0 < gathers_s < _SHORT_S:
+        once = partial(models.engine(MORE, Layout(1, num_ranks)).run_once, batch)
+        more_s = _slowest_s(once, comm) - seconds[MORE] - gathers_s
+        unshard_s = max(unshard_s, more_s / models.gathered_bytes)
+    sync_s = None
+    if num_ranks > 1 and with_tensor:
+        sync_s = _sync_in_blocks_s(models, batch, seconds[MORE], network, order)
+    if sync_s is None:
+        sync_s = _sync_s(comm, block_s / SUMS_OF_A_BLOCK)
+    tokens = batch.num_tokens
+    return Compute(
+        block_s / tokens,
+        max(0.0, seconds[FEW] - FEW * block_s) / tokens,
+        _update_s(comm),
+        unshard_s,
+        sync_s,
+        max(1.0, seconds[MORE] / alone_s),
+        overlaps=comm.device.type == "cuda",
+    )
+
+
+def _check_room(size: ModelSize, room: int) -> None:
+    needed = size.frozen_bytes + STATE_COPIES * size.trained_bytes
+    if needed > _ROOM_SHARE * room:
+        raise ConfigError(
+            f"parallel.layout=auto: {MORE} decoder blocks of this model take "
+            f"{format_bytes(needed)}, too much of {format_bytes(room)} to measure them; set "
+            "parallel.shard, .tensor or .pipeline"
+        )
+
+
+def _slowest_s(work: Callable[[], object], comm: Comm) -> float:
+    """Return the seconds that ``work`` takes when all ranks do it at once, those of the slowest.
+
+    Often enough that the ranks, who may share processors, have had the same of them.
+    """
+    comm.barrier("all ranks to begin")
+    [once_s] = comm.max([_time_of(work, comm.device)])
+    repeats = max(1, math.ceil(_LONG_ENOUGH_S / once_s))
+    times = []
+    for _ in range(_REPEATS):
+        comm.barrier("all ranks to begin")
+        spent_s = _time_of(lambda: [work() for _ in range(repeats)], comm.device)
+        times += comm.max([spent_s / repeats])
+    return statistics.median(times)
+
+
+def _time_of(work: Callable[[], object], device: torch.device) -> float:
+    began_s = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began_s
+
+
+def _update_s(comm: Comm) -> float:
+    """Return the seconds of the optimizer per trained value."""
+    values = nn.Parameter(torch.zeros(_VALUES, device=comm.device))
+    values.grad = torch.zeros_like(values)
+    return _slowest_s(torch.optim.AdamW([values], fused=True).step, comm) / _VALUES
+
+
+def _copy_s(comm: Comm) -> float:
+    """Return the seconds per byte of two new buffers, one filled and copied to the other."""
+
+    def copy() -> None:
+        gathered = torch.zeros(_VALUES, device=comm.device)
+        torch.empty_like(gathered).copy_(gathered)
+
+    return _slowest_s(copy, comm) / (4 * _VALUES)
+
+
+def _sync_in_blocks_s(
+    models: BlockModels, batch: Batch, whole_s: float, network: Network, order: Sequence[int]
+) -> float | None:
+    """Return what a small sum of all ranks adds, in blocks that are cut over all of them.
+
+    ``whole_s``: seconds of ``MORE`` blocks that are not cut. None where they cannot be cut so.
+    """
+    comm = models.comm
+    cut = Layout(1, 1, comm.world.size)
+    if cut not in legal_layouts(models.parallel, models.work.model, cut.size):
+        return None
+    spent_s = _slowest_s(partial(models.engine(MORE, cut).run_once, batch), comm)
+    messages_s = partial(tensor_s, models.work, MORE, cut, order, network, batch.num_tokens)
+    without_s = whole_s / cut.size + messages_s(0.0)
+    return max(0.0, spent_s - without_s) / (messages_s(1.0) - messages_s(0.0))
+
+
+def _sync_s(comm: Comm, work_s: float) -> float:
+    """Return what a small sum of all ranks adds to ``work_s`` of work between two of them."""
+    if comm.world.size == 1:
+        return 0.0
+    matrix = torch.randn(_WIDTH, _WIDTH, device=comm.device)
+    little = torch.zeros(8, device=comm.device)
+    multiply = partial(torch.mm, matrix, matrix)
+    products = max(1, min(_MOST_PRODUCTS, round(work_s / _slowest_s(multiply, comm))))
+
+    def between_sums(sums: bool) -> float:
+        def work() -> None:
+            for _ in range(products):
+                multiply()
+            if sums:
+                dist.all_reduce(little)
+
+        return _slowest_s(work, comm)
+
+    return max(0.0, between_sums(True) - between_sums(False))

@@ -1,0 +1,91 @@
+"""What a run computes on: nodes and their memory, and the data sheets of GPUs and links."""
+
+from dataclasses import dataclass
+
+from hpc_tune.world.comm import Comm
+
+# Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
+_PEAK_BF16 = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return a GPU's dense bf16 peak in flops per second; None if it is not in the table."""
+    return next((peak for name, peak in _PEAK_BF16.items() if name in device_name), None)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes and their memory. ``device_bytes`` of each rank's GPU; None: ranks on CPUs."""
+
+    nodes: int
+    ranks_per_node: int
+    device_bytes: int | None
+    host_bytes: int
+    cores_per_rank: int = 8
+
+    @property
+    def world_size(self) -> int:
+        """All ranks, where each node has as many."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def host_bytes_per_rank(self) -> int:
+        """A rank's share of its node's memory."""
+        return self.host_bytes // self.ranks_per_node
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """What a rank has for what it computes with: its GPU's memory, or its share of a node's."""
+        return self.device_bytes or self.host_bytes_per_rank
+
+    def ranks_of_each_node(self, world_size: int) -> int:
+        """Return how many of ``world_size`` ranks each node has; 1 where nodes differ."""
+        return self.ranks_per_node if self.world_size == world_size else 1
+
+
+def machine_of(comm: Comm, host_bytes: int) -> Machine:
+    """Return the machine that the ranks run on; where nodes differ, the least of any. Collective.
+
+    ``host_bytes``: what this job may use of this rank's node.
+    """
+    device_bytes = 0
+    if comm.device.type == "cuda":
+        import torch
+
+        device_bytes = torch.cuda.get_device_properties(comm.device).total_memory
+    least_host, least_device, ranks = comm.max([-host_bytes, -device_bytes, comm.world.local_size])
+    nodes = comm.world.num_nodes
+    return Machine(nodes, int(ranks), int(-least_device) or None, int(-least_host))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A kind of cluster by its data sheets: flops per second of a GPU, bytes per second of a link.
+
+    ``lanes``: network cards of a node.
+    """
+
+    flops: float
+    within_bytes_per_s: float
+    across_bytes_per_s: float
+    lanes: int
+    within_latency_s: float = 10e-6
+    across_latency_s: float = 20e-6
+
+
+# From the vendors' data sheets: one direction of NVLink or PCIe; a network card.
+CLUSTERS = {
+    "h100-ib400": Cluster(_PEAK_BF16["H100"], 370e9, 48e9, 8),
+    "a100-ib200": Cluster(_PEAK_BF16["A100"], 240e9, 24e9, 4),
+    "l40s-pcie-ethernet": Cluster(_PEAK_BF16["L40S"], 20e9, 2.9e9, 1),
+    "a100-pcie-10g": Cluster(_PEAK_BF16["A100"], 20e9, 1.1e9, 1, across_latency_s=60e-6),
+}

@@ -1,0 +1,199 @@
+"""How a model is laid out on a machine: the one place that decides what the settings leave open.
+
+    parallel settings, model, machine -> choose_layout -> check_layout -> keeps_gathered -> Resolved
+
+Also the rows of a micro-batch that follow from a layout.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import BatchConfig
+from hpc_tune.engine.mesh import Layout, MeshCoordinates
+from hpc_tune.engine.pipeline_parallel import why_no_stages
+from hpc_tune.engine.tensor_parallel import why_no_slices
+from hpc_tune.errors import ConfigError
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.model_size import ModelSize, static_bytes
+from hpc_tune.units import format_bytes
+
+ROOM_FOR_ACTIVATIONS = 0.6  # of the memory a rank has may go to weights, gradients and optimizer
+AXES = ("replicate", "shard", "tensor", "pipeline")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The layout, the reason for it in words, and the settings with nothing left to choose.
+
+    ``parallel`` has the axes of ``layout``, but for ZeRO, and its reshard decided. ``coordinates``
+    are this rank's. ``machine`` is what it was resolved for.
+    """
+
+    layout: Layout
+    why: str
+    coordinates: MeshCoordinates
+    parallel: ParallelConfig
+    machine: Machine
+
+
+def resolve(
+    asked: ParallelConfig,
+    size: ModelSize,
+    model: Any,
+    machine: Machine,
+    world_size: int | None = None,
+    rank: int = 0,
+) -> Resolved:
+    """Decide what ``asked`` leaves open; the same on every rank.
+
+    ``model`` is the transformers config. ``world_size``: where nodes have different numbers of
+    ranks, it is not the machine's.
+
+    Raises:
+        ConfigError: if the axes that are set do not multiply to the world size, or the model cannot
+            be laid out like that.
+    """
+    world_size = world_size or machine.world_size
+    room = machine.bytes_per_rank
+    per_node = machine.ranks_of_each_node(world_size)
+    layout, why = choose_layout(asked, world_size, size, room, per_node)
+    check_layout(layout, asked, model)
+    parallel = asked if asked.zero_stage is not None else with_layout(asked, layout)
+    reshard = keeps_gathered(asked, size, layout, room)
+    parallel = parallel.model_copy(update={"reshard": reshard})
+    return Resolved(layout, why, layout.coordinates(rank), parallel, machine)
+
+
+def choose_layout(
+    parallel: ParallelConfig,
+    world_size: int,
+    size: ModelSize,
+    bytes_per_rank: int,
+    ranks_per_node: int = 1,
+) -> tuple[Layout, str]:
+    """Return the layout for this world and the reason in words.
+
+    Axes that are set are kept; tensor and pipeline are 1 unless set; of replicate and shard an
+    unset one takes what is left. Where both are unset, all ranks replicate if the model fits into
+    ``ROOM_FOR_ACTIVATIONS`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits
+    there, so that weights are gathered over its fast links alone (``ranks_per_node``: 1 where nodes
+    differ); else all ranks shard.
+
+    Raises:
+        ConfigError: if the axes that are set do not multiply to the world size.
+    """
+    if parallel.zero_stage is not None:
+        layout = Layout(1, world_size) if parallel.zero_stage == 3 else Layout(world_size, 1)
+        return layout, f"DeepSpeed ZeRO {parallel.zero_stage}, as configured"
+    tensor, pipeline = parallel.tensor or 1, parallel.pipeline or 1
+    replicate, shard = parallel.replicate, parallel.shard
+    fixed = tensor * pipeline * (replicate or 1) * (shard or 1)
+    rest = world_size // fixed
+    if fixed * rest != world_size or (replicate and shard and rest != 1):
+        raise ConfigError(_not_the_product(parallel, world_size))
+    if replicate is not None or shard is not None:
+        layout = Layout(replicate or rest, shard or rest, tensor, pipeline)
+        return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
+    whole = Layout(rest, 1, tensor, pipeline)
+    needed, room = static_bytes(size, whole), int(bytes_per_rank * ROOM_FOR_ACTIVATIONS)
+    sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
+    if needed <= room:
+        return whole, f"each rank can hold its part of the model ({sizes})"
+    if rest == 1:
+        return whole, f"the model does not fit, and no rank is left to split it over ({sizes})"
+    by_node = ranks_per_node // tensor  # stages are further apart than shards
+    if 1 < by_node < rest and rest % by_node == 0:
+        hybrid = Layout(rest // by_node, by_node, tensor, pipeline)
+        if (needed := static_bytes(size, hybrid)) <= room:
+            sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
+            return hybrid, f"the ranks of a node can hold the model together ({sizes} each)"
+    return Layout(1, rest, tensor, pipeline), f"no rank can hold the model ({sizes})"
+
+
+def with_layout(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
+    """Return the settings with every axis as in ``layout``."""
+    return parallel.model_copy(update={**asdict(layout), "layout": "simple"})
+
+
+def keeps_gathered(parallel: ParallelConfig, size: ModelSize, layout: Layout, room: int) -> str:
+    """Return parallel.reshard with ``auto`` decided: step where a whole copy fits into ``room``."""
+    if parallel.reshard != "auto":
+        return parallel.reshard
+    whole = Layout(layout.data_size, 1, layout.tensor, layout.pipeline)
+    return "step" if static_bytes(size, whole) <= room * ROOM_FOR_ACTIVATIONS else "block"
+
+
+def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
+    """Check a layout against the shape of a model, before any weight is read.
+
+    ``model`` is the transformers config.
+
+    Raises:
+        ConfigError: lists all that is impossible, and what would work.
+    """
+    if problems := why_not(layout, parallel, model):
+        raise ConfigError(
+            "this model cannot be laid out like that:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def why_not(layout: Layout, parallel: ParallelConfig, model: Any) -> list[str]:
+    """Return why a model cannot be laid out like that, in words; nothing if it can."""
+    problems = []
+    if layout.tensor > 1:
+        problems += why_no_slices(model, layout.tensor)
+    if layout.pipeline > 1:
+        problems += why_no_stages(model, layout.pipeline, parallel.stages_per_rank)
+    return problems
+
+
+def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:
+    """Return, in words, the settings that do nothing in a layout."""
+    settings = {
+        "reshard": parallel.reshard != "auto",
+        "blocks_per_unit": parallel.blocks_per_unit != 1,
+        "reduce_dtype": parallel.reduce_dtype != "fp32",
+    }
+    return [
+        f"parallel.{name}={getattr(parallel, name)} has no effect where nothing is sharded "
+        f"({layout})"
+        for name, is_set in settings.items()
+        if is_set and layout.shard == 1 and parallel.offload_params == "none"
+    ]
+
+
+def rows_per_rank(batch: BatchConfig, layout: Layout) -> int:
+    """Return the rows of a step on the rank that has most."""
+    return -(-batch.global_size // layout.data_size)
+
+
+def least_micro_rows(batch: BatchConfig) -> int:
+    """Return the rows of a micro-batch that there must be memory for; ``auto`` needs one."""
+    return 1 if batch.micro_size == "auto" else batch.micro_size
+
+
+def most_micro_rows(batch: BatchConfig, layout: Layout) -> int:
+    """Return the rows of a micro-batch that a run tries, where memory allows it."""
+    if batch.micro_size != "auto":
+        return batch.micro_size
+    rows = rows_per_rank(batch, layout)
+    # Stages work at the same time on different micro-batches; four each keep most of them busy.
+    return rows if layout.pipeline == 1 else max(1, rows // (4 * layout.pipeline))
+
+
+def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:
+    axes = {axis: size for axis in AXES if (size := getattr(parallel, axis)) is not None}
+    settings = ", ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
+    split = (parallel.tensor or 1) * (parallel.pipeline or 1)
+    if world_size % split:
+        others = [f"parallel.{a}={n}" for a, n in axes.items() if a in ("tensor", "pipeline")]
+        advice = f"start a multiple of {split} ranks, or change {' and '.join(others)}"
+    else:
+        left = world_size // split
+        advice = f"set parallel.replicate={left} or parallel.shard={left}, or neither"
+    return (
+        f"{settings} on {world_size} ranks: expected replicate x shard x tensor x pipeline = "
+        f"{world_size}; {advice}"
+    )

@@ -1,0 +1,67 @@
+"""A model known by its config.json alone, and built without a byte of weights."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.model.build import DTYPES, BuiltModel, build
+from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.shapes import shape_directory
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model is built from: ``directory`` holds a config.json; weights are not looked at."""
+
+    directory: Path
+    dtype: torch.dtype
+    tune: TuneConfig
+    seed: int
+
+    def build(self) -> BuiltModel:
+        """Build the model on the meta device."""
+        return build(self.directory, self.dtype, self.tune, self.seed, weights=False)
+
+    @property
+    def num_blocks(self) -> int:
+        """Its decoder blocks."""
+        num_blocks: int = self._config["num_hidden_layers"]
+        return num_blocks
+
+    def with_blocks(self, num_blocks: int, directory: Path) -> "ModelShape":
+        """Return such a model with another number of blocks; ``directory`` gets its config.json."""
+        text = json.dumps({**self._config, "num_hidden_layers": num_blocks})
+        (directory / "config.json").write_text(text, encoding="utf-8")
+        return replace(self, directory=directory)
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
+        return config
+
+
+def planned_dtype(name: str) -> torch.dtype:
+    """Return the dtype that ``model.dtype`` is planned with: auto as on a GPU."""
+    return DTYPES["bf16" if name == "auto" else name]
+
+
+@contextlib.contextmanager
+def shape_of(path: str, dtype: torch.dtype, tune: TuneConfig, seed: int) -> Iterator[ModelShape]:
+    """Yield the shape of ``model.path``; builtin:tiny is written for it.
+
+    Raises:
+        ConfigError: if there is no such shape.
+    """
+    if path != BUILTIN_TINY:
+        yield ModelShape(shape_directory(path), dtype, tune, seed)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(Path(folder) / "tiny")
+        yield ModelShape(Path(folder) / "tiny", dtype, tune, seed)
