@@ -228,8 +228,6 @@ def export(options: Namespace) -> int:
 )
 def generate(options: Namespace) -> int:
     """Answer a prompt with a fine-tuned model."""
-    if options.run is None and options.model is None:
-        raise ConfigError("generate needs --run RUN or --model DIR")
     from hpc_tune.generate import answer
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt

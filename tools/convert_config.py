@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from hpc_tune.config.constraints import check
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+from hpc_tune.safe_yaml import load_yaml
 
 PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists what there is"
@@ -135,13 +136,13 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: if there is none, or it is no YAML with keys.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected keys with values, found {type(content).__name__}")
     return content

@@ -65,9 +65,8 @@ class OptimConfig(Section):
 
     @property
     def peak_lr(self) -> float:
-        """``lr`` as a number, which ``load_config`` makes of auto."""
-        assert self.lr != "auto", "load_config knows tune.method, and puts a number here"
-        return self.lr
+        """``lr`` as a number: ``load_config`` has put one in the place of auto."""
+        return float(self.lr)
 
     def num_warmup_steps(self, total_steps: int) -> int:
         """Return the steps of warm-up in a run of ``total_steps``."""

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpc_tune.errors import DataError
+from hpc_tune.safe_yaml import load_yaml
 
 CARD = "README.md"
 HeldOut = Callable[[Sequence[Path]], list[Path]]
@@ -109,8 +108,8 @@ def _header(card: Path) -> dict[str, Any]:
                 if line.strip() == "---":
                     break
                 header.append(line)
-        said = yaml.safe_load("".join(header))
-    except (OSError, ValueError, yaml.YAMLError):
+        said = load_yaml("".join(header))
+    except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
 
