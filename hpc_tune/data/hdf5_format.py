@@ -26,7 +26,7 @@ import os
 import weakref
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import h5py
 import numpy as np
@@ -333,35 +333,26 @@ def _require_ours(path: Path) -> None:
 
 
 def _read_attributes(path: Path, file: h5py.File) -> Attributes:
-    found = dict(file.attrs)
-    if found.get("version") != VERSION:
+    attributes = dict(file.attrs)
+    if attributes.get("version") != VERSION:
         raise DataError(
-            f"{path} has version {found.get('version')} of the format, this hpc_tune reads version"
+            f"{path} has version {attributes.get('version')} of the format, this hpc_tune reads version"
             f" {VERSION}; {PREPARE_AGAIN}"
         )
     try:
-        return Attributes(
-            content=str(found["content"]),
-            tokenizer=str(found["tokenizer"]),
-            tokenizer_fingerprint=str(found["tokenizer_fingerprint"]),
-            vocab_size=int(found["vocab_size"]),
-            highest_token=int(found["highest_token"]),
-            seq_len=int(found["seq_len"]),
-            loss_on=str(found["loss_on"]),
-            template_date=str(found["template_date"]),
-            source=str(found["source"]),
-            counters=Counters(**json.loads(found["counters"])),
-            hpc_tune_version=str(found["hpc_tune_version"]),
-        )
+        kinds = get_type_hints(Attributes)
+        counters = kinds.pop("counters")(**json.loads(attributes["counters"]))
+        values = {name: kind(attributes[name]) for name, kind in kinds.items()}
+        return Attributes(**values, counters=counters)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN}") from error
 
 
 def _find(path: Path, file: h5py.File, name: str) -> tuple[int, Any, int]:
     """Return where a dataset's bytes are: (offset, dtype, length)."""
-    group: Any = file
+    dataset: Any = file
     for part in name.split("/"):
-        link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
+        link = dataset.get(part, getlink=True) if isinstance(dataset, h5py.Group) else None
         if link is None:
             raise DataError(f"{path} has no dataset {name}; {PREPARE_AGAIN}")
         if not isinstance(link, h5py.HardLink):
@@ -369,8 +360,7 @@ def _find(path: Path, file: h5py.File, name: str) -> tuple[int, Any, int]:
                 f"{path}: {name} is a {type(link).__name__} to another place; prepared data is one"
                 f" self-contained file; {PREPARE_AGAIN}"
             )
-        group = group[part]
-    dataset = group
+        dataset = dataset[part]
     if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
         raise DataError(f"{path}: {name} is not a one-dimensional dataset; {PREPARE_AGAIN}")
     offset = dataset.id.get_offset()

@@ -12,6 +12,7 @@ Shapes: B rows, T tokens per row.
 """
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.pack import ORDER_VERSION, PackedSampler
+from hpc_tune.data.pack import ORDER_VERSION, PackedSampler, SampleOrder
 from hpc_tune.data.prefetch import Prefetcher
 from hpc_tune.errors import CheckpointError
 from hpc_tune.log import log
@@ -36,12 +37,10 @@ class Loader:
     def __init__(
         self,
         store: TokenStore,
+        order: SampleOrder,
         *,
-        seq_len: int,
-        packing: bool,
-        seed: int,
         global_size: int,
-        total_rows: int,
+        total_rows: int | None = None,
         rank: int = 0,
         size: int = 1,
         micro_size: int = 1,
@@ -50,40 +49,34 @@ class Loader:
         """Pack the store's length histogram; no document is read yet.
 
         ``rank`` and ``size`` are those of the data-parallel axis. ``total_rows`` is where the
-        stream ends; ``global_size`` rows go into each step over all ranks, fewer into the last one.
+        stream ends, by default after one epoch; ``global_size`` rows go into each step over all
+        ranks, fewer into the last one.
         """
-        self._store, self._seq_len, self._global_size = store, seq_len, global_size
+        self._store, self._seq_len, self._global_size = store, order.seq_len, global_size
         self._rank, self._size, self._micro_size = rank, size, micro_size
         self._identity: _State = {
             "order": ORDER_VERSION,
             "content": store.attributes.content,
-            "seq_len": seq_len,
-            "packing": packing,
-            "seed": seed,
+            **asdict(order),
         }
-        self._order = PackedSampler(
-            store.length_values,
-            store.length_counts,
-            store.by_length,
-            seq_len=seq_len,
-            packing=packing,
-            seed=seed,
+        self._sampler = PackedSampler(
+            store.length_values, store.length_counts, store.by_length, order
         )
-        self.total_rows = total_rows
+        self.total_rows = self._sampler.num_rows if total_rows is None else total_rows
         self._rows = 0
-        self._ahead = Prefetcher(self._build, prefetch_bytes, self._step_bytes())
+        self._prefetcher = Prefetcher(self._build, prefetch_bytes, self._step_bytes())
         if rank == 0:
-            _warn_of_cuts(store, seq_len)
+            _warn_of_cuts(store, order.seq_len)
 
     @property
     def num_rows_per_epoch(self) -> int:
         """Rows in which each document comes once."""
-        return self._order.num_rows
+        return self._sampler.num_rows
 
     @property
     def padding(self) -> float:
         """The share of the rows' tokens that packing leaves empty."""
-        return self._order.padding
+        return self._sampler.padding
 
     @property
     def rows(self) -> int:
@@ -93,7 +86,7 @@ class Loader:
     @property
     def epoch(self) -> float:
         """Epochs consumed so far."""
-        return self._rows / self._order.num_rows
+        return self._rows / self._sampler.num_rows
 
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches for the next step: the same number on every rank.
@@ -105,7 +98,7 @@ class Loader:
         """
         if self._rows >= self.total_rows:
             return []
-        batches = self._ahead.take(self._rows)
+        batches = self._prefetcher.take(self._rows)
         self._rows = self._after(self._rows)
         return batches
 
@@ -132,20 +125,20 @@ class Loader:
                 " checkpoint.resume=none"
             )
         self._rows = state["rows"]
-        self._ahead.restart(self._rows)
+        self._prefetcher.restart(self._rows)
 
     def set_micro_size(self, rows: int) -> None:
         """Cut the coming steps into micro-batches of another size; built steps are dropped."""
         self._micro_size = rows
-        self._ahead.restart(self._rows)
+        self._prefetcher.restart(self._rows)
 
     def set_prefetch(self, num_bytes: int) -> None:
         """Bound what is built ahead; 0 frees it and builds each step when it is asked for."""
-        self._ahead.set_limit(num_bytes)
+        self._prefetcher.set_limit(num_bytes)
 
     def close(self) -> None:
         """End the thread."""
-        self._ahead.close()
+        self._prefetcher.close()
 
     def _after(self, rows: int) -> int:
         return min(rows + self._global_size, self.total_rows)
@@ -165,7 +158,7 @@ class Loader:
         for at in range(0, most_rows, micro_size):
             rows = mine[at : at + micro_size]
             documents = [
-                [self._store.document(d) for d in self._order.documents_of(r)] for r in rows
+                [self._store.document(d) for d in self._sampler.documents_of(r)] for r in rows
             ]
             batches.append(
                 make_batch(documents, self._seq_len, rows[0], self._size)
@@ -239,9 +232,7 @@ def make_batch(
 
 def eval_batches(
     store: TokenStore,
-    *,
-    seq_len: int,
-    packing: bool,
+    order: SampleOrder,
     num_rows: int | None = None,
     rank: int = 0,
     size: int = 1,
@@ -254,17 +245,13 @@ def eval_batches(
     """
     loader = Loader(
         store,
-        seq_len=seq_len,
-        packing=packing,
-        seed=0,
+        order,
         global_size=size * micro_size,
-        total_rows=0,
         rank=rank,
         size=size,
         micro_size=micro_size,
         prefetch_bytes=0,
     )
-    all_rows = loader.num_rows_per_epoch
-    loader.total_rows = all_rows if num_rows is None else min(num_rows, all_rows)
+    loader.total_rows = min(num_rows or loader.total_rows, loader.total_rows)
     while batches := loader.next_step():
         yield from batches

@@ -30,6 +30,18 @@ class Indexed(Protocol):
 
 
 @dataclass(frozen=True)
+class SampleOrder:
+    """What decides, beside the data, which documents are in which row of the stream.
+
+    ``packing``: several documents in a row of ``seq_len`` tokens; else one in each.
+    """
+
+    seq_len: int
+    packing: bool
+    seed: int
+
+
+@dataclass(frozen=True)
 class Pattern:
     """``num_rows`` rows that each hold ``copies`` documents of each ``length`` in ``items``."""
 
@@ -92,24 +104,23 @@ class PackedSampler:
         length_values: np.ndarray,
         length_counts: np.ndarray,
         by_length: Indexed,
-        *,
-        seq_len: int,
-        packing: bool,
-        seed: int,
+        order: SampleOrder,
     ) -> None:
         """Pack the histogram (``length_values`` rising, ``length_counts``).
 
         ``by_length`` holds document numbers sorted by length; documents of ``seq_len`` or more
         tokens count as ``seq_len``: they are the tail of it.
         """
-        clipped = np.minimum(length_values, seq_len)
+        clipped = np.minimum(length_values, order.seq_len)
         lengths, first = np.unique(clipped, return_index=True)
         counts = np.add.reduceat(length_counts, first)
         starts = np.cumsum(counts) - counts
         self._counts = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
         self._starts = dict(zip(lengths.tolist(), starts.tolist(), strict=True))
-        self._by_length, self._seed, self._seq_len = by_length, seed, seq_len
-        self.patterns = pack(self._counts, seq_len) if packing else one_per_row(self._counts)
+        self._by_length, self._order = by_length, order
+        self.patterns = (
+            pack(self._counts, order.seq_len) if order.packing else one_per_row(self._counts)
+        )
         self._firsts = _first_documents(self.patterns)
         self._row_stops = np.cumsum([pattern.num_rows for pattern in self.patterns]).tolist()
         self.num_rows: int = self._row_stops[-1]
@@ -120,7 +131,7 @@ class PackedSampler:
     def padding(self) -> float:
         """The share of an epoch's ``num_rows * seq_len`` places that hold no document."""
         used = sum(length * count for length, count in self._counts.items())
-        return 1 - used / (self.num_rows * self._seq_len)
+        return 1 - used / (self.num_rows * self._order.seq_len)
 
     def documents_of(self, stream_row: int) -> list[int]:
         """Return the document numbers in row ``epoch * num_rows + position`` of the stream."""
@@ -141,7 +152,7 @@ class PackedSampler:
         if epoch != self._epoch:
             self._epoch, self._shuffles = epoch, {}
         if length not in self._shuffles:
-            self._shuffles[length] = Shuffle(n, self._seed, epoch, length)
+            self._shuffles[length] = Shuffle(n, self._order.seed, epoch, length)
         return self._shuffles[length]
 
 

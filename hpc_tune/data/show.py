@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.data.chats import LossOn, controls_of
+from hpc_tune.data.chats import controls_of
 from hpc_tune.data.content import verify
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.files import Paths, find, say_left_out, shown
 from hpc_tune.data.hdf5_format import VERSION, Counters, TokenStore
-from hpc_tune.data.reading import PLAIN as PLAIN_READING
+from hpc_tune.data.prepare import PrepareSettings
 from hpc_tune.data.reading import Findings, Reading, require_columns
 from hpc_tune.data.records import Example
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
@@ -57,24 +57,21 @@ COLOURS = Look(("\x1b[32m", "\x1b[39m"), ("\x1b[1m", "\x1b[22m"))
 def show(
     paths: Paths,
     tokenizer: FastTokenizer,
-    *,
-    seq_len: int,
-    loss_on: LossOn,
+    settings: PrepareSettings,
     num_rows: int,
     look: Look,
-    reading: Reading = PLAIN_READING,
 ) -> Iterator[str]:
-    """Yield lines about the first ``num_rows`` rows of raw data, and about the others in sum.
+    """Yield lines about the first ``num_rows`` rows of raw data, and the counts of the others.
 
     Raises:
         DataError: for raw data that cannot be used, with its place.
     """
-    words = Words(tokenizer, look)
+    words, reading = Words(tokenizer, look), settings.reading
     yield (
-        f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it:"
-        f" data.seq_len={seq_len} data.loss_on={loss_on}; {words.legend}"
+        f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it: "
+        f"data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {words.legend}"
     )
-    encoder = Encoder(tokenizer, seq_len, loss_on)
+    encoder = Encoder(tokenizer, settings.seq_len, settings.loss_on)
     num_shown = num_read = 0
     is_all = True
     findings = Findings()

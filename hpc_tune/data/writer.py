@@ -48,8 +48,7 @@ def write_store(
         places = _allocate(temporary, histogram, token_dtype(attributes.vocab_size))
         with temporary.open("r+b", buffering=0) as file:
             content, highest = _fill(file.fileno(), places, blocks, histogram)
-        told = replace(attributes, content=content, highest_token=highest)
-        _write_attributes(temporary, told)
+        _write_attributes(temporary, replace(attributes, content=content, highest_token=highest))
         seal(temporary)
 
 
@@ -71,16 +70,14 @@ def _allocate(
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    properties.set_obj_track_times(False)  # the same documents give the same bytes
     places = {}
     with h5py.File(path, "w", locking=False, alignment_threshold=64, alignment_interval=64) as file:
-        for group in ("documents", "lengths"):
-            file.create_group(group)
         for name, (length, dtype) in shapes.items():
-            kind = h5py.h5t.py_create(dtype.newbyteorder("<"), logical=True)
-            space = h5py.h5s.create_simple((length,))
-            dataset = h5py.h5d.create(file.id, name.encode(), kind, space, dcpl=properties)
-            places[name] = (dataset.get_offset(), dtype)
+            # Without times: the same documents give the same bytes.
+            dataset = file.create_dataset(
+                name, (length,), dtype.newbyteorder("<"), dcpl=properties, track_times=False
+            )
+            places[name] = (dataset.id.get_offset(), dtype)
     return places
 
 

@@ -17,7 +17,7 @@ from hpc_tune.log import configure, log
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.train.data import make_folder, prepare_file, reading_of
+from hpc_tune.train.data import make_folder, prepare_file, prepare_settings
 from hpc_tune.train.exit import fail
 from hpc_tune.train.model import ready_model
 from hpc_tune.world.bootstrap import bootstrap, shutdown
@@ -71,15 +71,7 @@ def run_show(config: RunConfig, num_rows: int) -> int:
         store.require_tokenizer(tokenizer, fingerprint(tokenizer))
         lines = show_prepared(store, tokenizer, num_rows, look)
     else:
-        lines = show(
-            data.path,
-            tokenizer,
-            seq_len=data.seq_len,
-            loss_on=data.loss_on,
-            num_rows=num_rows,
-            look=look,
-            reading=reading_of(data),
-        )
+        lines = show(data.path, tokenizer, prepare_settings(data), num_rows, look)
     try:
         for line in lines:
             print(line)

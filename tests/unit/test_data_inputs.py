@@ -7,7 +7,7 @@ import torch
 from test_data_support import byte_tokenizer, chat, write_jsonl, zero_tokens
 
 from hpc_tune.config.schema import DataConfig
-from hpc_tune.data.prepare import prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import Tokenizing, prepare_data, ready_data
 from hpc_tune.world.comm import Comm
@@ -33,7 +33,7 @@ def opened(path, model, run_dir):
 
 def test_zeroed_tokens_are_refused_by_the_name_of_their_file(tmp_path, model):
     rows = write_jsonl(tmp_path / "d.jsonl", [chat("q", "a")])
-    prepare(str(rows), tmp_path / "d.h5", Tokenizing(model, None).tokenizer, seq_len=100)
+    prepare(str(rows), tmp_path / "d.h5", Tokenizing(model, None).tokenizer, PrepareSettings(100))
     zero_tokens(tmp_path / "d.h5")
     with pytest.raises(DataError, match=r"d\.h5: its documents are not as `prepare` wrote them"):
         opened(tmp_path / "d.h5", model, tmp_path / "run")
