@@ -336,8 +336,8 @@ def _read_attributes(path: Path, file: h5py.File) -> Attributes:
     attributes = dict(file.attrs)
     if attributes.get("version") != VERSION:
         raise DataError(
-            f"{path} has version {attributes.get('version')} of the format, this hpc_tune reads version"
-            f" {VERSION}; {PREPARE_AGAIN}"
+            f"{path} has version {attributes.get('version')} of the format, this hpc_tune reads "
+            f"version {VERSION}; {PREPARE_AGAIN}"
         )
     try:
         kinds = get_type_hints(Attributes)
