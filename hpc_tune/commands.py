@@ -15,6 +15,7 @@ from typing import Any
 
 from hpc_tune.completion import SHELLS, script
 from hpc_tune.config.load import is_tiny
+from hpc_tune.config.schema import is_prepared
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
 from hpc_tune.log import log
@@ -244,7 +245,7 @@ def generate(options: Namespace) -> int:
 def inspect(options: Namespace) -> int:
     """List and check the checkpoints of a run, or describe a prepared .h5 file."""
     path = Path(options.run)
-    if path.suffix in (".h5", ".hdf5"):
+    if is_prepared(options.run):
         from hpc_tune.data.show import describe_prepared
 
         lines, is_valid = describe_prepared(path)

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from hpc_tune.data.answers import AnswerFinder, Span, blocks_of, with_marks
 from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
-from hpc_tune.data.hdf5_format import Counters
+from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
@@ -51,14 +51,13 @@ class Renderer:
     def __init__(
         self,
         tokenizer: FastTokenizer,
-        controls: Sequence[str],
         loss_on: LossOn,
         counters: Counters,
-        stand_ins: StandIns,
     ) -> None:
-        """Take the tokenizer, its control tokens as text, and what stands for typed ones."""
+        """Take the tokenizer with its chat template; ``stand_ins`` are in what is rendered."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
-        self._stand_ins = stand_ins
+        controls = controls_of(tokenizer)
+        self.stand_ins = StandIns(controls, counters)
         self._answers = AnswerFinder(controls)
         self._chat_template = with_fixed_date(tokenizer.chat_template)
         self._marked_template = with_marks(self._chat_template)
@@ -72,10 +71,7 @@ class Renderer:
         if isinstance(example, Completion):
             if not self._tokenizer.chat_template:
                 return self._render_plain(example)
-            turns = [("system", example.system)] if example.system else []
-            for question, answer in (*example.history, (example.prompt, example.completion)):
-                turns += [("user", question), ("assistant", answer)]
-            example = Chat([{"role": role, "content": text} for role, text in turns])
+            example = Chat(example.messages())
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"the data are chats (messages), but the tokenizer {describe(self._tokenizer)} has"
@@ -83,8 +79,8 @@ class Renderer:
                 " model's"
             )
         typed = example
-        messages = self._stand_ins.hide_in(example.messages)
-        example = replace(example, messages=messages, tools=self._stand_ins.hide(example.tools))
+        messages = self.stand_ins.hide_in(example.messages)
+        example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
         full = self._template(messages, tools=example.tools)
         if full is None:
             return f"the chat template refused the messages{self._why(example)}"
@@ -208,14 +204,12 @@ def end_of_answer(tokenizer: FastTokenizer) -> str | None:
     """Return the control token that a chat template writes behind an answer; None without one."""
     if not tokenizer.chat_template:
         return None
-    controls, counters = controls_of(tokenizer), Counters()
-    renderer = Renderer(tokenizer, controls, "answers", counters, StandIns(controls, counters))
-    asked, said = {"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}
-    rendered = renderer.render(Chat([asked, said, asked, said]))
+    turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
+    rendered = Renderer(tokenizer, "answers", Counters()).render(Chat(turns * 2))
     if isinstance(rendered, str) or not rendered.spans:
         return None
     answer = rendered.text[slice(*rendered.spans[0])]
-    return next((c for c in controls if answer.endswith(c)), None)
+    return next((c for c in controls_of(tokenizer) if answer.endswith(c)), None)
 
 
 def controls_of(tokenizer: FastTokenizer) -> list[str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpc_tune.data.hdf5_format import Counters
+from hpc_tune.data.counts import Counters
 
 ESCAPE = "\U000f0000"
 ESCAPED_IN_JSON = "\\udb80\\udc00"  # what a template makes of it that writes JSON in ASCII

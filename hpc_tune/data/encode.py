@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.data.answers import Span
-from hpc_tune.data.chats import LossOn, Rendered, Renderer, controls_of
-from hpc_tune.data.controls import StandIns
-from hpc_tune.data.hdf5_format import Counters
+from hpc_tune.data.chats import LossOn, Rendered, Renderer
+from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
 from hpc_tune.data.tokenizer import FastTokenizer, require_fast
 from hpc_tune.data.writer import Block, token_dtype
@@ -48,9 +47,8 @@ class Encoder:
         added = self._backend.get_added_tokens_decoder()
         self._control_ids = [number for number, token in added.items() if token.special]
         self._are_controls_text = bool(getattr(tokenizer, "split_special_tokens", False))
-        self.counters, controls = Counters(), controls_of(tokenizer)
-        self._stand_ins = StandIns(controls, self.counters)
-        self._renderer = Renderer(tokenizer, controls, loss_on, self.counters, self._stand_ins)
+        self.counters = Counters()
+        self._renderer = Renderer(tokenizer, loss_on, self.counters)
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Block]:
         """Yield blocks; the documents do not depend on how the examples are grouped into blocks.
@@ -77,8 +75,6 @@ class Encoder:
                 rendered = Rendered(example.text, None, is_plain=True, split=True, **marks)
             else:
                 rendered = self._renderer.render(example)
-            if isinstance(rendered, Rendered) and not _is_unicode(rendered.text):
-                rendered = "half a character in it (a surrogate alone, as \\ud83d in JSON)"
             if isinstance(rendered, str):
                 self.counters.drop(rendered)
             else:
@@ -147,7 +143,7 @@ class Encoder:
 
     def _ids_of(self, item: Rendered, encoding: Any) -> tuple[list[int], list[Span]]:
         """Return tokens and their characters, with typed control tokens as text."""
-        pieces = [] if item.is_plain else [*self._stand_ins.split(item.text)]
+        pieces = [] if item.is_plain else [*self._renderer.stand_ins.split(item.text)]
         if all(typed is None for _, typed in pieces):
             return encoding.ids, encoding.offsets
         ids: list[int] = []
@@ -256,15 +252,6 @@ class Encoder:
         self.counters.tokens += len(tokens)
         self.counters.loss_tokens += int(mask.sum())
         yield Block(lengths, tokens.astype(self._dtype, copy=False), mask)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be written at all: JSON may name halves of characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _parts(text: str) -> Iterator[str]:

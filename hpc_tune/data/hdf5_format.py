@@ -24,13 +24,14 @@ that is cut off while in use, or a disk that fails, would end the process by SIG
 import json
 import os
 import weakref
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import h5py
 import numpy as np
 
+from hpc_tune.data.counts import Counters
 from hpc_tune.data.seal import is_intact
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
@@ -52,82 +53,6 @@ _DTYPES = {
     "lengths/values": ("int64",),
     "lengths/counts": ("int64",),
 }
-
-
-_MOST_REASONS = 20
-_SAID = {
-    "unclear_answers": "answers not learned: the chat template does not show where they are",
-    "unended_answers": "answers end with no control token: the model will not learn where to stop"
-    " (let the chat template end the assistant's turns with one)",
-    "empty_answers": "empty answers not learned",
-    "marked_answers": "answers not learned, as their data say",
-    "lost_reasoning": "answers whose reasoning the chat template leaves out",
-    "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
-    " takes one that writes them)",
-    "control_texts": "control tokens in people's text, taken as plain text",
-    "bad_rows": "bad rows skipped, as data.bad_rows says",
-    "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
-    " split_special_tokens)",
-}
-
-
-@dataclass
-class Counters:
-    """What became of the examples of a source."""
-
-    examples: int = 0
-    documents: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    truncated: int = 0
-    split: int = 0
-    unclear_answers: int = 0
-    unended_answers: int = 0
-    empty_answers: int = 0
-    marked_answers: int = 0
-    lost_reasoning: int = 0
-    lost_calls: int = 0
-    control_texts: int = 0
-    bad_rows: int = 0
-    control_tokens: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def drop(self, reason: str) -> None:
-        """Count one example that gives no document."""
-        if reason not in self.dropped and len(self.dropped) >= _MOST_REASONS:
-            reason = "other reasons"
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-
-    def add(self, other: "Counters") -> None:
-        """Add another part's counts to these."""
-        for name, value in asdict(other).items():
-            if name != "dropped":
-                setattr(self, name, getattr(self, name) + value)
-        for reason, count in other.dropped.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
-
-    def __str__(self) -> str:
-        """Return one line for a person."""
-        made = (
-            f"{self.examples:,} examples -> {self.documents:,} documents, {self.tokens:,} tokens,"
-            f" {self.loss_tokens:,} of them learned"
-        )
-        return "; ".join([made, *self.remarks()])
-
-    def remarks(self) -> list[str]:
-        """Return what was cut, not learned and dropped, in words."""
-        parts = []
-        if self.truncated:
-            parts.append(f"{self.truncated:,} cut at seq_len")
-        if self.split:
-            parts.append(f"{self.split:,} texts split into pieces of seq_len")
-        parts += [
-            f"{getattr(self, name):,} {words}"
-            for name, words in _SAID.items()
-            if getattr(self, name)
-        ]
-        parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
-        return parts
 
 
 @dataclass(frozen=True)

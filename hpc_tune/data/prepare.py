@@ -32,10 +32,11 @@ import numpy as np
 from hpc_tune import __version__
 from hpc_tune.atomic_file import replacing
 from hpc_tune.data.chats import template_date_of
+from hpc_tune.data.counts import Counters, Findings
 from hpc_tune.data.encode import Encoder, LossOn
 from hpc_tune.data.files import Paths, as_list, shown
-from hpc_tune.data.hdf5_format import VERSION, Attributes, Counters, TokenStore
-from hpc_tune.data.reading import PLAIN, Findings, Reading, require_columns
+from hpc_tune.data.hdf5_format import VERSION, Attributes, TokenStore
+from hpc_tune.data.reading import PLAIN, Reading, require_columns
 from hpc_tune.data.sources import Chunk, ends_of_files, identity, list_chunks, read_chunk
 from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint
 from hpc_tune.data.writer import Block, write_store

@@ -18,11 +18,12 @@ import numpy as np
 
 from hpc_tune.data.chats import controls_of
 from hpc_tune.data.content import verify
+from hpc_tune.data.counts import Counters, Findings
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.files import Paths, find, say_left_out, shown
-from hpc_tune.data.hdf5_format import VERSION, Counters, TokenStore
+from hpc_tune.data.hdf5_format import VERSION, TokenStore
 from hpc_tune.data.prepare import PrepareSettings
-from hpc_tune.data.reading import Findings, Reading, require_columns
+from hpc_tune.data.reading import Reading, require_columns
 from hpc_tune.data.records import Example
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
 from hpc_tune.data.tokenizer import FastTokenizer, describe

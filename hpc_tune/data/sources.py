@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.config.schema import is_prepared
 from hpc_tune.data import lines, pydocs, tables
+from hpc_tune.data.counts import Findings
 from hpc_tune.data.files import Kind, Paths, as_list, find, kind_of, shown
-from hpc_tune.data.reading import PLAIN, Findings, Reading, as_example
+from hpc_tune.data.reading import PLAIN, Reading, as_example
 from hpc_tune.data.records import Completion, Example, WrongRecord
 from hpc_tune.errors import DataError
 
@@ -94,7 +96,7 @@ def identity(paths: Paths) -> str:
 
 def files_of(paths: Paths) -> set[str]:
     """Return the files of a source, prepared or raw, or the name of a built-in one."""
-    if isinstance(paths, str) and (is_builtin(paths) or paths.endswith((".h5", ".hdf5"))):
+    if isinstance(paths, str) and (is_builtin(paths) or is_prepared(paths)):
         return {paths}
     return {str(file.resolve()) for file in find(paths).files}
 

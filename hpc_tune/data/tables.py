@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.data.counts import Findings
 from hpc_tune.data.lines import open_bytes
-from hpc_tune.data.reading import PLAIN, Findings, Reading, choose_columns
+from hpc_tune.data.reading import Reading, choose_columns
 from hpc_tune.data.records import FLAGS, PREFERENCES, WrongRecord
 from hpc_tune.errors import DataError
 
@@ -39,16 +40,14 @@ def open_parquet(file: Path) -> Any:
         return opened
 
 
-def read_parquet(
-    file: Path, group: int, reading: Reading = PLAIN, findings: Findings | None = None
-) -> Rows:
+def read_parquet(file: Path, group: int, reading: Reading, findings: Findings) -> Rows:
     """Yield the rows of one row group.
 
     Raises:
         DataError: for a damaged file, or columns that are not known.
     """
     with open_parquet(file) as parquet:
-        columns = choose_columns(file, parquet.schema_arrow.names, reading, findings or Findings())
+        columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
         first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
         batches = parquet.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False)
         yield from _rows(file, batches, first)
@@ -72,13 +71,7 @@ def batch_marks(file: Path, num_bytes: int) -> list[int]:
     return marks if marks[-1] == number else [*marks, number]
 
 
-def read_arrow(
-    file: Path,
-    start: int,
-    stop: int,
-    reading: Reading = PLAIN,
-    findings: Findings | None = None,
-) -> Rows:
+def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Findings) -> Rows:
     """Yield the rows of the record batches ``start`` up to ``stop``.
 
     Raises:
@@ -93,11 +86,11 @@ def read_arrow(
         else:
             first += batch.num_rows
     if wanted:
-        columns = choose_columns(file, wanted[0].schema.names, reading, findings or Findings())
+        columns = choose_columns(file, wanted[0].schema.names, reading, findings)
         yield from _rows(file, _pieces(wanted, columns), first)
 
 
-def read_csv(file: Path, reading: Reading = PLAIN, findings: Findings | None = None) -> Rows:
+def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
     """Yield the rows of a CSV file, whose first line names the columns.
 
     Text stays text, also where it looks like a number; an empty cell is empty text.
@@ -127,7 +120,7 @@ def read_csv(file: Path, reading: Reading = PLAIN, findings: Findings | None = N
         raise DataError(
             f"{file} begins with the names {names[0]!r}: separated by {found!r}, expected commas"
         )
-    columns = choose_columns(file, names, reading, findings or Findings())
+    columns = choose_columns(file, names, reading, findings)
     fields = {name: dict(reading.columns).get(name, name) for name in columns}
     convert = csv.ConvertOptions(
         include_columns=columns,

@@ -27,7 +27,7 @@ def run_prepare(config: RunConfig, out: Path) -> int:
     """Write ``out`` from data.path with model.path's tokenizer; return the exit code."""
     comm = None
     try:
-        if out.suffix not in (".h5", ".hdf5"):
+        if not is_prepared(str(out)):
             raise ConfigError(f"--out {out}: expected a name that ends in .h5")
         comm = bootstrap(config.run, partial(fail, run_dir=None))
         configure(comm.world.rank)

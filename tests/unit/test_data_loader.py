@@ -7,7 +7,8 @@ import torch
 from test_data_support import attributes, store_of_lengths
 
 from hpc_tune.batch import IGNORED_LABEL
-from hpc_tune.data.hdf5_format import Counters, TokenStore
+from hpc_tune.data.counts import Counters
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import Loader, eval_batches, make_batch
 from hpc_tune.data.pack import SampleOrder
 from hpc_tune.data.writer import Block, write_store

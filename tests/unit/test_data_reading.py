@@ -7,9 +7,10 @@ from pyarrow.csv import write_csv
 from test_data_support import byte_tokenizer, chat, write_jsonl
 
 from hpc_tune.data import sources
+from hpc_tune.data.counts import Findings
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare
-from hpc_tune.data.reading import PLAIN, Findings, Reading
+from hpc_tune.data.reading import PLAIN, Reading
 from hpc_tune.data.records import Completion, to_example
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
@@ -143,6 +144,8 @@ BAD_LINES = {
     b'{"text": null}': "found the fields text",
     b'{"text": 7}': "text is number",
     b'{"text": "half \\ud83d"}': "half a character",
+    b'{"messages": [{"role": "assistant", "content": "half \\ud83d"}]}': "half a character",
+    b'{"prompt": "half \\ud83d", "completion": "a"}': "half a character",
     b'{"n": ' + b"1" * 5000 + b"}": "cannot be read",
     b'{"messages": "[{"}': "messages is text that is not JSON",
     b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "type image",
