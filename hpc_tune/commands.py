@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.completion import SHELLS, script
+from hpc_tune.config.data import is_prepared
 from hpc_tune.config.load import is_tiny
-from hpc_tune.config.schema import is_prepared
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
 from hpc_tune.log import log

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import DataConfig, RunConfig, TrainConfig, TuneConfig, is_prepared
+from hpc_tune.config.schema import RunConfig, TrainConfig, TuneConfig
 
 
 def check(config: RunConfig) -> list[str]:

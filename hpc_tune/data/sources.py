@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.config.schema import is_prepared
+from hpc_tune.config.data import is_prepared
 from hpc_tune.data import lines, pydocs, tables
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.files import Kind, Paths, as_list, find, kind_of, shown

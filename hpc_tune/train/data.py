@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
-from hpc_tune.config.schema import DataConfig, is_prepared
+from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
 from hpc_tune.data.hdf5_format import TokenStore

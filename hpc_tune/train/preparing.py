@@ -7,7 +7,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from hpc_tune.config.schema import RunConfig, is_prepared
+from hpc_tune.config.data import is_prepared
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import shown
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.show import COLOURS, PLAIN, show, show_prepared

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_data_support import byte_tokenizer, chat, write_jsonl, zero_tokens
 
-from hpc_tune.config.schema import DataConfig
+from hpc_tune.config.data import DataConfig
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import Tokenizing, prepare_data, ready_data
