@@ -30,7 +30,7 @@ from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
 from hpc_tune.safe_yaml import load_yaml
 
 PLACEHOLDER = "FILL_IN"
-UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists what there is"
+UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -180,7 +180,7 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(converted: Converted, notes: Sequence[str], name: str) -> str:
-    """Return our YAML, what is left to do above it."""
+    """Return our YAML, with what is left to do above it."""
     lines = [f"# From {name}, a config of {converted.tool}, by tools/convert_config.py."]
     lines += ["# To do before the first run:"] if notes else []
     lines += [f"#   {' '.join(note.split())}" for note in notes]
@@ -203,7 +203,7 @@ def report(converted: Converted, notes: Sequence[str]) -> list[str]:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet.
+    """Write a new file.
 
     Raises:
         ConfigError: if it is, or cannot be written.
@@ -232,8 +232,8 @@ class _Sheet:
         if isinstance(outcome, Taken):
             for key, value in outcome.settings.items():
                 if key in self.ours and self.ours[key] != value:
-                    words = f"another key gave {key} = {_shown(self.ours[key])} already"
-                    outcome = Left(words, to_do=True)
+                    reason = f"another key gave {key} = {_shown(self.ours[key])} already"
+                    outcome = Left(reason, to_do=True)
                     break
         if isinstance(outcome, Taken):
             self.ours |= outcome.settings
