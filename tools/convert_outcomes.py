@@ -135,9 +135,7 @@ def dora(method: Callable[[Theirs], str]) -> Rule:
             case "full":
                 return NO_ADAPTERS
             case "qlora":
-                return Left(
-                    "DoRA on a 4-bit base is not available; tune.method=dora has a base without 4 bits"
-                )
+                return Left("DoRA on a 4-bit base is not available; tune.method=dora has another")
         return Taken({"tune.method": "dora"})
 
     return rule

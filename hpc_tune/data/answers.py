@@ -85,20 +85,20 @@ class AnswerFinder:
                 beginnings[key] = render(messages[:count], generation)
             return beginnings[key]
 
-        found = [self._by_beginnings(render_first, number, full) for number in answers]
-        if None in found:
+        spans = [self._by_beginnings(render_first, number, full) for number in answers]
+        if None in spans:
             opening = self._opening(render, render_first, messages)
-            found = [
+            spans = [
                 self._by_probe(render, render_first, messages, number, full, opening) or known
-                for number, known in zip(answers, found, strict=True)
+                for number, known in zip(answers, spans, strict=True)
             ]
         end = 0
-        for at, span in enumerate(found):
+        for at, span in enumerate(spans):
             if span is not None and span[0] < end:
-                found[at] = None
+                spans[at] = None
             elif span is not None:
                 end = span[1]
-        return found
+        return spans
 
     def is_ended(self, full: str, span: Span) -> bool:
         """Say whether an answer ends with a control token, at which a model stops."""

@@ -3,10 +3,10 @@
     PackedSampler (pack.py): stream row -> documents
     step: rows [start, start + global_size) -> this rank's residue -> micro-batches -> Batch
 
-Which rows a step has depends on how many were consumed, and on nothing else: not on the number of
-ranks, not on the micro-batch size. So the whole state is one number, and resuming at any place
-takes no time. A thread builds steps ahead under a byte budget; what it has built is consumed only
-when it is handed out.
+Which rows a step has depends on the number of rows consumed before, and on nothing else: not on the
+number of ranks, not on the micro-batch size. So the whole state is one number, and resuming at any
+row takes no time. A thread prefetches steps under a byte budget; a step counts as consumed when it
+is handed out.
 
 Shapes: B rows, T tokens per row.
 """
@@ -32,7 +32,7 @@ _State = dict[str, Any]
 
 
 class Loader:
-    """Deals the stream of rows to the data-parallel ranks, step by step."""
+    """Gives each data-parallel rank its share of the stream of rows, step by step."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Loader:
 
     @property
     def num_rows_per_epoch(self) -> int:
-        """Rows in which each document comes once."""
+        """Rows of an epoch, in which each document comes once."""
         return self._sampler.num_rows
 
     @property
@@ -94,7 +94,7 @@ class Loader:
         An empty list means on every rank that the stream has ended.
 
         Raises:
-            DataError: what the thread that builds ahead ran into.
+            DataError: if the prefetching thread cannot read the data.
         """
         if self._rows >= self.total_rows:
             return []
@@ -103,14 +103,14 @@ class Loader:
         return batches
 
     def state(self) -> _State:
-        """Return the place in the stream; steps built ahead do not count."""
+        """Return the position in the stream; prefetched steps do not count."""
         return {"rows": self._rows, **self._identity}
 
     def restore(self, state: _State) -> None:
-        """Go to the place that ``state`` names; takes no time, on any number of ranks.
+        """Continue at the position that ``state`` holds; takes no time, on any number of ranks.
 
         Raises:
-            CheckpointError: if it is a place in another stream.
+            CheckpointError: if it is a position in another stream.
         """
         differing = [
             f"{name}: {state.get(name)!r} in the checkpoint, {value!r} now"
@@ -119,21 +119,21 @@ class Loader:
         ]
         if differing or not isinstance(state.get("rows"), int):
             raise CheckpointError(
-                "the checkpoint's place in the data is for another order of samples"
+                "the checkpoint's position in the data is for another order of samples"
                 f" ({'; '.join(differing) or 'it has no row number'}); use the same prepared data,"
-                " data.seq_len, data.packing and train.seed, or start anew with"
+                " data.seq_len, data.packing and train.seed, or start afresh with"
                 " checkpoint.resume=none"
             )
         self._rows = state["rows"]
         self._prefetcher.restart(self._rows)
 
     def set_micro_size(self, rows: int) -> None:
-        """Cut the coming steps into micro-batches of another size; built steps are dropped."""
+        """Change the micro-batch size of later steps; prefetched steps are discarded."""
         self._micro_size = rows
         self._prefetcher.restart(self._rows)
 
     def set_prefetch(self, num_bytes: int) -> None:
-        """Bound what is built ahead; 0 frees it and builds each step when it is asked for."""
+        """Limit the bytes of prefetched steps; 0 disables prefetching."""
         self._prefetcher.set_limit(num_bytes)
 
     def close(self) -> None:
@@ -148,15 +148,15 @@ class Loader:
         return -(-self._global_size // self._size) * self._seq_len * BYTES_PER_TOKEN
 
     def _build(self, start: int) -> tuple[list[Batch], int] | None:
-        """Build the step that begins at stream row ``start``; None behind the end of the stream."""
+        """Build the step that begins at stream row ``start``; None after the end of the stream."""
         stop, micro_size = self._after(start), self._micro_size
         if start >= stop:
             return None
         most_rows = -(-(stop - start) // self._size)
-        mine = range(start + self._rank, stop, self._size)
+        own_rows = range(start + self._rank, stop, self._size)
         batches = []
         for at in range(0, most_rows, micro_size):
-            rows = mine[at : at + micro_size]
+            rows = own_rows[at : at + micro_size]
             documents = [
                 [self._store.document(d) for d in self._sampler.documents_of(r)] for r in rows
             ]

@@ -42,7 +42,7 @@ class Chunk:
 
 
 def is_builtin(path: str) -> bool:
-    """Say whether ``path`` names data that comes with the package."""
+    """Return whether ``path`` names data that comes with the package."""
     return path.startswith("builtin:")
 
 
@@ -63,27 +63,27 @@ def list_chunks(paths: Paths) -> list[Chunk]:
 def read_chunk(
     chunk: Chunk, reading: Reading = PLAIN, findings: Findings | None = None
 ) -> Iterator[Example]:
-    """Yield the examples of a chunk in order; ``findings`` gets what is to be said of it.
+    """Yield the examples of a chunk in order; ``findings`` counts what is worth reporting.
 
     Raises:
         DataError: naming file and line (or row), what was found and what is expected.
     """
     findings = Findings() if findings is None else findings
-    for place, row in _rows(chunk, reading, findings):
+    for position, row in _rows(chunk, reading, findings):
         try:
             example = as_example(row, reading, findings)
         except WrongRecord as error:
-            said = f"{_where(chunk, place)}: {error}" if findings.has_room else ""
+            problem = f"{_where(chunk, position)}: {error}" if findings.has_room else ""
             if reading.bad_rows == "refuse":
-                raise DataError(said) from error
-            findings.skip(said)
+                raise DataError(problem) from error
+            findings.skip(problem)
             continue
         if example is not None:
             yield example
 
 
 def identity(paths: Paths) -> str:
-    """Return a hash of the source's place, sizes and times of change."""
+    """Return a hash of the source's paths, sizes and modification times."""
     if isinstance(paths, str) and is_builtin(paths):
         facts: list[Any] = [paths, sys.version, _builtin_modules(paths)]
     else:
@@ -146,7 +146,7 @@ def _cut(file: Path) -> list[Chunk]:
 
 
 def _rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[int, Any]]:
-    """Yield (place, row); what is wrong with a row alone is a WrongRecord in its place."""
+    """Yield (position, row), a WrongRecord in place of a row that alone is wrong."""
     file = Path(chunk.path)
     match chunk.kind:
         case "jsonl":
@@ -168,11 +168,11 @@ def _rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[
             )
 
 
-def _where(chunk: Chunk, place: int) -> str:
+def _where(chunk: Chunk, position: int) -> str:
     match chunk.kind:
         case "jsonl":
-            return f"{chunk.path}, line {lines.line_number(Path(chunk.path), place)}"
+            return f"{chunk.path}, line {lines.line_number(Path(chunk.path), position)}"
         case "array":
-            return f"{chunk.path}, element {place} of the array"
+            return f"{chunk.path}, element {position} of the array"
         case _:
-            return f"{chunk.path}, row {place}"
+            return f"{chunk.path}, row {position}"

@@ -218,7 +218,7 @@ def test_prepared_files_do_not_depend_on_the_form(tmp_path):
 
 def test_an_array_with_something_behind_it_is_refused(tmp_path):
     (tmp_path / "d.json").write_text('[{"text": "a"}]\n[{"text": "b"}]\n')
-    with pytest.raises(DataError, match="more behind the array"):
+    with pytest.raises(DataError, match="more after the array"):
         _read(tmp_path / "d.json")
 
 

@@ -91,8 +91,8 @@ def test_what_is_left_out_of_a_folder_is_said_and_training_data_as_held_out_data
     )
     assert (store.num_documents, held_out.num_documents) == (1, 1)
     assert store.attributes.content != held_out.attributes.content
-    assert "README.md: it tells about the data" in caplog.text
-    assert "test-00000-of-00001.jsonl: by name a split to be held out" in caplog.text
+    assert "README.md: it describes the data" in caplog.text
+    assert "test-00000-of-00001.jsonl: by its name a split to hold out" in caplog.text
     assert "nothing about new data" not in caplog.text
     stores(model, tmp_path / "run", path=folder, eval_path=folder)
     assert "both read" in caplog.text
