@@ -41,7 +41,7 @@ _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of the files ``paths``, of which later ones win, with ``key=value``
-    overrides applied; without a file of the embedded default, where ``is_tiny``.
+    overrides applied; without a file of default.yaml, where ``is_tiny``.
 
     Raises:
         ConfigError: one message that lists all problems found.
@@ -76,7 +76,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
 
 
 def is_tiny(overrides: Sequence[str]) -> bool:
-    """Tell whether model and data are the built-in ones, for which the embedded default is."""
+    """Return whether model and data are the built-in ones, for which default.yaml is."""
     tree = OmegaConf.create({})
     for override in overrides:
         with contextlib.suppress(ConfigError):
@@ -109,7 +109,7 @@ def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
-    """Put home folders and the environment into paths, in place; yield what is not set there."""
+    """Expand ~ and $VARIABLES in paths, in place; yield a problem for each that is not set."""
     for name in _PATHS:
         part, _, key = name.partition(".")
         fields = values.get(part)
@@ -134,7 +134,7 @@ def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _over_defaults(tree: DictConfig) -> DictConfig:
-    """Return the defaults with what ``tree`` says; what is no part at all stays, to be refused."""
+    """Return the defaults overridden by ``tree``; unknown sections stay, to be refused."""
     merged: dict[Any, Any] = RunConfig().model_dump()  # optim.lr is auto here
     for part, fields in _values(tree).items():
         known = isinstance(fields, dict) and part in merged
@@ -242,10 +242,10 @@ def _apply_override(tree: DictConfig, override: str) -> None:
 
 
 def _explain(errors: Sequence[Any], source: str) -> list[str]:
-    """Turn pydantic's errors into one line per field: where, found, expected, what to do.
+    """Turn pydantic's errors into one line per field: field, value and what is expected.
 
-    pydantic has an error for each branch of a union and appends the branch to the location; the
-    user knows only the field.
+    pydantic has an error for each branch of a union and appends the branch to the location; users
+    know the field alone.
     """
     known, unknown = field_names(), []
     expected: dict[str, list[str]] = {}
@@ -255,22 +255,20 @@ def _explain(errors: Sequence[Any], source: str) -> list[str]:
             unknown.append(f"{name}: no such key in {source} or its overrides{_near(name, known)}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
-        words = error["msg"].removeprefix("Value error, ")
+        message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "model_type":
-            words = "Input should be a valid dictionary of settings, such as "
-            words += f"{_first_below(field, known)}=..."
-            words += ", or auto" if field == "parallel" else ""
-        expected.setdefault(f"{field}={error['input']!r}", []).append(words)
-    return [*unknown, *(f"{found}: {'; or: '.join(all_)}" for found, all_ in expected.items())]
-
-
-def _first_below(part: str, known: Sequence[str]) -> str:
-    return next((name for name in known if name.startswith(f"{part}.")), f"{part}.name")
+            example = next(
+                (name for name in known if name.startswith(f"{field}.")), f"{field}.name"
+            )
+            message = f"Input should be a valid dictionary of settings, such as {example}=..."
+            message += ", or auto" if field == "parallel" else ""
+        expected.setdefault(f"{field}={error['input']!r}", []).append(message)
+    return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
 
 
 def _near(name: str, known: Sequence[str]) -> str:
-    moved = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = moved or difflib.get_close_matches(
+    same_name = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = same_name or difflib.get_close_matches(
         name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7
     )
     if near:

@@ -1,9 +1,9 @@
 """Examples -> text, with the characters of it that are learned.
 
 A chat is rendered as one text by the chat template; ``answers.py`` finds what the assistant says in
-it. Control tokens that people have typed into a message are text there: see ``controls.py``. Where
-no template writes the text (plain text, prompts and answers of a base model), it is taken as a
-stock tokenizer takes it, control tokens included.
+it. Control tokens that people have typed into a message stay text: see ``controls.py``. Where no
+template writes the text (plain text, prompts and answers of a base model), it is tokenized as by a
+stock tokenizer, control tokens included.
 """
 
 import re
@@ -31,10 +31,10 @@ _REASON_CHARS = 120
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text ready for the tokenizer; ``spans`` (characters) are learned, None means all.
+    """Text for the tokenizer; ``spans`` (characters) are learned, None means all.
 
-    ``is_plain``: no chat template has written it. ``bos`` and ``eos`` are put around it then, and
-    it is split where it is longer than a row if ``split``.
+    ``is_plain``: not written by a chat template. ``bos`` and ``eos``: these tokens are put around
+    it. ``split``: a text longer than a row is split into several.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Rendered:
 
 
 class Renderer:
-    """Renders chats, prompts and answers by a tokenizer's chat template, counting what it drops."""
+    """Renders chats, prompts and answers by a tokenizer's chat template; counts what it drops."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class Renderer:
             return self._all_but(example, numbers, spans, full)
         learned, num_empty = [], 0
         for number, span in zip(numbers, spans, strict=True):
-            said = full[slice(*span)] if span else ""
+            answer = full[slice(*span)] if span else ""
             if number in example.unlearned:
                 self._counters.marked_answers += 1
                 continue
             message = messages[number]
-            self._counters.lost_reasoning += _reasoning(message) not in said
-            self._counters.lost_calls += any(name not in said for name in _called(message))
-            if _is_empty(message, said):
+            self._counters.lost_reasoning += _reasoning(message) not in answer
+            self._counters.lost_calls += any(name not in answer for name in _called(message))
+            if _is_empty(message, answer):
                 num_empty += 1
             elif span is None:
                 self._counters.unclear_answers += 1
@@ -134,7 +134,7 @@ class Renderer:
     def _all_but(
         self, chat: Chat, numbers: list[int], spans: list[Span | None], full: str
     ) -> Rendered | str:
-        """Learn all of a chat but the answers that are marked not to be."""
+        """Learn all of a chat but the answers that are marked as not learned."""
         learned, at = [], 0
         for number, span in zip(numbers, spans, strict=True):
             if number in chat.unlearned:
@@ -190,7 +190,7 @@ class Renderer:
         return text
 
     def _why(self, chat: Chat) -> str:
-        """Return what a template says of messages that it refuses, short enough to be counted."""
+        """Return a template's own reason for refusing messages, short enough to be counted."""
         try:
             self._apply(chat.messages, False, chat.tools)
         except TemplateError as error:
@@ -201,7 +201,7 @@ class Renderer:
 
 
 def end_of_answer(tokenizer: FastTokenizer) -> str | None:
-    """Return the control token that a chat template writes behind an answer; None without one."""
+    """Return the control token that a chat template writes after an answer; None without one."""
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
@@ -233,11 +233,11 @@ def template_date_of(tokenizer: FastTokenizer) -> str:
     return TEMPLATE_DATE.date().isoformat() if is_dated else ""
 
 
-def _is_empty(message: dict[str, Any], said: str) -> bool:
-    """Whether an answer has nothing but what is left out of ``said``, the text that is learned."""
+def _is_empty(message: dict[str, Any], learned: str) -> bool:
+    """Return whether nothing of an answer is in ``learned``, the text that is learned."""
     text = (message.get("content") or "").rpartition("</think>")[2].strip()
     others = [_reasoning(message), *_called(message)]
-    return not (text or any(other and other in said for other in others))
+    return not (text or any(other and other in learned for other in others))
 
 
 def _called(message: dict[str, Any]) -> list[str]:

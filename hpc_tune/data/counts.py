@@ -13,7 +13,7 @@ _REMARKS = {
     "unended_answers": "answers end with no control token: the model will not learn where to stop"
     " (let the chat template end the assistant's turns with one)",
     "empty_answers": "empty answers not learned",
-    "marked_answers": "answers not learned, as their data say",
+    "marked_answers": "answers not learned, as the data mark them",
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
     "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
     " takes one that writes them)",
@@ -68,7 +68,7 @@ class Counters:
         return "; ".join([made, *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """Return what was cut, not learned and dropped, in words."""
+        """Return what was cut, not learned and dropped, one phrase each."""
         counts = {remark: getattr(self, name) for name, remark in _REMARKS.items()}
         parts = [f"{count:,} {remark}" for remark, count in counts.items() if count]
         parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
@@ -77,7 +77,7 @@ class Counters:
 
 @dataclass
 class Findings:
-    """What reading came upon."""
+    """What was met when rows were read."""
 
     num_bad: int = 0
     first_bad: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Findings:
 
     @property
     def has_room(self) -> bool:
-        """Say whether the reason of another bad row is kept; to find its place takes time."""
+        """Return whether another bad row's reason is kept; finding its line takes time."""
         return len(self.first_bad) < _MOST_SHOWN
 
     def skip(self, why: str) -> None:
@@ -99,13 +99,13 @@ class Findings:
             self.first_bad.append(why)
 
     def note(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
-        """Keep the names of columns that were read, or were not."""
+        """Add names of columns that were read, or were not."""
         self.used += [name for name in used if name not in self.used]
         fresh = [name for name in unread if name not in self.unread]
         self.unread += fresh[: max(_MOST_NAMES - len(self.unread), 0)]
 
     def add(self, other: "Findings") -> None:
-        """Add those of a later chunk."""
+        """Add the findings of a later chunk."""
         self.num_bad += other.num_bad
         self.num_elsewhere += other.num_elsewhere
         self.num_marked += other.num_marked
@@ -115,17 +115,17 @@ class Findings:
 
     def lines(self) -> list[str]:
         """Return what a person should know."""
-        said = []
+        lines = []
         if self.read_as:
             names = ", ".join(f"{old} as {new}" for old, new in sorted(self.read_as.items()))
-            said.append(f"columns read under another name: {names} (data.columns can change that)")
+            lines.append(f"columns read under another name: {names} (data.columns can change that)")
         if unread := [name for name in self.unread if name not in self.read_as]:
             more = ", ..." if len(unread) >= _MOST_NAMES else ""
-            said.append(f"columns not read: {', '.join(sorted(unread))}{more}")
+            lines.append(f"columns not read: {', '.join(sorted(unread))}{more}")
         if self.num_marked:
-            said.append(f"{self.num_marked:,} rows left out, as their own marks say")
+            lines.append(f"{self.num_marked:,} rows left out, as their own marks say")
         if self.num_bad:
             rest = self.num_bad - len(self.first_bad)
             shown = [*self.first_bad, *([f"and {rest:,} more"] if rest else [])]
-            said.append(f"{self.num_bad:,} bad rows skipped: " + "; ".join(shown))
-        return said
+            lines.append(f"{self.num_bad:,} bad rows skipped: " + "; ".join(shown))
+        return lines

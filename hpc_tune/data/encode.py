@@ -1,9 +1,9 @@
 """Examples -> tokens and loss masks.
 
-    examples -> rendered text with the spans to learn -> tokenised in batches -> documents -> Blocks
+    examples -> rendered text with the spans to learn -> tokenized in batches -> documents -> Blocks
 
-A text is tokenised once, whole. A token is learned if it overlaps an answer (see ``chats.py``); a
-control token only if it begins in one, since some swallow the white space behind them. The first
+A text is tokenized once, whole. A token is learned if it overlaps an answer (see ``chats.py``); a
+control token only if it begins in one, since some swallow the white space after them. The first
 token of a document never is.
 """
 
@@ -26,11 +26,11 @@ from hpc_tune.data.writer import Block, token_dtype
 # keep several cores busy.
 BATCH_CHARS = 128 << 10
 PARTS_PER_BATCH = 4  # of a long text, for as many cores
-UNSURE_CHARS = 4096  # before the place where a text is cut, its tokens may be others
+UNSURE_CHARS = 4096  # near the end of a text that is cut, its tokens may differ
 
 
 class Encoder:
-    """Turns examples into blocks of documents, counting what it cuts and drops."""
+    """Turns examples into blocks of documents; counts what it cuts and drops."""
 
     def __init__(self, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn) -> None:
         """Take a fast tokenizer; its truncation and padding are switched off."""
@@ -106,7 +106,7 @@ class Encoder:
         return encodings
 
     def _long_text(self, item: Rendered) -> np.ndarray:
-        """Tokenise a text of any length, part by part."""
+        """Tokenize a text of any length, part by part."""
         parts, texts = [], _parts(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
             for encoding in self._encode_batch(batch, self._as_text(item)):
@@ -135,8 +135,8 @@ class Encoder:
         while not item.split and len(item.text) > size:
             head = replace(item, text=item.text[:size])
             (encoding,) = self._encode_batch([head.text], self._as_text(head))
-            ids, places = self._ids_of(head, encoding)
-            if len(ids) > self._seq_len and places[self._seq_len][1] < size - UNSURE_CHARS:
+            ids, offsets = self._ids_of(head, encoding)
+            if len(ids) > self._seq_len and offsets[self._seq_len][1] < size - UNSURE_CHARS:
                 return head
             size *= 2
         return item
@@ -155,36 +155,36 @@ class Encoder:
                 ids += plain
                 offsets += [(at, at + len(piece))] * len(plain)
             else:
-                part, places = self._encode_piece(piece, at > 0)
+                part, inner = self._encode_piece(piece, at > 0)
                 ids += part
-                offsets += [(at + start, at + stop) for start, stop in places]
+                offsets += [(at + start, at + stop) for start, stop in inner]
             at += len(piece)
         return ids, offsets
 
     def _as_plain_text(self, token: str, is_inside: bool) -> list[int]:
-        """Return the tokens of what a control token looks like."""
+        """Return the tokens of a control token's text as plain text."""
         self._backend.encode_special_tokens = True
         ids, _ = self._encode_piece(token, is_inside)
-        if not {*ids}.isdisjoint(self._control_ids):  # the vocabulary makes it of plain text, too
+        if not {*ids}.isdisjoint(self._control_ids):  # plain text is merged into it, too
             ids = [n for char in token for n in self._encode_piece(char, True)[0]]
         self._backend.encode_special_tokens = False
         return ids
 
     def _encode_piece(self, text: str, is_inside: bool) -> tuple[list[int], list[Span]]:
-        """Encode a piece of a text; inside of it behind a line end.
+        """Encode a piece of a text; if ``is_inside``, as what follows a line end.
 
-        At the beginning of what they get, tokenizers like Llama 2's add a space.
+        Tokenizers like Llama 2's add a space at the beginning of a text.
         """
         if is_inside:
-            behind = self._backend.encode(f"\n{text}", add_special_tokens=False)
-            if behind.ids[: len(self._line_end)] == self._line_end:
+            after = self._backend.encode(f"\n{text}", add_special_tokens=False)
+            if after.ids[: len(self._line_end)] == self._line_end:
                 kept = slice(len(self._line_end), None)
-                return behind.ids[kept], [(a - 1, b - 1) for a, b in behind.offsets[kept]]
+                return after.ids[kept], [(a - 1, b - 1) for a, b in after.offsets[kept]]
         alone = self._backend.encode(text, add_special_tokens=False)
         return alone.ids, alone.offsets
 
     def _marks(self, item: Rendered, ids: Any) -> tuple[list[int], list[int]]:
-        """Return the begin and the end that a text lacks; count other control tokens in it."""
+        """Return the BOS and EOS tokens that a text lacks; count its other control tokens."""
         brings_bos = item.bos and [*ids[:1]] == self._bos != []
         brings_eos = item.eos and [*ids[-1:]] == self._eos != []
         if item.is_plain:
@@ -235,7 +235,7 @@ class Encoder:
             return []
         if len(tokens) > self._seq_len:
             if not mask[: self._seq_len].any():
-                self.counters.drop("the answer begins behind seq_len")
+                self.counters.drop("the answer begins after seq_len")
                 return []
             self.counters.truncated += 1
         return [(tokens[: self._seq_len], mask[: self._seq_len])]

@@ -1,8 +1,8 @@
-"""How rows become examples: under which names their fields are read, and which rows are taken.
+"""How rows become examples: under which names their fields are read, and which rows are used.
 
     row -> data.columns, well-known names -> to_example (records.py) -> this part of the documents
 
-What is to be said of it is gathered in ``Findings``, chunk by chunk.
+What is worth reporting is counted in ``Findings``, chunk by chunk.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ PLAIN = Reading()
 def choose_columns(
     file: Any, names: Sequence[str], reading: Reading, findings: Findings
 ) -> list[str]:
-    """Return those columns of a table that are read.
+    """Return the columns of a table that are read.
 
     Raises:
         DataError: if there are none, one is there twice, or one of data.columns is missing.
@@ -124,10 +124,10 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Example | None
         findings.num_marked += 1
         return None
     except WrongRecord as error:
-        said = [f"{old} is read as {new}" for old, new in names.items()]
+        notes = [f"{old} is read as {new}" for old, new in names.items()]
         if isinstance(row, dict) and (others := sorted(set(findings.unread) - row.keys())):
-            said.append(f"further columns: {', '.join(others)}")
-        raise WrongRecord(f"{error} ({', '.join(said)})" if said else str(error)) from error
+            notes.append(f"further columns: {', '.join(others)}")
+        raise WrongRecord(f"{error} ({', '.join(notes)})" if notes else str(error)) from error
     return example if _is_wanted(example, reading, findings) else None
 
 
@@ -189,10 +189,10 @@ def _well_known(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _is_wanted(example: Example, reading: Reading, findings: Findings) -> bool:
-    """Say whether an example is in the part that is read.
+    """Return whether an example is in the part that is read.
 
-    A hash of what it says decides: not its place, not the form that it is stored in. The same
-    example is on the same side however often it comes.
+    A hash of its content decides: not its position, not the form in which it is stored. Duplicates
+    are on the same side.
     """
     if isinstance(example, Text) and not (example.begins and example.ends):
         if reading.part != "all":

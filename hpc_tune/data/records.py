@@ -33,11 +33,11 @@ PREFERENCES = ("chosen", "rejected", "kto_tag")
 
 
 class WrongRecord(ValueError):
-    """A record that is no example; the reader adds the place to the message."""
+    """A record that is no example; the reader adds file and line to the message."""
 
 
 class NotLearned(Exception):
-    """A record whose own mark says that it is not to be learned."""
+    """A record that is marked as not to be learned."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and what is to be learned after it.
+    """A prompt and the answer that is to be learned.
 
-    ``plain_prompt`` takes the prompt's place where the tokenizer has no chat template. ``history``:
-    earlier questions and answers, in order, and ``plain_answers`` where those answers lie in it.
+    ``plain_prompt`` replaces the prompt where the tokenizer has no chat template. ``history``:
+    earlier questions and answers, in order, and ``plain_answers`` their answers' characters in it.
     """
 
     prompt: str
@@ -77,7 +77,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, learned as a whole; a part of a longer one says whether it begins and ends it."""
+    """Plain text, learned as a whole; ``begins`` and ``ends`` the text that it may be a part of."""
 
     text: str
     begins: bool = True
@@ -108,12 +108,12 @@ def to_example(record: Any) -> Example:
         value = record.get(field)
         if value is not None and not (value == "" and field in _LISTS):
             return _marked(reader(record), record)
-    found = ", ".join(map(str, record)) or "no fields"
-    raise WrongRecord(f"found the fields {found}; {EXPECTED}")
+    fields = ", ".join(map(str, record)) or "no fields"
+    raise WrongRecord(f"found the fields {fields}; {EXPECTED}")
 
 
 def _marked(example: Example, record: dict[str, Any]) -> Example:
-    """Obey what a row of no chat says of learning it, and give it the tools that it names."""
+    """Apply a row's own mark for learning, and add its tools; chats have done so already."""
     if isinstance(example, Chat):
         return example
     if _flag_of(record, "the row") is False:
@@ -134,13 +134,13 @@ def _from_json(value: Any, where: str, blank: Any) -> Any:
 
 
 def _refuse_preferences(record: dict[str, Any]) -> None:
-    """Refuse rows for another kind of tuning, of which half are examples of what not to say."""
-    found = [name for name in PREFERENCES if record.get(name) is not None]
+    """Refuse rows for preference tuning: half of their answers are examples of what not to say."""
+    fields = [name for name in PREFERENCES if record.get(name) is not None]
     if isinstance(record.get("label"), bool) and record.get("completion") is not None:
-        found.append("label")
-    if found:
+        fields.append("label")
+    if fields:
         raise WrongRecord(
-            f"{' and '.join(found)}: rows of preferences (DPO, KTO) are not for this kind of"
+            f"{' and '.join(fields)}: rows of preferences (DPO, KTO) are not for this kind of"
             " tuning; keep the answers to be learned, as prompt and completion or messages"
         )
 
@@ -164,8 +164,8 @@ def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any])
             plain["content"] = _content(plain["content"], where)
         if plain.get("tool_calls"):
             if not isinstance(plain["tool_calls"], list):
-                found = _name(plain["tool_calls"])
-                raise WrongRecord(f"{where}: tool_calls is {found}, expected a list")
+                kind = _name(plain["tool_calls"])
+                raise WrongRecord(f"{where}: tool_calls is {kind}, expected a list")
             plain["tool_calls"] = [_call(call, where) for call in plain["tool_calls"]]
         checked.append(plain)
     return Chat(checked, _tools(record), frozenset(unlearned))

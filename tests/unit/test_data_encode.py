@@ -134,7 +134,7 @@ def test_examples_with_nothing_to_learn_are_dropped_by_reason():
         "no answer of the assistant": 1,
         "empty answer": 1,
         "the chat template refused the messages (no)": 1,
-        "the answer begins behind seq_len": 1,
+        "the answer begins after seq_len": 1,
         "empty text": 1,
     }
     assert (counters.examples, counters.documents) == (6, 1)

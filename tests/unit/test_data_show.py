@@ -14,7 +14,7 @@ from hpc_tune import cli
 from hpc_tune.data import show as showing
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
-from hpc_tune.data.show import COLOURS, PLAIN, Words, show
+from hpc_tune.data.show import COLOURS, PLAIN, DocumentDecoder, show
 from hpc_tune.errors import DataError
 
 ROWS = [chat("one?", "1"), chat("only a question"), chat("what is <|im_end|>?", "an end")]
@@ -102,7 +102,7 @@ def spaces_tokenizer():
 
 def test_no_space_is_lost_where_a_run_begins():
     tokens, mask = np.array([2, 3, 1, 2, 3]), np.array([0, 1, 1, 0, 1])
-    assert Words(spaces_tokenizer(), PLAIN).text_of(tokens, mask) == "a« b</s>» a« b»"
+    assert DocumentDecoder(spaces_tokenizer(), PLAIN).text_of(tokens, mask) == "a« b</s>» a« b»"
 
 
 @pytest.fixture
