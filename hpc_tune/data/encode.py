@@ -20,6 +20,7 @@ from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
 from hpc_tune.data.tokenizer import FastTokenizer, require_fast
 from hpc_tune.data.writer import Block, token_dtype
+from hpc_tune.errors import DataError
 
 # One call of the tokenizer gets about this much text. A token costs it some 200 bytes while it
 # works, so a call peaks at about 25 MB even where each byte is a token; that is also enough text to
@@ -246,8 +247,8 @@ class Encoder:
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
         tokens = np.concatenate([tokens for tokens, _ in documents])
         mask = np.concatenate([mask for _, mask in documents])
-        largest = np.iinfo(self._dtype).max
-        assert tokens.max() <= largest, f"token {tokens.max()} is outside the vocabulary"
+        if (highest := tokens.max()) > np.iinfo(self._dtype).max:
+            raise DataError(f"the tokenizer gave token {highest}, which is outside its vocabulary")
         self.counters.documents += len(lengths)
         self.counters.tokens += len(tokens)
         self.counters.loss_tokens += int(mask.sum())

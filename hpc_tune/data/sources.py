@@ -21,7 +21,7 @@ from typing import Any
 from hpc_tune.config.data import is_prepared
 from hpc_tune.data import lines, pydocs, tables
 from hpc_tune.data.counts import Findings
-from hpc_tune.data.files import Kind, Paths, as_list, find, kind_of, shown
+from hpc_tune.data.files import KNOWN, Kind, Paths, as_list, find, kind_of, shown
 from hpc_tune.data.reading import PLAIN, Reading, as_example
 from hpc_tune.data.records import Completion, Example, WrongRecord
 from hpc_tune.errors import DataError
@@ -130,7 +130,8 @@ def _builtin_modules(path: str) -> list[str]:
 
 def _cut(file: Path) -> list[Chunk]:
     kind, size = kind_of(file), file.stat().st_size
-    assert kind is not None, f"{file} is of no known kind"
+    if kind is None:
+        raise DataError(f"{file} is of no known kind of data; expected {KNOWN}")
     if kind == "parquet":
         num_groups = tables.open_parquet(file).metadata.num_row_groups
         return [Chunk(kind, str(file), group, group + 1) for group in range(num_groups)]

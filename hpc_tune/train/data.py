@@ -175,7 +175,7 @@ def prepare_file(
     """
     world = comm.world
     name = f"{shown(path)}{'' if part == 'all' else f' ({part} part)'}"
-    progress = Progress(f"tokenising {name}", 1, enabled=world.rank == 0)
+    progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:
         known = DataError(str(error)) if isinstance(error, OSError) else error

@@ -154,7 +154,7 @@ def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkey
 
     def agree(error):
         errors.append(error)
-        if len(errors) % 2 == 0:  # after the plan, and after the tokenising
+        if len(errors) % 2 == 0:  # after the plan, and after the tokenizing
             raise Stop
 
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
