@@ -85,7 +85,7 @@ class _Bytes:
         weakref.finalize(self, os.close, self._handle)
 
     def read(self, place: int, num_bytes: int) -> bytes:
-        """Return bytes; DataError if they cannot be read any more."""
+        """Return bytes; DataError if the file cannot be read any more."""
         try:
             data = os.pread(self._handle, num_bytes, place)
             while len(data) < num_bytes:  # the kernel gives 2 GiB at most
@@ -167,11 +167,6 @@ class TokenStore:
     def num_tokens(self) -> int:
         """Tokens in the file."""
         return len(self.tokens)
-
-    def length(self, document: int) -> int:
-        """Return the number of tokens of a document."""
-        start, stop = map(int, self.offsets[document : document + 2])
-        return stop - start
 
     def document(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a document's tokens and loss mask, both of shape [length].

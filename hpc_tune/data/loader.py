@@ -1,6 +1,6 @@
 """Prepared data -> the micro-batches of one rank for each optimizer step.
 
-    PackedSampler (pack.py): stream row -> documents
+    PackedSampler (sampler.py): stream row -> documents
     step: rows [start, start + global_size) -> this rank's residue -> micro-batches -> Batch
 
 Which rows a step has depends on the number of rows consumed before, and on nothing else: not on the
@@ -20,8 +20,8 @@ import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.pack import ORDER_VERSION, PackedSampler, SampleOrder
 from hpc_tune.data.prefetch import Prefetcher
+from hpc_tune.data.sampler import ORDER_VERSION, PackedSampler, SampleOrder
 from hpc_tune.errors import CheckpointError
 from hpc_tune.log import log
 

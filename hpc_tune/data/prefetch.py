@@ -31,11 +31,6 @@ class Prefetcher:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes in the queue."""
-        return self._queued_bytes
-
     def take(self, start: int) -> list[Batch]:
         """Return the step that begins at ``start``, which follows the last one, or the restart.
 

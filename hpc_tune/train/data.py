@@ -12,9 +12,9 @@ from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import Loader
-from hpc_tune.data.pack import SampleOrder
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
+from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError

@@ -11,7 +11,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.export import pack_adapter
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.data.loader import eval_batches
-from hpc_tune.data.pack import SampleOrder
+from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine
 from hpc_tune.log import log
 from hpc_tune.plan.candidates import micro_rows

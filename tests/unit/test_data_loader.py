@@ -10,7 +10,7 @@ from hpc_tune.batch import IGNORED_LABEL
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import Loader, eval_batches, make_batch
-from hpc_tune.data.pack import SampleOrder
+from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import CheckpointError, DataError
 
@@ -176,10 +176,10 @@ def test_prefetch_stays_within_its_bytes_and_zero_frees_it(store):
     expected = _loader(store, prefetch_bytes=0, total_rows=1000)
     for number in range(60):
         assert _rows(loader.next_step()) == _rows(expected.next_step())
-        assert loader._prefetcher.queued_bytes <= 3 * step_bytes
+        assert loader._prefetcher._queued_bytes <= 3 * step_bytes
         if number in (10, 30):
             loader.set_prefetch(0)
-            assert loader._prefetcher.queued_bytes == 0
+            assert loader._prefetcher._queued_bytes == 0
         if number == 20:
             loader.set_prefetch(2 * step_bytes)
     loader.close()

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_support import histogram_of
 
-from hpc_tune.data.pack import PackedSampler, SampleOrder, one_per_row, pack
-from hpc_tune.data.shuffle import Shuffle
+from hpc_tune.data.sampler import PackedSampler, SampleOrder, Shuffle, one_per_row, pack
 
 
 def _order(lengths, seq_len, packing=True, seed=0):

@@ -1,4 +1,4 @@
-"""Which documents share a row, and in which order the rows come. Pure.
+"""The sampler: which documents share a row, and in which order the rows come. Pure.
 
     histogram of lengths -> patterns (a multiset of lengths, and how many rows have it)
     stream row -> epoch, position -> shuffled row -> pattern, k -> by_length[the k-th of a length]
@@ -10,16 +10,18 @@ function of (seed, epoch, position). It does not know how many ranks there are, 
 it is found at once.
 """
 
+import hashlib
+import math
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from hpc_tune.data.shuffle import Shuffle
-
 ORDER_VERSION = 1  # another one for each change after which a seed gives another order
 _Items = tuple[tuple[int, int], ...]
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
 
 
 class Indexed(Protocol):
@@ -156,6 +158,42 @@ class PackedSampler:
         return self._shuffles[length]
 
 
+class Shuffle:
+    """The pseudo-random permutation of range(n) that belongs to a key such as (seed, epoch).
+
+    It is computed element by element, without memory: a Feistel network over Z_a x Z_b with a * b
+    just above n, so that hardly an element leaves the range; one that does is sent through again
+    until it is back in it ("cycle walking"). J. Black and P. Rogaway, "Ciphers with arbitrary finite
+    domains", CT-RSA 2002. It is no cipher here: the round function is a multiply-and-shift hash.
+    """
+
+    __slots__ = ("_a", "_b", "_keys", "n")
+
+    def __init__(self, n: int, *key: int | str) -> None:
+        """Derive the round keys; costs the same for any n."""
+        self.n = n
+        self._a = math.isqrt(max(n - 1, 0)) + 1
+        self._b = -(-n // self._a)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = [
+            int.from_bytes(digest[at : at + 8], "little") for at in range(0, 8 * _ROUNDS, 8)
+        ]
+
+    def __call__(self, index: int) -> int:
+        """Return where ``index`` goes."""
+        a, b = self._a, self._b
+        while True:
+            left, right = divmod(index, b)
+            for number, key in enumerate(self._keys):
+                if number & 1:
+                    right = (right + _mix(left ^ key)) % b
+                else:
+                    left = (left + _mix(right ^ key)) % a
+            index = left * b + right
+            if index < self.n:
+                return index
+
+
 def _first_documents(patterns: list[Pattern]) -> list[list[int]]:
     """Return, per pattern and item, how many documents of its length earlier patterns use."""
     used: dict[int, int] = {}
@@ -165,3 +203,10 @@ def _first_documents(patterns: list[Pattern]) -> list[list[int]]:
         for length, copies in pattern.items:
             used[length] = used.get(length, 0) + copies * pattern.num_rows
     return firsts
+
+
+def _mix(value: int) -> int:
+    """Hash 64 bits (the finaliser of splitmix64)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
