@@ -25,10 +25,10 @@ _MASK = (1 << 64) - 1
 
 
 class Indexed(Protocol):
-    """What has a value at each place: a list, an array or a column of prepared data."""
+    """What has a value at each index: a list, an array or a column of prepared data."""
 
     def __getitem__(self, at: Any, /) -> Any:
-        """Return the value at a place."""
+        """Return the value at an index."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class PackedSampler:
                 documents.append(int(self._by_length[self._starts[length] + shuffle(k)]))
         return documents
 
-    def _shuffle(self, epoch: int, length: int, n: int) -> Shuffle:
+    def _shuffle(self, epoch: int, length: int, n: int) -> "Shuffle":
         """Return the epoch's shuffle of the documents of one length; length 0 means of the rows."""
         if epoch != self._epoch:
             self._epoch, self._shuffles = epoch, {}
@@ -162,9 +162,9 @@ class Shuffle:
     """The pseudo-random permutation of range(n) that belongs to a key such as (seed, epoch).
 
     It is computed element by element, without memory: a Feistel network over Z_a x Z_b with a * b
-    just above n, so that hardly an element leaves the range; one that does is sent through again
-    until it is back in it ("cycle walking"). J. Black and P. Rogaway, "Ciphers with arbitrary finite
-    domains", CT-RSA 2002. It is no cipher here: the round function is a multiply-and-shift hash.
+    just above n, so that hardly an element leaves the range; one that does is permuted again until
+    it is back in the range ("cycle walking"). J. Black and P. Rogaway, "Ciphers with arbitrary
+    finite domains", CT-RSA 2002. It is no cipher: the round function is a multiply-and-shift hash.
     """
 
     __slots__ = ("_a", "_b", "_keys", "n")
