@@ -25,6 +25,7 @@ from convert_torchtune import TORCHTUNE
 from pydantic import ValidationError
 
 from hpc_tune.config.constraints import check
+from hpc_tune.config.load import explain
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
 from hpc_tune.safe_yaml import load_yaml
@@ -269,11 +270,7 @@ def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        found: dict[str, list[str]] = {}  # a field that takes several kinds has an error for each
-        for e in error.errors():
-            key = ".".join(map(str, e["loc"][:2]))
-            found.setdefault(f"{key} = {e['input']!r}", []).append(e["msg"])
-        problems = [f"{what}: {'; or: '.join(words)}" for what, words in found.items()]
+        problems = explain(error.errors(), "their config")
     else:
         problems = check(config)
     if problems:

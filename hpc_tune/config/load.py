@@ -68,7 +68,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_list([*problems, *_explain(error.errors(), source)])) from None
+        raise ConfigError(_list([*problems, *explain(error.errors(), source)])) from None
     if problems := [*problems, *check(config)]:
         raise ConfigError(_list(problems))
     optim = _with_number_for_lr(config.optim, config.tune.method)
@@ -159,6 +159,31 @@ def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
         yield name, _type_name(field.annotation), field.default, field.description or ""
 
 
+def explain(errors: Sequence[Any], source: str) -> list[str]:
+    """Turn pydantic's errors into one line per field: field, value and what is expected.
+
+    pydantic has an error for each branch of a union and appends the branch to the location; users
+    know the field alone.
+    """
+    known, unknown = field_names(), []
+    expected: dict[str, list[str]] = {}
+    for error in errors:
+        name = ".".join(str(part) for part in error["loc"])
+        if error["type"] == "extra_forbidden":
+            unknown.append(f"{name}: no such key in {source} or its overrides{_near(name, known)}")
+            continue
+        field = next((k for k in known if name == k or name.startswith(k + ".")), name)
+        message = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "model_type":
+            example = next(
+                (name for name in known if name.startswith(f"{field}.")), f"{field}.name"
+            )
+            message = f"Input should be a valid dictionary of settings, such as {example}=..."
+            message += ", or auto" if field == "parallel" else ""
+        expected.setdefault(f"{field}={error['input']!r}", []).append(message)
+    return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
+
+
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted name and the definition of every field."""
     for part, section in RunConfig.model_fields.items():
@@ -239,31 +264,6 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
         raise ConfigError(f"{override!r} cannot be applied: {_first_line(error)}") from None
-
-
-def _explain(errors: Sequence[Any], source: str) -> list[str]:
-    """Turn pydantic's errors into one line per field: field, value and what is expected.
-
-    pydantic has an error for each branch of a union and appends the branch to the location; users
-    know the field alone.
-    """
-    known, unknown = field_names(), []
-    expected: dict[str, list[str]] = {}
-    for error in errors:
-        name = ".".join(str(part) for part in error["loc"])
-        if error["type"] == "extra_forbidden":
-            unknown.append(f"{name}: no such key in {source} or its overrides{_near(name, known)}")
-            continue
-        field = next((k for k in known if name == k or name.startswith(k + ".")), name)
-        message = error["msg"].removeprefix("Value error, ")
-        if error["type"] == "model_type":
-            example = next(
-                (name for name in known if name.startswith(f"{field}.")), f"{field}.name"
-            )
-            message = f"Input should be a valid dictionary of settings, such as {example}=..."
-            message += ", or auto" if field == "parallel" else ""
-        expected.setdefault(f"{field}={error['input']!r}", []).append(message)
-    return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
 
 
 def _near(name: str, known: Sequence[str]) -> str:

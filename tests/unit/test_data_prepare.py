@@ -144,6 +144,18 @@ def test_missing_parts_point_to_a_folder_that_is_not_shared(source, tmp_path):
     assert not (tmp_path / "d.h5").exists()
 
 
+def test_a_part_that_was_damaged_since_is_refused_by_name(source, tmp_path):
+    tokenizer = byte_tokenizer()
+    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    tokenize(work, tokenizer)
+    data = bytearray(work.part(2).read_bytes())
+    data[len(data) // 2] ^= 1  # within the tokens or the mask of its one block
+    work.part(2).write_bytes(data)
+    with pytest.raises(DataError, match=r"00000002\.part is damaged .*remove its folder"):
+        assemble(work)
+    assert not (tmp_path / "d.h5").exists()
+
+
 def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
     source = write_jsonl(tmp_path / "raw.jsonl", [*RECORDS[:50], {"wrong": 1}])
