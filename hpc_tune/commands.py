@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.completion import SHELLS, script
+from hpc_tune.config.data import is_prepared
 from hpc_tune.config.load import is_tiny
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
@@ -228,8 +229,6 @@ def export(options: Namespace) -> int:
 )
 def generate(options: Namespace) -> int:
     """Answer a prompt with a fine-tuned model."""
-    if options.run is None and options.model is None:
-        raise ConfigError("generate needs --run RUN or --model DIR")
     from hpc_tune.generate import answer
 
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -246,7 +245,7 @@ def generate(options: Namespace) -> int:
 def inspect(options: Namespace) -> int:
     """List and check the checkpoints of a run, or describe a prepared .h5 file."""
     path = Path(options.run)
-    if path.suffix in (".h5", ".hdf5"):
+    if is_prepared(options.run):
         from hpc_tune.data.show import describe_prepared
 
         lines, is_valid = describe_prepared(path)

@@ -10,19 +10,19 @@ EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
 
 
 class HpcTuneError(Exception):
-    """An error that was foreseen: its message alone tells the user what to do."""
+    """An expected kind of error: its message alone tells the user what to do."""
 
     exit_code = EXIT_FAILED
 
 
 class ConfigError(HpcTuneError):
-    """The configuration or the command line is wrong; the user mends it."""
+    """The configuration or the command line is wrong; the user fixes it."""
 
     exit_code = EXIT_USER
 
 
 class DataError(HpcTuneError):
-    """The training data or the model directory is wrong; the user mends it."""
+    """The training data or the model directory is wrong; the user fixes it."""
 
     exit_code = EXIT_USER
 
@@ -32,7 +32,7 @@ class WorldError(HpcTuneError):
 
 
 class LostHostError(WorldError):
-    """A host of the world is down or cut off; the same command goes on on others."""
+    """A host of the world is down or cut off; the same command resumes on others."""
 
 
 class CheckpointError(HpcTuneError):
@@ -40,13 +40,13 @@ class CheckpointError(HpcTuneError):
 
 
 class MemoryBudgetError(HpcTuneError):
-    """The work does not fit into the memory of the host or the device; the user changes either."""
+    """The work does not fit into the memory of the host or device; the user changes one of them."""
 
     exit_code = EXIT_USER
 
 
 class LeavingError(HpcTuneError):
-    """The run leaves at once and on purpose; the same command goes on from its last checkpoint.
+    """The run stops immediately and on purpose; the same command resumes from its last checkpoint.
 
     ``facts`` go into outcome.json.
     """
@@ -57,12 +57,14 @@ class LeavingError(HpcTuneError):
         self, reason: str, step: int | None, facts: Mapping[str, Any] | None = None
     ) -> None:
         place = f"step {step}" if step else "the start"
-        super().__init__(f"{reason}: left at once. The same command goes on from {place}")
+        super().__init__(
+            f"{reason}: stopped immediately. Rerun the same command to resume from {place}"
+        )
         self.reason, self.step, self.facts = reason, step, dict(facts or {})
 
 
 class RemoteError(HpcTuneError):
-    """Another rank failed and has already printed why; this rank only leaves."""
+    """Another rank failed and has already printed why; this rank only exits."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

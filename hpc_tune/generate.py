@@ -24,12 +24,12 @@ def answer(
     temperature: float,
     seed: int,
 ) -> str:
-    """Return what the model says to ``prompt``.
+    """Return the model's answer to ``prompt``.
 
-    ``run`` is a run directory or checkpoint, ``model`` a model directory, with ``run`` that of its
-    base. ``temperature`` 0 takes the likeliest token each time. The answer ends with a token that
-    ends a turn: the tokenizer's, one of generation_config.json's, or what the chat template writes
-    behind an answer.
+    ``run`` is a run directory or checkpoint, ``model`` a model directory; with both, ``model`` is
+    where the run's base model is now. ``temperature`` 0: greedy decoding. Generation stops at a
+    token that ends a turn: the tokenizer's, one of generation_config.json's, or the one that the
+    chat template writes after an answer.
 
     Raises:
         HpcTuneError: if files are missing or damaged, or transformers has no class for this
@@ -43,15 +43,16 @@ def answer(
         directory, dtype_name = require_base(found, "--model"), found.config.model.dtype
         template = found.template
         tune = found.config.tune if with_adapter else tune
-    assert directory is not None
+    if directory is None:
+        raise ConfigError("generate needs --run RUN or --model DIR")
     dtype = compute_dtype(dtype_name, device)
     tokenizer = load_tokenizer(directory)
     tokenizer.chat_template = template or tokenizer.chat_template
     built = build(directory, dtype, tune, seed=0)
     if not isinstance(built.config, built.module.causal_lm().config_class):
         raise ConfigError(
-            f"transformers answers with a {built.config.model_type} model only as a whole: export "
-            "--to merged, and ask it there"
+            f"transformers generates with a {built.config.model_type} model only as a whole: "
+            "export it with --to merged, and ask it there"
         )
     allocate(built.module, device)
     load_weights(built)
@@ -77,7 +78,7 @@ def answer(
 
 
 def _ends(tokenizer: Any, directory: Path) -> list[int]:
-    """Return the tokens after which a model has said what it says."""
+    """Return the tokens at which generation stops."""
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_of_answer(tokenizer))}
     file = directory / "generation_config.json"
     if file.is_file():

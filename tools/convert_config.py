@@ -25,11 +25,13 @@ from convert_torchtune import TORCHTUNE
 from pydantic import ValidationError
 
 from hpc_tune.config.constraints import check
+from hpc_tune.config.load import explain
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+from hpc_tune.safe_yaml import load_yaml
 
 PLACEHOLDER = "FILL_IN"
-UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists what there is"
+UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -135,13 +137,13 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: if there is none, or it is no YAML with keys.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected keys with values, found {type(content).__name__}")
     return content
@@ -179,7 +181,7 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(converted: Converted, notes: Sequence[str], name: str) -> str:
-    """Return our YAML, what is left to do above it."""
+    """Return our YAML, with what is left to do above it."""
     lines = [f"# From {name}, a config of {converted.tool}, by tools/convert_config.py."]
     lines += ["# To do before the first run:"] if notes else []
     lines += [f"#   {' '.join(note.split())}" for note in notes]
@@ -202,7 +204,7 @@ def report(converted: Converted, notes: Sequence[str]) -> list[str]:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet.
+    """Write a new file.
 
     Raises:
         ConfigError: if it is, or cannot be written.
@@ -231,8 +233,8 @@ class _Sheet:
         if isinstance(outcome, Taken):
             for key, value in outcome.settings.items():
                 if key in self.ours and self.ours[key] != value:
-                    words = f"another key gave {key} = {_shown(self.ours[key])} already"
-                    outcome = Left(words, to_do=True)
+                    reason = f"another key gave {key} = {_shown(self.ours[key])} already"
+                    outcome = Left(reason, to_do=True)
                     break
         if isinstance(outcome, Taken):
             self.ours |= outcome.settings
@@ -268,11 +270,7 @@ def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        found: dict[str, list[str]] = {}  # a field that takes several kinds has an error for each
-        for e in error.errors():
-            key = ".".join(map(str, e["loc"][:2]))
-            found.setdefault(f"{key} = {e['input']!r}", []).append(e["msg"])
-        problems = [f"{what}: {'; or: '.join(words)}" for what, words in found.items()]
+        problems = explain(error.errors(), "their config")
     else:
         problems = check(config)
     if problems:

@@ -46,7 +46,7 @@ def _method(theirs: Theirs) -> str:
 def _finetuning_type(value: Any, theirs: Theirs) -> Outcome:
     if value in ("lora", "full"):
         return Taken({"tune.method": _method(theirs)})
-    return Left("tune.method is lora, dora, qlora or full; lora is what you get", to_do=True)
+    return Left("tune.method is lora, dora, qlora or full; lora is used", to_do=True)
 
 
 def _bits(value: Any, theirs: Theirs) -> Outcome:
@@ -84,7 +84,7 @@ def _first_adapter(value: Any, theirs: Theirs) -> Outcome:
 
 def _stage(value: Any, theirs: Theirs) -> Outcome:
     if value == "sft":
-        return Decided("supervised fine-tuning is what there is")
+        return Decided("supervised fine-tuning is the only kind")
     if value == "pt":
         return Decided("records with text are learned as a whole")
     return Left("there is supervised fine-tuning only, not rewards and preferences", to_do=True)
@@ -129,8 +129,7 @@ def _packing(value: Any, theirs: Theirs) -> Outcome:
 
 
 def _batch(value: Any, theirs: Theirs) -> Outcome:
-    rows, accumulation = "per_device_train_batch_size", "gradient_accumulation_steps"
-    return global_batch(theirs, rows, accumulation)
+    return global_batch(theirs, "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 def _has_max_steps(theirs: Theirs) -> bool:
@@ -176,10 +175,10 @@ def _schedule(value: Any, theirs: Theirs) -> Outcome:
 
 def _optimizer(value: Any, theirs: Theirs) -> Outcome:
     if str(value) in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
-        return Decided("AdamW is what there is")
+        return Decided("AdamW is the only optimizer")
     if "adamw" in str(value):
-        return Left("AdamW without 8 bits or pages is what there is; plan says whether it fits")
-    return Left("AdamW is what there is; find optim.lr again")
+        return Left("AdamW's state is neither in 8 bits nor paged; plan says whether it fits")
+    return Left("AdamW is the only optimizer; find optim.lr again")
 
 
 def _bf16(value: Any, theirs: Theirs) -> Outcome:
@@ -282,7 +281,7 @@ _TAKEN: dict[str, Rule] = {
 }
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 _DECIDED: dict[str, Rule] = {
-    "do_train": Decided("training is what the command does"),
+    "do_train": Decided("the command trains"),
     **each(Decided("the tokenizer's chat template; data.chat_template names another"), "template"),
     **each(Decided("data.path names the file itself"), "dataset_dir"),
     **each(Decided("datasets of a folder are one"), "mix_strategy"),
@@ -324,16 +323,11 @@ _DECIDED: dict[str, Rule] = {
         "resources_per_worker resources_per_worker.* placement_strategy ray_init_kwargs.* "
         "ddp_find_unused_parameters local_rank",
     ),
-    **each(
-        Decided(LAYOUT),
-        "fsdp fsdp_config fsdp_config.*",
-    ),
+    **each(Decided(LAYOUT), "fsdp fsdp_config fsdp_config.*"),
     "double_quantization": Decided(_NF4),
     **each(Decided("optim.min_lr_ratio says it"), "lr_scheduler_kwargs.min_lr_rate"),
     "remove_unused_columns": Decided("the form of a record is found by its keys"),
 }
-
-
 _LEFT: dict[str, Rule] = {
     "quantization_method": _only("bnb", _NF4),
     "quantization_type": _only("nf4", _NF4),
@@ -343,7 +337,7 @@ _LEFT: dict[str, Rule] = {
     "val_size": _val_size,
     "resume_from_checkpoint": lacking("their state cannot be read; tune.init_from takes adapters"),
     **each(
-        lacking("checkpoint.keep_best=true keeps the best one; a run goes to its end"),
+        lacking("checkpoint.keep_best=true keeps the best one; a run does not stop early"),
         "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_steps",
     ),
     "eval_steps": Left("set train.eval_every_steps together with data.eval_path"),
@@ -354,15 +348,15 @@ _LEFT: dict[str, Rule] = {
     "additional_target": lacking("only adapters are trained", to_do=True),
     "create_new_adapter": lacking("merge the first adapter into the model", to_do=True),
     **each(
-        lacking("adapters begin as LoRA's do"),
+        lacking("adapters are initialized as in LoRA"),
         "pissa_init pissa_iter pissa_convert loraplus_lr_ratio loraplus_lr_embedding",
     ),
     **each(
-        lacking("AdamW is what there is; find optim.lr again"),
+        lacking("AdamW is the only optimizer; find optim.lr again"),
         "use_galore use_apollo use_badam use_adam_mini use_muon optim_args",
     ),
     **each(
-        lacking("cross entropy is the loss, as it is"),
+        lacking("cross entropy is the only loss"),
         "neftune_noise_alpha label_smoothing_factor use_dft_loss moe_aux_loss_coef",
     ),
     **each(
@@ -385,13 +379,13 @@ _LEFT: dict[str, Rule] = {
         lacking("set train.float8=true with train.compile=true, if the GPU has it"),
         "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
     ),
-    **each(lacking("there are no KTransformers"), "use_kt kt_optimize_rule cpu_infer chunk_size"),
+    **each(lacking("KTransformers is not used"), "use_kt kt_optimize_rule cpu_infer chunk_size"),
     **each(
-        lacking("freezing parts is not there: adapters, or all weights", to_do=True),
+        lacking("no parts are frozen: adapters are trained, or all weights", to_do=True),
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
     ),
     **each(
-        lacking("models of text are trained, no images, sound and video"),
+        lacking("models of text are trained, not of images, sound or video"),
         "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps "
         "video_maxlen media_dir freeze_vision_tower freeze_multi_modal_projector "
         "freeze_language_model",

@@ -108,7 +108,7 @@ def same(ours: str, remark: str = "") -> Rule:
 
 
 def lacking(instead: str, to_do: bool = False) -> Rule:
-    """Something that hpc_tune has not: left, unless their config switches it off."""
+    """Rule for what hpc_tune lacks: left, unless their config switches it off."""
 
     def rule(value: Any, theirs: Theirs) -> Outcome:
         return Decided("off in their config") if value in _OFF else Left(instead, to_do)
@@ -135,7 +135,7 @@ def dora(method: Callable[[Theirs], str]) -> Rule:
             case "full":
                 return NO_ADAPTERS
             case "qlora":
-                return Left("DoRA on a 4-bit base is not there; tune.method=dora is without 4 bits")
+                return Left("DoRA on a 4-bit base is not available; tune.method=dora has another")
         return Taken({"tune.method": "dora"})
 
     return rule
@@ -154,8 +154,8 @@ def global_batch(theirs: Theirs, rows: str, accumulation: str, ranks_per_row: in
         )
     factors = theirs.whole(rows), theirs.whole(accumulation), theirs.ranks // ranks_per_row
     size = factors[0] * factors[1] * factors[2]
-    words = "{} per rank x {} accumulated x {} ranks".format(*factors)
-    return Taken({"batch.global_size": size}, words)
+    remark = "{} per rank x {} accumulated x {} ranks".format(*factors)
+    return Taken({"batch.global_size": size}, remark)
 
 
 def usable_file(value: Any) -> bool:

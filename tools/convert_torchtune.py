@@ -174,11 +174,10 @@ def _length(value: Any, theirs: Theirs) -> Outcome:
 
 def _optimizer(value: Any, theirs: Theirs) -> Outcome:
     if str(value) == "torch.optim.AdamW":
-        return Decided("AdamW is what there is")
-    words = "AdamW is what there is: "
+        return Decided("AdamW is the only optimizer")
     if "AdamW" in str(value):
-        return Left(words + "its state is not in 8 bits; plan says whether it fits")
-    return Left(words + "find optim.lr again")
+        return Left("AdamW's state is not in 8 bits; plan says whether it fits")
+    return Left("AdamW is the only optimizer; find optim.lr again")
 
 
 def _betas(value: Any, theirs: Theirs) -> Outcome:
@@ -249,7 +248,7 @@ def _logger(value: Any, theirs: Theirs) -> Outcome:
 def _resume(value: Any, theirs: Theirs) -> Outcome:
     if str(value).lower() == "true":
         return Left("their state cannot be read; tune.init_from begins with a peft adapter")
-    return Decided("checkpoint.resume=auto: the same command goes on")
+    return Decided("checkpoint.resume=auto: rerun the same command")
 
 
 def _defaults(theirs: Theirs) -> dict[str, Any]:
@@ -360,7 +359,7 @@ _LEFT: dict[str, Rule] = {
         lacking("the chat template is applied; data.chat_template names another"),
         "dataset.template dataset.prompt_template dataset.chat_format",
     ),
-    "lr_scheduler.num_cycles": lacking("half a cosine is what there is"),
+    "lr_scheduler.num_cycles": lacking("the schedule is half a cosine"),
     **each(lacking("cross entropy is the only loss"), "loss.beta loss.label_smoothing"),
     "optimizer_in_bwd": lacking("gradients are kept until the step; parallel.shard splits them"),
     "enable_activation_offloading": lacking("parallel.recompute=full saves that memory"),

@@ -1,185 +1,207 @@
 """Settings that are each valid and cannot be together, or would do nothing."""
 
-from hpc_tune.config.schema import RunConfig, is_prepared
+from collections.abc import Iterator
+
+from hpc_tune.config.data import DataConfig, is_prepared
+from hpc_tune.config.optim import OptimConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import RunConfig, TrainConfig, TuneConfig
 
 
 def check(config: RunConfig) -> list[str]:
     """Return what is wrong with a configuration whose fields are each valid."""
-    problems = _zero_problems(config)
-    if config.parallel.layout == "auto" and config.parallel.zero_stage is not None:
-        problems.append(
-            f"parallel.layout=auto with parallel.zero_stage={config.parallel.zero_stage}: "
-            "DeepSpeed lays out by itself; leave one of them out"
-        )
-    stages = config.parallel.stages_per_rank
-    if stages > 1 and (config.parallel.pipeline or 1) == 1:
-        problems.append(
-            f"parallel.stages_per_rank={stages} has no effect without parallel.pipeline > 1"
-        )
-    if config.parallel.reduce_dtype != "fp32" and config.tune.method != "full":
-        problems.append(
-            f"parallel.reduce_dtype={config.parallel.reduce_dtype} has no effect without "
-            "tune.method=full: adapters' gradients are added up in fp32"
-        )
-    if (config.parallel.tensor or 1) > 1 and config.tune.method == "dora":
-        problems.append(
-            "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "
-            "use lora, or parallel.shard"
-        )
-    if (config.parallel.tensor or 1) > 1 and config.tune.method == "qlora":
-        problems.append(
-            "tune.method=qlora with parallel.tensor > 1: packed 4-bit weights are not split along "
-            "heads; use parallel.shard or parallel.pipeline, or tune.method=lora"
-        )
-    problems += _float8_problems(config) if config.train.float8 else []
-    if config.train.compile and (config.parallel.tensor or 1) > 1:
-        problems.append(
-            "train.compile=true with parallel.tensor > 1 is not available in hpc_tune yet; "
-            "use one of them"
-        )
-    if config.tune.method == "full" and config.tune.dropout:
-        problems.append("tune.dropout has no effect with tune.method=full; leave it out")
-    if config.tune.method == "full" and config.tune.init_from:
-        problems.append(
-            "tune.init_from names an adapter and tune.method=full has none; name the weights to "
-            "begin with in model.path"
-        )
-    if config.optim.warmup_steps is not None and config.optim.warmup_ratio is not None:
-        problems.append(
-            f"optim.warmup_steps={config.optim.warmup_steps} and optim.warmup_ratio="
-            f"{config.optim.warmup_ratio:g} say the same twice; leave one of them out"
-        )
-    if config.optim.batch_scaling != "sqrt" and config.optim.reference_batch is None:
-        problems.append(
-            f"optim.batch_scaling={config.optim.batch_scaling} has no effect without "
-            "optim.reference_batch"
-        )
-    return problems + _data_problems(config)
+    parallel, tune, train = config.parallel, config.tune, config.train
+    of_zero = _without_zero(parallel)
+    if parallel.zero_stage is not None:
+        of_zero = _zero(parallel, parallel.zero_stage, tune, train)
+    return [
+        *of_zero,
+        *_offload_path(parallel),
+        *_parallel(parallel, tune.method),
+        *_compile(train, tune.method, (parallel.tensor or 1) > 1),
+        *(_float8(config.model.dtype, config.run.device) if train.float8 else ()),
+        *_tune(tune),
+        *_optim(config.optim),
+        *_data(config.data, train.eval_every_steps),
+    ]
 
 
-def _data_problems(config: RunConfig) -> list[str]:
-    """Return what is wrong with the data's settings."""
-    data, problems = config.data, []
-    has_eval = bool(data.eval_path or data.eval_fraction)
-    if config.train.eval_every_steps and not has_eval:
-        problems.append("train.eval_every_steps needs data.eval_path or data.eval_fraction")
-    if data.eval_path and data.eval_fraction:
-        problems.append(
-            f"data.eval_fraction={data.eval_fraction:g} and data.eval_path={data.eval_path} both "
-            "say what is held out; leave one of them out (data.eval_path=null)"
-        )
-    if is_prepared(data.path) and data.eval_fraction:
-        problems.append(
-            f"data.eval_fraction={data.eval_fraction:g} splits raw data, and {data.path} is "
-            "prepared; give it to `prepare`, which writes two files, and set data.eval_path"
-        )
-    is_raw = any(path and not is_prepared(path) for path in (data.path, data.eval_path))
-    for name, value in (("columns", data.columns), ("bad_rows", data.bad_rows != "refuse")):
-        if value and not is_raw:
-            problems.append(f"data.{name} has no effect on prepared data; leave it out")
-    return problems
+def _without_zero(parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.engine == "deepspeed":
+        yield "parallel.engine=deepspeed needs parallel.zero_stage=1, 2 or 3"
+    needs = "needs parallel.zero_stage (the DeepSpeed engine)"
+    if parallel.offload_params == "nvme":
+        yield f"parallel.offload_params=nvme {needs}"
+    if parallel.offload_optimizer != "none":
+        yield f"parallel.offload_optimizer={parallel.offload_optimizer} {needs}"
 
 
-def _float8_problems(config: RunConfig) -> list[str]:
-    """Return why float8 cannot be, as far as the configuration tells."""
-    problems = []
-    if config.run.device == "cpu":
-        problems.append("train.float8=true needs a GPU, and run.device=cpu; use train.float8=false")
-    if config.model.dtype == "fp32":
-        problems.append("train.float8=true with model.dtype=fp32; use bf16 or auto")
-    if not config.train.compile:
-        problems.append(
-            "train.float8=true without train.compile=true is slower than bf16, since its casts are "
-            "not fused; set train.compile=true"
+def _zero(
+    parallel: ParallelConfig, stage: int, tune: TuneConfig, train: TrainConfig
+) -> Iterator[str]:
+    if parallel.engine == "native":
+        yield (
+            f"parallel.zero_stage={stage} is DeepSpeed's; use parallel.engine=deepspeed, or "
+            "leave zero_stage out"
         )
-    if config.tune.method in ("dora", "qlora"):
-        problems.append(
-            f"train.float8=true with tune.method={config.tune.method}: its products are not plain "
-            "ones; use lora or full"
+    if parallel.layout == "auto":
+        yield (
+            f"parallel.layout=auto with parallel.zero_stage={stage}: DeepSpeed lays out by itself; "
+            "leave one of them out"
         )
-    if (config.parallel.tensor or 1) > 1:
-        problems.append("train.float8=true with parallel.tensor > 1 is not available; use one")
-    return problems
+    for axis, least in {"replicate": 1, "shard": 1, "tensor": 2, "pipeline": 2}.items():
+        if (ranks := getattr(parallel, axis) or 0) >= least:
+            yield (
+                f"parallel.{axis}={ranks} with parallel.zero_stage={stage}: ZeRO splits over all "
+                f"ranks; leave {axis} out"
+            )
+    for name, default in {"reshard": "auto", "blocks_per_unit": 1, "reduce_dtype": "fp32"}.items():
+        if (value := getattr(parallel, name)) != default:
+            yield f"parallel.{name}={value} has no effect with parallel.zero_stage; leave it out"
+    if train.float8:
+        yield "train.float8=true with parallel.zero_stage is not available; use parallel.shard"
+    if tune.param_dtype != "fp32":
+        yield (
+            "tune.param_dtype=bf16 with parallel.zero_stage: ZeRO keeps trained weights in "
+            "fp32; leave one of them out"
+        )
+    yield from _zero_3(tune.method, train.compile) if stage == 3 else _below_zero_3(parallel, stage)
 
 
-def _zero_problems(config: RunConfig) -> list[str]:
-    """Return what is wrong with the DeepSpeed engine's settings."""
-    parallel, stage = config.parallel, config.parallel.zero_stage
-    offloads = {
-        "offload_params": parallel.offload_params,
-        "offload_optimizer": parallel.offload_optimizer,
-    }
-    on_nvme = [name for name, place in offloads.items() if place == "nvme"]
-    problems = []
-    if stage is None:
-        if parallel.engine == "deepspeed":
-            problems.append("parallel.engine=deepspeed needs parallel.zero_stage=1, 2 or 3")
-        problems += [
-            f"parallel.{name}={place} needs parallel.zero_stage (the DeepSpeed engine)"
-            for name, place in offloads.items()
-            if place == "nvme" or (place == "cpu" and name == "offload_optimizer")
-        ]
-    else:
-        if parallel.engine == "native":
-            problems.append(
-                f"parallel.zero_stage={stage} is DeepSpeed's; use parallel.engine=deepspeed, or "
-                "leave zero_stage out"
-            )
-        problems += [
-            f"parallel.{axis}={value} with parallel.zero_stage={stage}: ZeRO splits over all "
-            f"ranks; leave {axis} out"
-            for axis in ("replicate", "shard", "tensor", "pipeline")
-            if (value := getattr(parallel, axis)) is not None
-            and (axis in ("replicate", "shard") or value > 1)
-        ]
-        problems += [
-            f"parallel.{name}={value} has no effect with parallel.zero_stage; leave it out"
-            for name, default in (
-                ("reshard", "auto"),
-                ("blocks_per_unit", 1),
-                ("reduce_dtype", "fp32"),
-            )
-            if (value := getattr(parallel, name)) != default
-        ]
-        if config.tune.method == "dora" and stage == 3:
-            problems.append(
-                "tune.method=dora with parallel.zero_stage=3: DoRA needs whole base weights for "
-                "their norms; use zero_stage 1 or 2"
-            )
-        if config.tune.method == "qlora" and stage == 3:
-            problems.append(
-                "tune.method=qlora with parallel.zero_stage=3: DeepSpeed would split the packed "
-                "4-bit codes; use zero_stage 1 or 2, or parallel.shard"
-            )
-        if config.train.compile and stage == 3:
-            problems.append(
-                "train.compile=true with parallel.zero_stage=3: DeepSpeed gathers weights inside "
-                "of the blocks that would be compiled; use zero_stage 1 or 2, or parallel.shard"
-            )
-        if config.train.float8:
-            problems.append(
-                "train.float8=true with parallel.zero_stage is not available; use parallel.shard"
-            )
-        if config.tune.param_dtype != "fp32":
-            problems.append(
-                "tune.param_dtype=bf16 with parallel.zero_stage: ZeRO keeps trained weights in "
-                "fp32; leave one of them out"
-            )
-        if parallel.offload_params != "none" and stage < 3:
-            problems.append(
-                f"parallel.offload_params={parallel.offload_params} needs parallel.zero_stage=3: "
-                f"stage {stage} keeps all weights on each device"
-            )
-        if parallel.offload_optimizer == "nvme" and stage < 3:
-            problems.append("parallel.offload_optimizer=nvme needs parallel.zero_stage=3; use cpu")
-    if on_nvme and stage is not None and parallel.offload_path is None:
-        problems.append(
+def _zero_3(method: str, is_compiled: bool) -> Iterator[str]:
+    if method == "dora":
+        yield (
+            "tune.method=dora with parallel.zero_stage=3: DoRA needs whole base weights for "
+            "their norms; use zero_stage 1 or 2"
+        )
+    if method == "qlora":
+        yield (
+            "tune.method=qlora with parallel.zero_stage=3: DeepSpeed would split the packed "
+            "4-bit codes; use zero_stage 1 or 2, or parallel.shard"
+        )
+    if is_compiled:
+        yield (
+            "train.compile=true with parallel.zero_stage=3: DeepSpeed gathers weights inside "
+            "of the blocks that would be compiled; use zero_stage 1 or 2, or parallel.shard"
+        )
+
+
+def _below_zero_3(parallel: ParallelConfig, stage: int) -> Iterator[str]:
+    if parallel.offload_params != "none":
+        yield (
+            f"parallel.offload_params={parallel.offload_params} needs parallel.zero_stage=3: "
+            f"stage {stage} keeps all weights on each device"
+        )
+    if parallel.offload_optimizer == "nvme":
+        yield "parallel.offload_optimizer=nvme needs parallel.zero_stage=3; use cpu"
+
+
+def _offload_path(parallel: ParallelConfig) -> Iterator[str]:
+    offloads = ("offload_params", "offload_optimizer")
+    on_nvme = [name for name in offloads if getattr(parallel, name) == "nvme"]
+    if on_nvme and parallel.zero_stage is not None and parallel.offload_path is None:
+        yield (
             f"parallel.{on_nvme[0]}=nvme needs parallel.offload_path, a folder on a disk of the "
             "node itself"
         )
     if parallel.offload_path is not None and not on_nvme:
-        problems.append(
+        yield (
             "parallel.offload_path has no effect without parallel.offload_params=nvme or "
             "parallel.offload_optimizer=nvme"
         )
-    return problems
+
+
+def _parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
+    if parallel.stages_per_rank > 1 and (parallel.pipeline or 1) == 1:
+        yield (
+            f"parallel.stages_per_rank={parallel.stages_per_rank} has no effect without "
+            "parallel.pipeline > 1"
+        )
+    if parallel.reduce_dtype != "fp32" and method != "full":
+        yield (
+            f"parallel.reduce_dtype={parallel.reduce_dtype} has no effect without "
+            "tune.method=full: adapters' gradients are added up in fp32"
+        )
+    if (parallel.tensor or 1) > 1 and method == "dora":
+        yield (
+            "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "
+            "use lora, or parallel.shard"
+        )
+    if (parallel.tensor or 1) > 1 and method == "qlora":
+        yield (
+            "tune.method=qlora with parallel.tensor > 1: packed 4-bit weights are not split along "
+            "heads; use parallel.shard or parallel.pipeline, or tune.method=lora"
+        )
+
+
+def _compile(train: TrainConfig, method: str, is_split: bool) -> Iterator[str]:
+    """``is_split``: over the tensor axis."""
+    if train.compile and is_split:
+        yield (
+            "train.compile=true with parallel.tensor > 1 is not available in hpc_tune yet; "
+            "use one of them"
+        )
+    if not train.float8:
+        return
+    if not train.compile:
+        yield (
+            "train.float8=true without train.compile=true is slower than bf16, since its casts are "
+            "not fused; set train.compile=true"
+        )
+    if is_split:
+        yield "train.float8=true with parallel.tensor > 1 is not available; use one of them"
+    if method in ("dora", "qlora"):
+        yield (
+            f"train.float8=true with tune.method={method}: it multiplies by more than plain "
+            "weights; use lora or full"
+        )
+
+
+def _float8(dtype: str, device: str) -> Iterator[str]:
+    if device == "cpu":
+        yield "train.float8=true needs a GPU, and run.device=cpu; use train.float8=false"
+    if dtype == "fp32":
+        yield "train.float8=true with model.dtype=fp32; use bf16 or auto"
+
+
+def _tune(tune: TuneConfig) -> Iterator[str]:
+    if tune.method != "full":
+        return
+    if tune.dropout:
+        yield "tune.dropout has no effect with tune.method=full; leave it out"
+    if tune.init_from:
+        yield (
+            "tune.init_from names an adapter and tune.method=full has none; name the weights to "
+            "begin with in model.path"
+        )
+
+
+def _optim(optim: OptimConfig) -> Iterator[str]:
+    if optim.warmup_steps is not None and optim.warmup_ratio is not None:
+        yield (
+            f"optim.warmup_steps={optim.warmup_steps} and optim.warmup_ratio="
+            f"{optim.warmup_ratio:g} say the same twice; leave one of them out"
+        )
+    if optim.batch_scaling != "sqrt" and optim.reference_batch is None:
+        yield (
+            f"optim.batch_scaling={optim.batch_scaling} has no effect without optim.reference_batch"
+        )
+
+
+def _data(data: DataConfig, eval_every_steps: int | None) -> Iterator[str]:
+    if eval_every_steps and not (data.eval_path or data.eval_fraction):
+        yield "train.eval_every_steps needs data.eval_path or data.eval_fraction"
+    if data.eval_path and data.eval_fraction:
+        yield (
+            f"data.eval_fraction={data.eval_fraction:g} and data.eval_path={data.eval_path} both "
+            "say what is held out; leave one of them out (data.eval_path=null)"
+        )
+    if is_prepared(data.path) and data.eval_fraction:
+        yield (
+            f"data.eval_fraction={data.eval_fraction:g} splits raw data, and {data.path} is "
+            "prepared; give it to `prepare`, which writes two files, and set data.eval_path"
+        )
+    if all(is_prepared(path) for path in (data.path, data.eval_path) if path):
+        for name, is_set in (("columns", data.columns), ("bad_rows", data.bad_rows != "refuse")):
+            if is_set:
+                yield f"data.{name} has no effect on prepared data; leave it out"

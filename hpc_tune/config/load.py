@@ -21,14 +21,15 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
-from yaml import YAMLError
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
-from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
+from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS, OptimConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.safe_yaml import load_yaml
 
 # What may begin with ~ or hold $SCRATCH.
 _PATHS = (
@@ -40,7 +41,7 @@ _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of the files ``paths``, of which later ones win, with ``key=value``
-    overrides applied; without a file of the embedded default, where ``is_tiny``.
+    overrides applied; without a file of default.yaml, where ``is_tiny``.
 
     Raises:
         ConfigError: one message that lists all problems found.
@@ -49,7 +50,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
     source = ", ".join(named) or "the defaults"
     tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _embedded()
     for file in named:
-        tree = _merged(tree, _read_yaml(file))
+        tree.merge_with(_read_yaml(file))
     problems = []
     for override in overrides:
         try:
@@ -57,53 +58,44 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
         except ConfigError as error:
             problems.append(str(error))
     try:
-        values = OmegaConf.to_container(_over_defaults(tree), resolve=True)
+        values = _values(_over_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {_first_line(error)} (key {error.full_key or '?'})")
         raise ConfigError(_list(problems)) from None
-    assert isinstance(values, dict)
     problems += _expand_paths(values)
     if unwritable := list(_unwritable(values)):
         raise ConfigError(_list([*problems, *unwritable]))
-    config = None
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        problems += _explain(error.errors(), source)
-    if config is not None:
-        problems += check(config)
-    if problems:
+        raise ConfigError(_list([*problems, *explain(error.errors(), source)])) from None
+    if problems := [*problems, *check(config)]:
         raise ConfigError(_list(problems))
-    assert config is not None
-    return _with_number_for_lr(config)
+    optim = _with_number_for_lr(config.optim, config.tune.method)
+    return config.model_copy(update={"optim": optim})
 
 
 def is_tiny(overrides: Sequence[str]) -> bool:
-    """Tell whether model and data are the built-in ones, for which the embedded default is."""
+    """Return whether model and data are the built-in ones, for which default.yaml is."""
     tree = OmegaConf.create({})
     for override in overrides:
         with contextlib.suppress(ConfigError):
             _apply_override(tree, override)
-    given = [_select(tree, part, "path") for part in ("model", "data")]
-    return all(path is None or str(path).startswith("builtin:") for path in given)
+    parts = [_values(tree).get(part) for part in ("model", "data")]
+    paths = [fields.get("path") for fields in parts if isinstance(fields, dict)]
+    return all(path is None or str(path).startswith("builtin:") for path in paths)
 
 
-def _select(tree: DictConfig, part: str, name: str) -> Any:
-    fields = OmegaConf.to_container(tree, resolve=False).get(part)  # type: ignore[union-attr]
-    return fields.get(name) if isinstance(fields, dict) else None
+def _values(tree: DictConfig, resolve: bool = False) -> dict[Any, Any]:
+    values: Any = OmegaConf.to_container(tree, resolve=resolve)
+    return values
 
 
-def _with_number_for_lr(config: RunConfig) -> RunConfig:
-    if config.optim.lr != "auto":
-        return config
-    lr = LR_OF_ALL_WEIGHTS if config.tune.method == "full" else LR_OF_ADAPTERS
-    return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": lr})})
-
-
-def _merged(tree: DictConfig, over: DictConfig) -> DictConfig:
-    merged = OmegaConf.merge(tree, over)
-    assert isinstance(merged, DictConfig)
-    return merged
+def _with_number_for_lr(optim: OptimConfig, method: str) -> OptimConfig:
+    if optim.lr != "auto":
+        return optim
+    lr = LR_OF_ALL_WEIGHTS if method == "full" else LR_OF_ADAPTERS
+    return optim.model_copy(update={"lr": lr})
 
 
 def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
@@ -117,7 +109,7 @@ def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
-    """Put home folders and the environment into paths, in place; yield what is not set there."""
+    """Expand ~ and $VARIABLES in paths, in place; yield a problem for each that is not set."""
     for name in _PATHS:
         part, _, key = name.partition(".")
         fields = values.get(part)
@@ -142,11 +134,9 @@ def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
 
 
 def _over_defaults(tree: DictConfig) -> DictConfig:
-    """Return the defaults with what ``tree`` says; what is no part at all stays, to be refused."""
+    """Return the defaults overridden by ``tree``; unknown sections stay, to be refused."""
     merged: dict[Any, Any] = RunConfig().model_dump()  # optim.lr is auto here
-    given = OmegaConf.to_container(tree, resolve=False)
-    assert isinstance(given, dict)
-    for part, fields in given.items():
+    for part, fields in _values(tree).items():
         known = isinstance(fields, dict) and part in merged
         merged[part] = merged[part] | fields if known else fields
     return OmegaConf.create(merged)
@@ -158,35 +148,52 @@ def write_resolved(config: RunConfig, path: Path) -> None:
     write_file(path, text)
 
 
-def field_names(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted name of every field."""
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from field_names(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+def field_names() -> list[str]:
+    """Return the dotted name of every field."""
+    return [name for name, _ in _fields()]
 
 
 def describe_fields() -> Iterator[tuple[str, str, Any, str]]:
     """Yield (dotted name, type, default, prose) of every field, for the help text."""
-    for part_name, part in RunConfig.model_fields.items():
-        part_type = part.annotation
-        assert isinstance(part_type, type)
-        assert issubclass(part_type, BaseModel)
-        for name, field in part_type.model_fields.items():
-            yield (
-                f"{part_name}.{name}",
-                _type_name(field.annotation),
-                field.default,
-                field.description or "",
+    for name, field in _fields():
+        yield name, _type_name(field.annotation), field.default, field.description or ""
+
+
+def explain(errors: Sequence[Any], source: str) -> list[str]:
+    """Turn pydantic's errors into one line per field: field, value and what is expected.
+
+    pydantic has an error for each branch of a union and appends the branch to the location; users
+    know the field alone.
+    """
+    known, unknown = field_names(), []
+    expected: dict[str, list[str]] = {}
+    for error in errors:
+        name = ".".join(str(part) for part in error["loc"])
+        if error["type"] == "extra_forbidden":
+            unknown.append(f"{name}: no such key in {source} or its overrides{_near(name, known)}")
+            continue
+        field = next((k for k in known if name == k or name.startswith(k + ".")), name)
+        message = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "model_type":
+            example = next(
+                (name for name in known if name.startswith(f"{field}.")), f"{field}.name"
             )
+            message = f"Input should be a valid dictionary of settings, such as {example}=..."
+            message += ", or auto" if field == "parallel" else ""
+        expected.setdefault(f"{field}={error['input']!r}", []).append(message)
+    return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
+
+
+def _fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the definition of every field."""
+    for part, section in RunConfig.model_fields.items():
+        for name, field in type(section.default).model_fields.items():
+            yield f"{part}.{name}", field
 
 
 def _embedded() -> DictConfig:
     text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
-    tree = OmegaConf.create(yaml.safe_load(text))
-    assert isinstance(tree, DictConfig)
-    return tree
+    return OmegaConf.create(load_yaml(text))
 
 
 def _read_yaml(path: str) -> DictConfig:
@@ -199,7 +206,7 @@ def _read_yaml(path: str) -> DictConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     try:
-        content = _as_written(yaml.safe_load(text), yaml.load(text, _Written))
+        content = _as_written(load_yaml(text), load_yaml(text, as_text=True))
         if content is None or content == {}:
             raise ConfigError(
                 f"--config {path}: there is no setting in it; fill it, or leave --config out to "
@@ -210,35 +217,23 @@ def _read_yaml(path: str) -> DictConfig:
                 f"{path}: expected 'part:' with 'key: value' below it, found a list or a single "
                 "value"
             )
-        OmegaConf.create(text)  # refuses a key that is there twice, which safe_load lets pass
         tree = OmegaConf.create(content)
         if tree.get("parallel") == "auto":
             tree.parallel = {"layout": "auto"}
         return tree
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (ValueError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
 
 
-class _Written(yaml.SafeLoader):
-    """Reads YAML, but leaves everything that has no quotes as it is written, except null."""
-
-
-_Written.yaml_implicit_resolvers = {
-    first: [known for known in resolvers if known[0].endswith((":null", ":merge"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def _as_written(content: Any, words: Any) -> Any:
+def _as_written(content: Any, texts: Any) -> Any:
     """Return YAML's values with fields of text as they were written.
 
     YAML 1.1 reads 12:00:00 as 43200, 2026-11-25 as a date, 0123 as 83 and on as true.
     """
-    texts = _text_fields()
     for part, fields in content.items() if isinstance(content, dict) else ():
         for name in fields if isinstance(fields, dict) else ():
-            if f"{part}.{name}" in texts:
-                fields[name] = words[part][name]
+            if f"{part}.{name}" in _text_fields():
+                fields[name] = texts[part][name]
     return content
 
 
@@ -246,9 +241,8 @@ def _as_written(content: Any, words: Any) -> Any:
 def _text_fields() -> frozenset[str]:
     """Return the names of the fields that take any text, or a list of it."""
     return frozenset(
-        f"{part_name}.{name}"
-        for part_name, part in RunConfig.model_fields.items()
-        for name, field in part.annotation.model_fields.items()  # type: ignore[union-attr]
+        name
+        for name, field in _fields()
         if {str, list[str]} & {field.annotation, *typing.get_args(field.annotation)}
     )
 
@@ -265,44 +259,16 @@ def _apply_override(tree: DictConfig, override: str) -> None:
     if (key, text) == ("parallel", "auto"):
         key = "parallel.layout"
     try:
-        value = yaml.safe_load(text) if text else None
-        words = yaml.load(text, _Written) if text else None
-        value = words if key in _text_fields() else _as_written({key: value}, {key: words})[key]
+        value, as_text = load_yaml(text), load_yaml(text, as_text=True)
+        value = as_text if key in _text_fields() else _as_written({key: value}, {key: as_text})[key]
         OmegaConf.update(tree, key, value, force_add=True)
-    except (YAMLError, OmegaConfBaseException, AssertionError) as error:
+    except (ValueError, OmegaConfBaseException, AssertionError) as error:
         raise ConfigError(f"{override!r} cannot be applied: {_first_line(error)}") from None
 
 
-def _explain(errors: Sequence[Any], source: str) -> list[str]:
-    """Turn pydantic's errors into one line per field: where, found, expected, what to do.
-
-    pydantic has an error for each branch of a union and appends the branch to the location; the
-    user knows only the field.
-    """
-    known, unknown = list(field_names()), []
-    expected: dict[str, list[str]] = {}
-    for error in errors:
-        name = ".".join(str(part) for part in error["loc"])
-        if error["type"] == "extra_forbidden":
-            unknown.append(f"{name}: no such key in {source} or its overrides{_near(name, known)}")
-            continue
-        field = next((k for k in known if name == k or name.startswith(k + ".")), name)
-        words = error["msg"].removeprefix("Value error, ")
-        if error["type"] == "model_type":
-            words = "Input should be a valid dictionary of settings, such as "
-            words += f"{_first_below(field, known)}=..."
-            words += ", or auto" if field == "parallel" else ""
-        expected.setdefault(f"{field}={error['input']!r}", []).append(words)
-    return [*unknown, *(f"{found}: {'; or: '.join(all_)}" for found, all_ in expected.items())]
-
-
-def _first_below(part: str, known: Sequence[str]) -> str:
-    return next((name for name in known if name.startswith(f"{part}.")), f"{part}.name")
-
-
 def _near(name: str, known: Sequence[str]) -> str:
-    moved = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = moved or difflib.get_close_matches(
+    same_name = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = same_name or difflib.get_close_matches(
         name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7
     )
     if near:

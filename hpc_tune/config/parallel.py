@@ -1,4 +1,4 @@
-"""The ``parallel`` part: how the model is spread over the ranks."""
+"""The ``parallel`` section of the configuration: how the model is spread over the ranks."""
 
 from typing import Literal
 
@@ -12,24 +12,25 @@ class ParallelConfig(Section):
 
     layout: Literal["simple", "auto"] = Field(
         "simple",
-        description="auto: links and a decoder block are measured at the start, and of all layouts "
-        "that fit the one with the shortest predicted step is taken, also on fewer ranks if that "
-        "is faster; axes that are set are kept. simple: unset axes follow from memory alone. "
-        "'parallel: auto' says the same.",
+        description="simple: axes that are not set follow from memory alone. auto: at the start "
+        "the links between the ranks and a decoder block are measured, and of all layouts that fit "
+        "into memory the one with the shortest predicted step is used, also on fewer ranks if that "
+        "is faster; axes that are set stay. 'parallel: auto' says the same.",
     )
-
     engine: Literal["auto", "native", "deepspeed"] = Field(
         "auto",
-        description="auto: DeepSpeed where zero_stage is set, else native PyTorch.",
+        description="What shards the model. auto: DeepSpeed where zero_stage is set, else native "
+        "PyTorch, which has more layouts.",
     )
     replicate: PositiveInt | None = Field(
         None,
-        description="Copies of the model that each train on their share of the rows. Unset: "
-        "chosen.",
+        description="Copies of the model that each train on their share of the rows; it costs the "
+        "memory of each copy and one all-reduce of gradients per step. Unset: chosen.",
     )
     shard: PositiveInt | None = Field(
         None,
-        description="Ranks over which one copy of the weights is split (FSDP2). Unset: chosen.",
+        description="Ranks over which one copy of the weights is split (FSDP2): less memory per "
+        "rank for more messages. Unset: chosen.",
     )
     tensor: PositiveInt | None = Field(
         None,
@@ -39,8 +40,9 @@ class ParallelConfig(Section):
     )
     pipeline: PositiveInt | None = Field(
         None,
-        description="Ranks over which the decoder blocks are dealt. Only activations travel, so it "
-        "suits slow links; give each rank several micro-batches per step. Unset: 1.",
+        description="Ranks over which the decoder blocks are dealt. Only activations are sent, so "
+        "it suits slow links; give each rank several micro-batches per step, or it is idle for "
+        "long. Unset: 1.",
     )
     stages_per_rank: PositiveInt = Field(
         1,
@@ -50,43 +52,48 @@ class ParallelConfig(Section):
     )
     reshard: Literal["auto", "block", "micro", "step"] = Field(
         "auto",
-        description="How long gathered weights stay where shard > 1. block: freed after each "
-        "block, gathered again in the backward pass; micro: kept until the micro-batch's backward "
-        "pass is over; step: gathered once per optimizer step, and gradients reduced once. auto: "
-        "step where a whole copy fits.",
+        description="How long gathered weights stay where shard > 1: longer takes more memory and "
+        "fewer messages. block: until the block is computed, and they are gathered again in the "
+        "backward pass; micro: until the micro-batch's backward pass is over; step: until the "
+        "optimizer step, and gradients are reduced once. auto: step where a whole copy fits.",
     )
     blocks_per_unit: PositiveInt = Field(
-        1, description="Decoder blocks that are gathered and freed together where shard > 1."
+        1,
+        description="Decoder blocks that are gathered and freed together where shard > 1. More: "
+        "fewer and larger messages, and more memory.",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="The dtype in which sharded gradients travel. bf16 halves the bytes and loses "
-        "digits with many ranks.",
+        description="The dtype in which sharded gradients are sent and added up. bf16 halves the "
+        "bytes and loses digits with many ranks.",
     )
     zero_stage: Literal[1, 2, 3] | None = Field(
         None,
         description="The DeepSpeed ZeRO stage (arXiv:1910.02054): 1 splits the optimizer state "
-        "over all ranks, 2 the gradients too, 3 the weights too.",
+        "over all ranks, 2 the gradients too, 3 the weights too; each takes less memory and more "
+        "messages. Unset: the native engine.",
     )
     offload_params: Literal["none", "cpu", "nvme"] = Field(
         "none",
-        description="Where idle weights wait: cpu and nvme free device memory and cost a transfer "
-        "in each pass. cpu is for the sharded weights of either engine (the native one takes their "
-        "optimizer state along), nvme for zero_stage=3.",
+        description="Where weights are kept while they are not used: cpu and nvme free device "
+        "memory and cost a transfer in each pass. cpu is for the sharded weights of either engine "
+        "(the native one moves their optimizer state too), nvme for zero_stage=3.",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
         "none",
-        description="Where optimizer state lives; cpu updates the weights on the host (zero_stage "
-        "1 to 3), nvme too, with the state on disk (zero_stage=3).",
+        description="Where optimizer state is kept: cpu and nvme free device memory, and weights "
+        "are updated on the host, which is slower. cpu is for zero_stage 1 to 3; nvme, with the "
+        "state on disk, for zero_stage=3.",
     )
     offload_path: str | None = Field(
         None,
-        description="The folder for nvme, on a disk of the node itself; used by one job at a time.",
+        description="The folder for nvme, on a disk of the node itself, used by one job at a time. "
+        "Unset: nothing is offloaded to disk.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
-        description="full: keep only each decoder block's input and compute the rest again in the "
-        "backward pass, a third more flops for far less memory (arXiv:1604.06174); selective: keep "
-        "the results of matrix products and attention too, and compute only the cheap rest again. "
-        "The losses are the same bits.",
+        description="Which activations are computed again in the backward pass instead of kept. "
+        "full: all but each decoder block's input, a third more flops for far less memory "
+        "(arXiv:1604.06174); selective: all but the results of matrix products and attention, a "
+        "few more flops for somewhat less memory. The losses are the same bits.",
     )

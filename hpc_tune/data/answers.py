@@ -7,7 +7,7 @@ render(messages[:i], with the generation prompt) and render(messages[:i + 1]), w
 beginnings of the whole text: what the model has to write after the prompt that it gets in use.
 Templates that render a turn differently once others follow (they drop earlier reasoning, or append
 an end to the whole) break that. *Probes*: the whole chat is rendered again with another text in
-place of answer i. What the two have in common in front of it and behind it is not the answer's.
+place of answer i. What the two have in common before and after it is not the answer's.
 
 An answer ends with the control token that ends its turn, which the model has to learn as well.
 """
@@ -63,7 +63,7 @@ class AnswerFinder:
     """Finds answers in texts of one template, whose control tokens are ``controls``."""
 
     def __init__(self, controls: Sequence[str]) -> None:
-        """Know the control tokens."""
+        """Take the control tokens as text."""
         longest_first = sorted(filter(None, set(controls)), key=len, reverse=True)
         self._controls = tuple(longest_first)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -85,23 +85,23 @@ class AnswerFinder:
                 beginnings[key] = render(messages[:count], generation)
             return beginnings[key]
 
-        found = [self._by_beginnings(render_first, number, full) for number in answers]
-        if None in found:
+        spans = [self._by_beginnings(render_first, number, full) for number in answers]
+        if None in spans:
             opening = self._opening(render, render_first, messages)
-            found = [
+            spans = [
                 self._by_probe(render, render_first, messages, number, full, opening) or known
-                for number, known in zip(answers, found, strict=True)
+                for number, known in zip(answers, spans, strict=True)
             ]
         end = 0
-        for at, span in enumerate(found):
+        for at, span in enumerate(spans):
             if span is not None and span[0] < end:
-                found[at] = None
+                spans[at] = None
             elif span is not None:
                 end = span[1]
-        return found
+        return spans
 
     def is_ended(self, full: str, span: Span) -> bool:
-        """Say whether an answer ends with a control token, at which a model stops."""
+        """Return whether an answer ends with a control token, at which a model stops."""
         return full[span[0] : span[1]].endswith(self._controls)
 
     def _by_beginnings(self, render_first: RenderFirst, number: int, full: str) -> Span | None:
@@ -112,7 +112,7 @@ class AnswerFinder:
             return None
         if not after.startswith(before) or after == before:
             return None
-        # White space behind the end of the turn is not the answer's.
+        # White space after the end of the turn is not the answer's.
         answer = full[len(before) : len(after)]
         trimmed = answer.rstrip()
         stop = len(before) + len(trimmed if trimmed.endswith(self._controls) else answer)
@@ -127,7 +127,7 @@ class AnswerFinder:
         full: str,
         opening: str,
     ) -> Span | None:
-        # Calls are written behind the content, and belong to the answer.
+        # Calls are written after the content, and belong to the answer.
         own = {key: value for key, value in messages[number].items() if key != "tool_calls"}
         probed = [*messages[:number], {**own, "content": PROBE}, *messages[number + 1 :]]
         whole = render(probed)

@@ -1,9 +1,9 @@
 """Examples -> text, with the characters of it that are learned.
 
 A chat is rendered as one text by the chat template; ``answers.py`` finds what the assistant says in
-it. Control tokens that people have typed into a message are text there: see ``controls.py``. Where
-no template writes the text (plain text, prompts and answers of a base model), it is taken as a
-stock tokenizer takes it, control tokens included.
+it. Control tokens that people have typed into a message stay text: see ``controls.py``. Where no
+template writes the text (plain text, prompts and answers of a base model), it is tokenized as by a
+stock tokenizer, control tokens included.
 """
 
 import re
@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from hpc_tune.data.answers import AnswerFinder, Span, blocks_of, with_marks
 from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
-from hpc_tune.data.hdf5_format import Counters
+from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
@@ -31,10 +31,10 @@ _REASON_CHARS = 120
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text ready for the tokenizer; ``spans`` (characters) are learned, None means all.
+    """Text for the tokenizer; ``spans`` (characters) are learned, None means all.
 
-    ``is_plain``: no chat template has written it. ``bos`` and ``eos`` are put around it then, and
-    it is split where it is longer than a row if ``split``.
+    ``is_plain``: not written by a chat template. ``bos`` and ``eos``: these tokens are put around
+    it. ``split``: a text longer than a row is split into several.
     """
 
     text: str
@@ -46,19 +46,18 @@ class Rendered:
 
 
 class Renderer:
-    """Renders chats, prompts and answers by a tokenizer's chat template, counting what it drops."""
+    """Renders chats, prompts and answers by a tokenizer's chat template; counts what it drops."""
 
     def __init__(
         self,
         tokenizer: FastTokenizer,
-        controls: Sequence[str],
         loss_on: LossOn,
         counters: Counters,
-        stand_ins: StandIns,
     ) -> None:
-        """Take the tokenizer, its control tokens as text, and what stands for typed ones."""
+        """Take the tokenizer with its chat template; ``stand_ins`` are in what is rendered."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
-        self._stand_ins = stand_ins
+        controls = controls_of(tokenizer)
+        self.stand_ins = StandIns(controls, counters)
         self._answers = AnswerFinder(controls)
         self._chat_template = with_fixed_date(tokenizer.chat_template)
         self._marked_template = with_marks(self._chat_template)
@@ -72,10 +71,7 @@ class Renderer:
         if isinstance(example, Completion):
             if not self._tokenizer.chat_template:
                 return self._render_plain(example)
-            turns = [("system", example.system)] if example.system else []
-            for question, answer in (*example.history, (example.prompt, example.completion)):
-                turns += [("user", question), ("assistant", answer)]
-            example = Chat([{"role": role, "content": text} for role, text in turns])
+            example = Chat(example.messages())
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"the data are chats (messages), but the tokenizer {describe(self._tokenizer)} has"
@@ -83,8 +79,8 @@ class Renderer:
                 " model's"
             )
         typed = example
-        messages = self._stand_ins.hide_in(example.messages)
-        example = replace(example, messages=messages, tools=self._stand_ins.hide(example.tools))
+        messages = self.stand_ins.hide_in(example.messages)
+        example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
         full = self._template(messages, tools=example.tools)
         if full is None:
             return f"the chat template refused the messages{self._why(example)}"
@@ -100,14 +96,14 @@ class Renderer:
             return self._all_but(example, numbers, spans, full)
         learned, num_empty = [], 0
         for number, span in zip(numbers, spans, strict=True):
-            said = full[slice(*span)] if span else ""
+            answer = full[slice(*span)] if span else ""
             if number in example.unlearned:
                 self._counters.marked_answers += 1
                 continue
             message = messages[number]
-            self._counters.lost_reasoning += _reasoning(message) not in said
-            self._counters.lost_calls += any(name not in said for name in _called(message))
-            if _is_empty(message, said):
+            self._counters.lost_reasoning += _reasoning(message) not in answer
+            self._counters.lost_calls += any(name not in answer for name in _called(message))
+            if _is_empty(message, answer):
                 num_empty += 1
             elif span is None:
                 self._counters.unclear_answers += 1
@@ -138,7 +134,7 @@ class Renderer:
     def _all_but(
         self, chat: Chat, numbers: list[int], spans: list[Span | None], full: str
     ) -> Rendered | str:
-        """Learn all of a chat but the answers that are marked not to be."""
+        """Learn all of a chat but the answers that are marked as not learned."""
         learned, at = [], 0
         for number, span in zip(numbers, spans, strict=True):
             if number in chat.unlearned:
@@ -194,7 +190,7 @@ class Renderer:
         return text
 
     def _why(self, chat: Chat) -> str:
-        """Return what a template says of messages that it refuses, short enough to be counted."""
+        """Return a template's own reason for refusing messages, short enough to be counted."""
         try:
             self._apply(chat.messages, False, chat.tools)
         except TemplateError as error:
@@ -205,17 +201,15 @@ class Renderer:
 
 
 def end_of_answer(tokenizer: FastTokenizer) -> str | None:
-    """Return the control token that a chat template writes behind an answer; None without one."""
+    """Return the control token that a chat template writes after an answer; None without one."""
     if not tokenizer.chat_template:
         return None
-    controls, counters = controls_of(tokenizer), Counters()
-    renderer = Renderer(tokenizer, controls, "answers", counters, StandIns(controls, counters))
-    asked, said = {"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}
-    rendered = renderer.render(Chat([asked, said, asked, said]))
+    turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
+    rendered = Renderer(tokenizer, "answers", Counters()).render(Chat(turns * 2))
     if isinstance(rendered, str) or not rendered.spans:
         return None
     answer = rendered.text[slice(*rendered.spans[0])]
-    return next((c for c in controls if answer.endswith(c)), None)
+    return next((c for c in controls_of(tokenizer) if answer.endswith(c)), None)
 
 
 def controls_of(tokenizer: FastTokenizer) -> list[str]:
@@ -239,11 +233,11 @@ def template_date_of(tokenizer: FastTokenizer) -> str:
     return TEMPLATE_DATE.date().isoformat() if is_dated else ""
 
 
-def _is_empty(message: dict[str, Any], said: str) -> bool:
-    """Whether an answer has nothing but what is left out of ``said``, the text that is learned."""
+def _is_empty(message: dict[str, Any], learned: str) -> bool:
+    """Return whether nothing of an answer is in ``learned``, the text that is learned."""
     text = (message.get("content") or "").rpartition("</think>")[2].strip()
     others = [_reasoning(message), *_called(message)]
-    return not (text or any(other and other in said for other in others))
+    return not (text or any(other and other in learned for other in others))
 
 
 def _called(message: dict[str, Any]) -> list[str]:

@@ -46,12 +46,12 @@ def verify(store: TokenStore) -> None:
     """
     with ThreadPoolExecutor(len(HASHED)) as pool:
         hashes = [*pool.map(_hash, (store.offsets[1:], store.tokens, store.loss_mask))]
-    found, told = joined(hashes), store.attributes.content
-    if found != told or not _is_sorted(store):
-        what = "documents" if found != told else "order of the documents by length"
+    content, expected = joined(hashes), store.attributes.content
+    if content != expected or not _is_sorted(store):
+        what = "documents" if content != expected else "order of the documents by length"
         raise DataError(
-            f"{store.path}: its {what} are not as `prepare` wrote them (hash {found[:12]}, expected"
-            f" {told[:12]}): the file was damaged or changed since. Copy it again, or"
+            f"{store.path}: its {what} are not as `prepare` wrote them (hash {content[:12]}, "
+            f"expected {expected[:12]}): the file was damaged or changed since. Copy it again, or"
             f" {PREPARE_AGAIN}"
         )
 
@@ -88,7 +88,7 @@ def _hash(values: Column) -> Any:
 
 
 def _is_sorted(store: TokenStore) -> bool:
-    """Say whether by_length and the lengths are what follows from the offsets.
+    """Return whether by_length and the lengths are what follows from the offsets.
 
     They are if (length, number) rises from document to document: then none is there twice.
     """
@@ -103,13 +103,13 @@ def _is_sorted(store: TokenStore) -> bool:
         if numbers.max() >= store.num_documents or numbers.min() < 0:
             return False
         lengths = all_lengths[numbers].astype(np.int64)
-        places = np.searchsorted(values, lengths).clip(max=len(values) - 1)
+        columns = np.searchsorted(values, lengths).clip(max=len(values) - 1)
         both = np.concatenate([last, [lengths, numbers]], axis=1)
         longer, later = np.diff(both)
         if not ((longer > 0) | ((longer == 0) & (later > 0))).all():
             return False
-        if not np.array_equal(values[places], lengths):
+        if not np.array_equal(values[columns], lengths):
             return False
-        counts += np.bincount(places, minlength=len(counts))
+        counts += np.bincount(columns, minlength=len(counts))
         last = both[:, -1:]
     return np.array_equal(counts, store.length_counts)

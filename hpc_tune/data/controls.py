@@ -1,16 +1,16 @@
-"""Control tokens that people have typed, told from those that a chat template writes.
+"""Control tokens that people have typed, kept apart from those that a chat template writes.
 
-    people's text -> hide -> the template -> split -> tokens, of typed ones those of plain text
+    people's text -> hide -> the template -> split -> tokens; typed ones become those of plain text
 
-A typed one is hidden behind two characters: ``ESCAPE`` and one that says which it is. ``ESCAPE`` in
-people's text is hidden in the same way, so that any text comes back as it was.
+A typed one is replaced by two characters: ``ESCAPE`` and one that numbers it. ``ESCAPE`` in
+people's text is replaced in the same way, so that any text comes back as it was.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpc_tune.data.hdf5_format import Counters
+from hpc_tune.data.counts import Counters
 
 ESCAPE = "\U000f0000"
 ESCAPED_IN_JSON = "\\udb80\\udc00"  # what a template makes of it that writes JSON in ASCII
@@ -22,7 +22,7 @@ class StandIns:
     """Stands for the control tokens of one tokenizer in people's text, counting them."""
 
     def __init__(self, controls: Sequence[str], counters: Counters) -> None:
-        """Know the control tokens as text."""
+        """Take the control tokens as text."""
         self._counters = counters
         self._typed = [ESCAPE, *sorted(filter(None, set(controls)), key=len, reverse=True)]
         self._number = {text: number for number, text in enumerate(self._typed)}

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpc_tune.errors import DataError
+from hpc_tune.safe_yaml import load_yaml
 
 CARD = "README.md"
 HeldOut = Callable[[Sequence[Path]], list[Path]]
@@ -43,14 +42,14 @@ def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path,
     Raises:
         DataError: if there are several configurations, or splits, to choose from.
     """
-    found = [one for one in _configurations(folder, held_out) if any(one.splits.values())]
-    if not found:
+    configs = [c for c in _configurations(folder, held_out) if any(c.splits.values())]
+    if not configs:
         return None
-    default = [one for one in found if one.is_default] or found
+    default = [c for c in configs if c.is_default] or configs
     if len(default) > 1:
         raise DataError(
             f"{folder} holds several configurations by its card; name the files of one: "
-            + _choices(folder, [(one.name, one.splits) for one in default])
+            + _choices(folder, [(c.name, c.splits) for c in default])
         )
     (chosen,) = default
     splits = {name: files for name, files in chosen.splits.items() if files}
@@ -61,41 +60,41 @@ def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path,
             + _choices(folder, [(split, {split: files}) for split, files in splits.items()])
         )
     left_out: dict[Path, str] = {}
-    for one in found:
-        for split, files in one.splits.items():
-            why = f"by the dataset's card the split {split}; data.eval_path takes it"
-            if one is not chosen:
-                why = f"by the dataset's card of another configuration, {one.name}"
+    for config in configs:
+        for split, files in config.splits.items():
+            why = f"by the dataset's card the split {split}; name it in data.eval_path"
+            if config is not chosen:
+                why = f"by the dataset's card of another configuration, {config.name}"
             left_out |= {file: why for file in files if file not in splits[name]}
     return splits[name], left_out
 
 
 def _choices(folder: Path, choices: list[tuple[str, dict[str, list[Path]]]]) -> str:
-    said = []
+    options = []
     for name, splits in choices[:_MOST_NAMES]:
         file = next(file for files in splits.values() for file in files)
-        said.append(f"{name} (data.path={folder / file})")
-    return ", ".join(said) + (" and more" if len(choices) > _MOST_NAMES else "")
+        options.append(f"{name} (data.path={folder / file})")
+    return ", ".join(options) + (" and more" if len(choices) > _MOST_NAMES else "")
 
 
 def _configurations(folder: Path, held_out: HeldOut) -> Iterator[Configuration]:
-    said = _header(folder / CARD).get("configs")
-    for one in said if isinstance(said, list) else []:
+    configs = _header(folder / CARD).get("configs")
+    for config in configs if isinstance(configs, list) else []:
         patterns: dict[str, list[Any]] = {}
-        if isinstance(one, dict) and one.get("data_files"):
-            patterns = _patterns(one["data_files"])
-        elif isinstance(one, dict) and one.get("data_dir"):
-            patterns = {"train": [f"{one['data_dir']}/**/*"]}
+        if isinstance(config, dict) and config.get("data_files"):
+            patterns = _patterns(config["data_files"])
+        elif isinstance(config, dict) and config.get("data_dir"):
+            patterns = {"train": [f"{config['data_dir']}/**/*"]}
         splits = {
             split: sorted({file for path in paths for file in _matching(folder, path)})
             for split, paths in patterns.items()
         }
-        if patterns and not one.get("data_files"):
+        if patterns and not config.get("data_files"):
             others = held_out(splits["train"])
             splits = {"train": [f for f in splits["train"] if f not in others], "others": others}
         if patterns:
-            name = str(one.get("config_name", "default"))
-            yield Configuration(name, bool(one.get("default")) or name == "default", splits)
+            name = str(config.get("config_name", "default"))
+            yield Configuration(name, bool(config.get("default")) or name == "default", splits)
 
 
 def _header(card: Path) -> dict[str, Any]:
@@ -109,10 +108,10 @@ def _header(card: Path) -> dict[str, Any]:
                 if line.strip() == "---":
                     break
                 header.append(line)
-        said = yaml.safe_load("".join(header))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = load_yaml("".join(header))
+    except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _patterns(data_files: Any) -> dict[str, list[Any]]:

@@ -1,9 +1,9 @@
 """Examples -> tokens and loss masks.
 
-    examples -> rendered text with the spans to learn -> tokenised in batches -> documents -> Blocks
+    examples -> rendered text with the spans to learn -> tokenized in batches -> documents -> Blocks
 
-A text is tokenised once, whole. A token is learned if it overlaps an answer (see ``chats.py``); a
-control token only if it begins in one, since some swallow the white space behind them. The first
+A text is tokenized once, whole. A token is learned if it overlaps an answer (see ``chats.py``); a
+control token only if it begins in one, since some swallow the white space after them. The first
 token of a document never is.
 """
 
@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 
 from hpc_tune.data.answers import Span
-from hpc_tune.data.chats import LossOn, Rendered, Renderer, controls_of
-from hpc_tune.data.controls import StandIns
-from hpc_tune.data.hdf5_format import Counters
+from hpc_tune.data.chats import LossOn, Rendered, Renderer
+from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
 from hpc_tune.data.tokenizer import FastTokenizer, require_fast
 from hpc_tune.data.writer import Block, token_dtype
+from hpc_tune.errors import DataError
 
 # One call of the tokenizer gets about this much text. A token costs it some 200 bytes while it
 # works, so a call peaks at about 25 MB even where each byte is a token; that is also enough text to
 # keep several cores busy.
 BATCH_CHARS = 128 << 10
 PARTS_PER_BATCH = 4  # of a long text, for as many cores
-UNSURE_CHARS = 4096  # before the place where a text is cut, its tokens may be others
+UNSURE_CHARS = 4096  # near the end of a text that is cut, its tokens may differ
 
 
 class Encoder:
-    """Turns examples into blocks of documents, counting what it cuts and drops."""
+    """Turns examples into blocks of documents; counts what it cuts and drops."""
 
     def __init__(self, tokenizer: FastTokenizer, seq_len: int, loss_on: LossOn) -> None:
         """Take a fast tokenizer; its truncation and padding are switched off."""
@@ -48,9 +48,8 @@ class Encoder:
         added = self._backend.get_added_tokens_decoder()
         self._control_ids = [number for number, token in added.items() if token.special]
         self._are_controls_text = bool(getattr(tokenizer, "split_special_tokens", False))
-        self.counters, controls = Counters(), controls_of(tokenizer)
-        self._stand_ins = StandIns(controls, self.counters)
-        self._renderer = Renderer(tokenizer, controls, loss_on, self.counters, self._stand_ins)
+        self.counters = Counters()
+        self._renderer = Renderer(tokenizer, loss_on, self.counters)
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Block]:
         """Yield blocks; the documents do not depend on how the examples are grouped into blocks.
@@ -77,8 +76,6 @@ class Encoder:
                 rendered = Rendered(example.text, None, is_plain=True, split=True, **marks)
             else:
                 rendered = self._renderer.render(example)
-            if isinstance(rendered, Rendered) and not _is_unicode(rendered.text):
-                rendered = "half a character in it (a surrogate alone, as \\ud83d in JSON)"
             if isinstance(rendered, str):
                 self.counters.drop(rendered)
             else:
@@ -110,7 +107,7 @@ class Encoder:
         return encodings
 
     def _long_text(self, item: Rendered) -> np.ndarray:
-        """Tokenise a text of any length, part by part."""
+        """Tokenize a text of any length, part by part."""
         parts, texts = [], _parts(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
             for encoding in self._encode_batch(batch, self._as_text(item)):
@@ -139,15 +136,15 @@ class Encoder:
         while not item.split and len(item.text) > size:
             head = replace(item, text=item.text[:size])
             (encoding,) = self._encode_batch([head.text], self._as_text(head))
-            ids, places = self._ids_of(head, encoding)
-            if len(ids) > self._seq_len and places[self._seq_len][1] < size - UNSURE_CHARS:
+            ids, offsets = self._ids_of(head, encoding)
+            if len(ids) > self._seq_len and offsets[self._seq_len][1] < size - UNSURE_CHARS:
                 return head
             size *= 2
         return item
 
     def _ids_of(self, item: Rendered, encoding: Any) -> tuple[list[int], list[Span]]:
         """Return tokens and their characters, with typed control tokens as text."""
-        pieces = [] if item.is_plain else [*self._stand_ins.split(item.text)]
+        pieces = [] if item.is_plain else [*self._renderer.stand_ins.split(item.text)]
         if all(typed is None for _, typed in pieces):
             return encoding.ids, encoding.offsets
         ids: list[int] = []
@@ -159,36 +156,36 @@ class Encoder:
                 ids += plain
                 offsets += [(at, at + len(piece))] * len(plain)
             else:
-                part, places = self._encode_piece(piece, at > 0)
+                part, inner = self._encode_piece(piece, at > 0)
                 ids += part
-                offsets += [(at + start, at + stop) for start, stop in places]
+                offsets += [(at + start, at + stop) for start, stop in inner]
             at += len(piece)
         return ids, offsets
 
     def _as_plain_text(self, token: str, is_inside: bool) -> list[int]:
-        """Return the tokens of what a control token looks like."""
+        """Return the tokens of a control token's text as plain text."""
         self._backend.encode_special_tokens = True
         ids, _ = self._encode_piece(token, is_inside)
-        if not {*ids}.isdisjoint(self._control_ids):  # the vocabulary makes it of plain text, too
+        if not {*ids}.isdisjoint(self._control_ids):  # plain text is merged into it, too
             ids = [n for char in token for n in self._encode_piece(char, True)[0]]
         self._backend.encode_special_tokens = False
         return ids
 
     def _encode_piece(self, text: str, is_inside: bool) -> tuple[list[int], list[Span]]:
-        """Encode a piece of a text; inside of it behind a line end.
+        """Encode a piece of a text; if ``is_inside``, as what follows a line end.
 
-        At the beginning of what they get, tokenizers like Llama 2's add a space.
+        Tokenizers like Llama 2's add a space at the beginning of a text.
         """
         if is_inside:
-            behind = self._backend.encode(f"\n{text}", add_special_tokens=False)
-            if behind.ids[: len(self._line_end)] == self._line_end:
+            after = self._backend.encode(f"\n{text}", add_special_tokens=False)
+            if after.ids[: len(self._line_end)] == self._line_end:
                 kept = slice(len(self._line_end), None)
-                return behind.ids[kept], [(a - 1, b - 1) for a, b in behind.offsets[kept]]
+                return after.ids[kept], [(a - 1, b - 1) for a, b in after.offsets[kept]]
         alone = self._backend.encode(text, add_special_tokens=False)
         return alone.ids, alone.offsets
 
     def _marks(self, item: Rendered, ids: Any) -> tuple[list[int], list[int]]:
-        """Return the begin and the end that a text lacks; count other control tokens in it."""
+        """Return the BOS and EOS tokens that a text lacks; count its other control tokens."""
         brings_bos = item.bos and [*ids[:1]] == self._bos != []
         brings_eos = item.eos and [*ids[-1:]] == self._eos != []
         if item.is_plain:
@@ -239,7 +236,7 @@ class Encoder:
             return []
         if len(tokens) > self._seq_len:
             if not mask[: self._seq_len].any():
-                self.counters.drop("the answer begins behind seq_len")
+                self.counters.drop("the answer begins after seq_len")
                 return []
             self.counters.truncated += 1
         return [(tokens[: self._seq_len], mask[: self._seq_len])]
@@ -250,21 +247,12 @@ class Encoder:
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
         tokens = np.concatenate([tokens for tokens, _ in documents])
         mask = np.concatenate([mask for _, mask in documents])
-        largest = np.iinfo(self._dtype).max
-        assert tokens.max() <= largest, f"token {tokens.max()} is outside the vocabulary"
+        if (highest := tokens.max()) > np.iinfo(self._dtype).max:
+            raise DataError(f"the tokenizer gave token {highest}, which is outside its vocabulary")
         self.counters.documents += len(lengths)
         self.counters.tokens += len(tokens)
         self.counters.loss_tokens += int(mask.sum())
         yield Block(lengths, tokens.astype(self._dtype, copy=False), mask)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be written at all: JSON may name halves of characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _parts(text: str) -> Iterator[str]:

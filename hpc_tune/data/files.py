@@ -44,7 +44,7 @@ _DOCUMENTATION = re.compile(
     re.I,
 )
 _METADATA = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
-_IS_HELD_OUT = "by name a split to be held out; data.eval_path takes it"
+_IS_HELD_OUT = "by its name a split to hold out; name it in data.eval_path"
 _MOST_NAMES = 5
 
 
@@ -83,34 +83,34 @@ def find(paths: Paths) -> Found:
     """
     if not as_list(paths):
         raise DataError("data.path is an empty list; name at least one file or folder")
-    found = [_find_one(path) for path in as_list(paths)]
-    files = [file for one in found for file in one.files]
-    seen: dict[Path, Path] = {}
+    sources = [_find_one(path) for path in as_list(paths)]
+    files = [file for source in sources for file in source.files]
+    seen: set[Path] = set()
     for file in files:
-        if (place := file.resolve()) in seen:
+        if (resolved := file.resolve()) in seen:
             raise DataError(
                 f"{shown(paths)} names {file} twice; to learn from it more often, raise "
                 "train.epochs or copy it"
             )
-        seen[place] = file
-    return Found(tuple(files), tuple(left for one in found for left in one.left_out))
+        seen.add(resolved)
+    return Found(tuple(files), tuple(left for source in sources for left in source.left_out))
 
 
 def say_read(found: Found) -> str:
     """Return which files are read."""
-    more = f" and {len(found.files) - _MOST_NAMES} more" if len(found.files) > _MOST_NAMES else ""
-    names = ", ".join(str(file) for file in found.files[:_MOST_NAMES])
-    return f"reads {len(found.files):,} files: {names}{more}"
+    return f"reads {len(found.files):,} files: {_names(found.files)}"
 
 
 def say_left_out(found: Found) -> Iterator[str]:
-    """Yield a line for each reason for which files were not read."""
-    for why, group in itertools.groupby(
-        sorted(found.left_out, key=lambda left: left[1]), lambda x: x[1]
-    ):
-        files = sorted(str(file) for file, _ in group)
-        more = f" and {len(files) - _MOST_NAMES} more" if len(files) > _MOST_NAMES else ""
-        yield f"left out {', '.join(files[:_MOST_NAMES])}{more}: {why}"
+    """Yield a line for each reason for which files are not read."""
+    for why in sorted({why for _, why in found.left_out}):
+        files = sorted((f for f, reason in found.left_out if reason == why), key=str)
+        yield f"left out {_names(files)}: {why}"
+
+
+def _names(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - _MOST_NAMES} more" if len(files) > _MOST_NAMES else ""
+    return ", ".join(map(str, files[:_MOST_NAMES])) + more
 
 
 def _find_one(name: str) -> Found:
@@ -168,10 +168,10 @@ def _of_folder(folder: Path) -> Found:
         unread = [(file, _IS_HELD_OUT) for file in held_out]
     kinds = {str(kind_of(file)): file for file in kept}
     if len(kinds) > 1:
-        found = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
+        mixed = " and ".join(f"{file.name} ({kind})" for kind, file in sorted(kinds.items()))
         suffix = kept[0].suffix
         raise DataError(
-            f"{folder} mixes kinds of data: {found}; keep one kind in a folder, or say which is "
+            f"{folder} mixes kinds of data: {mixed}; keep one kind in a folder, or say which is "
             f"meant, as in data.path='{folder}/**/*{suffix}'"
         )
     return Found(tuple(kept), (*left_out, *unread))
@@ -204,16 +204,16 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
 
 
 def _known(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Part files into data and (file, why) for what is none."""
+    """Separate files into data and (file, why) for those that are none."""
     data: list[Path] = []
     others: list[tuple[Path, str]] = []
     for file in files:
         kind = kind_of(file)
         is_documentation = kind in ("text", None) and _DOCUMENTATION.match(file.name)
         if is_documentation or file.name in _METADATA:
-            others.append((file, "it tells about the data"))
+            others.append((file, "it describes the data"))
         elif kind is None:
-            others.append((file, "of no kind of data that is known"))
+            others.append((file, "of no known kind of data"))
         elif file.name.startswith(("_", ".")):
             others.append((file, "its name begins with _, as those of bookkeeping do"))
         else:
@@ -233,7 +233,7 @@ def _held_out(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _is_held_out(file: Path, folder: Path) -> bool:
-    """Say whether a file's name, or else its folder's, is that of a split to be held out."""
+    """Return whether a file's name, or else its folder's, is that of a split to hold out."""
     for part in (file.name, *file.relative_to(folder).parent.parts[::-1]):
         if found := _SPLIT.search(part):
             return found[1].lower() != "train"
@@ -248,7 +248,7 @@ def _one_configuration(folder: Path, files: list[Path]) -> list[Path]:
     """
     hub = {(file.parent, m["split"]) for file in files if (m := _HUB_NAME.match(file.name))}
     if len(hub) > 1:
-        choices = sorted(f"{place}/{split}-*" for place, split in hub)
+        choices = sorted(f"{parent}/{split}-*" for parent, split in hub)
         raise DataError(
             f"{folder} holds several configurations or splits of a dataset; name one, or more "
             f"of them in a list: data.path={' or '.join(choices[:_MOST_NAMES])}"
@@ -276,7 +276,7 @@ def _saved_dataset(path: Path) -> Found:
                 "its files; load it and save it again with one of today"
             )
         # Only names: nothing outside of the folder is read.
-        files = tuple(path / Path(one["filename"]).name for one in state["_data_files"])
+        files = tuple(path / Path(entry["filename"]).name for entry in state["_data_files"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path} looks like a dataset saved by save_to_disk, but its {STATE_FILE} cannot be "

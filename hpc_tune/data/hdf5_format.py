@@ -24,13 +24,14 @@ that is cut off while in use, or a disk that fails, would end the process by SIG
 import json
 import os
 import weakref
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import h5py
 import numpy as np
 
+from hpc_tune.data.counts import Counters
 from hpc_tune.data.seal import is_intact
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
@@ -52,82 +53,6 @@ _DTYPES = {
     "lengths/values": ("int64",),
     "lengths/counts": ("int64",),
 }
-
-
-_MOST_REASONS = 20
-_SAID = {
-    "unclear_answers": "answers not learned: the chat template does not show where they are",
-    "unended_answers": "answers end with no control token: the model will not learn where to stop"
-    " (let the chat template end the assistant's turns with one)",
-    "empty_answers": "empty answers not learned",
-    "marked_answers": "answers not learned, as their data say",
-    "lost_reasoning": "answers whose reasoning the chat template leaves out",
-    "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
-    " takes one that writes them)",
-    "control_texts": "control tokens in people's text, taken as plain text",
-    "bad_rows": "bad rows skipped, as data.bad_rows says",
-    "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
-    " split_special_tokens)",
-}
-
-
-@dataclass
-class Counters:
-    """What became of the examples of a source."""
-
-    examples: int = 0
-    documents: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    truncated: int = 0
-    split: int = 0
-    unclear_answers: int = 0
-    unended_answers: int = 0
-    empty_answers: int = 0
-    marked_answers: int = 0
-    lost_reasoning: int = 0
-    lost_calls: int = 0
-    control_texts: int = 0
-    bad_rows: int = 0
-    control_tokens: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def drop(self, reason: str) -> None:
-        """Count one example that gives no document."""
-        if reason not in self.dropped and len(self.dropped) >= _MOST_REASONS:
-            reason = "other reasons"
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-
-    def add(self, other: "Counters") -> None:
-        """Add another part's counts to these."""
-        for name, value in asdict(other).items():
-            if name != "dropped":
-                setattr(self, name, getattr(self, name) + value)
-        for reason, count in other.dropped.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
-
-    def __str__(self) -> str:
-        """Return one line for a person."""
-        made = (
-            f"{self.examples:,} examples -> {self.documents:,} documents, {self.tokens:,} tokens,"
-            f" {self.loss_tokens:,} of them learned"
-        )
-        return "; ".join([made, *self.remarks()])
-
-    def remarks(self) -> list[str]:
-        """Return what was cut, not learned and dropped, in words."""
-        parts = []
-        if self.truncated:
-            parts.append(f"{self.truncated:,} cut at seq_len")
-        if self.split:
-            parts.append(f"{self.split:,} texts split into pieces of seq_len")
-        parts += [
-            f"{getattr(self, name):,} {words}"
-            for name, words in _SAID.items()
-            if getattr(self, name)
-        ]
-        parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
-        return parts
 
 
 @dataclass(frozen=True)
@@ -160,7 +85,7 @@ class _Bytes:
         weakref.finalize(self, os.close, self._handle)
 
     def read(self, place: int, num_bytes: int) -> bytes:
-        """Return bytes; DataError if they cannot be read any more."""
+        """Return bytes; DataError if the file cannot be read any more."""
         try:
             data = os.pread(self._handle, num_bytes, place)
             while len(data) < num_bytes:  # the kernel gives 2 GiB at most
@@ -242,11 +167,6 @@ class TokenStore:
     def num_tokens(self) -> int:
         """Tokens in the file."""
         return len(self.tokens)
-
-    def length(self, document: int) -> int:
-        """Return the number of tokens of a document."""
-        start, stop = map(int, self.offsets[document : document + 2])
-        return stop - start
 
     def document(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a document's tokens and loss mask, both of shape [length].
@@ -333,35 +253,26 @@ def _require_ours(path: Path) -> None:
 
 
 def _read_attributes(path: Path, file: h5py.File) -> Attributes:
-    found = dict(file.attrs)
-    if found.get("version") != VERSION:
+    attributes = dict(file.attrs)
+    if attributes.get("version") != VERSION:
         raise DataError(
-            f"{path} has version {found.get('version')} of the format, this hpc_tune reads version"
-            f" {VERSION}; {PREPARE_AGAIN}"
+            f"{path} has version {attributes.get('version')} of the format, this hpc_tune reads "
+            f"version {VERSION}; {PREPARE_AGAIN}"
         )
     try:
-        return Attributes(
-            content=str(found["content"]),
-            tokenizer=str(found["tokenizer"]),
-            tokenizer_fingerprint=str(found["tokenizer_fingerprint"]),
-            vocab_size=int(found["vocab_size"]),
-            highest_token=int(found["highest_token"]),
-            seq_len=int(found["seq_len"]),
-            loss_on=str(found["loss_on"]),
-            template_date=str(found["template_date"]),
-            source=str(found["source"]),
-            counters=Counters(**json.loads(found["counters"])),
-            hpc_tune_version=str(found["hpc_tune_version"]),
-        )
+        kinds = get_type_hints(Attributes)
+        counters = kinds.pop("counters")(**json.loads(attributes["counters"]))
+        values = {name: kind(attributes[name]) for name, kind in kinds.items()}
+        return Attributes(**values, counters=counters)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN}") from error
 
 
 def _find(path: Path, file: h5py.File, name: str) -> tuple[int, Any, int]:
     """Return where a dataset's bytes are: (offset, dtype, length)."""
-    group: Any = file
+    dataset: Any = file
     for part in name.split("/"):
-        link = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
+        link = dataset.get(part, getlink=True) if isinstance(dataset, h5py.Group) else None
         if link is None:
             raise DataError(f"{path} has no dataset {name}; {PREPARE_AGAIN}")
         if not isinstance(link, h5py.HardLink):
@@ -369,8 +280,7 @@ def _find(path: Path, file: h5py.File, name: str) -> tuple[int, Any, int]:
                 f"{path}: {name} is a {type(link).__name__} to another place; prepared data is one"
                 f" self-contained file; {PREPARE_AGAIN}"
             )
-        group = group[part]
-    dataset = group
+        dataset = dataset[part]
     if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
         raise DataError(f"{path}: {name} is not a one-dimensional dataset; {PREPARE_AGAIN}")
     offset = dataset.id.get_offset()

@@ -1,7 +1,7 @@
 """Rows of JSON, as lines or as one array, and plain text; packed by gzip or zstd or not.
 
-Each reader yields (place, row). A row that cannot be read is a ``WrongRecord`` in its place, so
-that the rows behind it still can; where that is not so, it is an error.
+Each reader yields (position, row). In place of a row that cannot be read there is a
+``WrongRecord``, and the rows after it are read; where they cannot be found, it is an error.
 """
 
 import io
@@ -22,7 +22,7 @@ _GAP = re.compile(r"[\s,]*")
 
 
 def is_packed(file: Path) -> bool:
-    """Say whether a file is one stream of compressed bytes, that cannot be begun in the middle."""
+    """Return whether a file is one compressed stream, which is read from its beginning only."""
     return file.suffix.lower() in PACKED
 
 
@@ -31,7 +31,7 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
     """Open a file for reading, unpacked.
 
     Raises:
-        DataError: if what is in it cannot be unpacked.
+        DataError: if its content cannot be unpacked.
     """
     if not is_packed(file):
         with file.open("rb") as opened:
@@ -48,27 +48,28 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
 
 
 def is_array(file: Path) -> bool:
-    """Say whether a file of JSON is one array instead of one object per line."""
+    """Return whether a file of JSON is one array instead of one object per line."""
     with open_bytes(file) as opened:
         return opened.read(4096).removeprefix(BOM).lstrip().startswith(b"[")
 
 
 def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-    """Yield (place, value) of the lines of JSON that start within a range of the file.
+    """Yield (position, value) of the lines of JSON that start within a range of the file.
 
-    A place is where the line starts; in a packed file, which is read whole, the line's number.
+    A position is the byte at which the line starts; in a packed file, which is read whole, the
+    line's number.
     """
     lines = _numbered(file) if is_packed(file) else _lines(file, start, stop)
-    for place, line in lines:
+    for position, line in lines:
         if not line.isspace() and line:
-            yield place, _parse(line)
+            yield position, _parse(line)
 
 
-def line_number(file: Path, place: int) -> int:
-    """Return the number of the line at a place; only an error pays for the counting."""
+def line_number(file: Path, position: int) -> int:
+    """Return the number of the line at a position; lines are counted for errors alone."""
     if is_packed(file):
-        return place
-    number, left = 1, place
+        return position
+    number, left = 1, position
     with file.open("rb") as opened:
         while left > 0:
             part = opened.read(min(left, READ_BYTES))
@@ -86,19 +87,19 @@ def _numbered(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def _lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as opened:
-        place = _line_start(opened, start)
-        while place < stop:
+        position = _line_start(opened, start)
+        while position < stop:
             line = opened.readline()
             if not line:
                 return
-            yield place, line.removeprefix(BOM) if place == 0 else line
-            place += len(line)
+            yield position, line.removeprefix(BOM) if position == 0 else line
+            position += len(line)
 
 
-def _line_start(file: BinaryIO, place: int) -> int:
-    """Go to the first line that starts at ``place`` or behind it; return where that is."""
-    file.seek(max(place - 1, 0))
-    while place:
+def _line_start(file: BinaryIO, position: int) -> int:
+    """Seek the first line that starts at ``position`` or later; return where it starts."""
+    file.seek(max(position - 1, 0))
+    while position:
         part = file.readline(READ_BYTES)
         if not part or part.endswith(b"\n"):
             break
@@ -128,27 +129,27 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         DataError: for what is no JSON: where the next element begins is not known then.
     """
-    decoder, number, place, is_end = json.JSONDecoder(), 1, 1, False
+    decoder, number, position, is_end = json.JSONDecoder(), 1, 1, False
     where = f"{file}, element"
     with open_bytes(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig") as text_file:
         try:
             text = text_file.read(READ_BYTES).lstrip()
             while True:
-                place = _GAP.match(text, place).end()  # type: ignore[union-attr]  # it matches ""
-                if text.startswith("]", place):
-                    if (text[place + 1 :] + text_file.read(READ_BYTES)).strip():
+                position = _GAP.match(text, position).end()  # type: ignore[union-attr]  # it matches ""
+                if text.startswith("]", position):
+                    if (text[position + 1 :] + text_file.read(READ_BYTES)).strip():
                         raise DataError(
-                            f"{file}: there is more behind the array that it begins with; expected"
+                            f"{file}: there is more after the array that it begins with; expected"
                             " one array of objects, or one object per line"
                         )
                     return
                 try:
-                    value, place = decoder.raw_decode(text, place)
+                    value, position = decoder.raw_decode(text, position)
                 except json.JSONDecodeError:
                     if is_end:
                         raise
-                    more = text_file.read(max(READ_BYTES, len(text) - place))
-                    text, place, is_end = text[place:] + more, 0, not more
+                    more = text_file.read(max(READ_BYTES, len(text) - position))
+                    text, position, is_end = text[position:] + more, 0, not more
                     continue
                 yield number, value
                 number += 1
@@ -181,11 +182,11 @@ def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[t
             yield start, _as_text(file, data, start == 0, stop == size)
         return
     with open_bytes(file) as opened:
-        place, data = 0, opened.read(piece_bytes) + opened.readline()
+        position, data = 0, opened.read(piece_bytes) + opened.readline()
         while data:
             following = opened.read(piece_bytes) + opened.readline()
-            yield place, _as_text(file, data, place == 0, not following)
-            place, data = place + len(data), following
+            yield position, _as_text(file, data, position == 0, not following)
+            position, data = position + len(data), following
 
 
 def _as_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:

@@ -1,17 +1,18 @@
 """Prepared data -> the micro-batches of one rank for each optimizer step.
 
-    PackedSampler (pack.py): stream row -> documents
+    PackedSampler (sampler.py): stream row -> documents
     step: rows [start, start + global_size) -> this rank's residue -> micro-batches -> Batch
 
-Which rows a step has depends on how many were consumed, and on nothing else: not on the number of
-ranks, not on the micro-batch size. So the whole state is one number, and resuming at any place
-takes no time. A thread builds steps ahead under a byte budget; what it has built is consumed only
-when it is handed out.
+Which rows a step has depends on the number of rows consumed before, and on nothing else: not on the
+number of ranks, not on the micro-batch size. So the whole state is one number, and resuming at any
+row takes no time. A thread prefetches steps under a byte budget; a step counts as consumed when it
+is handed out.
 
 Shapes: B rows, T tokens per row.
 """
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.pack import ORDER_VERSION, PackedSampler
 from hpc_tune.data.prefetch import Prefetcher
+from hpc_tune.data.sampler import ORDER_VERSION, PackedSampler, SampleOrder
 from hpc_tune.errors import CheckpointError
 from hpc_tune.log import log
 
@@ -31,17 +32,15 @@ _State = dict[str, Any]
 
 
 class Loader:
-    """Deals the stream of rows to the data-parallel ranks, step by step."""
+    """Gives each data-parallel rank its share of the stream of rows, step by step."""
 
     def __init__(
         self,
         store: TokenStore,
+        order: SampleOrder,
         *,
-        seq_len: int,
-        packing: bool,
-        seed: int,
         global_size: int,
-        total_rows: int,
+        total_rows: int | None = None,
         rank: int = 0,
         size: int = 1,
         micro_size: int = 1,
@@ -50,40 +49,34 @@ class Loader:
         """Pack the store's length histogram; no document is read yet.
 
         ``rank`` and ``size`` are those of the data-parallel axis. ``total_rows`` is where the
-        stream ends; ``global_size`` rows go into each step over all ranks, fewer into the last one.
+        stream ends, by default after one epoch; ``global_size`` rows go into each step over all
+        ranks, fewer into the last one.
         """
-        self._store, self._seq_len, self._global_size = store, seq_len, global_size
+        self._store, self._seq_len, self._global_size = store, order.seq_len, global_size
         self._rank, self._size, self._micro_size = rank, size, micro_size
         self._identity: _State = {
             "order": ORDER_VERSION,
             "content": store.attributes.content,
-            "seq_len": seq_len,
-            "packing": packing,
-            "seed": seed,
+            **asdict(order),
         }
-        self._order = PackedSampler(
-            store.length_values,
-            store.length_counts,
-            store.by_length,
-            seq_len=seq_len,
-            packing=packing,
-            seed=seed,
+        self._sampler = PackedSampler(
+            store.length_values, store.length_counts, store.by_length, order
         )
-        self.total_rows = total_rows
+        self.total_rows = self._sampler.num_rows if total_rows is None else total_rows
         self._rows = 0
-        self._ahead = Prefetcher(self._build, prefetch_bytes, self._step_bytes())
+        self._prefetcher = Prefetcher(self._build, prefetch_bytes, self._step_bytes())
         if rank == 0:
-            _warn_of_cuts(store, seq_len)
+            _warn_of_cuts(store, order.seq_len)
 
     @property
     def num_rows_per_epoch(self) -> int:
-        """Rows in which each document comes once."""
-        return self._order.num_rows
+        """Rows of an epoch, in which each document comes once."""
+        return self._sampler.num_rows
 
     @property
     def padding(self) -> float:
         """The share of the rows' tokens that packing leaves empty."""
-        return self._order.padding
+        return self._sampler.padding
 
     @property
     def rows(self) -> int:
@@ -93,7 +86,7 @@ class Loader:
     @property
     def epoch(self) -> float:
         """Epochs consumed so far."""
-        return self._rows / self._order.num_rows
+        return self._rows / self._sampler.num_rows
 
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches for the next step: the same number on every rank.
@@ -101,23 +94,23 @@ class Loader:
         An empty list means on every rank that the stream has ended.
 
         Raises:
-            DataError: what the thread that builds ahead ran into.
+            DataError: if the prefetching thread cannot read the data.
         """
         if self._rows >= self.total_rows:
             return []
-        batches = self._ahead.take(self._rows)
+        batches = self._prefetcher.take(self._rows)
         self._rows = self._after(self._rows)
         return batches
 
     def state(self) -> _State:
-        """Return the place in the stream; steps built ahead do not count."""
+        """Return the position in the stream; prefetched steps do not count."""
         return {"rows": self._rows, **self._identity}
 
     def restore(self, state: _State) -> None:
-        """Go to the place that ``state`` names; takes no time, on any number of ranks.
+        """Continue at the position that ``state`` holds; takes no time, on any number of ranks.
 
         Raises:
-            CheckpointError: if it is a place in another stream.
+            CheckpointError: if it is a position in another stream.
         """
         differing = [
             f"{name}: {state.get(name)!r} in the checkpoint, {value!r} now"
@@ -126,26 +119,26 @@ class Loader:
         ]
         if differing or not isinstance(state.get("rows"), int):
             raise CheckpointError(
-                "the checkpoint's place in the data is for another order of samples"
+                "the checkpoint's position in the data is for another order of samples"
                 f" ({'; '.join(differing) or 'it has no row number'}); use the same prepared data,"
-                " data.seq_len, data.packing and train.seed, or start anew with"
+                " data.seq_len, data.packing and train.seed, or start afresh with"
                 " checkpoint.resume=none"
             )
         self._rows = state["rows"]
-        self._ahead.restart(self._rows)
+        self._prefetcher.restart(self._rows)
 
     def set_micro_size(self, rows: int) -> None:
-        """Cut the coming steps into micro-batches of another size; built steps are dropped."""
+        """Change the micro-batch size of later steps; prefetched steps are discarded."""
         self._micro_size = rows
-        self._ahead.restart(self._rows)
+        self._prefetcher.restart(self._rows)
 
     def set_prefetch(self, num_bytes: int) -> None:
-        """Bound what is built ahead; 0 frees it and builds each step when it is asked for."""
-        self._ahead.set_limit(num_bytes)
+        """Limit the bytes of prefetched steps; 0 disables prefetching."""
+        self._prefetcher.set_limit(num_bytes)
 
     def close(self) -> None:
         """End the thread."""
-        self._ahead.close()
+        self._prefetcher.close()
 
     def _after(self, rows: int) -> int:
         return min(rows + self._global_size, self.total_rows)
@@ -155,17 +148,17 @@ class Loader:
         return -(-self._global_size // self._size) * self._seq_len * BYTES_PER_TOKEN
 
     def _build(self, start: int) -> tuple[list[Batch], int] | None:
-        """Build the step that begins at stream row ``start``; None behind the end of the stream."""
+        """Build the step that begins at stream row ``start``; None after the end of the stream."""
         stop, micro_size = self._after(start), self._micro_size
         if start >= stop:
             return None
         most_rows = -(-(stop - start) // self._size)
-        mine = range(start + self._rank, stop, self._size)
+        own_rows = range(start + self._rank, stop, self._size)
         batches = []
         for at in range(0, most_rows, micro_size):
-            rows = mine[at : at + micro_size]
+            rows = own_rows[at : at + micro_size]
             documents = [
-                [self._store.document(d) for d in self._order.documents_of(r)] for r in rows
+                [self._store.document(d) for d in self._sampler.documents_of(r)] for r in rows
             ]
             batches.append(
                 make_batch(documents, self._seq_len, rows[0], self._size)
@@ -243,9 +236,7 @@ def make_batch(
 
 def eval_batches(
     store: TokenStore,
-    *,
-    seq_len: int,
-    packing: bool,
+    order: SampleOrder,
     num_rows: int | None = None,
     rank: int = 0,
     size: int = 1,
@@ -258,17 +249,13 @@ def eval_batches(
     """
     loader = Loader(
         store,
-        seq_len=seq_len,
-        packing=packing,
-        seed=0,
+        order,
         global_size=size * micro_size,
-        total_rows=0,
         rank=rank,
         size=size,
         micro_size=micro_size,
         prefetch_bytes=0,
     )
-    all_rows = loader.num_rows_per_epoch
-    loader.total_rows = all_rows if num_rows is None else min(num_rows, all_rows)
+    loader.total_rows = min(num_rows or loader.total_rows, loader.total_rows)
     while batches := loader.next_step():
         yield from batches

@@ -1,4 +1,4 @@
-"""Builds steps ahead in one background thread, under a byte budget."""
+"""Prefetches steps in one background thread, under a byte budget."""
 
 import threading
 from collections import deque
@@ -11,12 +11,12 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 class Prefetcher:
-    """A queue of built steps that never holds more than ``limit`` bytes.
+    """A queue of steps that never holds more than ``limit`` bytes.
 
-    ``build(start)`` returns the step that begins at a row, and the row behind it; None at the end
-    of the stream. ``step_bytes`` is the most that a step can take: one is begun only if that much
-    is free. Where not even one fits (or the limit is 0), a step is built when it is asked for, and
-    there is no thread.
+    ``build(start)`` returns the step that begins at a row, and the row after it; None at the end
+    of the stream. ``step_bytes`` is the most that a step can take: a step is built only if that
+    much is free. Where not even one fits (or the limit is 0), each step is built when it is asked
+    for, without a thread.
     """
 
     def __init__(self, build: Build, limit: int, step_bytes: int) -> None:
@@ -31,14 +31,8 @@ class Prefetcher:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def queued_bytes(self) -> int:
-        """What the queue holds now."""
-        return self._queued_bytes
-
     def take(self, start: int) -> list[Batch]:
-        """Return the step that begins at ``start``: the one behind the last one taken, or where it
-        was restarted.
+        """Return the step that begins at ``start``, which follows the last one, or the restart.
 
         An error of ``build`` in the thread is raised here.
         """
@@ -51,20 +45,20 @@ class Prefetcher:
             if self._error is not None:
                 raise self._error
             if self._queue:
-                found, batches, num_bytes = self._queue.popleft()
-                assert found == start, f"built ahead from row {found}, asked for row {start}"
+                row, batches, num_bytes = self._queue.popleft()
+                assert row == start, f"prefetched the step from row {row}, asked for row {start}"
                 self._queued_bytes -= num_bytes
                 self._changed.notify_all()
                 return batches
         with self._building:
             built = self._build(start)
-        assert built is not None, f"row {start} is behind the end of the stream"
+        assert built is not None, f"row {start} is after the end of the stream"
         with self._changed:
             self._next = built[1]
         return built[0]
 
     def restart(self, start: int) -> None:
-        """Throw away what was built, and go on at ``start``."""
+        """Discard the queue and continue at ``start``."""
         with self._changed:
             self._queue.clear()
             self._queued_bytes, self._next = 0, start
@@ -73,7 +67,7 @@ class Prefetcher:
             self._changed.notify_all()
 
     def set_limit(self, limit: int) -> None:
-        """Change the budget; the steps that are farthest ahead are thrown away first."""
+        """Change the budget; the steps farthest ahead are discarded first."""
         with self._changed:
             self._limit = limit
             while self._queue and self._queued_bytes > limit:
@@ -83,7 +77,7 @@ class Prefetcher:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread and free the queue; later steps are built when they are asked for."""
+        """End the thread and discard the queue; later steps are built when they are asked for."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -94,7 +88,7 @@ class Prefetcher:
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="data ahead", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
             self._thread.start()
 
     def _has_room(self) -> bool:

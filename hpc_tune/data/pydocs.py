@@ -54,12 +54,12 @@ def _files(name: str) -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib"))
     if (root / f"{name}.py").is_file():
         return [(name, root / f"{name}.py")]
-    found = []
+    sources = []
     for path in sorted((root / name).rglob("*.py")) if (root / name).is_dir() else []:
         parts = path.relative_to(root).with_suffix("").parts
         if not _SKIPPED_FOLDERS.intersection(parts):
-            found.append((".".join(parts).removesuffix(".__init__"), path))
-    return found
+            sources.append((".".join(parts).removesuffix(".__init__"), path))
+    return sources
 
 
 def _pairs(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:

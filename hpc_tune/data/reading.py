@@ -1,19 +1,22 @@
-"""How rows become examples: under which names their fields are read, and which rows are taken.
+"""How rows become examples: under which names their fields are read, and which rows are used.
 
     row -> data.columns, well-known names -> to_example (records.py) -> this part of the documents
 
-What is to be said of it is gathered in ``Findings``, chunk by chunk.
+What is worth reporting is counted in ``Findings``, chunk by chunk.
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpc_tune.data.counts import Findings
 from hpc_tune.data.records import (
-    COLUMNS,
+    EXPECTED,
     FLAGS,
+    PREFERENCES,
     Chat,
     Completion,
     Example,
@@ -40,9 +43,12 @@ _FURTHER = {
 }
 _QUESTIONS = ("instruction", "prompt", "question", "query")
 _ANSWERS = ("output", "completion", "answer", "response")
-_KNOWN = frozenset((*COLUMNS, *_QUESTIONS, *_ANSWERS, "context", "system_prompt"))
-_MOST_SHOWN = 5
-_MOST_NAMES = 30
+KNOWN = frozenset(
+    itertools.chain(
+        *(*_FORMS, *_FURTHER.values(), _QUESTIONS, _ANSWERS, PREFERENCES),
+        ("label", "context", "system_prompt"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -62,66 +68,10 @@ class Reading:
 PLAIN = Reading()
 
 
-@dataclass
-class Findings:
-    """What reading came upon."""
-
-    num_bad: int = 0
-    first_bad: list[str] = field(default_factory=list)
-    read_as: dict[str, str] = field(default_factory=dict)
-    used: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
-    num_elsewhere: int = 0
-    num_marked: int = 0
-
-    @property
-    def has_room(self) -> bool:
-        """Say whether the reason of another bad row is kept; to find its place takes time."""
-        return len(self.first_bad) < _MOST_SHOWN
-
-    def skip(self, why: str) -> None:
-        """Count a bad row."""
-        self.num_bad += 1
-        if self.has_room:
-            self.first_bad.append(why)
-
-    def note(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
-        """Keep the names of columns that were read, or were not."""
-        self.used += [name for name in used if name not in self.used]
-        fresh = [name for name in unread if name not in self.unread]
-        self.unread += fresh[: max(_MOST_NAMES - len(self.unread), 0)]
-
-    def add(self, other: "Findings") -> None:
-        """Add those of a later chunk."""
-        self.num_bad += other.num_bad
-        self.num_elsewhere += other.num_elsewhere
-        self.num_marked += other.num_marked
-        self.first_bad = [*self.first_bad, *other.first_bad][:_MOST_SHOWN]
-        self.read_as |= other.read_as
-        self.note(other.used, other.unread)
-
-    def lines(self) -> list[str]:
-        """Return what a person should know."""
-        said = []
-        if self.read_as:
-            names = ", ".join(f"{old} as {new}" for old, new in sorted(self.read_as.items()))
-            said.append(f"columns read under another name: {names} (data.columns can change that)")
-        if unread := [name for name in self.unread if name not in self.read_as]:
-            more = ", ..." if len(unread) >= _MOST_NAMES else ""
-            said.append(f"columns not read: {', '.join(sorted(unread))}{more}")
-        if self.num_marked:
-            said.append(f"{self.num_marked:,} rows left out, as their own marks say")
-        if self.num_bad:
-            rest = self.num_bad - len(self.first_bad)
-            shown = [*self.first_bad, *([f"and {rest:,} more"] if rest else [])]
-            said.append(f"{self.num_bad:,} bad rows skipped: " + "; ".join(shown))
-        return said
-
-
 def choose_columns(
     file: Any, names: Sequence[str], reading: Reading, findings: Findings
 ) -> list[str]:
-    """Return those columns of a table that are read.
+    """Return the columns of a table that are read.
 
     Raises:
         DataError: if there are none, one is there twice, or one of data.columns is missing.
@@ -131,13 +81,9 @@ def choose_columns(
     columns = dict(reading.columns)
     if missing := [name for name in columns if name not in names]:
         raise DataError(_missing(str(file), missing, names))
-    chosen = [name for name in names if name in _KNOWN or name in columns]
+    chosen = [name for name in names if name in KNOWN or name in columns]
     if not chosen:
-        raise DataError(
-            f"{file} has the columns {', '.join(names)}; expected {', '.join(COLUMNS)}"
-            " (some of them, as in docs/data.md); data.columns={NAME: prompt, OTHER: completion}"
-            " names columns that are called something else"
-        )
+        raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED}")
     findings.note(columns, (name for name in names if name not in chosen))
     return chosen
 
@@ -178,10 +124,10 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Example | None
         findings.num_marked += 1
         return None
     except WrongRecord as error:
-        said = [f"{old} is read as {new}" for old, new in names.items()]
+        notes = [f"{old} is read as {new}" for old, new in names.items()]
         if isinstance(row, dict) and (others := sorted(set(findings.unread) - row.keys())):
-            said.append(f"further columns: {', '.join(others)}")
-        raise WrongRecord(f"{error} ({', '.join(said)})" if said else str(error)) from error
+            notes.append(f"further columns: {', '.join(others)}")
+        raise WrongRecord(f"{error} ({', '.join(notes)})" if notes else str(error)) from error
     return example if _is_wanted(example, reading, findings) else None
 
 
@@ -243,10 +189,10 @@ def _well_known(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _is_wanted(example: Example, reading: Reading, findings: Findings) -> bool:
-    """Say whether an example is in the part that is read.
+    """Return whether an example is in the part that is read.
 
-    A hash of what it says decides: not its place, not the form that it is stored in. The same
-    example is on the same side however often it comes.
+    A hash of its content decides: not its position, not the form in which it is stored. Duplicates
+    are on the same side.
     """
     if isinstance(example, Text) and not (example.begins and example.ends):
         if reading.part != "all":

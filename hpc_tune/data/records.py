@@ -5,12 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-COLUMNS = (
-    "messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text",
-    "tools", "system", "history", "chosen", "rejected", "label", "kto_tag", "weight", "train",
-    "loss", "loss_mask", "training",
-)  # fmt: skip
-_EXPECTED = (
+EXPECTED = (
     "expected one of: messages (chat), conversations (ShareGPT), instruction and output (alpaca),"
     " prompt and completion, text; data.columns={NAME: prompt, OTHER: completion} names fields that"
     " are called something else"
@@ -38,11 +33,11 @@ PREFERENCES = ("chosen", "rejected", "kto_tag")
 
 
 class WrongRecord(ValueError):
-    """A record that is no example; the reader adds the place to the message."""
+    """A record that is no example; the reader adds file and line to the message."""
 
 
 class NotLearned(Exception):
-    """A record whose own mark says that it is not to be learned."""
+    """A record that is marked as not to be learned."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +54,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and what is to be learned after it.
+    """A prompt and the answer that is to be learned.
 
-    ``plain_prompt`` takes the prompt's place where the tokenizer has no chat template. ``history``:
-    earlier questions and answers, in order, and ``plain_answers`` where those answers lie in it.
+    ``plain_prompt`` replaces the prompt where the tokenizer has no chat template. ``history``:
+    earlier questions and answers, in order, and ``plain_answers`` their answers' characters in it.
     """
 
     prompt: str
@@ -72,10 +67,17 @@ class Completion:
     history: tuple[tuple[str, str], ...] = ()
     plain_answers: tuple[tuple[int, int], ...] = ()
 
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the system prompt, all questions and all answers as messages of a chat."""
+        turns = [("system", self.system)] if self.system else []
+        for question, answer in (*self.history, (self.prompt, self.completion)):
+            turns += [("user", question), ("assistant", answer)]
+        return [{"role": role, "content": text} for role, text in turns]
+
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, learned as a whole; a part of a longer one says whether it begins and ends it."""
+    """Plain text, learned as a whole; ``begins`` and ``ends`` the text that it may be a part of."""
 
     text: str
     begins: bool = True
@@ -95,8 +97,8 @@ def to_example(record: Any) -> Example:
     if not isinstance(record, dict):
         raise WrongRecord(f"found a JSON {_name(record)}, expected an object with fields")
     readers: dict[str, Callable[[dict[str, Any]], Example]] = {
-        "messages": _chat,
-        "conversations": _sharegpt,
+        "messages": lambda fields: _dialogue(fields, "messages"),
+        "conversations": lambda fields: _dialogue(fields, "conversations"),
         "instruction": _alpaca,
         "prompt": _completion,
         "text": lambda fields: Text(_string(fields, "text")),
@@ -106,57 +108,48 @@ def to_example(record: Any) -> Example:
         value = record.get(field)
         if value is not None and not (value == "" and field in _LISTS):
             return _marked(reader(record), record)
-    found = ", ".join(map(str, record)) or "no fields"
-    raise WrongRecord(f"found the fields {found}; {_EXPECTED}")
+    fields = ", ".join(map(str, record)) or "no fields"
+    raise WrongRecord(f"found the fields {fields}; {EXPECTED}")
 
 
 def _marked(example: Example, record: dict[str, Any]) -> Example:
-    """Obey what a row of no chat says of learning it, and give it the tools that it names."""
+    """Apply a row's own mark for learning, and add its tools; chats have done so already."""
     if isinstance(example, Chat):
         return example
     if _flag_of(record, "the row") is False:
         raise NotLearned
     if isinstance(example, Text) or not (tools := _tools(record)):
         return example
-    turns = [("system", example.system)] if example.system else []
-    for question, answer in (*example.history, (example.prompt, example.completion)):
-        turns += [("user", question), ("assistant", answer)]
-    return Chat([{"role": role, "content": text} for role, text in turns], tools)
+    return Chat(example.messages(), tools)
 
 
-def _parsed(value: Any, field: str) -> Any:
-    """Return a list that a column of text holds as JSON."""
+def _from_json(value: Any, where: str, blank: Any) -> Any:
+    """Return what a text holds as JSON, ``blank`` if it is blank; what is no text as it is."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else []
+        return json.loads(value) if value.strip() else blank
     except (ValueError, RecursionError) as error:
-        raise WrongRecord(
-            f"{field} is text that is not JSON ({error}), expected a list: {_shown(value)}"
-        ) from error
+        raise WrongRecord(f"{where} is text that is not JSON ({error}): {_shown(value)}") from error
 
 
 def _refuse_preferences(record: dict[str, Any]) -> None:
-    """Refuse rows for another kind of tuning, of which half are examples of what not to say."""
-    found = [name for name in PREFERENCES if record.get(name) is not None]
+    """Refuse rows for preference tuning: half of their answers are examples of what not to say."""
+    fields = [name for name in PREFERENCES if record.get(name) is not None]
     if isinstance(record.get("label"), bool) and record.get("completion") is not None:
-        found.append("label")
-    if found:
+        fields.append("label")
+    if fields:
         raise WrongRecord(
-            f"{' and '.join(found)}: rows of preferences (DPO, KTO) are not for this kind of"
+            f"{' and '.join(fields)}: rows of preferences (DPO, KTO) are not for this kind of"
             " tuning; keep the answers to be learned, as prompt and completion or messages"
         )
 
 
-def _chat(record: dict[str, Any]) -> Chat:
-    return _dialogue(record, "messages")
-
-
-def _as_chat(messages: Any, field: str, record: dict[str, Any]) -> Chat:
-    """Check messages and bring them to the form that chat templates expect."""
+def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any]) -> Chat:
+    """Bring messages to the form that chat templates expect."""
     checked, unlearned = [], set()
     row = _flag_of(record, "the row")
-    for number, message in enumerate(_messages(messages, field)):
+    for number, message in enumerate(messages):
         where = f"{field}: message {number + 1} ({message['role']})"
         flag = _flag_of(message, where)
         if flag and message["role"] != "assistant":
@@ -170,7 +163,10 @@ def _as_chat(messages: Any, field: str, record: dict[str, Any]) -> Chat:
         if "content" in plain:
             plain["content"] = _content(plain["content"], where)
         if plain.get("tool_calls"):
-            plain["tool_calls"] = [_call(call, where) for call in _list(plain["tool_calls"], where)]
+            if not isinstance(plain["tool_calls"], list):
+                kind = _name(plain["tool_calls"])
+                raise WrongRecord(f"{where}: tool_calls is {kind}, expected a list")
+            plain["tool_calls"] = [_call(call, where) for call in plain["tool_calls"]]
         checked.append(plain)
     return Chat(checked, _tools(record), frozenset(unlearned))
 
@@ -217,29 +213,22 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise WrongRecord(f"{where}: a tool call is {_shown(call)}, expected a name and arguments")
     if not isinstance(function.get("arguments"), str):
         return dict(call)
-    function = {**function, "arguments": _json(function["arguments"], f"{where}: arguments")}
+    arguments = _from_json(function["arguments"], f"{where}: arguments", {})
+    function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text) if text.strip() else {}
-    except json.JSONDecodeError as error:
-        raise WrongRecord(f"{where} are text that is not JSON ({error.msg})") from error
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise WrongRecord(f"{where}: tool_calls is {_name(value)}, expected a list")
-    return value
-
-
-def _messages(messages: Any, field: str) -> list[dict[str, Any]]:
+def _not_empty(messages: Any, field: str) -> list[Any]:
     if not isinstance(messages, list) or not messages:
         raise WrongRecord(
             f"{field} is {_name(messages)}, expected a list with at least one message"
         )
-    for number, message in enumerate(messages, 1):
+    return messages
+
+
+def _messages(messages: Any, field: str) -> list[dict[str, Any]]:
+    """Check a list of messages, each with a role and with content or calls of tools."""
+    for number, message in enumerate(_not_empty(messages, field), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise WrongRecord(
                 f"{field}: message {number} is {_shown(message)}, expected an object with role and"
@@ -250,34 +239,29 @@ def _messages(messages: Any, field: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _sharegpt(record: dict[str, Any]) -> Chat:
-    return _dialogue(record, "conversations")
-
-
 def _dialogue(record: dict[str, Any], field: str) -> Chat:
     """Read turns of role and content, or ShareGPT's of from and value, in either field."""
-    turns = _parsed(record[field], field)
+    turns = _from_json(record[field], field, [])
     if isinstance(turns, dict):
         turns = _rows_of(turns, field)
-    if not isinstance(turns, list) or not turns:
-        raise WrongRecord(f"{field} is {_name(turns)}, expected a list with at least one message")
-    is_sharegpt = isinstance(turns[0], dict) and "from" in turns[0] and "role" not in turns[0]
-    if is_sharegpt:
+    first = _not_empty(turns, field)[0]
+    if isinstance(first, dict) and "from" in first and "role" not in first:
         turns = [_turn(turn, number, field) for number, turn in enumerate(turns, 1)]
     turns = [_as_call(turn, number, field) for number, turn in enumerate(turns, 1)]
-    return _as_chat(_with_system(turns, field, record), field, record)
+    return _as_chat(_with_system(_messages(turns, field), field, record), field, record)
 
 
-def _with_system(turns: list[Any], field: str, record: dict[str, Any]) -> list[Any]:
+def _with_system(
+    messages: list[dict[str, Any]], field: str, record: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Put the system message that is a field of its own in front of the others."""
-    if not record.get("system"):
-        return turns
-    first = {"role": "system", "content": _string(record, "system")}
-    if not isinstance(turns[0], dict) or turns[0].get("role") != "system":
-        return [first, *turns]
-    if turns[0].get("content") != first["content"]:
+    if not (system := _optional(record, "system")):
+        return messages
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0].get("content") != system:
         raise WrongRecord(f"{field} begins with a system message, and system is another one")
-    return turns
+    return messages
 
 
 def _rows_of(columns: dict[str, Any], field: str) -> list[Any]:
@@ -309,7 +293,7 @@ def _as_call(message: Any, number: int, field: str) -> Any:
         return {**message, "role": "tool"}
     if role not in _CALLS or not isinstance(message.get("content"), str):
         return message
-    calls = _json(message["content"], f"{field}: turn {number} ({role})")
+    calls = _from_json(message["content"], f"{field}: turn {number} ({role})", {})
     calls = calls if isinstance(calls, list) else [calls]
     calls = [{"type": "function", "function": call} for call in calls]
     return {**message, "role": "assistant", "content": "", "tool_calls": calls}
@@ -317,9 +301,9 @@ def _as_call(message: Any, number: int, field: str) -> Any:
 
 def _alpaca(record: dict[str, Any]) -> Completion:
     instruction, output = _string(record, "instruction"), _string(record, "output")
-    given = _string(record, "input") if record.get("input") else ""
+    given = _optional(record, "input")
     plain = "Carry out the task that follows.\n\n"
-    history, answers = _history(_parsed(record.get("history"), "history")), []
+    history, answers = _history(_from_json(record.get("history"), "history", [])), []
     for question, answer in history:
         plain += f"### Instruction:\n{question}\n\n### Response:\n"
         answers.append((len(plain), len(plain) + len(answer)))
@@ -331,7 +315,7 @@ def _alpaca(record: dict[str, Any]) -> Completion:
         prompt=f"{instruction}\n\n{given}" if given else instruction,
         completion=output,
         plain_prompt=f"{plain}### Response:\n",
-        system=_string(record, "system") if record.get("system") else "",
+        system=_optional(record, "system"),
         history=history,
         plain_answers=tuple(answers),
     )
@@ -352,28 +336,26 @@ def _completion(record: dict[str, Any]) -> Example:
         asked = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in prompt]
         field = "prompt and completion"
         return _as_chat(_with_system(asked + answer, field, record), field, record)
-    prompt_text, completion = _string(record, "prompt"), _string(record, "completion")
-    system = _string(record, "system") if record.get("system") else ""
-    return Completion(prompt_text, completion, plain_prompt=prompt_text, system=system)
+    text, completion = _string(record, "prompt"), _string(record, "completion")
+    return Completion(text, completion, plain_prompt=text, system=_optional(record, "system"))
 
 
 def _tools(record: dict[str, Any]) -> list[Any] | None:
     """Return the tools for the template; files of one type per column hold them as JSON text."""
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise WrongRecord(f"tools is text that is not JSON ({error.msg})") from error
+    tools = _from_json(record.get("tools"), "tools", [])
     if tools and not isinstance(tools, list):
         raise WrongRecord(f"tools is {_name(tools)}, expected a list")
     return tools or None
 
 
+def _optional(record: dict[str, Any], field: str) -> str:
+    return _string(record, field) if record.get(field) else ""
+
+
 def _string(record: dict[str, Any], field: str) -> str:
     if field not in record:
         raise WrongRecord(
-            f"found the fields {', '.join(record)}, but {field} is missing; {_EXPECTED}"
+            f"found the fields {', '.join(record)}, but {field} is missing; {EXPECTED}"
         )
     if not isinstance(record[field], str):
         raise WrongRecord(f"{field} is {_name(record[field])}, expected text")

@@ -33,14 +33,14 @@ def seal(path: Path) -> None:
     datasets = _find_datasets(path)
     with path.open("r+b") as file:
         size = file.seek(0, 2)
-        told = {"datasets": datasets, "sha256": _hash(file, datasets, size)}
-        text = json.dumps(told).encode()
+        content = {"datasets": datasets, "sha256": _hash(file, datasets, size)}
+        text = json.dumps(content).encode()
         file.seek(size)
         file.write(text + _END.pack(len(text), _MAGIC))
 
 
 def is_intact(file: BinaryIO) -> bool:
-    """Tell whether the file ends with a seal and has the structure that it was sealed with."""
+    """Return whether the file ends with a seal and has the structure that it was sealed with."""
     size = file.seek(0, 2)
     if size < _END.size:
         return False
@@ -51,27 +51,27 @@ def is_intact(file: BinaryIO) -> bool:
         return False
     file.seek(end)
     try:
-        told = json.loads(file.read(length))
-        datasets = [(int(offset), int(num)) for offset, num in told["datasets"]]
-        return bool(told["sha256"] == _hash(file, datasets, end))
+        content = json.loads(file.read(length))
+        datasets = [(int(offset), int(num)) for offset, num in content["datasets"]]
+        return bool(content["sha256"] == _hash(file, datasets, end))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return False
 
 
 def _find_datasets(path: Path) -> list[tuple[int, int]]:
-    found = []
+    ranges = []
 
-    def look(_: str, item: h5py.Group | h5py.Dataset) -> None:
+    def visit(_: str, item: h5py.Group | h5py.Dataset) -> None:
         if isinstance(item, h5py.Dataset) and (offset := item.id.get_offset()) is not None:
-            found.append((offset, item.size * item.dtype.itemsize))
+            ranges.append((offset, item.nbytes))
 
     with h5py.File(path, "r", locking=False) as opened:
-        opened.visititems(look)
-    return sorted(found)
+        opened.visititems(visit)
+    return sorted(ranges)
 
 
 def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
-    """Return the hash of the bytes before ``end`` outside the datasets, and of their places."""
+    """Return the hash of the bytes before ``end`` outside the datasets, and of their ranges."""
     hashed = hashlib.sha256(repr([*datasets, end]).encode())
     for start, stop in _between(datasets, end):
         file.seek(start)
@@ -85,10 +85,10 @@ def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
 
 
 def _between(datasets: Ranges, end: int) -> Iterator[tuple[int, int]]:
-    place = 0
-    for offset, num in datasets:
-        if not place <= offset <= offset + num <= end:
+    start = 0
+    for offset, num_bytes in datasets:
+        if not start <= offset <= offset + num_bytes <= end:
             raise ValueError("datasets overlap or are not in the file")
-        yield place, offset
-        place = offset + num
-    yield place, end
+        yield start, offset
+        start = offset + num_bytes
+    yield start, end

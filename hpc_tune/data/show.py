@@ -1,9 +1,9 @@
 """Documents as the model will see them, as text for a person: ``show`` and ``inspect FILE.h5``.
 
-    raw data -> one example at a time -> encode.py -> its documents, what was done to it -> lines
+    raw data -> one example at a time -> encode.py -> its documents, and counts -> lines
 
-What is learned is in colour or in marks, control tokens are bold. What only looks like one has a
-backslash in front, as has what a terminal would take as a command.
+What is learned is in colour or in marks, control tokens are bold. Text that only looks like a
+control token has a backslash in front, as have a terminal's control characters.
 """
 
 import re
@@ -16,20 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from hpc_tune.data.chats import LossOn, controls_of
+from hpc_tune.data.chats import controls_of
 from hpc_tune.data.content import verify
+from hpc_tune.data.counts import Counters, Findings
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.files import Paths, find, say_left_out, shown
-from hpc_tune.data.hdf5_format import VERSION, Counters, TokenStore
-from hpc_tune.data.reading import PLAIN as PLAIN_READING
-from hpc_tune.data.reading import Findings, Reading, require_columns
+from hpc_tune.data.hdf5_format import VERSION, TokenStore
+from hpc_tune.data.prepare import PrepareSettings
+from hpc_tune.data.reading import Reading, require_columns
 from hpc_tune.data.records import Example
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.data.writer import Block
 from hpc_tune.errors import DataError
 
-# Behind the rows that are shown the others are counted, up to so many or so many tokens: seconds.
+# After the rows that are shown others are counted, up to these limits: that takes seconds.
 COUNTED_ROWS = 1000
 COUNTED_TOKENS = 1 << 20
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -43,7 +44,7 @@ class Look:
     control: tuple[str, str] = ("", "")
 
     def paint(self, text: str, marks: tuple[str, str]) -> str:
-        """Put marks around a text; those of a terminal around each line, for pagers."""
+        """Put marks around a text; a terminal's around each line, for pagers."""
         begin, end = marks
         if not begin.startswith("\x1b"):
             return f"{begin}{text}{end}"
@@ -57,28 +58,25 @@ COLOURS = Look(("\x1b[32m", "\x1b[39m"), ("\x1b[1m", "\x1b[22m"))
 def show(
     paths: Paths,
     tokenizer: FastTokenizer,
-    *,
-    seq_len: int,
-    loss_on: LossOn,
+    settings: PrepareSettings,
     num_rows: int,
     look: Look,
-    reading: Reading = PLAIN_READING,
 ) -> Iterator[str]:
-    """Yield lines about the first ``num_rows`` rows of raw data, and about the others in sum.
+    """Yield lines about the first ``num_rows`` rows of raw data, and the counts of the others.
 
     Raises:
-        DataError: for raw data that cannot be used, with its place.
+        DataError: for raw data that cannot be used, with file and line.
     """
-    words = Words(tokenizer, look)
+    decoder, reading = DocumentDecoder(tokenizer, look), settings.reading
     yield (
-        f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it:"
-        f" data.seq_len={seq_len} data.loss_on={loss_on}; {words.legend}"
+        f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it: "
+        f"data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
     )
-    encoder = Encoder(tokenizer, seq_len, loss_on)
+    encoder = Encoder(tokenizer, settings.seq_len, settings.loss_on)
     num_shown = num_read = 0
     is_all = True
     findings = Findings()
-    for place, example in _examples(paths, reading, findings):
+    for label, example in _examples(paths, reading, findings):
         counters = encoder.counters
         is_enough = num_read >= COUNTED_ROWS or counters.tokens >= COUNTED_TOKENS
         if num_shown >= num_rows and is_enough:
@@ -91,7 +89,7 @@ def show(
             remarks = _since(before, counters).remarks()
             documents = [pair for block in blocks for pair in _documents(block)]
             kept = documents[: num_rows - num_shown]
-            yield from _row(place, kept, len(documents), remarks, words)
+            yield from _row(label, kept, len(documents), remarks, decoder)
             num_shown += max(len(kept), 1)
     yield ""
     yield f"{'all' if is_all else 'the first'} {num_read:,} rows: {encoder.counters}"
@@ -106,47 +104,47 @@ def show_prepared(
     store: TokenStore, tokenizer: FastTokenizer, num_rows: int, look: Look
 ) -> Iterator[str]:
     """Yield lines about the first ``num_rows`` documents of prepared data."""
-    words = Words(tokenizer, look)
-    yield f"{store.path}, as it was prepared; {words.legend}"
+    decoder = DocumentDecoder(tokenizer, look)
+    yield f"{store.path}, as it was prepared; {decoder.legend}"
     for number in range(min(num_rows, store.num_documents)):
-        yield from _row(f"document {number + 1}", [store.document(number)], 1, [], words)
+        yield from _row(f"document {number + 1}", [store.document(number)], 1, [], decoder)
     yield ""
     yield f"all {store.num_documents:,} documents: {store.attributes.counters}"
 
 
 def describe_prepared(path: Path) -> tuple[list[str], bool]:
-    """Return what is in a file of prepared data, and whether each byte is as it was written.
+    """Return lines about a file of prepared data, and whether each byte is as it was written.
 
     Raises:
         DataError: if it is no such file.
     """
     store = TokenStore.open(path)
-    told = store.attributes
+    attributes = store.attributes
     lengths = store.length_values
     lines = [
         f"{path}: prepared data, version {VERSION} of the format, by hpc_tune"
-        f" {told.hpc_tune_version}",
-        f"source     {told.source}",
+        f" {attributes.hpc_tune_version}",
+        f"source     {attributes.source}",
         f"documents  {store.num_documents:,} of {lengths[0]:,} to {lengths[-1]:,} tokens, cut at"
-        f" data.seq_len={told.seq_len}",
-        f"learned    {told.counters.loss_tokens:,} of {store.num_tokens:,} tokens,"
-        f" data.loss_on={told.loss_on}",
-        f"tokenizer  {told.tokenizer} (fingerprint {told.tokenizer_fingerprint[:12]},"
-        f" {told.vocab_size:,} tokens, the highest used is {told.highest_token:,})",
+        f" data.seq_len={attributes.seq_len}",
+        f"learned    {attributes.counters.loss_tokens:,} of {store.num_tokens:,} tokens,"
+        f" data.loss_on={attributes.loss_on}",
+        f"tokenizer  {attributes.tokenizer} (fingerprint {attributes.tokenizer_fingerprint[:12]},"
+        f" {attributes.vocab_size:,} tokens, the highest used is {attributes.highest_token:,})",
     ]
-    if told.template_date:
-        day = date.fromisoformat(told.template_date)
+    if attributes.template_date:
+        day = date.fromisoformat(attributes.template_date)
         lines.append(f"date       the chat template has printed {day:%-d %B %Y} as today's")
-    lines.append(f"counts     {told.counters}")
+    lines.append(f"counts     {attributes.counters}")
     try:
         verify(store)
     except DataError as error:
         return [*lines, f"content    NOT VALID: {error}"], False
-    return [*lines, f"content    verified, hash {told.content[:12]}"], True
+    return [*lines, f"content    verified, hash {attributes.content[:12]}"], True
 
 
-class Words:
-    """Turns documents into text with marks."""
+class DocumentDecoder:
+    """Decodes documents into text, with marks around what is learned and around control tokens."""
 
     def __init__(self, tokenizer: FastTokenizer, look: Look) -> None:
         """Take the tokenizer that the documents were made with."""
@@ -174,7 +172,7 @@ class Words:
         return self._look.paint(text, self._look.control)
 
     def _plain(self, ids: Sequence[int], places: Sequence[int]) -> str:
-        """Decode a run of tokens behind the one before it: at a beginning some lose a space."""
+        """Decode a run of tokens after the one before it: at a beginning some lose a space."""
         start, stop = places[0], places[-1] + 1
         first = max(start - 1, 0)
         before = self._backend.decode(ids[first:start], skip_special_tokens=False)
@@ -186,21 +184,21 @@ class Words:
 
 
 def _row(
-    place: str,
+    label: str,
     documents: Sequence[tuple[np.ndarray, np.ndarray]],
     total: int,
     remarks: Sequence[str],
-    words: Words,
+    decoder: DocumentDecoder,
 ) -> Iterator[str]:
     """Yield the lines of one row: its documents, or why there are none."""
     notes = "".join(f"; {remark}" for remark in remarks)
     if not documents:
-        yield from ("", f"{place}{notes or '; nothing in it'}")
+        yield from ("", f"{label}{notes or '; nothing in it'}")
     for number, (tokens, mask) in enumerate(documents, 1):
         part = f", part {number} of {total:,}" if total > 1 else ""
         yield ""
-        yield f"{place}{part}: {len(tokens):,} tokens, {int(mask.sum()):,} learned{notes}"
-        yield words.text_of(tokens, mask)
+        yield f"{label}{part}: {len(tokens):,} tokens, {int(mask.sum()):,} learned{notes}"
+        yield decoder.text_of(tokens, mask)
 
 
 def _documents(block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -209,7 +207,7 @@ def _documents(block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tuple[str, Example]]:
-    """Yield examples with their places: the number of the row in its file, of those taken."""
+    """Yield (label, example); a label counts the rows of a file that are read."""
     chunks = list_chunks(paths)
     has_many = len({chunk.path for chunk in chunks}) > 1
     for file, parts in groupby(chunks, lambda chunk: chunk.path):

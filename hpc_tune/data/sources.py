@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.config.data import is_prepared
 from hpc_tune.data import lines, pydocs, tables
-from hpc_tune.data.files import Kind, Paths, as_list, find, kind_of, shown
-from hpc_tune.data.reading import PLAIN, Findings, Reading, as_example
+from hpc_tune.data.counts import Findings
+from hpc_tune.data.files import KNOWN, Kind, Paths, as_list, find, kind_of, shown
+from hpc_tune.data.reading import PLAIN, Reading, as_example
 from hpc_tune.data.records import Completion, Example, WrongRecord
 from hpc_tune.errors import DataError
 
@@ -40,7 +42,7 @@ class Chunk:
 
 
 def is_builtin(path: str) -> bool:
-    """Say whether ``path`` names data that comes with the package."""
+    """Return whether ``path`` names data that comes with the package."""
     return path.startswith("builtin:")
 
 
@@ -61,27 +63,27 @@ def list_chunks(paths: Paths) -> list[Chunk]:
 def read_chunk(
     chunk: Chunk, reading: Reading = PLAIN, findings: Findings | None = None
 ) -> Iterator[Example]:
-    """Yield the examples of a chunk in order; ``findings`` gets what is to be said of it.
+    """Yield the examples of a chunk in order; ``findings`` counts what is worth reporting.
 
     Raises:
         DataError: naming file and line (or row), what was found and what is expected.
     """
     findings = Findings() if findings is None else findings
-    for place, row in _rows(chunk, reading, findings):
+    for position, row in _rows(chunk, reading, findings):
         try:
             example = as_example(row, reading, findings)
         except WrongRecord as error:
-            said = f"{_where(chunk, place)}: {error}" if findings.has_room else ""
+            problem = f"{_where(chunk, position)}: {error}" if findings.has_room else ""
             if reading.bad_rows == "refuse":
-                raise DataError(said) from error
-            findings.skip(said)
+                raise DataError(problem) from error
+            findings.skip(problem)
             continue
         if example is not None:
             yield example
 
 
 def identity(paths: Paths) -> str:
-    """Return a hash of the source's place, sizes and times of change."""
+    """Return a hash of the source's paths, sizes and modification times."""
     if isinstance(paths, str) and is_builtin(paths):
         facts: list[Any] = [paths, sys.version, _builtin_modules(paths)]
     else:
@@ -94,7 +96,7 @@ def identity(paths: Paths) -> str:
 
 def files_of(paths: Paths) -> set[str]:
     """Return the files of a source, prepared or raw, or the name of a built-in one."""
-    if isinstance(paths, str) and (is_builtin(paths) or paths.endswith((".h5", ".hdf5"))):
+    if isinstance(paths, str) and (is_builtin(paths) or is_prepared(paths)):
         return {paths}
     return {str(file.resolve()) for file in find(paths).files}
 
@@ -128,7 +130,8 @@ def _builtin_modules(path: str) -> list[str]:
 
 def _cut(file: Path) -> list[Chunk]:
     kind, size = kind_of(file), file.stat().st_size
-    assert kind is not None, f"{file} is of no known kind"
+    if kind is None:
+        raise DataError(f"{file} is of no known kind of data; expected {KNOWN}")
     if kind == "parquet":
         num_groups = tables.open_parquet(file).metadata.num_row_groups
         return [Chunk(kind, str(file), group, group + 1) for group in range(num_groups)]
@@ -144,7 +147,7 @@ def _cut(file: Path) -> list[Chunk]:
 
 
 def _rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[int, Any]]:
-    """Yield (place, row); what is wrong with a row alone is a WrongRecord in its place."""
+    """Yield (position, row), a WrongRecord in place of a row that alone is wrong."""
     file = Path(chunk.path)
     match chunk.kind:
         case "jsonl":
@@ -166,11 +169,11 @@ def _rows(chunk: Chunk, reading: Reading, findings: Findings) -> Iterator[tuple[
             )
 
 
-def _where(chunk: Chunk, place: int) -> str:
+def _where(chunk: Chunk, position: int) -> str:
     match chunk.kind:
         case "jsonl":
-            return f"{chunk.path}, line {lines.line_number(Path(chunk.path), place)}"
+            return f"{chunk.path}, line {lines.line_number(Path(chunk.path), position)}"
         case "array":
-            return f"{chunk.path}, element {place} of the array"
+            return f"{chunk.path}, element {position} of the array"
         case _:
-            return f"{chunk.path}, row {place}"
+            return f"{chunk.path}, row {position}"

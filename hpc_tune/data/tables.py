@@ -1,7 +1,7 @@
 """Files of columns, Parquet, Arrow and CSV, as rows; one batch of rows is held at a time.
 
-pyarrow reads them. Each reader yields (number of the row, row); a row that is wrong by itself is a
-``WrongRecord`` in its place, what is wrong with the file is an error.
+pyarrow reads them. Each reader yields (number of the row, row), a ``WrongRecord`` in place of a
+row that alone is wrong; what is wrong with the file is an error.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.data.counts import Findings
 from hpc_tune.data.lines import open_bytes
-from hpc_tune.data.reading import PLAIN, Findings, Reading, choose_columns
+from hpc_tune.data.reading import Reading, choose_columns
 from hpc_tune.data.records import FLAGS, PREFERENCES, WrongRecord
 from hpc_tune.errors import DataError
 
@@ -33,22 +34,20 @@ def open_parquet(file: Path) -> Any:
     """
     import pyarrow.parquet
 
-    with _told(f"{file} cannot be read as Parquet"):
+    with _as_data_error(f"{file} cannot be read as Parquet"):
         opened = pyarrow.parquet.ParquetFile(file, buffer_size=_READ_BYTES)
         opened.schema_arrow.names  # noqa: B018  # of a damaged file they may be no text
         return opened
 
 
-def read_parquet(
-    file: Path, group: int, reading: Reading = PLAIN, findings: Findings | None = None
-) -> Rows:
+def read_parquet(file: Path, group: int, reading: Reading, findings: Findings) -> Rows:
     """Yield the rows of one row group.
 
     Raises:
         DataError: for a damaged file, or columns that are not known.
     """
     with open_parquet(file) as parquet:
-        columns = choose_columns(file, parquet.schema_arrow.names, reading, findings or Findings())
+        columns = choose_columns(file, parquet.schema_arrow.names, reading, findings)
         first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
         batches = parquet.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False)
         yield from _rows(file, batches, first)
@@ -72,13 +71,7 @@ def batch_marks(file: Path, num_bytes: int) -> list[int]:
     return marks if marks[-1] == number else [*marks, number]
 
 
-def read_arrow(
-    file: Path,
-    start: int,
-    stop: int,
-    reading: Reading = PLAIN,
-    findings: Findings | None = None,
-) -> Rows:
+def read_arrow(file: Path, start: int, stop: int, reading: Reading, findings: Findings) -> Rows:
     """Yield the rows of the record batches ``start`` up to ``stop``.
 
     Raises:
@@ -93,11 +86,11 @@ def read_arrow(
         else:
             first += batch.num_rows
     if wanted:
-        columns = choose_columns(file, wanted[0].schema.names, reading, findings or Findings())
+        columns = choose_columns(file, wanted[0].schema.names, reading, findings)
         yield from _rows(file, _pieces(wanted, columns), first)
 
 
-def read_csv(file: Path, reading: Reading = PLAIN, findings: Findings | None = None) -> Rows:
+def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
     """Yield the rows of a CSV file, whose first line names the columns.
 
     Text stays text, also where it looks like a number; an empty cell is empty text.
@@ -117,7 +110,7 @@ def read_csv(file: Path, reading: Reading = PLAIN, findings: Findings | None = N
     read = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
     parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
     with (
-        _told(f"{file} cannot be read as CSV"),
+        _as_data_error(f"{file} cannot be read as CSV"),
         open_bytes(file) as opened,
         csv.open_csv(opened, read, parse) as head,
     ):
@@ -127,7 +120,7 @@ def read_csv(file: Path, reading: Reading = PLAIN, findings: Findings | None = N
         raise DataError(
             f"{file} begins with the names {names[0]!r}: separated by {found!r}, expected commas"
         )
-    columns = choose_columns(file, names, reading, findings or Findings())
+    columns = choose_columns(file, names, reading, findings)
     fields = {name: dict(reading.columns).get(name, name) for name in columns}
     convert = csv.ConvertOptions(
         include_columns=columns,
@@ -136,7 +129,7 @@ def read_csv(file: Path, reading: Reading = PLAIN, findings: Findings | None = N
         strings_can_be_null=False,
     )
     with open_bytes(file) as opened:
-        with _told(f"{file} cannot be read as CSV"):
+        with _as_data_error(f"{file} cannot be read as CSV"):
             batches = csv.open_csv(opened, read, parse, convert)
         shift = 0
         for number, row in _rows(file, _pieces(batches, columns), 0):
@@ -164,7 +157,7 @@ def _batches(file: Path) -> Iterator[Any]:
     import pyarrow
 
     with (
-        _told(f"{file} cannot be read as Arrow data"),
+        _as_data_error(f"{file} cannot be read as Arrow data"),
         pyarrow.memory_map(str(file)) as mapped,
     ):
         is_stream = mapped.read(len(_FILE_MAGIC)) != _FILE_MAGIC
@@ -176,14 +169,14 @@ def _batches(file: Path) -> Iterator[Any]:
             source = pyarrow.ipc.open_file(mapped)
             batches = (source.get_batch(n) for n in range(source.num_record_batches))
         for batch in batches:
-            batch.validate()  # or damaged places would be followed anywhere in memory
+            batch.validate()  # or damaged offsets would be followed anywhere in memory
             batch.schema.names  # noqa: B018  # of a damaged file they may be no text
             yield batch
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turn what pyarrow raises for a damaged file into an error for the user."""
+def _as_data_error(what: str) -> Iterator[None]:
+    """Turn what pyarrow raises for a damaged file into a DataError."""
     import pyarrow
 
     known = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, ArithmeticError)
@@ -197,7 +190,7 @@ def _rows(file: Path, batches: Iterator[Any], first: int) -> Rows:
     """Yield the rows of batches; ``first`` rows of the file are before them."""
     number = first
     while True:
-        with _told(f"{file}, after row {number}: cannot be read"):
+        with _as_data_error(f"{file}, after row {number}: cannot be read"):
             batch = next(batches, None)
             if batch is None:
                 return

@@ -39,17 +39,16 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def write_store(
     path: Path, blocks: Iterable[Block], histogram: dict[int, int], attributes: Attributes
 ) -> None:
-    """Write documents to ``path``; ``histogram`` says beforehand how many there are of each length.
+    """Write documents to ``path``; ``histogram`` holds the number of documents of each length.
 
     ``content`` and ``highest_token`` of the attributes are replaced by the documents' own. If
     anything fails, nothing is left behind, and what was at ``path`` before is untouched.
     """
     with replacing(path, durable=True) as temporary:
-        places = _allocate(temporary, histogram, token_dtype(attributes.vocab_size))
+        extents = _allocate(temporary, histogram, token_dtype(attributes.vocab_size))
         with temporary.open("r+b", buffering=0) as file:
-            content, highest = _fill(file.fileno(), places, blocks, histogram)
-        told = replace(attributes, content=content, highest_token=highest)
-        _write_attributes(temporary, told)
+            content, highest = _fill(file.fileno(), extents, blocks, histogram)
+        _write_attributes(temporary, replace(attributes, content=content, highest_token=highest))
         seal(temporary)
 
 
@@ -71,34 +70,32 @@ def _allocate(
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    properties.set_obj_track_times(False)  # the same documents give the same bytes
-    places = {}
+    extents = {}
     with h5py.File(path, "w", locking=False, alignment_threshold=64, alignment_interval=64) as file:
-        for group in ("documents", "lengths"):
-            file.create_group(group)
         for name, (length, dtype) in shapes.items():
-            kind = h5py.h5t.py_create(dtype.newbyteorder("<"), logical=True)
-            space = h5py.h5s.create_simple((length,))
-            dataset = h5py.h5d.create(file.id, name.encode(), kind, space, dcpl=properties)
-            places[name] = (dataset.get_offset(), dtype)
-    return places
+            # Without times: the same documents give the same bytes.
+            dataset = file.create_dataset(
+                name, (length,), dtype.newbyteorder("<"), dcpl=properties, track_times=False
+            )
+            extents[name] = (dataset.id.get_offset(), dtype)
+    return extents
 
 
 def _fill(
     file: int,
-    places: dict[str, tuple[int, np.dtype]],
+    extents: dict[str, tuple[int, np.dtype]],
     blocks: Iterable[Block],
     histogram: dict[int, int],
 ) -> tuple[str, int]:
     """Write every dataset's bytes; return the hash of the documents and their highest token."""
     values = np.array(sorted(histogram), dtype=np.int64)
     counts = np.array([histogram[length] for length in values.tolist()], dtype=np.int64)
-    sorter = _ByLength(file, *places["documents/by_length"], values, counts)
+    sorter = _ByLength(file, *extents["documents/by_length"], values, counts)
     hashes = {name: new_hash() for name in HASHED}
-    ends = {name: places[name][0] for name in HASHED}
+    ends = {name: extents[name][0] for name in HASHED}
 
     def append(name: str, array: np.ndarray) -> None:
-        data = np.ascontiguousarray(array, dtype=places[name][1]).view(np.uint8).data
+        data = np.ascontiguousarray(array, dtype=extents[name][1]).view(np.uint8).data
         hashes[name].update(data)
         _write(file, data, ends[name])
         ends[name] += len(data)
@@ -117,8 +114,8 @@ def _fill(
     sorter.flush()
     expected = int(values @ counts)
     assert num_tokens == expected, f"blocks hold {num_tokens} tokens, the histogram {expected}"
-    _write(file, values.view(np.uint8).data, places["lengths/values"][0])
-    _write(file, counts.view(np.uint8).data, places["lengths/counts"][0])
+    _write(file, values.view(np.uint8).data, extents["lengths/values"][0])
+    _write(file, counts.view(np.uint8).data, extents["lengths/counts"][0])
     return joined([hashes[name] for name in HASHED]), highest
 
 
@@ -126,9 +123,9 @@ class _ByLength:
     """Sorts document numbers by length, stably, as they stream past (counting sort on the disk)."""
 
     def __init__(
-        self, file: int, place: int, dtype: np.dtype, values: np.ndarray, counts: np.ndarray
+        self, file: int, offset: int, dtype: np.dtype, values: np.ndarray, counts: np.ndarray
     ) -> None:
-        self._file, self._place, self._dtype = file, place, dtype
+        self._file, self._offset, self._dtype = file, offset, dtype
         starts = np.cumsum(counts) - counts
         self._next = dict(zip(values.tolist(), starts.tolist(), strict=True))
         self._held: list[np.ndarray] = []
@@ -147,8 +144,8 @@ class _ByLength:
         order = np.argsort(lengths, kind="stable")
         numbers = (order + self._num_done).astype(self._dtype)
         for value, start, stop in _runs(lengths[order]):
-            place = self._place + self._next[value] * self._dtype.itemsize
-            _write(self._file, numbers[start:stop].view(np.uint8).data, place)
+            at = self._offset + self._next[value] * self._dtype.itemsize
+            _write(self._file, numbers[start:stop].view(np.uint8).data, at)
             self._next[value] += stop - start
         self._num_done += self._num_held
         self._held, self._num_held = [], 0
@@ -161,11 +158,11 @@ def _runs(rising: np.ndarray) -> Iterator[tuple[int, int, int]]:
     yield from zip(rising[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
 
 
-def _write(file: int, data: memoryview, place: int) -> None:
-    """Write all bytes at ``place``; a single call may write fewer."""
+def _write(file: int, data: memoryview, offset: int) -> None:
+    """Write all bytes at ``offset``; a single call may write fewer."""
     while len(data):
-        written = os.pwrite(file, data[: 1 << 30], place)
-        data, place = data[written:], place + written
+        written = os.pwrite(file, data[: 1 << 30], offset)
+        data, offset = data[written:], offset + written
 
 
 def _write_attributes(path: Path, attributes: Attributes) -> None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from hpc_tune.errors import ConfigError
 from hpc_tune.rundir import heartbeat, outcome
+from hpc_tune.safe_yaml import load_yaml
 
 Row = Mapping[str, Any]
 _HUGE, _LAST_TIME = 1e300, 4e9  # the year 2096
@@ -224,8 +223,8 @@ def _event(event: Row) -> Row:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        tree = load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     parts = tree if isinstance(tree, dict) else {}
     return {

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
-from hpc_tune.config.schema import DataConfig, is_prepared
+from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import Loader
-from hpc_tune.data.prepare import cache_name, prepare
+from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
+from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
@@ -65,11 +66,8 @@ def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
     stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
     loader = Loader(
         stores[0],
-        seq_len=config.data.seq_len,
-        packing=config.data.packing,
-        seed=config.train.seed,
+        SampleOrder(config.data.seq_len, config.data.packing, config.train.seed),
         global_size=config.batch.global_size,
-        total_rows=0,
         rank=place.data,
         size=resolved.layout.data_size,
     )
@@ -143,13 +141,10 @@ def ready_data(
         return store
     folder = Path(data.cache) if data.cache else run_dir / "data"
 
-    def place() -> Path:
-        reading = reading_of(data, part)
-        return folder / cache_name(
-            path, own.mark, seq_len=data.seq_len, loss_on=data.loss_on, reading=reading
-        )
-
-    out = comm.on_rank_0("looking at the data", place)
+    out = comm.on_rank_0(
+        "looking at the data",
+        lambda: folder / cache_name(path, own.mark, prepare_settings(data, part)),
+    )
     found = comm.on_rank_0("looking for prepared data", out.exists)
     if not found:
         comm.on_rank_0("making the data folder", lambda: make_folder(folder))
@@ -158,10 +153,11 @@ def ready_data(
     return comm.together("opening the data", lambda: open_it(out, is_new=not found))
 
 
-def reading_of(data: DataConfig, part: Part = "all") -> Reading:
-    """Return how data is read by its settings."""
+def prepare_settings(data: DataConfig, part: Part = "all") -> PrepareSettings:
+    """Return how raw data is prepared by the settings of a run."""
     held_out = data.eval_fraction if part != "all" else 0.0
-    return Reading(tuple(data.columns.items()), data.bad_rows, held_out, part)
+    reading = Reading(tuple(data.columns.items()), data.bad_rows, held_out, part)
+    return PrepareSettings(data.seq_len, data.loss_on, reading)
 
 
 def prepare_file(
@@ -179,27 +175,16 @@ def prepare_file(
     """
     world = comm.world
     name = f"{shown(path)}{'' if part == 'all' else f' ({part} part)'}"
-    progress = Progress(f"tokenising {name}", 1, enabled=world.rank == 0)
+    progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:
         known = DataError(str(error)) if isinstance(error, OSError) else error
         assert known is None or isinstance(known, HpcTuneError)
         comm.agree(known, "preparing the data")
 
-    counters = prepare(
-        path,
-        out,
-        tokenizer,
-        seq_len=data.seq_len,
-        loss_on=data.loss_on,
-        reading=reading_of(data, part),
-        rank=world.rank,
-        size=world.size,
-        agree=agree_or_raise,
-        share=lambda own: comm.broadcast(own),
-        threads=comm.threads,
-        report=progress.show,
-    )
+    ranks = Ranks(world.rank, world.size, agree_or_raise, comm.broadcast, comm.threads)
+    settings = prepare_settings(data, part)
+    counters = prepare(path, out, tokenizer, settings, ranks, progress.show)
     progress.close()
     if world.rank == 0 and part != "held-out" and not is_builtin(shown(path)):
         found = find(path)

@@ -7,7 +7,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from hpc_tune.config.schema import RunConfig, is_prepared
+from hpc_tune.config.data import is_prepared
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import shown
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.show import COLOURS, PLAIN, show, show_prepared
@@ -17,7 +18,7 @@ from hpc_tune.log import configure, log
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.train.data import make_folder, prepare_file, reading_of
+from hpc_tune.train.data import make_folder, prepare_file, prepare_settings
 from hpc_tune.train.exit import fail
 from hpc_tune.train.model import ready_model
 from hpc_tune.world.bootstrap import bootstrap, shutdown
@@ -27,7 +28,7 @@ def run_prepare(config: RunConfig, out: Path) -> int:
     """Write ``out`` from data.path with model.path's tokenizer; return the exit code."""
     comm = None
     try:
-        if out.suffix not in (".h5", ".hdf5"):
+        if not is_prepared(str(out)):
             raise ConfigError(f"--out {out}: expected a name that ends in .h5")
         comm = bootstrap(config.run, partial(fail, run_dir=None))
         configure(comm.world.rank)
@@ -71,15 +72,7 @@ def run_show(config: RunConfig, num_rows: int) -> int:
         store.require_tokenizer(tokenizer, fingerprint(tokenizer))
         lines = show_prepared(store, tokenizer, num_rows, look)
     else:
-        lines = show(
-            data.path,
-            tokenizer,
-            seq_len=data.seq_len,
-            loss_on=data.loss_on,
-            num_rows=num_rows,
-            look=look,
-            reading=reading_of(data),
-        )
+        lines = show(data.path, tokenizer, prepare_settings(data), num_rows, look)
     try:
         for line in lines:
             print(line)

@@ -11,6 +11,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.export import pack_adapter
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.data.loader import eval_batches
+from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine
 from hpc_tune.log import log
 from hpc_tune.plan.hardware import peak_flops
@@ -148,8 +149,7 @@ def _evaluation(
         return None
     return lambda: eval_batches(
         store,
-        seq_len=config.data.seq_len,
-        packing=config.data.packing,
+        SampleOrder(config.data.seq_len, config.data.packing, seed=0),
         num_rows=config.train.eval_rows,
         rank=resolved.coordinates.data,
         size=resolved.layout.data_size,

@@ -185,7 +185,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_before_data_is_read(tmp_path)
 def test_what_needs_no_data_is_refused_before_they_are_prepared(tmp_path, overrides, words):
     done = train([*BASE, f"run.dir={tmp_path / 'run'}", *overrides])
     refused(done, *words)
-    assert "tokenising" not in done.stderr
+    assert "tokenizing" not in done.stderr
 
 
 def test_a_resume_with_another_seed_or_length_is_refused_with_all_differences(a_run, model):

@@ -84,5 +84,5 @@ def test_hosts_that_do_not_share_the_run_directory_are_refused_before_anything_i
     assert [rank.returncode for rank in ranks] == [2, 2], said
     assert f"run.dir={run_dir} on {made.names[1]} is not the folder of that name on" in said[1]
     assert "Traceback" not in said[0] + said[1]
-    assert "tokenising" not in said[0]
+    assert "tokenizing" not in said[0]
     assert not (run_dir / "live.json").exists()

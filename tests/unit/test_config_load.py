@@ -124,7 +124,16 @@ def test_a_word_of_one_file_can_be_named_in_another(tmp_path):
 
 
 def test_a_part_that_is_there_twice_is_refused(write):
-    assert "duplicate key optim" in problem(write("optim: {lr: 1}\ntrain: {}\noptim: {lr: 2}\n"))
+    text = "optim: {lr: 1}\ntrain: {}\noptim: {lr: 2}\n"
+    assert problem(write(text)).endswith("not valid YAML: duplicate key optim (line 3, column 1)")
+    said = problem(write(SOME), "optim={lr: 1, beta1: 0, lr: 2}")
+    assert "cannot be applied: duplicate key lr (line 1, column 19)" in said
+
+
+def test_a_key_that_overrides_a_merged_one_is_not_there_twice(write):
+    text = "train: {<<: &x {seed: 1, max_steps: 3}, seed: 2}\nrun: {dir: a}\n"
+    train = load_config(write(text)).train
+    assert (train.seed, train.max_steps) == (2, 3)
 
 
 def test_no_file_means_the_embedded_default_and_overrides_work_on_it():

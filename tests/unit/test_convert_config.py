@@ -324,7 +324,7 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
         (theirs(TORCHTUNE_LORA), 0, "--ranks 0: expected a number from 1 on"),
         (theirs(TORCHTUNE_LORA, tensor_parallel_dim=4), 6, "give a multiple of 4"),
         (theirs(TORCHTUNE_LORA, batch_size="many"), 1, "batch_size = 'many' in their config"),
-        (theirs(TORCHTUNE_LORA, optimizer__lr=-1), 1, "optim.lr = -1: Input should be greater"),
+        (theirs(TORCHTUNE_LORA, optimizer__lr=-1), 1, "optim.lr=-1: Input should be greater"),
         (theirs(TORCHTUNE_LORA, output_dir="${gone}"), 1, "names ${gone}, which has no value"),
         (theirs(TORCHTUNE_LORA, a="${b}", b="${a}"), 1, "name each other"),
     ],

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_tune.data.controls import ESCAPE, StandIns
-from hpc_tune.data.hdf5_format import Counters
+from hpc_tune.data.counts import Counters
 
 WORDS = st.text("ab|<", max_size=5)
 

@@ -43,8 +43,8 @@ def test_a_folder_as_it_is_downloaded_from_the_hub_gives_its_training_split(tmp_
     ]
     said = "\n".join(say_left_out(find(str(tmp_path))))
     assert "README.md" in said
-    assert "make.py: of no kind of data that is known" in said
-    assert "unsupervised-00000-of-00001.parquet: by name a split to be held out" in said
+    assert "make.py: of no known kind of data" in said
+    assert "unsupervised-00000-of-00001.parquet: by its name a split to hold out" in said
 
 
 def test_a_card_alone_is_no_data_and_is_read_only_if_it_is_named(tmp_path):
@@ -58,7 +58,7 @@ def test_splits_are_told_by_the_names_of_files_or_else_of_folders(tmp_path):
     _put(tmp_path, "a/train/x.jsonl", "a/test/x.jsonl", "a/val/train_ids.jsonl", "a/more.jsonl")
     assert _found(str(tmp_path), tmp_path) == (
         ["a/more.jsonl", "a/train/x.jsonl", "a/val/train_ids.jsonl"],
-        {"a/test/x.jsonl": "by name a split to be held out; data.eval_path takes it"},
+        {"a/test/x.jsonl": "by its name a split to hold out; name it in data.eval_path"},
     )
     assert _found(str(tmp_path / "a" / "test"), tmp_path) == (["a/test/x.jsonl"], {})
 

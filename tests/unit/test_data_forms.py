@@ -12,7 +12,7 @@ import pytest
 from test_data_support import byte_tokenizer, chat, write_jsonl
 
 from hpc_tune.data import sources, tables
-from hpc_tune.data.prepare import prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
 
@@ -211,14 +211,14 @@ def test_prepared_files_do_not_depend_on_the_form(tmp_path):
     for name in ("d.jsonl", "d.csv", "d.parquet", "d.jsonl.zst"):
         if name != "d.jsonl":
             FORMS[name](tmp_path / name, PAIRS[:60])
-        prepare(str(tmp_path / name), tmp_path / "d.h5", byte_tokenizer(), seq_len=64)
+        prepare(str(tmp_path / name), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(64))
         contents.add(TokenStore.open(tmp_path / "d.h5").attributes.content)
     assert len(contents) == 1
 
 
 def test_an_array_with_something_behind_it_is_refused(tmp_path):
     (tmp_path / "d.json").write_text('[{"text": "a"}]\n[{"text": "b"}]\n')
-    with pytest.raises(DataError, match="more behind the array"):
+    with pytest.raises(DataError, match="more after the array"):
         _read(tmp_path / "d.json")
 
 

@@ -26,7 +26,6 @@ def test_documents_come_back_as_they_were_written(tmp_path):
     assert store.tokens.dtype == np.uint16
     for number, length in enumerate(LENGTHS):
         tokens, mask = store.document(number)
-        assert store.length(number) == length
         assert tokens.tolist() == list(range(number, number + length))
         assert mask.tolist() == [0] + [1] * (length - 1)
     assert store.by_length[:].tolist() == [5, 1, 3, 0, 4, 2, 6, 7]

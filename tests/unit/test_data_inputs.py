@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_data_support import byte_tokenizer, chat, write_jsonl, zero_tokens
 
-from hpc_tune.config.schema import DataConfig
-from hpc_tune.data.prepare import prepare
+from hpc_tune.config.data import DataConfig
+from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.errors import DataError
 from hpc_tune.train.data import Tokenizing, prepare_data, ready_data
 from hpc_tune.world.comm import Comm
@@ -33,7 +33,7 @@ def opened(path, model, run_dir):
 
 def test_zeroed_tokens_are_refused_by_the_name_of_their_file(tmp_path, model):
     rows = write_jsonl(tmp_path / "d.jsonl", [chat("q", "a")])
-    prepare(str(rows), tmp_path / "d.h5", Tokenizing(model, None).tokenizer, seq_len=100)
+    prepare(str(rows), tmp_path / "d.h5", Tokenizing(model, None).tokenizer, PrepareSettings(100))
     zero_tokens(tmp_path / "d.h5")
     with pytest.raises(DataError, match=r"d\.h5: its documents are not as `prepare` wrote them"):
         opened(tmp_path / "d.h5", model, tmp_path / "run")
@@ -91,8 +91,8 @@ def test_what_is_left_out_of_a_folder_is_said_and_training_data_as_held_out_data
     )
     assert (store.num_documents, held_out.num_documents) == (1, 1)
     assert store.attributes.content != held_out.attributes.content
-    assert "README.md: it tells about the data" in caplog.text
-    assert "test-00000-of-00001.jsonl: by name a split to be held out" in caplog.text
+    assert "README.md: it describes the data" in caplog.text
+    assert "test-00000-of-00001.jsonl: by its name a split to hold out" in caplog.text
     assert "nothing about new data" not in caplog.text
     stores(model, tmp_path / "run", path=folder, eval_path=folder)
     assert "both read" in caplog.text

@@ -7,8 +7,10 @@ import torch
 from test_data_support import attributes, store_of_lengths
 
 from hpc_tune.batch import IGNORED_LABEL
-from hpc_tune.data.hdf5_format import Counters, TokenStore
+from hpc_tune.data.counts import Counters
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import Loader, eval_batches, make_batch
+from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model.packed_attention import lengths_in
@@ -22,15 +24,10 @@ def store(tmp_path_factory):
 
 
 def _loader(store, **changes):
-    values = {
-        "seq_len": 64,
-        "packing": True,
-        "seed": 3,
-        "global_size": 10,
-        "total_rows": 170,
-        "micro_size": 2,
-    }
-    return Loader(store, **{**values, **changes})
+    values = {"global_size": 10, "total_rows": 170, "micro_size": 2, **changes}
+    order = {"seq_len": 64, "packing": True, "seed": 3}
+    order |= {name: values.pop(name) for name in order if name in values}
+    return Loader(store, SampleOrder(**order), **values)
 
 
 def _rows(batches):
@@ -190,10 +187,10 @@ def test_prefetch_stays_within_its_bytes_and_zero_frees_it(store):
     expected = _loader(store, prefetch_bytes=0, total_rows=1000)
     for number in range(60):
         assert _rows(loader.next_step()) == _rows(expected.next_step())
-        assert loader._ahead.queued_bytes <= 3 * step_bytes
+        assert loader._prefetcher._queued_bytes <= 3 * step_bytes
         if number in (10, 30):
             loader.set_prefetch(0)
-            assert loader._ahead.queued_bytes == 0
+            assert loader._prefetcher._queued_bytes == 0
         if number == 20:
             loader.set_prefetch(2 * step_bytes)
     loader.close()
@@ -220,13 +217,10 @@ def test_error_in_the_thread_comes_out_of_next_step(store):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_evaluation_has_the_same_rows_for_any_number_of_ranks(store, size):
-    reference = _rows(eval_batches(store, seq_len=64, packing=True, num_rows=11))
+    order = SampleOrder(64, packing=True, seed=0)
+    reference = _rows(eval_batches(store, order, num_rows=11))
     parts = [
-        list(
-            eval_batches(
-                store, seq_len=64, packing=True, num_rows=11, rank=r, size=size, micro_size=2
-            )
-        )
+        list(eval_batches(store, order, num_rows=11, rank=r, size=size, micro_size=2))
         for r in range(size)
     ]
     assert len({len(part) for part in parts}) == 1
@@ -249,7 +243,8 @@ def test_documents_that_are_cut_are_warned_of_once(store, caplog):
 
 
 def test_evaluation_of_all_rows_has_each_document_once(store):
-    total = sum(b.num_loss_tokens for b in eval_batches(store, seq_len=64, packing=False))
+    order = SampleOrder(64, packing=False, seed=0)
+    total = sum(b.num_loss_tokens for b in eval_batches(store, order))
     assert total == sum(length - 1 for length in LENGTHS)
 
 

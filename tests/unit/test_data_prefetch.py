@@ -33,11 +33,11 @@ def test_steps_come_in_order_whatever_is_changed_while_they_are_built(seed):
             case "limit":
                 limit = choose.choice([0, 1, 2, 8]) * STEP_BYTES
                 ahead.set_limit(limit)
-                assert ahead.queued_bytes <= limit
+                assert ahead._queued_bytes <= limit
             case "sleep":
                 time.sleep(0.001)
     ahead.close()
-    assert ahead.queued_bytes == 0
+    assert ahead._queued_bytes == 0
 
 
 def test_close_ends_the_thread_and_steps_still_come():

@@ -11,7 +11,15 @@ from test_data_support import byte_tokenizer, chat, write_jsonl
 from hpc_tune.data import prepare as module
 from hpc_tune.data import sources
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.prepare import assemble, cache_name, plan, prepare, tokenize
+from hpc_tune.data.prepare import (
+    PrepareSettings,
+    Ranks,
+    assemble,
+    cache_name,
+    plan,
+    prepare,
+    tokenize,
+)
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import DataError
 
@@ -21,7 +29,7 @@ RECORDS = [chat(f"question {n}", "answer " * (n % 40)) for n in range(300)]
 WATCH_MEMORY = """
 import sys, threading
 from test_data_support import byte_tokenizer
-from hpc_tune.data.prepare import prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare
 
 def anonymous_mib():
     lines = open("/proc/self/status").read().splitlines()
@@ -35,7 +43,7 @@ tokenizer, done = byte_tokenizer(), threading.Event()
 samples = [anonymous_mib()]
 thread = threading.Thread(target=watch)
 thread.start()
-prepare(sys.argv[1], sys.argv[2], tokenizer, seq_len=512)
+prepare(sys.argv[1], sys.argv[2], tokenizer, PrepareSettings(512))
 done.set()
 thread.join()
 print(max(samples) - samples[0])
@@ -48,11 +56,11 @@ def source(tmp_path, monkeypatch):
     return str(write_jsonl(tmp_path / "raw.jsonl", RECORDS))
 
 
-def _prepare_with(source, out, size, **settings):
+def _prepare_with(source, out, size):
     tokenizer = byte_tokenizer()
-    work = plan(source, out, tokenizer, **{"seq_len": 200, **settings})
+    work = plan(source, out, tokenizer, PrepareSettings(200))
     for rank in reversed(range(size)):
-        tokenize(work, tokenizer, rank, size)
+        tokenize(work, tokenizer, Ranks(rank, size))
     return assemble(work)
 
 
@@ -68,7 +76,7 @@ def test_any_number_of_ranks_gives_the_same_bytes(source, tmp_path):
 
 def test_documents_are_in_the_order_of_the_source_and_counted(source, tmp_path):
     tokenizer = byte_tokenizer()
-    counters = prepare(source, tmp_path / "d.h5", tokenizer, seq_len=200)
+    counters = prepare(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     store = TokenStore.open(tmp_path / "d.h5")
     store.require_tokenizer(tokenizer, fingerprint(tokenizer))
     asked = [tokenizer.decode(store.document(d)[0]) for d in range(store.num_documents)]
@@ -90,8 +98,8 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
     source, tmp_path, monkeypatch
 ):
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, seq_len=200)
-    tokenize(work, tokenizer, 0, 2)
+    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    tokenize(work, tokenizer, Ranks(0, 2))
     (work.parts / "00000001.part").write_bytes(b"cut off by the kill")
     written = []
     write_part = module._write_part
@@ -99,7 +107,7 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
         module, "_write_part", lambda w, n, e: (written.append(n), write_part(w, n, e))
     )
     for rank in range(3):
-        tokenize(work, tokenizer, rank, 3)
+        tokenize(work, tokenizer, Ranks(rank, 3))
     assert sorted(written) == list(range(1, len(work.chunks), 2))
     assemble(work)
     _prepare_with(source, tmp_path / "plain.h5", 1)
@@ -108,11 +116,11 @@ def test_finished_parts_of_a_killed_run_are_used_by_another_number_of_ranks(
 
 def test_parts_belong_to_one_source_one_tokenizer_and_one_setting(source, tmp_path):
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
-    folders = {plan(source, out, tokenizer, seq_len=n).parts for n in (100, 200)}
-    folders.add(plan(source, out, tokenizer, seq_len=100, loss_on="all").parts)
-    folders.add(plan(source, out, byte_tokenizer(bos=True), seq_len=100).parts)
+    folders = {plan(source, out, tokenizer, PrepareSettings(n)).parts for n in (100, 200)}
+    folders.add(plan(source, out, tokenizer, PrepareSettings(100, "all")).parts)
+    folders.add(plan(source, out, byte_tokenizer(bos=True), PrepareSettings(100)).parts)
     Path(source).touch()
-    folders.add(plan(source, out, tokenizer, seq_len=100).parts)
+    folders.add(plan(source, out, tokenizer, PrepareSettings(100)).parts)
     assert len(folders) == 5
 
 
@@ -129,9 +137,21 @@ def test_old_parts_of_the_same_output_are_removed_and_young_ones_kept(source, tm
 
 def test_missing_parts_point_to_a_folder_that_is_not_shared(source, tmp_path):
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, seq_len=200)
-    tokenize(work, tokenizer, 0, 2)
+    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    tokenize(work, tokenizer, Ranks(0, 2))
     with pytest.raises(DataError, match=r"chunk 2 of \d+ are missing .* all nodes share"):
+        assemble(work)
+    assert not (tmp_path / "d.h5").exists()
+
+
+def test_a_part_that_was_damaged_since_is_refused_by_name(source, tmp_path):
+    tokenizer = byte_tokenizer()
+    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
+    tokenize(work, tokenizer)
+    data = bytearray(work.part(2).read_bytes())
+    data[len(data) // 2] ^= 1  # within the tokens or the mask of its one block
+    work.part(2).write_bytes(data)
+    with pytest.raises(DataError, match=r"00000002\.part is damaged .*remove its folder"):
         assemble(work)
     assert not (tmp_path / "d.h5").exists()
 
@@ -146,13 +166,13 @@ def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkey
 
     def agree(error):
         errors.append(error)
-        if len(errors) % 2 == 0:  # after the plan, and after the tokenising
+        if len(errors) % 2 == 0:  # after the plan, and after the tokenizing
             raise Stop
 
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
     for rank in range(2):
         with pytest.raises(Stop):
-            prepare(str(source), out, tokenizer, seq_len=64, rank=rank, size=2, agree=agree)
+            prepare(str(source), out, tokenizer, PrepareSettings(64), Ranks(rank, 2, agree))
     assert all(isinstance(error, DataError) for error in errors if error is not None)
     assert sum(error is not None for error in errors) == 1
     assert not (tmp_path / "d.h5").exists()
@@ -166,7 +186,7 @@ def test_a_job_that_is_overtaken_by_another_takes_its_file(source, tmp_path, whe
         if done == (total if when == "last" else when):
             _prepare_with(source, out, 1)
 
-    counters = prepare(source, out, byte_tokenizer(), seq_len=200, report=report)
+    counters = prepare(source, out, byte_tokenizer(), PrepareSettings(200), report=report)
     assert counters == _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
     assert sorted(f.name for f in tmp_path.iterdir()) == ["alone.h5", "d.h5", "raw.jsonl"]
@@ -176,27 +196,29 @@ def test_copies_of_the_source_on_other_nodes_may_have_other_times_but_no_other_c
     source, tmp_path
 ):
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
-    of_rank_0 = plan(source, out, tokenizer, seq_len=200)
+    of_rank_0 = plan(source, out, tokenizer, PrepareSettings(200))
     os.utime(source, (1, 1))
-    assert plan(source, out, tokenizer, seq_len=200).parts != of_rank_0.parts
-    prepare(source, out, tokenizer, seq_len=200, share=lambda own: of_rank_0)
+    assert plan(source, out, tokenizer, PrepareSettings(200)).parts != of_rank_0.parts
+    prepare(source, out, tokenizer, PrepareSettings(200), Ranks(share=lambda own: of_rank_0))
     _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
     data = Path(source).read_bytes()
     for other in (data[:-1] + b" ", data + b"\n"):
         Path(source).write_bytes(other)
         with pytest.raises(DataError, match="is not the same on all nodes: .*bytes on this one"):
-            prepare(source, out, tokenizer, seq_len=200, share=lambda own: of_rank_0)
+            prepare(
+                source, out, tokenizer, PrepareSettings(200), Ranks(share=lambda own: of_rank_0)
+            )
 
 
 JOB = """
 import sys
 from test_data_support import byte_tokenizer
-from hpc_tune.data.prepare import prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare
 tokenizer = byte_tokenizer()
 print("ready", flush=True)
 sys.stdin.readline()
-print(prepare(sys.argv[1], sys.argv[2], tokenizer, seq_len=200))
+print(prepare(sys.argv[1], sys.argv[2], tokenizer, PrepareSettings(200)))
 """
 
 
@@ -222,27 +244,29 @@ def test_jobs_that_prepare_into_one_cache_at_once_all_get_the_whole_file(tmp_pat
 def test_data_without_any_example_are_refused_with_the_reasons(tmp_path):
     source = write_jsonl(tmp_path / "raw.jsonl", [chat("no answer"), chat("nor here")])
     with pytest.raises(DataError, match="no example .*2 dropped: no answer of the assistant"):
-        prepare(str(source), tmp_path / "d.h5", byte_tokenizer(), seq_len=64)
+        prepare(str(source), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(64))
     (tmp_path / "blank.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="no example .*it holds no records"):
-        prepare(str(tmp_path / "blank.jsonl"), tmp_path / "d.h5", byte_tokenizer(), seq_len=64)
+        prepare(
+            str(tmp_path / "blank.jsonl"), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(64)
+        )
 
 
 def test_cache_name_changes_with_everything_that_changes_the_tokens(source):
     tokenizer = byte_tokenizer()
-    name = cache_name(source, fingerprint(tokenizer), seq_len=64)
+    name = cache_name(source, fingerprint(tokenizer), PrepareSettings(64))
     assert name.startswith("raw-")
     assert name.endswith(".h5")
-    assert cache_name(source, fingerprint(tokenizer), seq_len=64) == name
+    assert cache_name(source, fingerprint(tokenizer), PrepareSettings(64)) == name
     names = {
         name,
-        cache_name(source, fingerprint(tokenizer), seq_len=65),
-        cache_name(source, fingerprint(tokenizer), seq_len=64, loss_on="all"),
-        cache_name(source, fingerprint(byte_tokenizer(template=None)), seq_len=64),
-        cache_name("builtin:pydocs", fingerprint(tokenizer), seq_len=64),
+        cache_name(source, fingerprint(tokenizer), PrepareSettings(65)),
+        cache_name(source, fingerprint(tokenizer), PrepareSettings(64, "all")),
+        cache_name(source, fingerprint(byte_tokenizer(template=None)), PrepareSettings(64)),
+        cache_name("builtin:pydocs", fingerprint(tokenizer), PrepareSettings(64)),
     }
     Path(source).touch()
-    names.add(cache_name(source, fingerprint(tokenizer), seq_len=64))
+    names.add(cache_name(source, fingerprint(tokenizer), PrepareSettings(64)))
     assert len(names) == 6
     assert not any(":" in one or "/" in one for one in names)
 
@@ -254,12 +278,12 @@ def test_threads_of_the_tokenizer_are_set_for_the_time_of_the_call_only(
     monkeypatch.setenv("RAYON_NUM_THREADS", "3")
     seen = []
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, seq_len=200)
+    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     for threads in (None, 1, 2):
         tokenize(
             work,
             tokenizer,
-            threads=threads,
+            Ranks(threads=threads),
             report=lambda done, total: seen.append(os.environ.get("TOKENIZERS_PARALLELISM")),
         )
     assert list(dict.fromkeys(seen)) == [None, "false", "true"]
@@ -269,9 +293,9 @@ def test_threads_of_the_tokenizer_are_set_for_the_time_of_the_call_only(
 
 def test_progress_counts_the_chunks_of_this_rank(source, tmp_path):
     tokenizer = byte_tokenizer()
-    work = plan(source, tmp_path / "d.h5", tokenizer, seq_len=200)
+    work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))
     seen = []
-    tokenize(work, tokenizer, 1, 3, report=lambda *counts: seen.append(counts))
+    tokenize(work, tokenizer, Ranks(1, 3), report=lambda *counts: seen.append(counts))
     total = len(range(1, len(work.chunks), 3))
     assert seen == [(n, total) for n in range(1, total + 1)]
 

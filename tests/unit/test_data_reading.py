@@ -7,9 +7,10 @@ from pyarrow.csv import write_csv
 from test_data_support import byte_tokenizer, chat, write_jsonl
 
 from hpc_tune.data import sources
+from hpc_tune.data.counts import Findings
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.prepare import prepare
-from hpc_tune.data.reading import PLAIN, Findings, Reading
+from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.reading import PLAIN, Reading
 from hpc_tune.data.records import Completion, to_example
 from hpc_tune.data.sources import list_chunks, read_chunk
 from hpc_tune.errors import DataError
@@ -126,8 +127,7 @@ def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path):
                 str(tmp_path / name),
                 tmp_path / "d.h5",
                 byte_tokenizer(),
-                seq_len=64,
-                reading=reading,
+                PrepareSettings(64, reading=reading),
             )
     assert not (tmp_path / "d.h5").exists()
 
@@ -144,6 +144,8 @@ BAD_LINES = {
     b'{"text": null}': "found the fields text",
     b'{"text": 7}': "text is number",
     b'{"text": "half \\ud83d"}': "half a character",
+    b'{"messages": [{"role": "assistant", "content": "half \\ud83d"}]}': "half a character",
+    b'{"prompt": "half \\ud83d", "completion": "a"}': "half a character",
     b'{"n": ' + b"1" * 5000 + b"}": "cannot be read",
     b'{"messages": "[{"}': "messages is text that is not JSON",
     b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "type image",
@@ -187,8 +189,7 @@ def test_skipped_rows_are_counted_over_all_chunks_and_the_first_reasons_said(
             str(tmp_path / "d.jsonl"),
             tmp_path / "d.h5",
             byte_tokenizer(),
-            seq_len=64,
-            reading=Reading(bad_rows="skip"),
+            PrepareSettings(64, reading=Reading(bad_rows="skip")),
         )
     assert (counters.examples, counters.bad_rows) == (40, 20)
     assert "20 bad rows skipped" in str(counters)
@@ -200,8 +201,7 @@ def test_skipped_rows_are_counted_over_all_chunks_and_the_first_reasons_said(
             str(tmp_path / "d.jsonl"),
             tmp_path / "e.h5",
             byte_tokenizer(),
-            seq_len=64,
-            reading=Reading(bad_rows="skip"),
+            PrepareSettings(64, reading=Reading(bad_rows="skip")),
         )
 
 
@@ -237,7 +237,9 @@ def test_both_parts_are_prepared_apart_on_any_number_of_ranks(tmp_path, monkeypa
     for part in ("train", "held-out"):
         reading = Reading(held_out=0.25, part=part)
         out = tmp_path / f"{part}.h5"
-        num[part] = prepare(str(path), out, tokenizer, seq_len=64, reading=reading).documents
+        num[part] = prepare(
+            str(path), out, tokenizer, PrepareSettings(64, reading=reading)
+        ).documents
     assert num["train"] + num["held-out"] == 400
     asked = {
         tokenizer.decode(store.document(d)[0])
@@ -254,8 +256,7 @@ def test_a_fraction_that_leaves_nothing_is_refused(tmp_path):
             str(tmp_path / "d.jsonl"),
             tmp_path / "d.h5",
             byte_tokenizer(),
-            seq_len=64,
-            reading=Reading(held_out=0.001, part="held-out"),
+            PrepareSettings(64, reading=Reading(held_out=0.001, part="held-out")),
         )
 
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hpc_tune import cli
 from hpc_tune.data import show as showing
-from hpc_tune.data.prepare import prepare
+from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
-from hpc_tune.data.show import COLOURS, PLAIN, Words, show
+from hpc_tune.data.show import COLOURS, PLAIN, DocumentDecoder, show
 from hpc_tune.errors import DataError
 
 ROWS = [chat("one?", "1"), chat("only a question"), chat("what is <|im_end|>?", "an end")]
@@ -22,8 +22,8 @@ ROWS = [chat("one?", "1"), chat("only a question"), chat("what is <|im_end|>?", 
 
 def lines_of(path, tokenizer=None, num_rows=9, look=PLAIN, seq_len=200):
     tokenizer = tokenizer or byte_tokenizer()
-    how = {"seq_len": seq_len, "loss_on": "answers", "num_rows": num_rows, "look": look}
-    return "\n".join(show(str(path), tokenizer, **how)).split("\n")
+    lines = show(str(path), tokenizer, PrepareSettings(seq_len), num_rows, look)
+    return "\n".join(lines).split("\n")
 
 
 def test_rows_are_shown_with_what_is_learned_and_why_others_are_dropped(tmp_path):
@@ -54,7 +54,7 @@ def test_rows_are_shown_with_what_is_learned_and_why_others_are_dropped(tmp_path
 
 def test_the_counts_are_those_of_prepare(tmp_path):
     file = write_jsonl(tmp_path / "d.jsonl", ROWS)
-    counters = prepare(str(file), tmp_path / "d.h5", byte_tokenizer(), seq_len=200)
+    counters = prepare(str(file), tmp_path / "d.h5", byte_tokenizer(), PrepareSettings(200))
     assert lines_of(file, num_rows=1)[-1] == f"all 3 rows: {counters}"
 
 
@@ -102,7 +102,7 @@ def spaces_tokenizer():
 
 def test_no_space_is_lost_where_a_run_begins():
     tokens, mask = np.array([2, 3, 1, 2, 3]), np.array([0, 1, 1, 0, 1])
-    assert Words(spaces_tokenizer(), PLAIN).text_of(tokens, mask) == "a« b</s>» a« b»"
+    assert DocumentDecoder(spaces_tokenizer(), PLAIN).text_of(tokens, mask) == "a« b</s>» a« b»"
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_inspect_tells_what_a_prepared_file_holds_and_finds_a_changed_byte(at_ho
 
 def test_a_misspelt_column_is_refused_when_all_rows_have_been_shown(tmp_path):
     file = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "completion": "a"}])
-    how = {"seq_len": 64, "loss_on": "answers", "num_rows": 3, "look": PLAIN}
-    shown = show(str(file), byte_tokenizer(), **how, reading=Reading((("systm", "system"),)))
+    settings = PrepareSettings(64, reading=Reading((("systm", "system"),)))
+    shown = show(str(file), byte_tokenizer(), settings, 3, PLAIN)
     with pytest.raises(DataError, match="names systm, but .* has the columns completion, prompt"):
         list(shown)

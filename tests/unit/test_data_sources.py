@@ -6,7 +6,9 @@ import pytest
 from test_data_support import chat, write_jsonl
 
 from hpc_tune.data import lines, pydocs, sources, tables
+from hpc_tune.data.counts import Findings
 from hpc_tune.data.files import find
+from hpc_tune.data.reading import PLAIN
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, WrongRecord, to_example
 from hpc_tune.data.sources import identity, list_chunks, read_chunk
 from hpc_tune.errors import DataError
@@ -228,7 +230,7 @@ def test_parquet_is_read_by_row_group_without_the_nulls_of_its_columns(tmp_path)
 
 def test_bad_parquet_is_named(tmp_path):
     pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "d.parquet")
-    with pytest.raises(DataError, match="has the columns a, b; expected messages"):
+    with pytest.raises(DataError, match="has the columns a, b; expected one of: messages"):
         _read(tmp_path / "d.parquet")
     pq.write_table(pa.table({"text": ["a", "b", None]}), tmp_path / "d.parquet", row_group_size=2)
     with pytest.raises(DataError, match="row 3: all its columns are null"):
@@ -346,20 +348,20 @@ def test_a_dataset_saved_by_hugging_face_datasets_is_read_however_it_is_cut(tmp_
 
 
 def test_arrow_batches_are_cut_into_parts_that_hold_each_row_once(tmp_path):
-    table = pa.table({"text": [f"t{n}" for n in range(1000)]})
-    with pa.ipc.new_stream(tmp_path / "d.arrow", table.schema) as stream:
+    table, file = pa.table({"text": [f"t{n}" for n in range(1000)]}), tmp_path / "d.arrow"
+    with pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table, max_chunksize=30)
-    marks = tables.batch_marks(tmp_path / "d.arrow", 1000)
+    marks = tables.batch_marks(file, 1000)
     assert marks[0] == 0
     assert marks[-1] == 34
     assert len(marks) > 5
     parts = zip(marks, marks[1:], strict=False)
-    found = [r["text"] for a, b in parts for _, r in tables.read_arrow(tmp_path / "d.arrow", a, b)]
-    assert found == [f"t{n}" for n in range(1000)]
-    whole = (tmp_path / "d.arrow").read_bytes()
-    (tmp_path / "d.arrow").write_bytes(whole[: len(whole) // 2])
+    rows = [row for a, b in parts for _, row in tables.read_arrow(file, a, b, PLAIN, Findings())]
+    assert [row["text"] for row in rows] == [f"t{n}" for n in range(1000)]
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="cannot be read as Arrow data"):
-        _read(tmp_path / "d.arrow")
+        _read(file)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hpc_tune.data.hdf5_format import Attributes, Counters, TokenStore
+from hpc_tune.data.counts import Counters
+from hpc_tune.data.hdf5_format import Attributes, TokenStore
 from hpc_tune.data.writer import Block, write_store
 
 CHATML = (

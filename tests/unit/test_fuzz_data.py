@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from test_data_support import byte_tokenizer, store_of_lengths
 
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.prepare import prepare
-from hpc_tune.data.records import COLUMNS
+from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.reading import KNOWN
 from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model.weights import TensorIndex, index_model_directory
 from tests.support.fuzz import JSON, damaged, flips, fuzz, said
@@ -28,7 +28,7 @@ MESSAGES = st.lists(
     max_size=3,
 )
 RECORDS = st.dictionaries(
-    st.sampled_from(COLUMNS) | st.text(max_size=4),
+    st.sampled_from(sorted(KNOWN)) | st.text(max_size=4),
     st.text(max_size=30) | MESSAGES | JSON,
     max_size=4,
 )
@@ -47,7 +47,7 @@ def prepare_all(path):
     """Prepare ``path`` and read what came of it; nothing half-written may be left."""
     out = path.with_name(f"{path.name}.h5")
     try:
-        prepare(str(path), out, TOKENIZER, seq_len=64)
+        prepare(str(path), out, TOKENIZER, PrepareSettings(64))
         store = TokenStore.open(out)
         for document in range(store.num_documents):
             tokens, mask = store.document(document)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hpc_tune.config.load import load_config
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.pack import PackedSampler
+from hpc_tune.data.sampler import PackedSampler, SampleOrder
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.train.run import run
@@ -65,9 +65,7 @@ def documents_of_each_step(run_dir):
         store.length_values,
         store.length_counts,
         store.by_length,
-        seq_len=SEQ_LEN,
-        packing=True,
-        seed=SEED,
+        SampleOrder(SEQ_LEN, packing=True, seed=SEED),
     )
     for step in range(STEPS):
         numbers = [

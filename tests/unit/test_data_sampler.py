@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_support import histogram_of
 
-from hpc_tune.data.pack import PackedSampler, one_per_row, pack
-from hpc_tune.data.shuffle import Shuffle
+from hpc_tune.data.sampler import PackedSampler, SampleOrder, Shuffle, one_per_row, pack
 
 
 def _order(lengths, seq_len, packing=True, seed=0):
     lengths = np.asarray(lengths)
     values, counts = np.unique(lengths, return_counts=True)
     by_length = np.argsort(lengths, kind="stable")
-    return PackedSampler(values, counts, by_length, seq_len=seq_len, packing=packing, seed=seed)
+    return PackedSampler(values, counts, by_length, SampleOrder(seq_len, packing, seed))
 
 
 def _best_fit_decreasing(lengths, seq_len):

@@ -1,4 +1,4 @@
-"""Which documents share a row, and in which order the rows come. Pure.
+"""The sampler: which documents share a row, and in which order the rows come. Pure.
 
     histogram of lengths -> patterns (a multiset of lengths, and how many rows have it)
     stream row -> epoch, position -> shuffled row -> pattern, k -> by_length[the k-th of a length]
@@ -10,23 +10,37 @@ function of (seed, epoch, position). It does not know how many ranks there are, 
 it is found at once.
 """
 
+import hashlib
+import math
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from hpc_tune.data.shuffle import Shuffle
-
 ORDER_VERSION = 1  # another one for each change after which a seed gives another order
 _Items = tuple[tuple[int, int], ...]
+_ROUNDS = 6
+_MASK = (1 << 64) - 1
 
 
 class Indexed(Protocol):
-    """What has a value at each place: a list, an array or a column of prepared data."""
+    """What has a value at each index: a list, an array or a column of prepared data."""
 
     def __getitem__(self, at: Any, /) -> Any:
-        """Return the value at a place."""
+        """Return the value at an index."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """What decides, beside the data, which documents are in which row of the stream.
+
+    ``packing``: several documents in a row of ``seq_len`` tokens; else one in each.
+    """
+
+    seq_len: int
+    packing: bool
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -92,24 +106,23 @@ class PackedSampler:
         length_values: np.ndarray,
         length_counts: np.ndarray,
         by_length: Indexed,
-        *,
-        seq_len: int,
-        packing: bool,
-        seed: int,
+        order: SampleOrder,
     ) -> None:
         """Pack the histogram (``length_values`` rising, ``length_counts``).
 
         ``by_length`` holds document numbers sorted by length; documents of ``seq_len`` or more
         tokens count as ``seq_len``: they are the tail of it.
         """
-        clipped = np.minimum(length_values, seq_len)
+        clipped = np.minimum(length_values, order.seq_len)
         lengths, first = np.unique(clipped, return_index=True)
         counts = np.add.reduceat(length_counts, first)
         starts = np.cumsum(counts) - counts
         self._counts = dict(zip(lengths.tolist(), counts.tolist(), strict=True))
         self._starts = dict(zip(lengths.tolist(), starts.tolist(), strict=True))
-        self._by_length, self._seed, self._seq_len = by_length, seed, seq_len
-        self.patterns = pack(self._counts, seq_len) if packing else one_per_row(self._counts)
+        self._by_length, self._order = by_length, order
+        self.patterns = (
+            pack(self._counts, order.seq_len) if order.packing else one_per_row(self._counts)
+        )
         self._firsts = _first_documents(self.patterns)
         self._row_stops = np.cumsum([pattern.num_rows for pattern in self.patterns]).tolist()
         self.num_rows: int = self._row_stops[-1]
@@ -120,7 +133,7 @@ class PackedSampler:
     def padding(self) -> float:
         """The share of an epoch's ``num_rows * seq_len`` places that hold no document."""
         used = sum(length * count for length, count in self._counts.items())
-        return 1 - used / (self.num_rows * self._seq_len)
+        return 1 - used / (self.num_rows * self._order.seq_len)
 
     def documents_of(self, stream_row: int) -> list[int]:
         """Return the document numbers in row ``epoch * num_rows + position`` of the stream."""
@@ -136,13 +149,49 @@ class PackedSampler:
                 documents.append(int(self._by_length[self._starts[length] + shuffle(k)]))
         return documents
 
-    def _shuffle(self, epoch: int, length: int, n: int) -> Shuffle:
+    def _shuffle(self, epoch: int, length: int, n: int) -> "Shuffle":
         """Return the epoch's shuffle of the documents of one length; length 0 means of the rows."""
         if epoch != self._epoch:
             self._epoch, self._shuffles = epoch, {}
         if length not in self._shuffles:
-            self._shuffles[length] = Shuffle(n, self._seed, epoch, length)
+            self._shuffles[length] = Shuffle(n, self._order.seed, epoch, length)
         return self._shuffles[length]
+
+
+class Shuffle:
+    """The pseudo-random permutation of range(n) that belongs to a key such as (seed, epoch).
+
+    It is computed element by element, without memory: a Feistel network over Z_a x Z_b with a * b
+    just above n, so that hardly an element leaves the range; one that does is permuted again until
+    it is back in the range ("cycle walking"). J. Black and P. Rogaway, "Ciphers with arbitrary
+    finite domains", CT-RSA 2002. It is no cipher: the round function is a multiply-and-shift hash.
+    """
+
+    __slots__ = ("_a", "_b", "_keys", "n")
+
+    def __init__(self, n: int, *key: int | str) -> None:
+        """Derive the round keys; costs the same for any n."""
+        self.n = n
+        self._a = math.isqrt(max(n - 1, 0)) + 1
+        self._b = -(-n // self._a)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = [
+            int.from_bytes(digest[at : at + 8], "little") for at in range(0, 8 * _ROUNDS, 8)
+        ]
+
+    def __call__(self, index: int) -> int:
+        """Return where ``index`` goes."""
+        a, b = self._a, self._b
+        while True:
+            left, right = divmod(index, b)
+            for number, key in enumerate(self._keys):
+                if number & 1:
+                    right = (right + _mix(left ^ key)) % b
+                else:
+                    left = (left + _mix(right ^ key)) % a
+            index = left * b + right
+            if index < self.n:
+                return index
 
 
 def _first_documents(patterns: list[Pattern]) -> list[list[int]]:
@@ -154,3 +203,10 @@ def _first_documents(patterns: list[Pattern]) -> list[list[int]]:
         for length, copies in pattern.items:
             used[length] = used.get(length, 0) + copies * pattern.num_rows
     return firsts
+
+
+def _mix(value: int) -> int:
+    """Hash 64 bits (the finaliser of splitmix64)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,131 @@
+"""What became of raw data, counted: of its rows (``Findings``), of its examples (``Counters``)."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+_MOST_SHOWN = 5
+_MOST_NAMES = 30
+_MOST_REASONS = 20
+_REMARKS = {
+    "truncated": "cut at seq_len",
+    "split": "texts split into pieces of seq_len",
+    "unclear_answers": "answers not learned: the chat template does not show where they are",
+    "unended_answers": "answers end with no control token: the model will not learn where to stop"
+    " (let the chat template end the assistant's turns with one)",
+    "empty_answers": "empty answers not learned",
+    "marked_answers": "answers not learned, as the data mark them",
+    "lost_reasoning": "answers whose reasoning the chat template leaves out",
+    "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
+    " takes one that writes them)",
+    "control_texts": "control tokens in people's text, taken as plain text",
+    "bad_rows": "bad rows skipped, as data.bad_rows says",
+    "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
+    " split_special_tokens)",
+}
+
+
+@dataclass
+class Counters:
+    """What became of the examples of a source."""
+
+    examples: int = 0
+    documents: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    truncated: int = 0
+    split: int = 0
+    unclear_answers: int = 0
+    unended_answers: int = 0
+    empty_answers: int = 0
+    marked_answers: int = 0
+    lost_reasoning: int = 0
+    lost_calls: int = 0
+    control_texts: int = 0
+    bad_rows: int = 0
+    control_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, reason: str) -> None:
+        """Count one example that gives no document."""
+        if reason not in self.dropped and len(self.dropped) >= _MOST_REASONS:
+            reason = "other reasons"
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def add(self, other: "Counters") -> None:
+        """Add another part's counts to these."""
+        for name, value in asdict(other).items():
+            if name != "dropped":
+                setattr(self, name, getattr(self, name) + value)
+        for reason, count in other.dropped.items():
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    def __str__(self) -> str:
+        """Return one line for a person."""
+        made = (
+            f"{self.examples:,} examples -> {self.documents:,} documents, {self.tokens:,} tokens,"
+            f" {self.loss_tokens:,} of them learned"
+        )
+        return "; ".join([made, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """Return what was cut, not learned and dropped, one phrase each."""
+        counts = {remark: getattr(self, name) for name, remark in _REMARKS.items()}
+        parts = [f"{count:,} {remark}" for remark, count in counts.items() if count]
+        parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
+        return parts
+
+
+@dataclass
+class Findings:
+    """What was met when rows were read."""
+
+    num_bad: int = 0
+    first_bad: list[str] = field(default_factory=list)
+    read_as: dict[str, str] = field(default_factory=dict)
+    used: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    num_elsewhere: int = 0
+    num_marked: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether another bad row's reason is kept; finding its line takes time."""
+        return len(self.first_bad) < _MOST_SHOWN
+
+    def skip(self, why: str) -> None:
+        """Count a bad row."""
+        self.num_bad += 1
+        if self.has_room:
+            self.first_bad.append(why)
+
+    def note(self, used: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
+        """Add names of columns that were read, or were not."""
+        self.used += [name for name in used if name not in self.used]
+        fresh = [name for name in unread if name not in self.unread]
+        self.unread += fresh[: max(_MOST_NAMES - len(self.unread), 0)]
+
+    def add(self, other: "Findings") -> None:
+        """Add the findings of a later chunk."""
+        self.num_bad += other.num_bad
+        self.num_elsewhere += other.num_elsewhere
+        self.num_marked += other.num_marked
+        self.first_bad = [*self.first_bad, *other.first_bad][:_MOST_SHOWN]
+        self.read_as |= other.read_as
+        self.note(other.used, other.unread)
+
+    def lines(self) -> list[str]:
+        """Return what a person should know."""
+        lines = []
+        if self.read_as:
+            names = ", ".join(f"{old} as {new}" for old, new in sorted(self.read_as.items()))
+            lines.append(f"columns read under another name: {names} (data.columns can change that)")
+        if unread := [name for name in self.unread if name not in self.read_as]:
+            more = ", ..." if len(unread) >= _MOST_NAMES else ""
+            lines.append(f"columns not read: {', '.join(sorted(unread))}{more}")
+        if self.num_marked:
+            lines.append(f"{self.num_marked:,} rows left out, as their own marks say")
+        if self.num_bad:
+            rest = self.num_bad - len(self.first_bad)
+            shown = [*self.first_bad, *([f"and {rest:,} more"] if rest else [])]
+            lines.append(f"{self.num_bad:,} bad rows skipped: " + "; ".join(shown))
+        return lines
