@@ -28,7 +28,7 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, first_line
 
 # What may begin with ~ or hold $SCRATCH.
 _PATHS = (
@@ -59,7 +59,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
     try:
         values = OmegaConf.to_container(_over_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
-        problems.append(f"{source}: {_first_line(error)} (key {error.full_key or '?'})")
+        problems.append(f"{source}: {first_line(error)} (key {error.full_key or '?'})")
         raise ConfigError(_list(problems)) from None
     assert isinstance(values, dict)
     problems += _expand_paths(values)
@@ -270,7 +270,7 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         value = words if key in _text_fields() else _as_written({key: value}, {key: words})[key]
         OmegaConf.update(tree, key, value, force_add=True)
     except (YAMLError, OmegaConfBaseException, AssertionError) as error:
-        raise ConfigError(f"{override!r} cannot be applied: {_first_line(error)}") from None
+        raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}") from None
 
 
 def _explain(errors: Sequence[Any], source: str) -> list[str]:
@@ -319,10 +319,6 @@ def _type_name(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_type_name(a) for a in args if a is not types.NoneType)
     return getattr(annotation, "__name__", str(annotation)) if not args else str(annotation)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _list(problems: list[str]) -> str:

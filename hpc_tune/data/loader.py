@@ -86,6 +86,11 @@ class Loader:
         return self._order.padding
 
     @property
+    def micro_size(self) -> int:
+        """Rows per micro-batch."""
+        return self._micro_size
+
+    @property
     def rows(self) -> int:
         """Rows consumed so far, over all ranks."""
         return self._rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hpc_tune.batch import Batch
-from hpc_tune.memory.policy import Action
+from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
 
@@ -30,9 +30,11 @@ class Engine(Protocol):
     """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
     ``saves_in_background``: whether ``regions`` may be read while the next step is under way.
+    ``levers``: what the governor may do to this engine between two steps.
     """
 
     saves_in_background: bool
+    levers: dict[Action, Lever]
 
     def train_step(
         self,
@@ -59,12 +61,6 @@ class Engine(Protocol):
 
     def load(self, index: TensorIndex, step: int) -> None:
         """Read what any layout saved after ``step`` optimizer steps into this one."""
-
-    def levers(self) -> set[Action]:
-        """Return what the governor may ask of this engine between two steps."""
-
-    def apply(self, action: Action, on: bool) -> str:
-        """Do one of ``levers``, or undo it; return in words what holds now."""
 
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it: for measuring memory before the run."""

@@ -22,7 +22,7 @@ from torch import nn
 from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
-from hpc_tune.engine.activation_checkpoint import Recompute, checkpoint_blocks
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.base import StepResult
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
@@ -43,7 +43,7 @@ from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.host import return_freed_blocks
-from hpc_tune.memory.policy import Action
+from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
@@ -119,7 +119,7 @@ class NativeEngine:
             load_weights(stage)
             self._stages.append(stage)
             self._trained += trained_of(stage, mesh, partial)
-        self._recompute = Recompute(all_blocks, parallel.recompute, train.compile)
+        self.levers = recompute_levers(all_blocks, parallel.recompute, train.compile)
         self._compiles = train.compile
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
@@ -128,8 +128,8 @@ class NativeEngine:
         self._early = [EarlySums(b, self._collectives) for b in self._buckets if alone and b.group]
         self._adamw = make_adamw([t.parameter for t in self._trained], optim)
         self._moved: OffloadedState | None = None
-        movable = (device.type == "cuda" or faults.moves_on_host) and not offload
-        self._movable = {Action.MOVE_OPTIMIZER} if movable else set()
+        if (device.type == "cuda" or faults.moves_on_host) and not offload:
+            self.levers[Action.MOVE_OPTIMIZER] = Lever(self._move_optimizer)
         self._pipeline = None
         if layout.pipeline > 1:
             wire = torch.float32 if self._autocast else built.dtype
@@ -210,19 +210,6 @@ class NativeEngine:
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
 
-    def levers(self) -> set[Action]:
-        """Return what the governor may ask for; see ``base.Engine``."""
-        return self._recompute.levers() | self._movable
-
-    def apply(self, action: Action, on: bool) -> str:
-        """Do one of ``levers``, or undo it; see ``base.Engine``."""
-        if action == Action.RECOMPUTE:
-            return self._recompute.apply(action, on)
-        if self._moved is not None:
-            self._moved.close()
-        self._moved = OffloadedState(self._adamw) if on else None
-        return f"optimizer state waits on {'the host' if on else 'the device'}"
-
     def run_once(self, batch: Batch) -> None:
         """Do the work of one micro-batch and forget it; see ``base.Engine``."""
         # One row alone would be compiled apart, and the compiler's memory would count as the row's.
@@ -230,6 +217,12 @@ class NativeEngine:
         with eagerly:
             self._forward_backward([batch], 1)
         self._zero_grad()
+
+    def _move_optimizer(self, times: int) -> str:
+        if self._moved is not None:
+            self._moved.close()
+        self._moved = OffloadedState(self._adamw) if times else None
+        return f"optimizer state waits on {'the host' if times else 'the device'}"
 
     def _forward_backward(
         self, batches: Sequence[Batch], global_tokens: int, early: Sequence[EarlySums] = ()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +29,13 @@ SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
 _POLL_S = 0.2
 _GRACE_S = 5.0  # for phases that look at the flag themselves
 _MARGIN_S = _GRACE_S + 2.0  # of the time limit
+
+
+@dataclass
+class ResumePoint:
+    """The step from which the next start would resume; None while it is not known."""
+
+    step: int | None = None
 
 
 @contextmanager
@@ -55,9 +63,11 @@ def failing(comm: Comm | None, run_dir: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def startup_watchdog(comm: Comm, stop: StopFlag, run_dir: Path) -> Iterator["StartupWatchdog"]:
+def startup_watchdog(
+    comm: Comm, stop: StopFlag, run_dir: Path, resume_point: ResumePoint
+) -> Iterator["StartupWatchdog"]:
     """Watch ``stop`` in a block, until the watchdog is closed, and say what an error comes from."""
-    watchdog = StartupWatchdog(comm, stop, run_dir)
+    watchdog = StartupWatchdog(comm, stop, run_dir, resume_point)
     with translating(watchdog.cause_of):
         yield watchdog
     watchdog.close()
@@ -143,10 +153,12 @@ class StartupWatchdog:
     and in the better way, within a few seconds.
     """
 
-    def __init__(self, comm: Comm, stop: StopFlag, run_dir: Path) -> None:
-        """Watch ``stop``. ``step`` may be set when it is known."""
-        self.step: int | None = None
+    def __init__(
+        self, comm: Comm, stop: StopFlag, run_dir: Path, resume_point: ResumePoint
+    ) -> None:
+        """Watch ``stop``."""
         self._comm, self._stop, self._run_dir = comm, stop, run_dir
+        self._resume_point = resume_point
         self._over, self._deciding = threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="startup-watchdog", daemon=True).start()
 
@@ -158,7 +170,7 @@ class StartupWatchdog:
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
         reason = None if self._over.is_set() else self._reason()
-        return error if reason is None else LeavingError(reason, self.step)
+        return error if reason is None else self._error_of(reason)
 
     def _watch(self) -> None:
         while not self._over.wait(_POLL_S):
@@ -166,7 +178,10 @@ class StartupWatchdog:
             if reason is not None and not self._over.wait(_GRACE_S):
                 with self._deciding:
                     if not self._over.is_set():
-                        fail(self._comm, LeavingError(reason, self.step), self._run_dir)
+                        fail(self._comm, self._error_of(reason), self._run_dir)
+
+    def _error_of(self, reason: str) -> LeavingError:
+        return LeavingError(reason, self._resume_point.step)
 
     def _reason(self, margin_s: float = 0.0) -> str | None:
         return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None

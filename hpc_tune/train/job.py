@@ -18,8 +18,8 @@ from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
 from hpc_tune.train.choosing import Chosen
-from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
-from hpc_tune.train.governor import Governor, make_monitor
+from hpc_tune.train.exit import ResumePoint, StartupWatchdog, fail, startup_watchdog, translating
+from hpc_tune.train.memory_exit import MemoryExit, make_monitor
 from hpc_tune.train.wandb_log import require_wandb
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.hang import HangWatch
@@ -44,7 +44,8 @@ class Job:
     store: Store
     events: Events
     monitor: Monitor
-    governor: Governor
+    memory_exit: MemoryExit
+    resume_point: ResumePoint
     owner: LiveMark
     stop: StopFlag
     watchdog: StartupWatchdog
@@ -58,13 +59,14 @@ def open_job(
 ) -> Iterator[Job]:
     """Make the run directory this job's own and begin to watch memory, for a block. Collective.
 
-    An error in it means what the watchdog or the governor says it does.
+    An error in it means what the watchdog or the memory exit says it does.
 
     Raises:
         ConfigError: if the directory cannot be written, is not shared, or is another job's.
     """
     run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
-    with startup_watchdog(comm, stop, run_dir) as watchdog:
+    resume_point = ResumePoint()
+    with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail, comm, run_dir=run_dir)
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
         owner = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
@@ -77,17 +79,17 @@ def open_job(
             "looking at the memory", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
         training = comm.in_training()
-        governor = Governor(training, monitor, run_dir, events)
-        with translating(governor.cause_of):
+        memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
+        with translating(memory_exit.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
                 events.write("warning", message=last.death)
-            monitor.start(governor.leave_at_once)
+            monitor.start(memory_exit.leave)
             kept = config.checkpoint
             store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
             yield Job(
-                *(config, comm, training, run_dir, last, store, events, monitor, governor),
-                *(owner, stop, watchdog, chosen, faults),
+                *(config, comm, training, run_dir, last, store, events, monitor, memory_exit),
+                *(resume_point, owner, stop, watchdog, chosen, faults),
             )
 
 

@@ -94,7 +94,7 @@ def run_loop(work: Work) -> Outcome:
         ballot = _vote(work, batches, saved_at_s, reason)
         stop_reason = _first_reason(work, reason) if ballot.stop else None
         saver.advance(ballot.saves_done)
-        micro_size = work.governor.micro_size
+        micro_size = work.loader.micro_size
         need = work.governor.act(ballot.levels, step)
         stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
@@ -107,7 +107,7 @@ def run_loop(work: Work) -> Outcome:
             saver.finish()
             facts = work.governor.facts(need) if need else {}
             return stopped(stop_reason, saver.committed_step, facts)
-        if work.governor.micro_size != micro_size:
+        if work.loader.micro_size != micro_size:
             work.loader.restore(place)
             batches = work.loader.next_step()
         phase = "save, in the background" if saver.busy else "steady"

@@ -28,11 +28,11 @@ from hpc_tune.data.loader import make_batch
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.pipeline_parallel import cut_stages, why_no_stages
 from hpc_tune.engine.tensor_parallel import Axis, slice_model, why_no_slices
-from hpc_tune.errors import HpcTuneError
+from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
 from hpc_tune.model.blocks import block_list, use_own_layers
-from hpc_tune.model.build import BuiltModel, build, first_line
+from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small

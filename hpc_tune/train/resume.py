@@ -89,7 +89,7 @@ def resume(
     comm.together("finding the place in the data", lambda: data.loader.restore(saved.loader))
     log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
     job.events.write("resume", saved.step, path=str(path))
-    job.watchdog.step = job.governor.step = saved.step
+    job.resume_point.step = saved.step
     return saved
 
 

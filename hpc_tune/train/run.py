@@ -17,7 +17,7 @@ from hpc_tune.train.agreement import agree_on_settings
 from hpc_tune.train.choosing import Chosen, choose_ranks
 from hpc_tune.train.data import open_data
 from hpc_tune.train.describe import describe
-from hpc_tune.train.exit import failing, joined, startup_watchdog
+from hpc_tune.train.exit import ResumePoint, failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.job import open_job
 from hpc_tune.train.layout import resolve
@@ -53,7 +53,7 @@ def run(
             outcome = _train(config, world, stop, None, force, faults)
             shutdown(world)
             return outcome.exit_code
-        with startup_watchdog(world, stop, run_dir):
+        with startup_watchdog(world, stop, run_dir, ResumePoint()):
             chosen, inside = choose_ranks(config, world)
         if inside is None:
             return wait_outside(world)

@@ -19,7 +19,7 @@ from hpc_tune.cluster import openmpi
 from hpc_tune.cluster.launchers import LAUNCHERS, launcher_of
 from hpc_tune.cluster.plain import UNKNOWN
 from hpc_tune.cluster.protocol import Claim, Launcher
-from hpc_tune.errors import WorldError
+from hpc_tune.errors import WorldError, first_line
 from hpc_tune.world.nodes import nodes_of, place_of
 
 
@@ -71,8 +71,8 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
             return _world_of_claim(launcher, launcher.claim_without_mpi(environ), environ), None
         raise WorldError(
             f"started by {claim.launcher} as rank {claim.rank} of {claim.size}, but mpi4py cannot "
-            f"be loaded "
-            f"({_first_line(error)}); install it against this MPI: load the MPI's module, then "
+            f"be loaded ({first_line(error)}); install it against this MPI: load the MPI's "
+            f"module, then "
             f"pip install --no-binary=mpi4py mpi4py{_libmpi_hint(claim, environ)}"
         ) from error
     library = MPI.Get_library_version()
@@ -120,9 +120,10 @@ def _of_another_mpi(
     launcher: Launcher, claim: Claim, found: str, library: str, environ: Mapping[str, str]
 ) -> WorldError:
     advice = f" {launcher.advice}" if launcher.advice else ""
+    version = library.replace("\0", "").strip().partition("\n")[0].partition(",")[0]
     return WorldError(
         f"the launcher ({claim.launcher}) says rank {claim.rank} of {claim.size}, but {found}: "
-        f"mpi4py has loaded {_first_line(library).partition(',')[0]!r}, "
+        f"mpi4py has loaded {version!r}, "
         "which is not the MPI of this launcher. Start with that MPI's own mpirun, or give mpi4py "
         "the launcher's MPI: load its module and rebuild (pip install --force-reinstall "
         f"--no-binary=mpi4py mpi4py){_libmpi_hint(claim, environ)}.{advice}"
@@ -143,8 +144,3 @@ def _libmpi_hint(claim: Claim, environ: Mapping[str, str]) -> str:
         if (Path(folder) / name).exists():
             return f", or set MPI4PY_LIBMPI={folder}/{name}"
     return f", or set MPI4PY_LIBMPI to the path of its {name}"
-
-
-def _first_line(value: object) -> str:
-    lines = str(value).replace("\0", "").strip().splitlines()
-    return lines[0][:160] if lines else type(value).__name__

@@ -9,7 +9,7 @@ import pytest
 from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError, LostHostError
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
-from hpc_tune.train.exit import StartupWatchdog
+from hpc_tune.train.exit import ResumePoint, StartupWatchdog
 from hpc_tune.world.stop import StopFlag
 
 
@@ -39,8 +39,7 @@ def wait_until_unwatched():
 
 
 def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
-    early.step = 7
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint(7))
     wait_until(lambda: left)
     early.close()
     assert [(e.reason, e.step, e.exit_code) for e in left[:1]] == [("STOP file", 7, EXIT_RESUMABLE)]
@@ -48,7 +47,7 @@ def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
 
 
 def test_one_that_has_begun_to_train_does_not(tmp_path, left):
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint())
     early.close()
     wait_until_unwatched()
     assert left == []
@@ -56,10 +55,10 @@ def test_one_that_has_begun_to_train_does_not(tmp_path, left):
 
 def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
     error = ConfigError("the compiler was killed")
-    quiet = StartupWatchdog(None, StopFlag(None, environ={}), tmp_path)
+    quiet = StartupWatchdog(None, StopFlag(None, environ={}), tmp_path, ResumePoint())
     assert quiet.cause_of(error) is error
     quiet.close()
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint())
     assert isinstance(early.cause_of(error), LeavingError)
     early.close()
     assert early.cause_of(error) is error

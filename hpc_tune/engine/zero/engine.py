@@ -27,7 +27,7 @@ from torch import nn
 from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
-from hpc_tune.engine.activation_checkpoint import Recompute, checkpoint_blocks
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.async_io import load_async_io
 from hpc_tune.engine.base import StepResult
 from hpc_tune.engine.compile import compile_blocks
@@ -82,8 +82,7 @@ class ZeroEngine:
         checkpoint_blocks(blocks, parallel.recompute)
         if train.compile:
             compile_blocks(blocks)
-        recompute = Recompute(blocks, parallel.recompute, train.compile)
-        self.levers, self.apply = recompute.levers, recompute.apply
+        self.levers = recompute_levers(blocks, parallel.recompute, train.compile)
         settings = zero_settings.settings(built, optim, parallel, device)
         node_bytes = zero_settings.node_swap_bytes(built, parallel)
         folder, optimizer, error = None, None, None
