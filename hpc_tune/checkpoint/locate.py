@@ -7,6 +7,7 @@ from pathlib import Path
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.section import flat
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
@@ -52,7 +53,7 @@ def locate(path: Path, moved_base: Path | None = None) -> Found:
         base = moved_base
         if identity_of(base, index_model_directory(base)) != state.model_identity:
             raise ConfigError(f"{base} is not the model that {checkpoint} was made from")
-    return Found(checkpoint, run_dir, config, base, template_of(run_dir, config))
+    return Found(checkpoint, run_dir, config, base, template_of(run_dir, config.data.chat_template))
 
 
 def require_base(found: Found, option: str) -> Path:
@@ -69,11 +70,11 @@ def require_base(found: Found, option: str) -> Path:
     return found.base
 
 
-def template_of(run_dir: Path, config: RunConfig) -> str | None:
-    """Return the chat template of a run that had one of its own: what it has kept of it."""
-    if config.data.chat_template is None:
+def template_of(run_dir: Path, chat_template: str | None) -> str | None:
+    """Return the chat template of a run whose data.chat_template named one: the copy it kept."""
+    if chat_template is None:
         return None
-    kept, given = run_dir / TEMPLATE_FILE, Path(config.data.chat_template)
+    kept, given = run_dir / TEMPLATE_FILE, Path(chat_template)
     try:
         return (kept if kept.is_file() else given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -107,16 +108,12 @@ def differences(one: Path, other: Path) -> list[str]:
     Raises:
         ConfigError, CheckpointError: as ``locate``.
     """
-    first, second = (_flat(locate(path).config.model_dump()) for path in (one, other))
+    first, second = (flat(locate(path).config.model_dump()) for path in (one, other))
     return [
         f"{name}: {first[name]} in {one}, {second[name]} in {other}"
         for name in first
         if first[name] != second[name]
     ]
-
-
-def _flat(parts: dict[str, dict[str, object]]) -> dict[str, object]:
-    return {f"{part}.{key}": v for part, fields in parts.items() for key, v in fields.items()}
 
 
 def _line(checkpoint: Path, check_bytes: bool) -> str:

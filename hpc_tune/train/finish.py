@@ -38,7 +38,7 @@ def _write_outcome(job: Job, model: Model, ended: Outcome) -> None:
     if ended.status == "done" and config.tune.method != "full":
         out = run_dir / "export" / "adapter"
         try:
-            template, base = template_of(run_dir, config), model.built.directory
+            template, base = template_of(run_dir, config.data.chat_template), model.built.directory
             out = export_adapter(job.store.steps()[-1], config.tune, base, out, template)
         except OSError as error:
             raise HpcTuneError(f"{out} cannot be written: {error}") from None

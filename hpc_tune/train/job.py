@@ -1,6 +1,6 @@
 """A job: what surrounds a run from the making of its directory to its outcome."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,9 +69,11 @@ def open_job(
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail, comm, run_dir=run_dir)
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
+        write_settings = partial(write_resolved, config, run_dir / "config.resolved.yaml")
         owner = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
         last = comm.on_rank_0(
-            "making the run directory", lambda: _make_run_dir(config, run_dir, owner)
+            "making the run directory",
+            lambda: _make_run_dir(run_dir, owner, config.run.wandb, write_settings),
         )
         _require_shared(comm, run_dir)
         events = Events(run_dir / EVENTS if is_rank_0 else None)
@@ -93,11 +95,13 @@ def open_job(
             )
 
 
-def _make_run_dir(config: RunConfig, run_dir: Path, owner: LiveMark) -> Previous:
-    """Make the run directory, this job's alone, and find out now and not at the first save if it
-    can be written.
+def _make_run_dir(
+    run_dir: Path, owner: LiveMark, wandb: bool, write_settings: Callable[[], None]
+) -> Previous:
+    """Make the run directory, this job's alone; fail now and not at the first save if it cannot
+    be written.
     """
-    require_wandb(config.run.wandb)
+    require_wandb(wandb)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         owner.take()
@@ -105,11 +109,11 @@ def _make_run_dir(config: RunConfig, run_dir: Path, owner: LiveMark) -> Previous
         (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
         heartbeat.clear(run_dir)
         (run_dir / outcome.FILE).unlink(missing_ok=True)
-        write_resolved(config, run_dir / "config.resolved.yaml")
+        write_settings()
     except OSError as error:
         raise ConfigError(
             f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "
-            "a file system that this job may write to and that has room"
+            "a file system that this job may write to and that has free space"
         ) from None
     return last
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.lazy_imports import import_transformers
@@ -15,7 +16,7 @@ from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.plan.model_size import ModelSize, measure
 from hpc_tune.train.job import Job
-from hpc_tune.train.proof import prove
+from hpc_tune.train.proof import Proof, prove
 from hpc_tune.world.comm import Comm
 
 
@@ -70,27 +71,36 @@ def build_model(job: Job, fresh: bool) -> Model:
         )
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
-    return Model(built, measure(built.module), _as_proven(config, comm, built))
-
-
-def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
-    """Return the settings that are right for the architecture, or refuse. Collective."""
-    four_bits = config.tune.method == "qlora"
+    four_bits, kind = config.tune.method == "qlora", built.config.model_type
     proof = comm.on_rank_0(
         "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
     )
-    kind, parallel = built.config.model_type, config.parallel
     if proof.loss:
         raise DataError(
-            f"{config.model.path}: a {kind} model would not be trained right: {proof.loss}"
+            f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
         )
+    _require_supported(proof, kind, config.parallel, four_bits)
+    if proof.attention:
+        built.module.within_documents = False
+    if config.data.packing and proof.packing:
+        log.warning(
+            "data.packing is off, one document per row, since for a %s model %s",
+            *(kind, proof.packing),
+        )
+        data = config.data.model_copy(update={"packing": False})
+        config = config.model_copy(update={"data": data})
+    return Model(built, measure(built.module), config)
+
+
+def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_bits: bool) -> None:
+    """Refuse a layout or a method for which the trial of the architecture failed."""
     for setting, size, why in (
         ("parallel.pipeline", parallel.pipeline, proof.pipeline),
         ("parallel.tensor", parallel.tensor, proof.tensor),
     ):
         if (size or 1) > 1 and why:
             raise ConfigError(
-                f"{setting}={size}: a {kind} model would not be trained right: {why}; use "
+                f"{setting}={size}: a {kind} model would be trained incorrectly: {why}; use "
                 "parallel.shard"
             )
     if four_bits and proof.four_bits:
@@ -98,15 +108,6 @@ def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
             f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.four_bits}; "
             "use tune.method=lora"
         )
-    if proof.attention:
-        built.module.within_documents = False
-    if not config.data.packing or not proof.packing:
-        return config
-    log.warning(
-        "data.packing is off, one document per row, since for a %s model %s", kind, proof.packing
-    )
-    data = config.data.model_copy(update={"packing": False})
-    return config.model_copy(update={"data": data})
 
 
 def ready_model(path: str, comm: Comm, run_dir: Path) -> Path:

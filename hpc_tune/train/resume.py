@@ -3,9 +3,8 @@
 import contextlib
 from pathlib import Path
 
-from hpc_tune.checkpoint.state import RunState, compare, require_settings
+from hpc_tune.checkpoint.state import RunState, check_resume, require_settings
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
-from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
@@ -25,19 +24,18 @@ def find_checkpoint(job: Job) -> Path | None:
         or of a run with settings that must be the same, or a fresh start is asked for where
         checkpoints are.
     """
-    comm, config = job.comm, job.config
-    path = _asked_for(comm, config, job.store)
+    comm, settings = job.comm, job.config.model_dump()
+    path = _requested(comm, job.config.checkpoint.resume, job.store)
     if path is not None:
         # Before anything takes time, such as preparing data for another length of rows.
         comm.on_rank_0(
             "comparing with the checkpoint's settings",
-            lambda: require_settings(RunState.from_json(read_state(path), str(path)), config),
+            lambda: require_settings(RunState.from_json(read_state(path), str(path)), settings),
         )
     return path
 
 
-def _asked_for(comm: Comm, config: RunConfig, store: Store) -> Path | None:
-    wanted = config.checkpoint.resume
+def _requested(comm: Comm, wanted: str, store: Store) -> Path | None:
     if wanted != "auto" and comm.on_rank_0(
         "looking for checkpoints", lambda: _was_followed(store, wanted)
     ):
@@ -75,7 +73,9 @@ def resume(
 
     def load() -> RunState:
         state = RunState.from_json(read_state(path), str(path))
-        for warning in compare(state, job.config, model.built.identity, total_steps):
+        for warning in check_resume(
+            state, job.config.model_dump(), model.built.identity, total_steps
+        ):
             if comm.is_rank_0:
                 log.warning("resume: %s", warning)
         engine.load(index, state.step)

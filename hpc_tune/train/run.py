@@ -46,7 +46,7 @@ def run(
     """
     run_dir = Path(config.run.dir)
     with joined(config.run, run_dir, faults.join) as world:
-        agree_on_settings(world, config)
+        agree_on_settings(world, config.model_dump(mode="json"))
         stop = stop or StopFlag.of_run(run_dir, config.train.time_limit, world.is_rank_0)
         stop.install()
         if config.parallel.layout != "auto":

@@ -17,6 +17,7 @@ from hpc_tune.plan.candidates import micro_rows
 from hpc_tune.plan.messages import expected_bytes, flops_per_token, peak_flops
 from hpc_tune.train.checkpointing import Checkpointer, Writing
 from hpc_tune.train.data import Data
+from hpc_tune.train.event_file import EventFile
 from hpc_tune.train.governor import Governor
 from hpc_tune.train.job import Job
 from hpc_tune.train.layout import Resolved
@@ -26,6 +27,7 @@ from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.model import Model
 from hpc_tune.train.profile import StepProfile
+from hpc_tune.train.wandb_log import WandbLog
 from hpc_tune.units import format_bytes
 
 Expected = Callable[..., dict[str, int]]
@@ -124,10 +126,18 @@ def _governor(
 
 
 def _metrics(job: Job, model: Model, total_steps: int, step: int) -> Metrics:
-    run_dir, advise = job.dir if job.comm.is_rank_0 else None, job.chosen is None
-    return job.comm.together(
-        "opening the metrics", lambda: Metrics(run_dir, model.config, total_steps, step, advise)
-    )
+    def make() -> Metrics:
+        if not job.comm.is_rank_0:
+            return Metrics(None, total_steps, step)
+        run = job.config.run
+        plots: list[EventFile | WandbLog] = []
+        if run.tensorboard:
+            plots.append(EventFile(job.dir / "tensorboard", step))
+        if run.wandb:
+            plots.append(WandbLog(job.dir, run, model.config.model_dump(mode="json")))
+        return Metrics(job.dir, total_steps, step, plots, advise=job.chosen is None)
+
+    return job.comm.together("opening the metrics", make)
 
 
 def _expected(model: Model, resolved: Resolved, data: Data) -> Expected:

@@ -102,11 +102,14 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
         comm = replace(comm, watch=watch)
     if world.rank == 0:
         log.info(affinity.describe([f["cores"] for f in all_facts], world.num_nodes))
-        counts = Counter(note for f in all_facts for note in f["notes"])
-        counts.update([warning] if warning else [])
-        for text, count in counts.items():
-            log.warning("%s%s", text, f" (on {count} ranks)" if count > 1 else "")
+        _log_warnings([note for f in all_facts for note in f["notes"]] + [warning or ""])
     return comm
+
+
+def _log_warnings(texts: list[str]) -> None:
+    """Log each warning once, with the number of ranks that have it."""
+    for text, count in Counter(filter(None, texts)).items():
+        log.warning("%s%s", text, f" (on {count} ranks)" if count > 1 else "")
 
 
 def shutdown(comm: Comm) -> None:
