@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,8 @@ def prepare_data(
             lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
         )
     if data.eval_path:
-        comm.on_rank_0("looking at the data", lambda: _warn_of_overlap(data))
+        warn = partial(_warn_of_overlap, data.path, data.eval_path)
+        comm.on_rank_0("looking at the data", warn)
     part: Part = "train" if data.eval_fraction else "all"
     store = ready_data(data.path, data, own, comm, run_dir, part)
     if data.eval_fraction:
@@ -101,10 +102,9 @@ def prepare_data(
     return store, None
 
 
-def _warn_of_overlap(data: DataConfig) -> None:
-    """Say which files are both learned from and evaluated on."""
-    assert data.eval_path is not None
-    same = sorted(files_of(data.path) & files_of(data.eval_path))
+def _warn_of_overlap(path: Paths, eval_path: Paths) -> None:
+    """Name the files that are both trained and evaluated on."""
+    same = sorted(files_of(path) & files_of(eval_path))
     if same:
         log.warning(
             "data.eval_path and data.path both read %s%s: its loss tells nothing about new data. "
@@ -182,9 +182,8 @@ def prepare_file(
     progress = Progress(f"tokenising {name}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:
-        known = DataError(str(error)) if isinstance(error, OSError) else error
-        assert known is None or isinstance(known, HpcTuneError)
-        comm.agree(known, "preparing the data")
+        is_known = error is None or isinstance(error, HpcTuneError)
+        comm.agree(error if is_known else DataError(str(error)), "preparing the data")
 
     counters = prepare(
         path,

@@ -82,7 +82,7 @@ def run_loop(work: Work) -> Outcome:
     saved_at_s, step_s = time.monotonic(), 0.0
     optim = for_batch(work.config.optim, work.config.batch.global_size)
     if work.eval_batches is not None and start_step == 0:
-        evals = _evaluate(work, step, evals)
+        evals = _evaluate(work, work.eval_batches, step, evals)
     while step < work.total_steps:
         place, began_s = work.loader.state(), time.monotonic()
         batches = work.loader.next_step()
@@ -130,7 +130,7 @@ def run_loop(work: Work) -> Outcome:
         if work.eval_batches is not None and (
             is_last or _is_every(work.config.train.eval_every_steps, step)
         ):
-            evals = _evaluate(work, step, evals)
+            evals = _evaluate(work, work.eval_batches, step, evals)
         if is_last or _is_every(work.config.checkpoint.every_steps, step):
             saver.finish()
             saved_step, saved_at_s = step, time.monotonic()
@@ -264,14 +264,15 @@ def _worst_of_all(work: Work, sample: MemorySample | None, work_s: float) -> _Wo
     return _Worst(int(host), int(device), most / 1e4, -least / 1e4, rank)
 
 
-def _evaluate(work: Work, step: int, before: Evals) -> Evals:
-    """Measure the mean loss over the held-out data's loss tokens, unless asked to leave."""
+def _evaluate(
+    work: Work, eval_batches: Callable[[], Iterable[Batch]], step: int, before: Evals
+) -> Evals:
+    """Measure the mean loss over the held-out data's loss tokens, unless asked to stop."""
     was_cut = False
 
     def batches() -> Iterator[Batch]:
         nonlocal was_cut
-        assert work.eval_batches is not None
-        for batch in work.eval_batches():
+        for batch in eval_batches():
             asked = work.stop.is_asked(2 * work.saver.last_save_s)
             if work.comm.sum([asked]) != [0]:
                 was_cut = True

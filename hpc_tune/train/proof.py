@@ -249,13 +249,14 @@ class _Trial:
         if why_no_stages(built.config, 2, 1):
             return ""  # refused in words of its own
         layout = Layout(1, 1, pipeline=2)
-        batch, hidden_BTD = _batch([[tokens_T] for tokens_T in self.documents]), None
+        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        out: Any = None  # hidden states, then the loss
         for rank in range(2):
             (stage,) = cut_stages(built, layout, rank, 1, 1.0)
-            hidden_BTD = _loaded(stage).module(batch, hidden_BTD)
-        assert hidden_BTD is not None
-        if _differ(hidden_BTD.item(), sum(self.losses)):
-            return f"in two stages the loss is {hidden_BTD.item():.6g}, not {sum(self.losses):.6g}"
+            out = _loaded(stage).module(batch, out)
+        loss = float(out)
+        if _differ(loss, sum(self.losses)):
+            return f"in two stages the loss is {loss:.6g}, not {sum(self.losses):.6g}"
         return ""
 
     def wrong_in_four_bits(self) -> str:

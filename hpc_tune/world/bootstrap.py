@@ -158,7 +158,8 @@ def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim)
         return None
     if world.size == 1:
         return SoloChannel()
-    assert launcher.meeting_point is not None, f"{claim.launcher} starts several ranks without MPI"
+    if launcher.meeting_point is None:
+        raise WorldError(f"{claim.launcher} starts several ranks, and they have no MPI to meet by")
     point = launcher.meeting_point(os.environ, claim)
     return StarChannel(world, point.addresses, point.token, START_LIMIT_S * 0.8, point.ports)
 

@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Watch(Protocol):
-    """What tells of lost hosts; see ``reach.HostWatch``."""
+    """What finds lost hosts; see ``keepalive.HostWatch``."""
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,10 @@ class Comm:
         first = int(self._reduce([rank if error else size], dist.ReduceOp.MIN)[0])
         if first == size:
             return
-        found = self.broadcast((str(error), error.exit_code) if error else None, src=first)
+        own = (str(error), error.exit_code) if error else ("", 0)
+        message, exit_code = self.broadcast(own, src=first)
         if error is not None and rank == first:
             raise error
-        assert found is not None
-        message, exit_code = found
         raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
 
     def together(self, what: str, work: Callable[[], T]) -> T:
@@ -158,11 +157,9 @@ class Comm:
         Before training and after it one rank may work for hours; in between all go step by step,
         and one that does not come never will.
         """
-        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_group
 
-        everyone = dist.group.WORLD
-        assert everyone is not None, "a communicator has process groups"
-        return replace(self, cpu_group=everyone)
+        return replace(self, cpu_group=_get_default_group())
 
     def _reduce(self, values: Sequence[float], op: Any) -> list[float]:
         import torch

@@ -76,8 +76,7 @@ class HangWatch:
 
 def progress() -> tuple[float, ...]:
     """Return what grows while the main thread computes or reads, or waits for a child that does."""
-    main = threading.main_thread().ident
-    assert main is not None
+    main = threading.main_thread().ident or 0  # None before a thread starts
     spent = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
     return (spent, _read_bytes(), *(_cpu_s(pid) for pid in _children()))
 

@@ -91,17 +91,15 @@ class HostWatch:
     def _watch(self, listener: socket.socket | None) -> None:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
             open_sockets.enter_context(self._wake_write)
-            for one in (self._wake_read, *self._ranks, *([listener] if listener else [])):
-                selector.register(open_sockets.enter_context(one), selectors.EVENT_READ)
+            for peer in (self._wake_read, *self._ranks, *([listener] if listener else [])):
+                selector.register(open_sockets.enter_context(peer), selectors.EVENT_READ, peer)
             while not self._closed.is_set():
                 for key, _ in selector.select():
-                    ready = key.fileobj
-                    assert isinstance(ready, socket.socket)
+                    ready: socket.socket = key.data
                     if ready is listener:
-                        if (peer := self._admit(listener)) is not None:
-                            selector.register(
-                                open_sockets.enter_context(peer), selectors.EVENT_READ
-                            )
+                        if (new_peer := self._admit(listener)) is not None:
+                            open_sockets.enter_context(new_peer)
+                            selector.register(new_peer, selectors.EVENT_READ, new_peer)
                     elif ready is not self._wake_read:
                         selector.unregister(ready)
                         self._hear(ready)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpc_tune.errors import EXIT_FAILED
+from hpc_tune.errors import EXIT_FAILED, WorldError
 from hpc_tune.world.bootstrap import init_groups, settle
 from hpc_tune.world.comm import Comm, Peer
 from hpc_tune.world.failure import end_world_on_uncaught
@@ -34,7 +34,8 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     """
     import torch.distributed as dist
 
-    assert 0 in ranks, "the rank that holds the store must work"
+    if 0 not in ranks:
+        raise WorldError("rank 0 holds the store and cannot be left out")
     if list(ranks) == list(range(comm.world.size)):
         return comm
     comm.barrier("all ranks to know the layout", timeout_s)

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_tune.cluster.schedulers import job_end
+from hpc_tune.errors import WorldError
 from hpc_tune.world.processes import started_s
 
 STOP_FILE = "STOP"
@@ -106,5 +107,6 @@ class StopFlag:
 def process_start() -> float:
     """Return when this process started, in seconds since the epoch."""
     after_boot_s = started_s(os.getpid())
-    assert after_boot_s is not None, "a process that asks is alive"
+    if after_boot_s is None:
+        raise WorldError("/proc does not show this process, so its start time is not known")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s
