@@ -23,7 +23,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,8 @@ class Store:
         return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint that verifies; say which ones were refused and why."""
-        for path in reversed(self.steps()):
-            try:
-                verify(path)
-            except CheckpointError as error:
-                log.warning("refused a checkpoint: %s; trying the one before", error)
-            else:
-                return path
-        return None
+        """Return the newest checkpoint that verifies."""
+        return newest_valid(self.steps(), damage_of)
 
     def begin(self, step: int) -> Path:
         """Make and return the folder to write step ``step`` into.
@@ -170,6 +163,27 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> None:
                 raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's")
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def damage_of(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Return what ``verify`` finds wrong with a checkpoint, None if it is valid."""
+    try:
+        verify(path, part, parts)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def newest_valid(
+    paths: Sequence[Path], damage: Callable[[Path], str | None], warn: bool = True
+) -> Path | None:
+    """Return the last of ``paths`` that has no damage; warn of the damaged ones behind it."""
+    for path in reversed(paths):
+        if (reason := damage(path)) is None:
+            return path
+        if warn:
+            log.warning("skipping a checkpoint: %s; trying the previous one", reason)
+    return None
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

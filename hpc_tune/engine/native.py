@@ -202,7 +202,7 @@ class NativeEngine:
             for name, tensor in self._state_of(trained):
                 if name not in index.pieces:
                     raise CheckpointError(
-                        f"{index.files[0].parent}: it has no {name}; it is of another model"
+                        f"{index.files[0].parent}: it has no {name}; it belongs to another model"
                     )
                 region = trained.stage.region(trained.name, tensor)
                 if region.local.numel():

@@ -56,7 +56,7 @@ def page(runs: Sequence[Run], figures: Iterable[tuple[str, str, bytes]]) -> str:
         parts.append(_card("Settings that differ", _table(heads, rows, "none differs")))
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        parts.append(_card(f"{prefix}What ran", _table(None, what_ran(run), "it says nothing")))
+        parts.append(_card(f"{prefix}What ran", _table(None, what_ran(run), "no start event")))
         if len(runs) == 1:
             parts += [_card("Predicted and measured", text) for text in [_predictions(run)] if text]
         parts.append(_card(f"{prefix}Where the time went", _table(None, where_time_went(run), "")))
@@ -195,7 +195,7 @@ def _predictions(run: Run) -> str:
 def _heading(run: Run) -> str:
     command = ""
     if run.state in ("stopped", "died", "unknown"):
-        command = "The same command goes on from the newest checkpoint."
+        command = "Rerun the same command to resume from the newest checkpoint."
     elif run.state == "done":
         command = f"Next: python -m hpc_tune generate --run {shlex.quote(str(run.path))} --prompt …"
     code = run.outcome.get("exit_code")

@@ -72,11 +72,11 @@ class Run:
         """Why it ended, in words."""
         match self.state:
             case "running":
-                return f"it is {self.words[0].phase}" if self.words else "it is under way"
+                return f"it is {self.words[0].phase}" if self.words else "it is running"
             case "died":
                 return heartbeat.describe(self.words)
             case "unknown":
-                return "it left no outcome.json and no last words"
+                return "it left no outcome.json and no heartbeat"
             case _:
                 return str(self.outcome.get("reason", ""))
 

@@ -8,8 +8,8 @@ from hpc_tune.rundir import heartbeat, outcome
 
 @dataclass(frozen=True)
 class Previous:
-    """What the last run left: what its governor had done (``actions``), whether memory ended it,
-    and, if it left no outcome, how it died.
+    """What the last run left: its governor's actions, whether memory ended it, and, if it left no
+    outcome, how it died.
     """
 
     actions: tuple[str, ...] = ()

@@ -237,7 +237,7 @@ class Checkpointer:
             raise error
         self._events.write("warning", step, message=f"not saved: {error}")
         if self._comm.is_rank_0:
-            log.warning("step %d was not saved, training goes on: %s", step, error)
+            log.warning("step %d was not saved, training continues: %s", step, error)
 
 
 class _Task(Generic[T]):

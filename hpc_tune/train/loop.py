@@ -286,7 +286,7 @@ def _evaluate(
     began_s = time.monotonic()
     loss_sum, tokens = work.engine.evaluate(batches())
     if was_cut:
-        log.info("step %d: the evaluation was cut off to leave in time", step)
+        log.info("step %d: evaluation interrupted to stop in time", step)
         return before
     eval_s = time.monotonic() - began_s
     loss = loss_sum / max(1, tokens)

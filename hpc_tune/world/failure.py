@@ -58,7 +58,7 @@ def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
             who = f"rank {rank_hint(os.environ)}"
 
         def give_up() -> None:
-            print(f"{who}: MPI's Abort did not end it, leaving", file=sys.stderr, flush=True)
+            print(f"{who}: MPI's Abort did not end it, exiting", file=sys.stderr, flush=True)
             os._exit(exit_code)
 
         _after(_ABORT_LIMIT_S, give_up)
@@ -138,7 +138,7 @@ def watch_launcher(who: str, every_s: float = 1.0) -> None:
             if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
                 # Nobody may read the other end any more.
                 with contextlib.suppress(OSError, ValueError):
-                    print(f"{who}: the launcher is gone, leaving", file=sys.stderr, flush=True)
+                    print(f"{who}: the launcher is gone, exiting", file=sys.stderr, flush=True)
                 os._exit(EXIT_FAILED)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

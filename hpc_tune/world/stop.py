@@ -92,7 +92,7 @@ class StopFlag:
             raise KeyboardInterrupt
         if self._speaks and self._signal is None:
             name = signal.Signals(number).name
-            os.write(2, f"{name}: leaving as soon as this step can be saved\n".encode())
+            os.write(2, f"{name}: stopping once this step is saved\n".encode())
         self._signal = number
 
     def _has_file(self) -> bool:

@@ -104,9 +104,9 @@ def test_a_stop_file_is_removed_by_the_outcome_that_heard_it(tmp_path, status, s
 
 
 def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
-    assert outcome.told_since(tmp_path, 0.0) is None
+    assert outcome.written_since(tmp_path, 0.0) is None
     outcome.write(outcome.stopped("SIGUSR1", None), tmp_path)
-    assert outcome.told_since(tmp_path, time.time() - 5) == EXIT_RESUMABLE
-    assert outcome.told_since(tmp_path, time.time() + 5) is None
+    assert outcome.written_since(tmp_path, time.time() - 5) == EXIT_RESUMABLE
+    assert outcome.written_since(tmp_path, time.time() + 5) is None
     (tmp_path / "outcome.json").write_text("{")
-    assert outcome.told_since(tmp_path, 0.0) is None
+    assert outcome.written_since(tmp_path, 0.0) is None

@@ -237,7 +237,7 @@ def test_two_jobs_that_share_candidate_ports_do_not_mix():
 
 
 def test_ranks_that_never_come_are_named():
-    with pytest.raises(WorldError, match=r"these ranks never came: \[1, 2\]"):
+    with pytest.raises(WorldError, match=r"these ranks never connected: \[1, 2\]"):
         StarChannel(world_of(0, 3), ["127.0.0.1"], "lonely", 0.1)
 
 
