@@ -31,7 +31,7 @@ from hpc_tune.train.reporting import write_report
 
 FILE = "starts.jsonl"
 MOST_CRASHES = 2  # in a row without a newer checkpoint
-# After each stop for want of memory the next start takes one action more, and there are five.
+# After each stop for want of memory the next start takes one rung of the ladder more.
 MOST_LEAVES = 8
 MOST_REQUEUES = 3  # in a row without a newer checkpoint
 LEAST_LEFT_S = 120.0  # with less time left, a start is not worth it
@@ -90,17 +90,12 @@ def decide(starts: Sequence[Start], left_s: float | None, can_requeue: bool) -> 
     if not last.asked and (left_s is None or left_s > LEAST_LEFT_S):
         return "again", last.reason
     if not can_requeue:
-        return (
-            "give up",
-            "the time limit is reached and nothing can requeue this job: submit it again",
-        )
+        return "give up", "time limit reached, and nothing can requeue this job: submit it again"
     jobs = sum(start.asked for start in barren)
     if jobs >= MOST_REQUEUES:
-        return (
-            "give up",
-            f"{jobs} jobs made no progress beyond step {last.to_step}: request more time",
-        )
-    return "requeue", _PREEMPTED if last.reason == _PREEMPTED else "the time limit is reached"
+        why = f"{jobs} jobs made no progress beyond step {last.to_step}: request more time"
+        return "give up", why
+    return "requeue", _PREEMPTED if last.reason == _PREEMPTED else "time limit reached"
 
 
 def _barren(starts: Sequence[Start]) -> list[Start]:
@@ -124,7 +119,7 @@ class Supervisor:
         ``-m hpc_tune train arguments``.
 
         ``requeue`` is the command that puts the job back into its queue; without it the scheduler's
-        own where there is one. ``report``: write report.html after a start that did not finish the run.
+        own where there is one. ``report``: write report.html after a start that did not finish.
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._report = report
@@ -181,13 +176,12 @@ class Supervisor:
         until_s = time.time() + _SETTLE_S
         while _stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
-        told = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
-        told = told or {
-            "status": "failed",
-            "reason": f"{self._argv[0]} exited with code {code} and wrote no outcome.json",
-        }
-        exit_code = int(told.get("exit_code", code if code > 0 else EXIT_FAILED))
-        reason = self._reason(told)
+        ended = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
+        if ended is None:
+            reason = f"{self._argv[0]} exited with code {code}, and there is no outcome.json"
+            ended = {"status": "failed", "reason": reason}
+        exit_code = int(ended.get("exit_code", code if code > 0 else EXIT_FAILED))
+        reason = self._reason(ended)
         asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
         newest = _newest(self._run_dir)
         job_id = None if self._job is None else self._job.id
@@ -283,5 +277,5 @@ def _append(run_dir: Path, start: Start) -> None:
             file.write(json.dumps(asdict(start)) + "\n")
     except OSError as error:
         log.warning(
-            "%s cannot be written (%s): starts of earlier jobs will not be counted", FILE, error
+            "%s cannot be written (%s): this start will not be counted by later jobs", FILE, error
         )

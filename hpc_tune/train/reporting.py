@@ -23,9 +23,7 @@ def write_report(run_dir: Path) -> None:
     limit = find_limit()
     left = room_of(used_bytes(limit), limit.num_bytes)
     if left < REPORT_BYTES:
-        log.warning(
-            "no report: only %s of memory left; write it with: %s", format_bytes(left), later
-        )
+        log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
     command = [sys.executable, "-m", "hpc_tune", "report", str(run_dir)]
     try:
