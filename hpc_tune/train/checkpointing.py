@@ -49,8 +49,8 @@ class Checkpointer:
         writing    at each boundary the ranks count who is done; when all are, rank 0's thread
         committing writes the manifest and renames; the boundary after that knows it
 
-    The ranks agree within the one sum of each step boundary, so no thread needs messages, and a
-    slow file system keeps nobody waiting in a collective. Every method but ``before_update`` and
+    The ranks agree within the one sum of each step boundary, so threads send no messages, and no
+    collective waits for a slow file system. Every method but ``before_update`` and
     ``vote`` is collective.
     """
 
@@ -144,7 +144,7 @@ class Checkpointer:
         return 0.0
 
     def advance(self, num_done: float) -> None:
-        """Go on with what the last boundary's sum allows.
+        """Do the next stage of a save if all ranks have finished the one before.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write and checkpoint.required.

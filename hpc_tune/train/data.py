@@ -1,4 +1,4 @@
-"""The data of a run, made ready: raw data prepared, prepared data verified and opened."""
+"""The data of a run: raw data prepared, prepared data verified and opened."""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and what this rank reads of them; ``eval_store``: held-out data."""
+    """The data of a run, and the loader of this rank; ``eval_store``: held-out data."""
 
     store: TokenStore
     eval_store: TokenStore | None
@@ -36,7 +36,7 @@ class Data:
 
     @property
     def loss_share(self) -> float:
-        """Which share of the tokens carries loss."""
+        """The share of the tokens that carries loss."""
         counters = self.store.attributes.counters
         return counters.loss_tokens / counters.tokens
 
@@ -59,8 +59,8 @@ class Tokenizing:
 
 
 def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
-    """Open the data, prepared first if raw, at this rank's place in it. Collective."""
-    config, place = model.config, resolved.coordinates
+    """Open the data, prepared first if raw, for this rank's part of each step. Collective."""
+    config = model.config
     job.monitor.enter("data", "preparing the data", tell=True)
     stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
     loader = Loader(
@@ -70,7 +70,7 @@ def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
         seed=config.train.seed,
         global_size=config.batch.global_size,
         total_rows=0,
-        rank=place.data,
+        rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
     )
     if config.train.max_steps is not None:
@@ -107,8 +107,8 @@ def _warn_of_overlap(path: Paths, eval_path: Paths) -> None:
     same = sorted(files_of(path) & files_of(eval_path))
     if same:
         log.warning(
-            "data.eval_path and data.path both read %s%s: its loss tells nothing about new data. "
-            "Name the held-out split, or use data.eval_fraction",
+            "data.eval_path and data.path both read %s%s: held-out loss on training data says "
+            "nothing about new data. Name the held-out split, or use data.eval_fraction",
             *(same[0], f" and {len(same) - 1} more" if len(same) > 1 else ""),
         )
 
@@ -138,24 +138,24 @@ def ready_data(
         if store.attributes.loss_on != data.loss_on:
             raise DataError(
                 f"data.loss_on={data.loss_on}, but {path} was prepared with data.loss_on="
-                f"{store.attributes.loss_on}: prepare it again, or set that"
+                f"{store.attributes.loss_on}: prepare it again, or use that value"
             )
         return store
     folder = Path(data.cache) if data.cache else run_dir / "data"
 
-    def place() -> Path:
+    def cached() -> Path:
         reading = reading_of(data, part)
         return folder / cache_name(
             path, own.mark, seq_len=data.seq_len, loss_on=data.loss_on, reading=reading
         )
 
-    out = comm.on_rank_0("looking at the data", place)
-    found = comm.on_rank_0("looking for prepared data", out.exists)
-    if not found:
+    out = comm.on_rank_0("looking at the data", cached)
+    was_prepared = comm.on_rank_0("looking for prepared data", out.exists)
+    if not was_prepared:
         comm.on_rank_0("making the data folder", lambda: make_folder(folder))
         tokenizer = comm.together("loading the tokenizer", lambda: own.tokenizer)
         prepare_file(path, out, data, tokenizer, comm, part)
-    return comm.together("opening the data", lambda: open_it(out, is_new=not found))
+    return comm.together("opening the data", lambda: open_it(out, is_new=not was_prepared))
 
 
 def reading_of(data: DataConfig, part: Part = "all") -> Reading:
@@ -201,10 +201,10 @@ def prepare_file(
     )
     progress.close()
     if world.rank == 0 and part != "held-out" and not is_builtin(shown(path)):
-        found = find(path)
-        if len(found.files) > 1:
-            log.info("%s: %s", shown(path), say_read(found))
-        for line in say_left_out(found):
+        listing = find(path)
+        if len(listing.files) > 1:
+            log.info("%s: %s", shown(path), say_read(listing))
+        for line in say_left_out(listing):
             log.warning("%s: %s", shown(path), line)
     log.info("prepared %s: %s", name, counters)
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before the expensive part begins: to a person, and to its report."""
+"""What a run logs about itself before it trains: a line for each part, and the start event."""
 
 import math
 import subprocess
@@ -29,8 +29,8 @@ _FEW_STEPS = 5  # updates in an epoch
 
 
 def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, data: Data) -> None:
-    """Print the world, the model, the data, the layout, the batch and the learning rate, a line
-    each, and write them into events.jsonl with what a bug report would ask for (kind ``start``).
+    """Log the world, the model, the data, the layout, the batch and the learning rate, a line each,
+    and write them into events.jsonl with what a bug report needs (kind ``start``).
     """
     if not job.comm.is_rank_0:
         return
@@ -60,7 +60,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     )
     if comm.device.type == "cpu" and model.built.dtype == torch.bfloat16 and not cpu_has_bf16():
         log.warning(
-            "model.dtype=bf16: this CPU has no products of bf16 (AVX512-BF16, AMX), and a step may "
+            "model.dtype=bf16: this CPU has no bf16 instructions (AVX512-BF16, AMX): a step may "
             "take tens of times as long as with model.dtype=fp32"
         )
     for warning in few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch):
@@ -146,7 +146,7 @@ def _batch(rows: int, layout: Layout, data: Data) -> str:
 
 
 def _commit() -> str | None:
-    """Return the git commit of the folder that the run was started in, where it is in a clone."""
+    """Return the git commit of the working directory, None outside of a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S)

@@ -1,4 +1,4 @@
-"""A job: what surrounds a run from the making of its directory to its outcome."""
+"""A job: what a run needs around its training, from its directory to its outcome."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,12 +28,12 @@ from hpc_tune.world.stop import StopFlag
 
 @dataclass(frozen=True)
 class Job:
-    """A job, with the settings as they were asked for: checkpoints keep these, and are compared
-    with them.
+    """A job, with the settings as the user gave them: checkpoints keep these and are compared with
+    them.
 
-    ``comm`` ends the world where a rank stands still alone; ``training`` is the same with the
-    timeout of steps. ``previous`` is how the last run in ``dir`` ended. ``chosen``: the layout that
-    parallel=auto has measured.
+    ``comm`` ends the world where a rank hangs while it works alone; ``training`` is the same with
+    the timeout of steps. ``previous`` is how the last run in ``dir`` ended. ``chosen``: the layout
+    that parallel=auto has chosen by measurement.
     """
 
     config: RunConfig
@@ -57,12 +57,12 @@ class Job:
 def open_job(
     config: RunConfig, comm: Comm, stop: StopFlag, chosen: Chosen | None, faults: Faults
 ) -> Iterator[Job]:
-    """Make the run directory this job's own and begin to watch memory, for a block. Collective.
+    """Take the run directory and start the memory monitor, for a block. Collective.
 
-    An error in it means what the watchdog or the memory exit says it does.
+    The watchdog and the memory exit translate the block's errors into their causes.
 
     Raises:
-        ConfigError: if the directory cannot be written, is not shared, or is another job's.
+        ConfigError: if the directory cannot be written, is not shared, or is in use by another job.
     """
     run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
     resume_point = ResumePoint()
@@ -78,7 +78,7 @@ def open_job(
         _require_shared(comm, run_dir)
         events = Events(run_dir / EVENTS if is_rank_0 else None)
         monitor = comm.together(
-            "looking at the memory", lambda: make_monitor(config.memory, comm, run_dir, faults)
+            "reading the memory limits", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
         training = comm.in_training()
         memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
@@ -87,8 +87,8 @@ def open_job(
                 log.warning(last.death)
                 events.write("warning", message=last.death)
             monitor.start(memory_exit.leave)
-            kept = config.checkpoint
-            store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
+            keep = config.checkpoint
+            store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
             yield Job(
                 *(config, comm, training, run_dir, last, store, events, monitor, memory_exit),
                 *(resume_point, owner, stop, watchdog, chosen, faults),
@@ -98,9 +98,7 @@ def open_job(
 def _make_run_dir(
     run_dir: Path, owner: LiveMark, wandb: bool, write_settings: Callable[[], None]
 ) -> Previous:
-    """Make the run directory, this job's alone; fail now and not at the first save if it cannot
-    be written.
-    """
+    """Make and take the run directory; fail now, not at the first save, if it is not writable."""
     require_wandb(wandb)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -121,6 +119,6 @@ def _make_run_dir(
 def _require_shared(comm: Comm, run_dir: Path) -> None:
     if comm.world.num_nodes == 1:
         return
-    looks = comm.world.local_rank == 0 and not comm.is_rank_0
-    looking = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
-    comm.together("finding the run directory", looking if looks else lambda: None)
+    is_first_of_node = comm.world.local_rank == 0 and not comm.is_rank_0
+    check = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
+    comm.together("checking the run directory", check if is_first_of_node else lambda: None)

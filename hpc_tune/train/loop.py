@@ -39,13 +39,13 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class Work:
-    """What the loop works with.
+    """What the loop trains with.
 
     ``before_update`` returns when the weights may change. ``state(step, loader_state, evals)`` is
     what a checkpoint of that step says; ``flops_per_token`` and ``peak_flops`` (of all ranks) give
     MFU, where the peak is known; ``expected_bytes(micros, recomputes)`` is plan/messages.py's.
-    ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` goes
-    on where the resumed run left it.
+    ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` holds
+    those of the resumed run.
     """
 
     comm: Comm
@@ -72,7 +72,7 @@ class Work:
 
 
 def run_loop(work: Work) -> Outcome:
-    """Train to the end, or to an agreed stop, and leave a checkpoint there.
+    """Train to the end, or to an agreed stop, and save a checkpoint there.
 
     Raises:
         HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
@@ -84,7 +84,7 @@ def run_loop(work: Work) -> Outcome:
     if work.eval_batches is not None and start_step == 0:
         evals = _evaluate(work, work.eval_batches, step, evals)
     while step < work.total_steps:
-        place, began_s = work.loader.state(), time.monotonic()
+        loader_state, began_s = work.loader.state(), time.monotonic()
         batches = work.loader.next_step()
         data_s = time.monotonic() - began_s
         # What must still fit before the time limit: another step like the last, and two saves.
@@ -99,16 +99,16 @@ def run_loop(work: Work) -> Outcome:
         stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
-        # A save that is due by the clock waits its turn.
+        # A save that is due by the clock waits for the one before it.
         if saved_step != step and not saver.busy and (stop_reason or ballot.save):
             saved_step, saved_at_s = step, time.monotonic()
-            _start_save(work, work.state(step, place, evals))
+            _start_save(work, work.state(step, loader_state, evals))
         if stop_reason:
             saver.finish()
             facts = work.governor.facts(need) if need else {}
             return stopped(stop_reason, saver.committed_step, facts)
         if work.loader.micro_size != micro_size:
-            work.loader.restore(place)
+            work.loader.restore(loader_state)
             batches = work.loader.next_step()
         phase = "save, in the background" if saver.busy else "steady"
         work.monitor.enter(
@@ -146,7 +146,7 @@ def run_loop(work: Work) -> Outcome:
 
 
 def _start_save(work: Work, state: RunState) -> None:
-    """Begin a save; one that training waits for gets the room that the step has left free."""
+    """Begin a save; if training waits for it, first return freed memory to the system."""
     phase = "save, in the background"
     if work.saver.waits:
         phase = "save, training waits"
@@ -158,7 +158,7 @@ def _start_save(work: Work, state: RunState) -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step as it was done: ``ballot`` has the sums of all ranks, ``step_s`` includes data."""
+    """One finished step: ``ballot`` has the sums of all ranks, ``step_s`` includes ``data_s``."""
 
     number: int
     lr: float
@@ -185,16 +185,16 @@ def _vote(work: Work, batches: Sequence[Batch], saved_at_s: float, reason: str |
 
 
 def _first_reason(work: Work, reason: str | None) -> str:
-    """Return the reason to leave of the lowest rank that has one. Collective."""
-    return next(one for one in work.comm.gather(reason) if one is not None)
+    """Return the reason to stop of the lowest rank that has one. Collective."""
+    return next(own for own in work.comm.gather(reason) if own is not None)
 
 
 def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
     if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
         raise HpcTuneError(
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; both must be "
-            f"finite. The last good checkpoint is of step {saved_step}. Lower optim.lr, set "
-            "optim.clip_norm, or look for broken examples in the data"
+            f"finite. The last checkpoint is of step {saved_step}. Lower optim.lr, set "
+            "optim.clip_norm, or look for corrupt examples in the data"
         )
 
 
@@ -239,7 +239,7 @@ def _record(work: Work, step: _Step, sample: MemorySample | None) -> None:
 
 @dataclass(frozen=True)
 class _Worst:
-    """The fullest node's and device's bytes, and the slowest and the fastest rank's own time."""
+    """Bytes of the fullest node and device; compute seconds of the slowest and fastest rank."""
 
     host_bytes: int
     device_bytes: int
@@ -249,7 +249,7 @@ class _Worst:
 
 
 def _worst_of_all(work: Work, sample: MemorySample | None, work_s: float) -> _Worst:
-    """Find the extremes of all ranks by one collective, whatever their number."""
+    """Return the extremes over all ranks by one collective."""
     tenths_of_ms = max(0, round(1e4 * work_s))
     host, device, slowest, least = work.comm.max(
         [

@@ -26,8 +26,8 @@ class StepMetrics:
     ``time`` is when the step was done, in seconds since 1970. ``tokens`` are those of the step's
     documents without padding. ``comm_s``, ``sent_bytes`` and ``expected_bytes``, by kind of
     collective and by the formulas of the layout, are rank 0's. ``most_work_s`` and
-    ``least_work_s`` are what a rank spent neither on messages nor on data, of the slowest and of
-    the fastest rank. ``mfu`` and ``device_util`` are None where the device's peak or counters are
+    ``least_work_s`` are the time spent neither on messages nor on data, of the slowest and of the
+    fastest rank. ``mfu`` and ``device_util`` are None where the device's peak or counters are
     unknown. Host bytes are the fullest node's; device bytes the fullest rank's.
     """
 
@@ -105,7 +105,7 @@ class Metrics:
             )
 
     def evaluation(self, step: int, eval_loss: float, eval_tokens: int, eval_s: float) -> None:
-        """Record one evaluation: mean loss over the held-out data's loss tokens."""
+        """Record one evaluation: the mean loss over the held-out loss tokens."""
         row = {"step": step, "eval_loss": eval_loss, "eval_tokens": eval_tokens, "eval_s": eval_s}
         self._lines.write(**row)
         self._plot(step, row)
@@ -122,7 +122,7 @@ class Metrics:
         )
 
     def close(self) -> None:
-        """Close the files and take the bar off the screen."""
+        """Close the files and the progress bar."""
         self._progress.close()
         self._lines.close()
         for plots in self._plots:

@@ -1,4 +1,4 @@
-"""The model of a run on the meta device: built, tried, and its settings made right for it."""
+"""The model of a run on the meta device, and the settings that its architecture supports."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,9 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class Model:
-    """The model on the meta device, its size, and the settings that are right for it.
+    """The model on the meta device, its size, and the settings it supports.
 
-    ``config`` is without data.packing where such a model cannot keep documents apart.
+    ``config`` is without data.packing if such a model cannot keep packed documents apart.
     """
 
     built: BuiltModel
@@ -33,11 +33,11 @@ class Model:
 
 
 def build_model(job: Job, fresh: bool) -> Model:
-    """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
+    """Build the model on the meta device; a ``fresh`` run starts from tune.init_from. Collective.
 
     Raises:
         ConfigError: if the settings are not for such a model.
-        DataError: if a model of its kind would not be trained right.
+        DataError: if a model of its kind would be trained incorrectly.
     """
     config, comm, run_dir = job.config, job.comm, job.dir
     import_transformers()
@@ -60,13 +60,13 @@ def build_model(job: Job, fresh: bool) -> Model:
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and config.data.seq_len > longest:
         log.warning(
-            "data.seq_len=%d is longer than the model's %d positions; what is beyond them it has "
-            "never seen: use %d or less, or a config.json that stretches them (rope_scaling)",
+            "data.seq_len=%d is longer than the model's %d positions, and it was never trained on "
+            "later ones: use %d or less, or a config.json that scales them (rope_scaling)",
             *(config.data.seq_len, longest, longest),
         )
     if built.others:
         log.info(
-            "in the model's files, and left as they are: %s",
+            "ignored in the model's files: %s",
             ", ".join(built.others),
         )
     if scaled_by_length(built.config):

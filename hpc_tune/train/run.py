@@ -1,10 +1,10 @@
-"""A run from its configuration to its outcome, in stages: each takes what the ones before it gave.
+"""A run from its configuration to its outcome, in stages: each takes the results of those before.
 
     join the world -> agree on the settings -> measure, for parallel=auto
     -> open the job -> model -> layout -> memory forecast -> data -> engine -> checkpoint -> train
     -> export, outcome, report
 
-What ends a run at any of these is told once for all ranks (train/exit.py).
+An error in any of them is reported once for all ranks (train/exit.py).
 """
 
 from pathlib import Path
@@ -41,8 +41,8 @@ def run(
 ) -> int:
     """Train as configured, with all ranks that the launcher started; return the exit code.
 
-    ``stop`` replaces the one that listens to signals, the time limit and the STOP file. ``force``
-    starts what the plan says does not fit into memory. ``faults`` are for tests.
+    ``stop`` replaces the flag of signals, the time limit and the STOP file. ``force`` starts a run
+    that is predicted not to fit into memory. ``faults`` are for tests.
     """
     run_dir = Path(config.run.dir)
     with joined(config.run, run_dir, faults.join) as world:

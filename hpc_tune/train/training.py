@@ -119,7 +119,7 @@ def _governor(
     job: Job, engine: Engine, data: Data, saver: Checkpointer, saved: RunState | None
 ) -> Governor:
     previous = job.previous
-    if saved is not None and not previous.actions:  # a run that was killed left it there alone
+    if saved is not None and not previous.actions:  # a killed run left them only in its checkpoint
         previous = replace(previous, actions=tuple(saved.governor))
     levers = loader_levers(data.loader, data.store.path) | saver.levers | engine.levers
     return Governor(job.training, job.monitor, job.events, levers, previous)

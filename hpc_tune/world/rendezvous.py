@@ -1,8 +1,8 @@
-"""Where the ranks meet: an address of rank 0 that every node was seen to reach.
+"""Rendezvous: an address of rank 0 that every node has been shown to reach.
 
-    rank 0 binds port 0 on each candidate address -> tells all ranks
-    -> one process per node tries each -> the first one reached from everywhere is kept,
-    and its very socket becomes the store's listener
+    rank 0 binds port 0 on each candidate address -> sends them to all ranks
+    -> one process per node tries each -> the first one reached from every node is kept,
+    and its socket becomes the store's listener
 
 No port is guessed, nothing listens on more than one interface, and loopback is refused with more
 than one node.
@@ -73,7 +73,7 @@ def meet(world: World, channel: Channel, interface: str | None) -> Meeting:
     ]
     if answering is not None:
         answering.stop()
-    # Else a quick rank's store client would reach the responder of a slow rank 0 and be sent away.
+    # Otherwise a fast rank's store client would reach the responder of a slow rank 0 and fail.
     channel.all_gather(None)
     chosen = choose(reports, len(places))
     for index, listener in enumerate(listeners):
@@ -104,9 +104,9 @@ def candidates(
 ) -> list[Address]:
     """Return the addresses worth trying, best first (pure).
 
-    The named interface first; then on one node loopback, on several the fast-looking names, the
+    The named interface first; then on one node loopback, on several the names of fast fabrics, the
     rest, and bridges of containers last. Loopback (all of 127/8, Debian's 127.0.1.1 too) and
-    link-local ones are no use across nodes.
+    link-local ones cannot be used across nodes.
     """
 
     def grade(address: Address) -> tuple[int, int]:
@@ -171,11 +171,11 @@ def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], li
         port = listener.getsockname()[1]
         places.append({"interface": address.interface, "ip": address.ip, "port": port})
     if not places:
-        found = ", ".join(f"{a.ip} ({a.interface})" for a in addresses) or "none"
+        known = ", ".join(f"{a.ip} ({a.interface})" for a in addresses) or "none"
         return {
             "error": f"{world.hostname}, where rank 0 is, has no address that {world.num_nodes} "
-            f"nodes could use; "
-            f"found {found}. Loopback is no use across nodes; bring up a network interface"
+            f"nodes could use; found {known}. Loopback cannot be used across nodes; bring up a "
+            "network interface"
         }, []
     return {"nonce": secrets.token_hex(16), "places": places}, listeners
 
@@ -200,7 +200,7 @@ class _Responder:
                 for listener in ready:
                     with contextlib.suppress(OSError):
                         peer, _ = listener.accept()  # type: ignore[union-attr]
-                        # A stranger that says nothing must keep no node waiting.
+                        # A silent client of another kind must keep no node waiting.
                         threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
 
     def _answer(self, peer: socket.socket) -> None:
