@@ -2,7 +2,7 @@
 
 ``options`` are the arguments as argparse reads them; where SETTINGS are among them,
 ``options.config`` is the configuration that they describe. A command imports what it needs when it
-runs, so that --help and mistakes are answered without torch.
+runs, so that --help and wrong arguments are answered without importing torch.
 """
 
 import math
@@ -86,7 +86,7 @@ JSON = argument("--json", bool, "print JSON instead of a table")
 def train(options: Namespace) -> int:
     """Fine-tune a model (the default command)."""
     if not options.files and not is_tiny(options.settings):
-        log.info("config  no --config: the defaults (see --help) apply to what is not set here")
+        log.info("config  no --config: defaults apply to all settings not given here (see --help)")
     with lazy_imports():
         from hpc_tune.train.run import run
     if not options.config.train.compile:
@@ -105,7 +105,9 @@ def supervise(options: Namespace) -> int:
     from hpc_tune.supervise import Supervisor
 
     run, launch = options.config.run, [*options.launch, *options.python]
-    return Supervisor(launch, _passed_on(options), Path(run.dir), options.requeue, run.report).run()
+    return Supervisor(
+        launch, _arguments_for(options), Path(run.dir), options.requeue, run.report
+    ).run()
 
 
 @command(argument("--dry-run", bool, "print the script instead of submitting it"), *SETTINGS)
@@ -113,7 +115,7 @@ def submit(options: Namespace) -> int:
     """Write a batch script from the slurm settings and submit it with sbatch."""
     from hpc_tune.cluster import slurm
 
-    text = slurm.render(options.config.slurm, _passed_on(options), Path.cwd())
+    text = slurm.render(options.config.slurm, _arguments_for(options), Path.cwd())
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
@@ -122,8 +124,8 @@ def submit(options: Namespace) -> int:
     return EXIT_DONE
 
 
-def _passed_on(options: Namespace) -> list[str]:
-    """Return the arguments that give another command the same configuration."""
+def _arguments_for(options: Namespace) -> list[str]:
+    """Return the arguments that pass this configuration to another command."""
     return [*(word for file in options.files for word in ("--config", file)), *options.settings]
 
 
@@ -193,9 +195,9 @@ def plan(options: Namespace) -> int:
         print("\n".join([*search.as_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
-    found = answer(config, machine, options.save)
-    print(as_json(found) if options.json else "\n".join(as_lines(found)))
-    return EXIT_DONE if found.fits else EXIT_FAILED
+    report = answer(config, machine, options.save)
+    print(as_json(report) if options.json else "\n".join(as_lines(report)))
+    return EXIT_DONE if report.fits else EXIT_FAILED
 
 
 @command(
@@ -209,11 +211,11 @@ def export(options: Namespace) -> int:
     from hpc_tune.checkpoint.export import export_adapter, export_merged
     from hpc_tune.checkpoint.locate import locate, require_base
 
-    found = locate(options.run, options.base)
-    base = require_base(found, "--base")
-    out = options.out or found.run_dir / "export" / options.to
+    run = locate(options.run, options.base)
+    base = require_base(run, "--base")
+    out = options.out or run.run_dir / "export" / options.to
     write = export_adapter if options.to == "adapter" else export_merged
-    print(write(found.checkpoint, found.config.tune, base, out, found.template))
+    print(write(run.checkpoint, run.config.tune, base, out, run.template))
     return EXIT_DONE
 
 
@@ -251,9 +253,9 @@ def inspect(options: Namespace) -> int:
 
         lines, is_valid = describe_prepared(path)
     else:
-        from hpc_tune.checkpoint.locate import describe, differences
+        from hpc_tune.checkpoint.locate import differences, list_checkpoints
 
-        lines, is_valid = describe(path, options.verify)
+        lines, is_valid = list_checkpoints(path, options.verify)
         if options.against:
             lines += differences(path, options.against) or ["no setting differs"]
     print("\n".join(lines))

@@ -1,4 +1,4 @@
-"""Find the checkpoint a user means, and say what is in a run directory."""
+"""Find the checkpoint that a path means, and list the checkpoints of a run directory."""
 
 import time
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A verified checkpoint, the run it is of, the configuration it was saved with, its base
-    model's directory, and the chat template it was trained with where that is not the base's.
+class Located:
+    """A verified checkpoint, its run directory, the configuration it was saved with, its base
+    model's directory, and the chat template it was trained with if that is not the base's.
     """
 
     checkpoint: Path
@@ -31,7 +31,7 @@ class Found:
     template: str | None
 
 
-def locate(path: Path, moved_base: Path | None = None) -> Found:
+def locate(path: Path, moved_base: Path | None = None) -> Located:
     """Return the checkpoint at ``path``, or the newest valid one of the run at ``path``.
 
     ``moved_base`` is where its base model is now.
@@ -53,21 +53,23 @@ def locate(path: Path, moved_base: Path | None = None) -> Found:
         base = moved_base
         if identity_of(base, index_model_directory(base)) != state.model_identity:
             raise ConfigError(f"{base} is not the model that {checkpoint} was made from")
-    return Found(checkpoint, run_dir, config, base, template_of(run_dir, config.data.chat_template))
+    return Located(
+        checkpoint, run_dir, config, base, template_of(run_dir, config.data.chat_template)
+    )
 
 
-def require_base(found: Found, option: str) -> Path:
-    """Return the folder of the base model; ``option`` is how the user can name another.
+def require_base(located: Located, option: str) -> Path:
+    """Return the folder of the base model; ``option`` is the user's way to name another.
 
     Raises:
-        ConfigError: if it is not there.
+        ConfigError: if it does not exist.
     """
-    if not found.base.is_dir():
+    if not located.base.is_dir():
         raise ConfigError(
-            f"the base model of {found.run_dir}, {found.base}, is not there; if it has moved, name "
-            f"its folder with {option} DIR"
+            f"the base model of {located.run_dir}, {located.base}, does not exist; if it has "
+            f"moved, name its folder with {option} DIR"
         )
-    return found.base
+    return located.base
 
 
 def template_of(run_dir: Path, chat_template: str | None) -> str | None:
@@ -80,14 +82,14 @@ def template_of(run_dir: Path, chat_template: str | None) -> str | None:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the chat template of this run, {given}, cannot be read ({error}), and {run_dir} has "
-            f"kept none; put it there as {TEMPLATE_FILE}"
+            f"no copy of it; put it there as {TEMPLATE_FILE}"
         ) from None
 
 
-def describe(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
+def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
     """Return one line per checkpoint of a run (or of one checkpoint), and whether all are valid.
 
-    ``check_bytes`` reads every file; else only manifests and sizes are looked at.
+    ``check_bytes`` reads every file; without it only manifests are read.
     """
     lines, all_valid = _outcome_lines(path), True
     if lines and not (path / "checkpoints").is_dir():
@@ -138,8 +140,8 @@ def _outcome_lines(path: Path) -> list[str]:
     if not last:
         return []
     if time.time() - max(beat.time for beat in last) < heartbeat.ALIVE_S:
-        return [f"outcome: none yet, it is {last[0].phase}"]
-    return [f"outcome: {heartbeat.describe(last)}"]
+        return [f"outcome: none yet, the run is {last[0].phase}"]
+    return [f"outcome: {heartbeat.last_seen(last)}"]
 
 
 def _store_of(path: Path) -> Store:

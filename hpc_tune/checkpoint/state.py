@@ -1,8 +1,8 @@
-"""What a checkpoint's manifest carries besides tensors, and which of it must match on resume.
+"""What a checkpoint's manifest holds besides tensors, and which of it must match on resume.
 
 Every field of the configuration is of one of three kinds: it *must match* (another value would
-continue a different run), it *warns* (the run goes on, but not as the uninterrupted one would
-have), or it is *free* (world size, layout, micro-batch, offload, paths, logging).
+make a different run), it *warns* (the run resumes, but differs from an uninterrupted one), or it is
+*free* (world size, layout, micro-batch, offload, paths, logging).
 """
 
 import math
@@ -84,7 +84,7 @@ class RunState:
 
     Randomness needs no state: order, adapters and dropout are functions of (seed, sample).
     ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
-    ``governor`` is what had been done about memory and held, in order.
+    ``governor`` are the governor's actions in effect, in order.
     ``eval_loss`` is the held-out loss of this very step, where it was measured.
     """
 
@@ -117,8 +117,8 @@ class RunState:
             Evals.from_json(state.evals)
             return state
         except (ValueError, TypeError) as error:
-            said = " ".join(str(error).split())
-            raise CheckpointError(f"{where}: its state cannot be used: {said}") from None
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{where}: its state cannot be used: {reason}") from None
 
     def run_config(self, where: str) -> RunConfig:
         """Return the configuration that it was saved with.
@@ -129,8 +129,8 @@ class RunState:
         try:
             return RunConfig.model_validate(self.config)
         except ValueError as error:
-            said = " ".join(str(error).split())
-            raise CheckpointError(f"{where}: its configuration cannot be used: {said}") from None
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{where}: its configuration cannot be used: {reason}") from None
 
 
 def check_resume(saved: RunState, settings: Settings, identity: str, total_steps: int) -> list[str]:
@@ -150,7 +150,7 @@ def check_resume(saved: RunState, settings: Settings, identity: str, total_steps
 
 
 def require_settings(saved: RunState, settings: Settings, same_model: bool = True) -> None:
-    """Check what must match, which can be known before the data and the model are.
+    """Check the settings that must match, before the data and the model are loaded.
 
     Raises:
         ConfigError: lists every difference that must not be.

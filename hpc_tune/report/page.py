@@ -15,7 +15,7 @@ from hpc_tune import __version__
 from hpc_tune.report.read import Row, Run, differences
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
-# A straggler works so many times as long as the fastest rank, in so many of the steps.
+# A straggler computes that many times as long as the fastest rank, in that share of the steps.
 STRAGGLER, MOST_STEPS = 1.1, 0.8
 _SHOWN_EVENTS = 200
 
@@ -77,7 +77,7 @@ def page(runs: Sequence[Run], figures: Iterable[tuple[str, str, bytes]]) -> str:
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Return the figures that a person looks at first, by name."""
+    """Return the main figures of a run, by name."""
     steps = run.steps
     total = f" of {run.total_steps}" if run.total_steps else ""
     found = {"optimizer steps": f"{steps[-1]['step'] if steps else 0}{total}"}
@@ -109,7 +109,7 @@ def facts(run: Run) -> dict[str, str]:
 
 
 def what_ran(run: Run) -> list[tuple[str, str]]:
-    """Return the newest start's own words, and how often there was one."""
+    """Return what the newest start logged, and the number of starts."""
     start = run.start
     versions, tags = start.get("versions"), run.settings.get("run.tags")
     rows = [
@@ -130,17 +130,19 @@ def what_ran(run: Run) -> list[tuple[str, str]]:
 
 
 def straggler(run: Run) -> str:
-    """Return which rank the others wait for most often and for how much, or an empty text."""
+    """Return which rank the others wait for most often, and how much slower it is, or nothing."""
     rows = [row for row in run.steps[1:] if row.get("slowest_rank") is not None]
     if not rows or (run.start.get("size") or 1) == 1:
         return ""
     rank, times = Counter(row["slowest_rank"] for row in rows).most_common(1)[0]
     ratios = [row["most_work_s"] / max(row["least_work_s"], 1e-4) for row in rows]
     ratio = statistics.median(ratios)
-    text = f"rank {rank} in {times} of {len(rows)} steps; the slowest worked {ratio:.2f} x as long "
+    text = (
+        f"rank {rank} in {times} of {len(rows)} steps; the slowest computed {ratio:.2f} x as long "
+    )
     text += "as the fastest (median)"
     if ratio > STRAGGLER and times > MOST_STEPS * len(rows):
-        text += ": look at that rank's clocks, its memory and what else runs there"
+        text += ": check that rank's clocks, its memory and other processes there"
     return text
 
 
@@ -158,12 +160,12 @@ def where_time_went(run: Run) -> list[tuple[str, str]]:
         "evaluation": sum(_known(run.evals, "eval_s")),
         "waiting for saves": sum(_known(run.of_kind("checkpoint"), "blocked_s")),
     }
-    parts["starting, and what was done again"] = max(0.0, whole_s - sum(parts.values()))
+    parts["starting, and repeated steps"] = max(0.0, whole_s - sum(parts.values()))
     rows = [
         (name, f"{format_seconds(seconds)} ({seconds / max(whole_s, 1e-9):.1%})")
         for name, seconds in parts.items()
     ]
-    return [*rows, ("in all", format_seconds(whole_s))]
+    return [*rows, ("total", format_seconds(whole_s))]
 
 
 def _starts(run: Run) -> str:
@@ -183,8 +185,8 @@ def _predictions(run: Run) -> str:
             off = f"{measured / foreseen - 1:+.0%}"
             rows.append(("step time", f"{foreseen:.3g} s", f"{measured:.3g} s", off))
     for event in run.of_kind("memory")[-1:]:
-        for phase, said in event.get("phases", {}).items():
-            had, planned = said.get("rank_bytes"), said.get("planned")
+        for phase, row in event.get("phases", {}).items():
+            had, planned = row.get("rank_bytes"), row.get("planned")
             off = f"{had / planned - 1:+.0%}" if had and planned else ""
             shown = [format_bytes(n) if n else "" for n in (planned, had)]
             rows.append((f"memory: {phase}", *shown, off))
@@ -203,7 +205,7 @@ def _heading(run: Run) -> str:
     extra = {
         k: v for k, v in run.outcome.items() if k not in ("status", "reason", "step", "exit_code")
     }
-    said = "".join(f"<div>{_text(f'{k}: {_shown(k, v)}')}</div>" for k, v in extra.items())
+    more = "".join(f"<div>{_text(f'{k}: {_shown(k, v)}')}</div>" for k, v in extra.items())
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
         f"<div><span>{_text(name)}</span><b>{_text(value)}</b></div>"
@@ -212,7 +214,7 @@ def _heading(run: Run) -> str:
     return (
         f'<section class="card{warn}"><h1>{_text(run.name)} '
         f'<span class="state {run.state}">{run.state}</span></h1>'
-        f"<div>{_text(run.reason + with_code)}</div>{said}<div>{_text(command)}</div></section>"
+        f"<div>{_text(run.reason + with_code)}</div>{more}<div>{_text(command)}</div></section>"
         f'<section class="card facts">{cards}</section>'
     )
 
@@ -232,7 +234,7 @@ def _events(run: Run, prefix: str) -> str:
             time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"])),
             "" if event.get("step") is None else str(event["step"]),
             str(event.get("kind", "")),
-            event_words(event),
+            event_text(event),
         )
         for event in kept[-_SHOWN_EVENTS:]
     ]
@@ -241,8 +243,8 @@ def _events(run: Run, prefix: str) -> str:
     return _card(f"{prefix}What happened{left}", table)
 
 
-def event_words(event: Row) -> str:
-    """Return what an event says, for a person."""
+def event_text(event: Row) -> str:
+    """Return an event's text."""
     match event.get("kind"):
         case "checkpoint":
             return (

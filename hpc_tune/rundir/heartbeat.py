@@ -106,7 +106,7 @@ def was_memory(last: Sequence[Heartbeat]) -> bool:
     return any(_kills_since(beat) > 0 or beat.used >= NEAR_THE_LIMIT * beat.limit for beat in last)
 
 
-def describe(last: Sequence[Heartbeat]) -> str:
+def last_seen(last: Sequence[Heartbeat]) -> str:
     """Return, for a person, how a run without an outcome was last seen."""
     fullest = last[0]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))

@@ -71,4 +71,4 @@ def test_the_learning_rate_is_told_with_where_it_comes_from(settings, said):
 def test_whose_defaults_hold_is_told_where_no_file_says_anything(monkeypatch, capsys, words, told):
     monkeypatch.setattr("hpc_tune.train.run.run", lambda config, force: 0)
     assert cli.main(words) == 0
-    assert ("no --config: the defaults" in capsys.readouterr().err) == told
+    assert ("no --config: defaults" in capsys.readouterr().err) == told
