@@ -34,7 +34,7 @@ SETTINGS = [
 ENDS_WITHIN_S = 30
 soak = pytest.mark.soak
 
-# As python -m hpc_tune supervise, which gives mpirun a minute after its ranks have left.
+# As python -m hpc_tune supervise, which gives mpirun a minute after its ranks have exited.
 SUPERVISE = """
 import sys
 from hpc_tune import supervise
