@@ -24,7 +24,7 @@ def answer(
     temperature: float,
     seed: int,
 ) -> str:
-    """Return what the model says to ``prompt``.
+    """Return the model's answer to ``prompt``.
 
     ``run`` is a run directory or checkpoint, ``model`` a model directory, with ``run`` that of its
     base. ``temperature`` 0 takes the likeliest token each time. The answer ends with a token that
@@ -38,11 +38,11 @@ def answer(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tune, dtype_name, template = TuneConfig(method="full"), "auto", None
     directory = model
-    found = locate(run, model) if run is not None else None
-    if found is not None:
-        directory, dtype_name = require_base(found, "--model"), found.config.model.dtype
-        template = found.template
-        tune = found.config.tune if with_adapter else tune
+    trained = locate(run, model) if run is not None else None
+    if trained is not None:
+        directory, dtype_name = require_base(trained, "--model"), trained.config.model.dtype
+        template = trained.template
+        tune = trained.config.tune if with_adapter else tune
     assert directory is not None
     dtype = compute_dtype(dtype_name, device)
     tokenizer = load_tokenizer(directory)
@@ -55,8 +55,8 @@ def answer(
         )
     allocate(built.module, device)
     load_weights(built)
-    if found is not None and with_adapter:
-        load_trained(built, found.checkpoint)
+    if trained is not None and with_adapter:
+        load_trained(built, trained.checkpoint)
     lm = built.module.causal_lm().to(dtype).eval()
     ids_BT = _encode(tokenizer, prompt).to(device)
     torch.manual_seed(seed)
@@ -77,7 +77,7 @@ def answer(
 
 
 def _ends(tokenizer: Any, directory: Path) -> list[int]:
-    """Return the tokens after which a model has said what it says."""
+    """Return the tokens that end an answer."""
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_of_answer(tokenizer))}
     file = directory / "generation_config.json"
     if file.is_file():

@@ -80,32 +80,32 @@ def facts(run: Run) -> dict[str, str]:
     """Return the main figures of a run, by name."""
     steps = run.steps
     total = f" of {run.total_steps}" if run.total_steps else ""
-    found = {"optimizer steps": f"{steps[-1]['step'] if steps else 0}{total}"}
+    values = {"optimizer steps": f"{steps[-1]['step'] if steps else 0}{total}"}
     if run.segments:
         last = run.segments[-1]
-        found["time running"] = format_seconds(last.before_s + last.end_s - last.begin_s)
+        values["time running"] = format_seconds(last.before_s + last.end_s - last.begin_s)
     losses = [row["loss"] for row in steps if row.get("loss") is not None]
     if losses:
-        found["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
+        values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
     if run.evals:
         first, last_eval = run.evals[0]["eval_loss"], run.evals[-1]["eval_loss"]
-        found["held-out loss, first to last"] = f"{first:.4f} → {last_eval:.4f}"
+        values["held-out loss, first to last"] = f"{first:.4f} → {last_eval:.4f}"
     speeds = _known(steps[1:] or steps, "tokens_per_s")
     if speeds:
-        found["tokens per second, median"] = format_count(statistics.median(speeds))
+        values["tokens per second, median"] = format_count(statistics.median(speeds))
     if mfu := _known(steps[1:] or steps, "mfu"):
-        found["MFU, median"] = f"{statistics.median(mfu):.1%}"
+        values["MFU, median"] = f"{statistics.median(mfu):.1%}"
     if seconds := sum(_known(steps, "step_s")):
-        found["time in messages"] = f"{sum(_known(steps, 'comm_s')) / seconds:.1%}"
+        values["time in messages"] = f"{sum(_known(steps, 'comm_s')) / seconds:.1%}"
     for kind in ("host", "device"):
         if used := _known(steps, f"{kind}_bytes"):
             limits = _known(steps, f"{kind}_limit_bytes")
             of = f" of {format_bytes(limits[-1])}" if limits else ""
-            found[f"most {kind} memory"] = f"{format_bytes(max(used))}{of}"
-    found["saves, governor's actions"] = (
+            values[f"most {kind} memory"] = f"{format_bytes(max(used))}{of}"
+    values["saves, governor's actions"] = (
         f"{len(run.of_kind('checkpoint'))}, {len(run.of_kind('governor'))}"
     )
-    return found
+    return values
 
 
 def what_ran(run: Run) -> list[tuple[str, str]]:
@@ -221,9 +221,9 @@ def _heading(run: Run) -> str:
 
 def _heading_of_many(runs: Sequence[Run]) -> str:
     all_facts = [facts(run) for run in runs]
-    names = dict.fromkeys(name for found in all_facts for name in found)
+    names = dict.fromkeys(name for values in all_facts for name in values)
     rows = [("state", *(f"{run.state}: {run.reason}" for run in runs))]
-    rows += [(name, *(found.get(name, "") for found in all_facts)) for name in names]
+    rows += [(name, *(values.get(name, "") for values in all_facts)) for name in names]
     return _card(f"{len(runs)} runs", _table(("", *(run.name for run in runs)), rows, ""))
 
 

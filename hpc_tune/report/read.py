@@ -190,12 +190,12 @@ def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row]) -> Run:
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return (setting, its value in each run) where runs differ, except run.dir and run.name."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
-    found = []
+    differing = []
     for name in names:
         values = ["unset" if (v := run.settings.get(name)) is None else str(v) for run in runs]
         if len(set(values)) > 1 and name not in ("run.dir", "run.name"):
-            found.append((name, values))
-    return found
+            differing.append((name, values))
+    return differing
 
 
 def _is_run(path: Path) -> bool:

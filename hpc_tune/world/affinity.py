@@ -42,25 +42,25 @@ def share_of_cores(
     than CPUs each gets one thread and no pinning. ``physical`` gives (package, core) of a CPU, so
     that a slice holds whole cores.
     """
-    mine, num_ranks, warning = masks[local_rank], len(masks), None
-    alike = [rank for rank, mask in enumerate(masks) if mask == mine]
-    if num_ranks > 1 and len(alike) == num_ranks > len(mine) and len(reachable) > len(mine):
+    own, num_ranks, warning = masks[local_rank], len(masks), None
+    alike = [rank for rank, mask in enumerate(masks) if mask == own]
+    if num_ranks > 1 and len(alike) == num_ranks > len(own) and len(reachable) > len(own):
         warning = (
-            f"the launcher pinned all {num_ranks} ranks of this node to {_count(mine)} while "
+            f"the launcher pinned all {num_ranks} ranks of this node to {_count(own)} while "
             f"{_count(reachable)} may be used; spreading the ranks over these "
             "(mpirun --bind-to none avoids the pinning)"
         )
-        mine = reachable
-    if len(alike) > len(mine):
-        num_cores = _num_cores(mine, physical)
-        return CoreShare(mine, num_cores, 1, warning is not None, warning, len(alike))
+        own = reachable
+    if len(alike) > len(own):
+        num_cores = _num_cores(own, physical)
+        return CoreShare(own, num_cores, 1, warning is not None, warning, len(alike))
     others: Mask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
-    if others & mine:
+    if others & own:
         together = frozenset().union(*masks)
         threads = max(1, _num_cores(together, physical) // num_ranks)
         num_cores = _num_cores(together, physical)
-        return CoreShare(mine, num_cores, threads, False, warning, num_ranks)
-    cpus = _slice(mine, len(alike), alike.index(local_rank), physical)
+        return CoreShare(own, num_cores, threads, False, warning, num_ranks)
+    cpus = _slice(own, len(alike), alike.index(local_rank), physical)
     num_cores = _num_cores(cpus, physical)
     fair = _num_cores(reachable, physical) // num_ranks
     if warning is None and 2 * num_cores <= fair:

@@ -147,12 +147,12 @@ class HostWatch:
             self._leave(WorldError(f"rank {rank} on {host} is gone"))
 
     def _lost_host(self, rank: int) -> LostHostError:
-        mine, peer = self._comm.world, self._comm.roster[rank]
+        own, peer = self._comm.world, self._comm.roster[rank]
         ranks = [str(other.rank) for other in self._comm.roster if other.node == peer.node]
         return LostHostError(
             f"host {peer.hostname} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}) has not "
             f"answered in {self._limit_s:.0f} s (run.host_timeout): it is down, or the network "
-            f"between it and {mine.hostname} is cut. Rerun the same command, on the "
+            f"between it and {own.hostname} is cut. Rerun the same command, on the "
             "remaining hosts too, to resume from the last checkpoint"
         )
 
