@@ -45,24 +45,24 @@ def run(
     that is predicted not to fit into memory. ``faults`` are for tests.
     """
     run_dir = Path(config.run.dir)
-    with joined(config.run, run_dir, faults.join) as world:
-        agree_on_settings(world, config.model_dump(mode="json"))
-        stop = stop or StopFlag.of_run(run_dir, config.train.time_limit, world.is_rank_0)
+    with joined(config.run, run_dir, faults.join) as launched:
+        agree_on_settings(launched, config.model_dump(mode="json"))
+        stop = stop or StopFlag.of_run(run_dir, config.train.time_limit, launched.is_rank_0)
         stop.install()
         if config.parallel.layout != "auto":
-            outcome = _train(config, world, stop, None, force, faults)
-            shutdown(world)
+            outcome = _train(config, launched, stop, None, force, faults)
+            shutdown(launched)
             return outcome.exit_code
-        with startup_watchdog(world, stop, run_dir, ResumePoint()):
-            chosen, inside = choose_ranks(config, world)
-        if inside is None:
-            return wait_outside(world)
-        configure(inside.world.rank)
-        with failing(inside, run_dir):
-            outcome = _train(chosen.applied(config), inside, stop, chosen, force, faults)
-            shutdown(inside)
-        num_outside = world.world.size - len(chosen.ranks) if world.is_rank_0 else 0
-        dismiss(world.store, num_outside, outcome.exit_code)
+        with startup_watchdog(launched, stop, run_dir, ResumePoint()):
+            chosen, comm = choose_ranks(config, launched)
+        if comm is None:  # this rank is left out
+            return wait_outside(launched)
+        configure(comm.world.rank)
+        with failing(comm, run_dir):
+            outcome = _train(chosen.applied(config), comm, stop, chosen, force, faults)
+            shutdown(comm)
+        num_outside = launched.world.size - len(chosen.ranks) if launched.is_rank_0 else 0
+        dismiss(launched.store, num_outside, outcome.exit_code)
         return outcome.exit_code
 
 
