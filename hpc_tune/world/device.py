@@ -39,7 +39,7 @@ def pick_device(
     """
     import torch
 
-    cpu, place = torch.device("cpu"), (world.rank, world.node, world.hostname)
+    cpu, rank = torch.device("cpu"), (world.rank, world.node, world.hostname)
     if wanted == "cpu" or not torch.cuda.is_available():
         error = None
         if wanted == "cuda":
@@ -49,7 +49,7 @@ def pick_device(
                 f"{world.hostname} (CUDA_VISIBLE_DEVICES is {shown}); request GPUs for the job, or "
                 "set run.device=cpu"
             )
-        return cpu, DeviceReport(*place, "cpu", error=error)
+        return cpu, DeviceReport(*rank, "cpu", error=error)
     visible = tuple(
         str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
     )
@@ -59,10 +59,10 @@ def pick_device(
             f"{world.hostname} runs {world.local_size} ranks but shows {len(visible)} GPUs to rank "
             f"{world.rank}; start {len(visible)} ranks per node, or set run.device=cpu"
         )
-        return cpu, DeviceReport(*place, "cuda", visible=visible, error=error)
+        return cpu, DeviceReport(*rank, "cuda", visible=visible, error=error)
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    return device, DeviceReport(*place, "cuda", uuid=visible[index], visible=visible)
+    return device, DeviceReport(*rank, "cuda", uuid=visible[index], visible=visible)
 
 
 def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None:
