@@ -11,7 +11,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_tune.completion import SHELLS, script
 from hpc_tune.config.load import is_tiny
@@ -22,17 +22,18 @@ from hpc_tune.units import parse_bytes
 
 Argument = tuple[str, dict[str, Any]]  # what argparse's add_argument is given
 Run = Callable[[Namespace], int]  # from the options to the exit code
-COMMANDS: dict[str, tuple[Run, Sequence[Argument]]] = {}
 
 
-def command(*arguments: Argument) -> Callable[[Run], Run]:
-    """Make the function below the command of its name."""
+class Command(NamedTuple):
+    """A command: its docstring is its help, its name that of the function."""
 
-    def declare(run: Run) -> Run:
-        COMMANDS[run.__name__] = run, arguments
-        return run
+    run: Run
+    arguments: Sequence[Argument]
 
-    return declare
+
+def command(*arguments: Argument) -> Callable[[Run], Command]:
+    """Make a function a command with these arguments; it also belongs into COMMANDS."""
+    return lambda run: Command(run, arguments)
 
 
 def argument(name: str, kind: Any, help: str, least: float = -math.inf, **kwargs: Any) -> Argument:
@@ -294,3 +295,10 @@ def completion(options: Namespace) -> int:
     """Print a completion script: eval "$(hpc_tune completion bash)"."""
     print(script(options.shell, COMMANDS), end="")
     return EXIT_DONE
+
+
+_ALL = (
+    *(train, supervise, submit, doctor, prepare, show, plan),
+    *(export, generate, inspect, report, watch, completion),
+)
+COMMANDS = {command.run.__name__: command for command in _ALL}
