@@ -1,4 +1,4 @@
-"""The command line: reads the arguments, runs one of the commands, says what is wrong once.
+"""The command line: parses the arguments, runs one command, prints an error once.
 
 arguments -> parse: options and RunConfig -> a function of commands.py -> exit code
 """
@@ -19,7 +19,7 @@ from hpc_tune.config.load import describe_fields, load_config
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 
-OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print what is wrong before the launcher ends it
+OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print the error before the launcher ends it
 _ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, this rank alone has the problem
 _PROG = "python -m hpc_tune"
 
@@ -43,14 +43,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: for wrong arguments or settings. SystemExit: after --help or --version.
     """
-    words = list(argv)
-    if not words or words[0] not in (*COMMANDS, "-h", "--help", "--version"):
-        if words and not words[0].startswith("-") and "=" not in words[0]:
-            known, hint = ", ".join(COMMANDS), _did_you_mean(words[0], COMMANDS)
-            raise ConfigError(f"{words[0]!r} is neither a command ({known}) nor key=value{hint}")
-        words.insert(0, "train")
-    # argparse reads settings that stand together; those behind another option are in rest.
-    options, rest = _build_parser().parse_known_args(words)
+    arguments = list(argv)
+    first = arguments[0] if arguments else ""
+    if first not in (*COMMANDS, "-h", "--help", "--version"):
+        if first and not first.startswith("-") and "=" not in first:
+            known, hint = ", ".join(COMMANDS), _did_you_mean(first, COMMANDS)
+            raise ConfigError(f"{first!r} is neither a command ({known}) nor key=value{hint}")
+        arguments.insert(0, "train")
+    # argparse reads settings that stand together; those after another option are in rest.
+    options, rest = _build_parser().parse_known_args(arguments)
     takes_settings = "settings" in options
     unknown = [word for word in rest if word.startswith("-") or not takes_settings]
     if unknown:
@@ -65,7 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what is wrong, for one rank to print, and leaves line breaks as they are."""
+    """Raises errors instead of printing them on every rank, and keeps line breaks."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
@@ -112,7 +113,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _settings_text() -> str:
-    """Return every setting with its default and what it is for."""
+    """Return every setting with its default and description."""
     lines = ["settings (in FILE as part: {key: value}, here as part.key=value):"]
     for name, kind, default, prose in describe_fields():
         shown = str(default).lower() if isinstance(default, bool) else default
@@ -123,7 +124,7 @@ def _settings_text() -> str:
 
 
 def _refuse(error: HpcTuneError) -> int:
-    """Print the error once: on rank 0, or on another that is still there when it would have."""
+    """Print the error once: on rank 0, or on a rank that is still alive after rank 0 would have."""
     rank, had_world = rank_hint(os.environ), "torch" in sys.modules
     if rank:
         time.sleep(OTHER_RANKS_WAIT_S if had_world else _ALONE_AFTER_S)

@@ -2,7 +2,7 @@
 
 ``options`` are the arguments as argparse reads them; where SETTINGS are among them,
 ``options.config`` is the configuration that they describe. A command imports what it needs when it
-runs, so that --help and mistakes are answered without torch.
+runs, so that --help and wrong arguments are answered without importing torch.
 """
 
 import math
@@ -11,7 +11,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_tune.completion import SHELLS, script
 from hpc_tune.config.data import is_prepared
@@ -23,17 +23,18 @@ from hpc_tune.units import parse_bytes
 
 Argument = tuple[str, dict[str, Any]]  # what argparse's add_argument is given
 Run = Callable[[Namespace], int]  # from the options to the exit code
-COMMANDS: dict[str, tuple[Run, Sequence[Argument]]] = {}
 
 
-def command(*arguments: Argument) -> Callable[[Run], Run]:
-    """Make the function below the command of its name."""
+class Command(NamedTuple):
+    """A command: its docstring is its help, its name that of the function."""
 
-    def declare(run: Run) -> Run:
-        COMMANDS[run.__name__] = run, arguments
-        return run
+    run: Run
+    arguments: Sequence[Argument]
 
-    return declare
+
+def command(*arguments: Argument) -> Callable[[Run], Command]:
+    """Make a function a command with these arguments; it also belongs into COMMANDS."""
+    return lambda run: Command(run, arguments)
 
 
 def argument(name: str, kind: Any, help: str, least: float = -math.inf, **kwargs: Any) -> Argument:
@@ -87,7 +88,7 @@ JSON = argument("--json", bool, "print JSON instead of a table")
 def train(options: Namespace) -> int:
     """Fine-tune a model (the default command)."""
     if not options.files and not is_tiny(options.settings):
-        log.info("config  no --config: the defaults (see --help) apply to what is not set here")
+        log.info("config  no --config: defaults apply to all settings not given here (see --help)")
     with lazy_imports():
         from hpc_tune.train.run import run
     if not options.config.train.compile:
@@ -106,7 +107,9 @@ def supervise(options: Namespace) -> int:
     from hpc_tune.supervise import Supervisor
 
     run, launch = options.config.run, [*options.launch, *options.python]
-    return Supervisor(launch, _passed_on(options), Path(run.dir), options.requeue, run.report).run()
+    return Supervisor(
+        launch, _arguments_for(options), Path(run.dir), options.requeue, run.report
+    ).run()
 
 
 @command(argument("--dry-run", bool, "print the script instead of submitting it"), *SETTINGS)
@@ -114,7 +117,7 @@ def submit(options: Namespace) -> int:
     """Write a batch script from the slurm settings and submit it with sbatch."""
     from hpc_tune.cluster import slurm
 
-    text = slurm.render(options.config.slurm, _passed_on(options), Path.cwd())
+    text = slurm.render(options.config.slurm, _arguments_for(options), Path.cwd())
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
@@ -123,8 +126,8 @@ def submit(options: Namespace) -> int:
     return EXIT_DONE
 
 
-def _passed_on(options: Namespace) -> list[str]:
-    """Return the arguments that give another command the same configuration."""
+def _arguments_for(options: Namespace) -> list[str]:
+    """Return the arguments that pass this configuration to another command."""
     return [*(word for file in options.files for word in ("--config", file)), *options.settings]
 
 
@@ -210,11 +213,11 @@ def export(options: Namespace) -> int:
     from hpc_tune.checkpoint.export import export_adapter, export_merged
     from hpc_tune.checkpoint.locate import locate, require_base
 
-    found = locate(options.run, options.base)
-    base = require_base(found, "--base")
-    out = options.out or found.run_dir / "export" / options.to
+    run = locate(options.run, options.base)
+    base = require_base(run, "--base")
+    out = options.out or run.run_dir / "export" / options.to
     write = export_adapter if options.to == "adapter" else export_merged
-    print(write(found.checkpoint, found.config.tune, base, out, found.template))
+    print(write(run.checkpoint, run.config.tune, base, out, run.template))
     return EXIT_DONE
 
 
@@ -250,9 +253,9 @@ def inspect(options: Namespace) -> int:
 
         lines, is_valid = describe_prepared(path)
     else:
-        from hpc_tune.checkpoint.locate import describe, differences
+        from hpc_tune.checkpoint.locate import differences, list_checkpoints
 
-        lines, is_valid = describe(path, options.verify)
+        lines, is_valid = list_checkpoints(path, options.verify)
         if options.against:
             lines += differences(path, options.against) or ["no setting differs"]
     print("\n".join(lines))
@@ -291,3 +294,10 @@ def completion(options: Namespace) -> int:
     """Print a completion script: eval "$(hpc_tune completion bash)"."""
     print(script(options.shell, COMMANDS), end="")
     return EXIT_DONE
+
+
+_ALL = (
+    *(train, supervise, submit, doctor, prepare, show, plan),
+    *(export, generate, inspect, report, watch, completion),
+)
+COMMANDS = {command.run.__name__: command for command in _ALL}

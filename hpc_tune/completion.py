@@ -1,4 +1,4 @@
-"""Completion of commands, their arguments and settings in a shell: a script that it reads once.
+"""Shell completion of commands, their arguments and settings: a script that the shell sources.
 
 eval "$(hpc_tune completion bash)"
 """
@@ -10,7 +10,7 @@ from hpc_tune.config.load import describe_fields
 
 SHELLS = ("bash", "zsh")
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
-# bash gives key=value as three words, and wants only what follows the sign.
+# bash splits key=value into three words, and completes only the part after the sign.
 _SCRIPT = """_hpc_tune() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command=train
     local settings="{settings}" words="" files=""
@@ -38,7 +38,7 @@ complete -F _hpc_tune hpc_tune
 
 
 def script(shell: str, commands: Mapping[str, Any]) -> str:
-    """Return the script for a shell, made of what the ``commands`` declare for argparse."""
+    """Return the script for a shell, from the arguments that the ``commands`` declare."""
     fields, values, arguments = list(describe_fields()), [], []
     for name, kind, _, _ in fields:
         words = ["true", "false"] if kind == "bool" else _words(kind)
@@ -70,7 +70,7 @@ def _case(pattern: str, words: Sequence[str], files: bool) -> str:
 
 
 def _words(kind: str) -> list[str]:
-    """Return the words among what a field may be; a field of one kind has none."""
-    words = kind.split(" | ")
-    found = [word for word in words if word not in ("int", "str", "float") and "[" not in word]
-    return found if len(words) > 1 else []
+    """Return the literal values of a field's type; a field of one type has none."""
+    types = kind.split(" | ")
+    literals = [text for text in types if text not in ("int", "str", "float") and "[" not in text]
+    return literals if len(types) > 1 else []

@@ -32,7 +32,7 @@ class WorldError(HpcTuneError):
 
 
 class LostHostError(WorldError):
-    """A host of the world is down or cut off; the same command resumes on others."""
+    """A host is down or cut off; the same command resumes on other hosts."""
 
 
 class CheckpointError(HpcTuneError):
@@ -46,7 +46,7 @@ class MemoryBudgetError(HpcTuneError):
 
 
 class LeavingError(HpcTuneError):
-    """The run stops immediately and on purpose; the same command resumes from its last checkpoint.
+    """The run stops immediately and on purpose; rerunning it resumes from the last checkpoint.
 
     ``facts`` go into outcome.json.
     """
@@ -56,16 +56,19 @@ class LeavingError(HpcTuneError):
     def __init__(
         self, reason: str, step: int | None, facts: Mapping[str, Any] | None = None
     ) -> None:
-        place = f"step {step}" if step else "the start"
-        super().__init__(
-            f"{reason}: stopped immediately. Rerun the same command to resume from {place}"
-        )
+        rerun = f"resume from step {step}" if step else "start again"
+        super().__init__(f"{reason}: stopped immediately. Rerun the same command to {rerun}")
         self.reason, self.step, self.facts = reason, step, dict(facts or {})
 
 
 class RemoteError(HpcTuneError):
-    """Another rank failed and has already printed why; this rank only exits."""
+    """Another rank failed and has already printed why; this rank exits silently."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -38,11 +38,11 @@ def answer(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tune, dtype_name, template = TuneConfig(method="full"), "auto", None
     directory = model
-    found = locate(run, model) if run is not None else None
-    if found is not None:
-        directory, dtype_name = require_base(found, "--model"), found.config.model.dtype
-        template = found.template
-        tune = found.config.tune if with_adapter else tune
+    trained = locate(run, model) if run is not None else None
+    if trained is not None:
+        directory, dtype_name = require_base(trained, "--model"), trained.config.model.dtype
+        template = trained.template
+        tune = trained.config.tune if with_adapter else tune
     if directory is None:
         raise ConfigError("generate needs --run RUN or --model DIR")
     dtype = compute_dtype(dtype_name, device)
@@ -56,8 +56,8 @@ def answer(
         )
     allocate(built.module, device)
     load_weights(built)
-    if found is not None and with_adapter:
-        load_trained(built, found.checkpoint)
+    if trained is not None and with_adapter:
+        load_trained(built, trained.checkpoint)
     lm = built.module.causal_lm().to(dtype).eval()
     ids_BT = _encode(tokenizer, prompt).to(device)
     torch.manual_seed(seed)

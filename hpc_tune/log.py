@@ -1,8 +1,8 @@
 """Rank-aware logging and the progress display.
 
-Rank 0 speaks for the world: ``log.info`` prints there only. A warning is printed by the rank that
-has it, with the rank in front. Everything goes to stderr, so that a command's result on stdout can
-be piped.
+Rank 0 logs for the world: ``log.info`` prints there only. A warning is printed by the rank that
+has it, after its number. Everything goes to stderr, so that a command's result on stdout can be
+piped.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any
 from hpc_tune.units import format_seconds
 
 log = logging.getLogger("hpc_tune")
-# They tell of kernels that this machine cannot load.
+# They warn of kernels that this machine cannot load.
 _CHATTER = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 PLAIN_LINE_EVERY_S = 10.0
@@ -44,7 +44,7 @@ def configure(rank: int) -> None:
 
 
 class Progress:
-    """A bar with ETA where a person watches (stderr is a terminal), plain lines elsewhere.
+    """A bar with an ETA if stderr is a terminal, plain lines otherwise.
 
     Only one process should make an enabled one; the others pass ``enabled=False``.
     """
@@ -92,18 +92,18 @@ class Progress:
         log.info("%s", "  ".join(part for part in parts if part))
 
     def exclude(self, seconds: float) -> None:
-        """Leave time that was spent on something else out of the estimate."""
+        """Exclude time that was spent on something else from the estimate."""
         self._began_s += seconds
 
     def show(self, done: int, total: int) -> None:
-        """Show progress of work whose total is known only on the way."""
+        """Show progress of work whose total becomes known while it runs."""
         self._total = total
         if self._bar is not None:
             self._bar.update(self._task, total=total)
         self.update(done)
 
     def close(self) -> None:
-        """Take the bar off the screen."""
+        """Remove the bar from the screen."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

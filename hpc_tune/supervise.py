@@ -1,10 +1,11 @@
-"""Keeps a run going in a batch job: starts it, passes signals on, and decides what follows.
+"""Supervises a run in a batch job: starts it, forwards signals, and decides what follows.
 
-    an end of the ranks -> decide (pure) -> done | start again here | requeue the job | give up
+    the ranks end -> decide (pure) -> done | start again here | requeue the job | give up
 
-What the launcher returns is no proof: ``outcome.json`` says how a run ended, and the newest
+A launcher's exit code is not reliable: ``outcome.json`` says how a run ended, and the newest
 checkpoint how far it came. Every start is one line of ``starts.jsonl`` in the run directory, which
-outlives the job: what crashes at the same step again and again is given up, also over requeues.
+outlives the job: a run that crashes at the same step again and again is given up, also over
+requeues.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -28,22 +30,22 @@ from hpc_tune.rundir import outcome
 from hpc_tune.train.reporting import write_report
 
 FILE = "starts.jsonl"
-MOST_CRASHES = 2  # in a row that come no further
-# Leaving for want of memory takes the next start one rung lower, and there are seven.
+MOST_CRASHES = 2  # in a row without a newer checkpoint
+# After each stop for want of memory the next start takes one rung of the ladder more.
 MOST_LEAVES = 8
-MOST_REQUEUES = 3  # in a row that come no further
-LEAST_LEFT_S = 120.0  # a start that has less is not worth it
-_LINGER_S = 60.0  # so long a launcher may live on after outcome.json
-# And ranks after their launcher, if it was killed; a shared file system shows files late, too.
+MOST_REQUEUES = 3  # in a row without a newer checkpoint
+LEAST_LEFT_S = 120.0  # with less time left, a start is not worth it
+_LINGER_S = 60.0  # a launcher may live that long after outcome.json is written
+# Ranks may outlive a killed launcher, and a shared file system may show files late.
 _SETTLE_S = 5.0
-# So long before it the ranks are asked to leave, where no scheduler has done it; what needs longer
-# to save has left by itself.
+# That long before the end of the job the ranks are asked to stop, where no scheduler has done it;
+# a run that needs longer to save has stopped by itself.
 _ASK_S = 60.0
-_CLOSE_S = 15.0  # before the end of the job, what has not left is killed, to requeue in time
+_CLOSE_S = 15.0  # before the end of the job, ranks that still run are killed, to requeue in time
 _POLL_S = 0.2
 _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
-_ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # of a person, or a terminal that is closed
+_ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
 Next = Literal["done", "again", "requeue", "give up"]
 
@@ -53,7 +55,7 @@ class Start:
     """One start of the ranks, and how it ended.
 
     ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: the
-    job must leave its nodes, since its time ends or another one takes them.
+    job must end, since its time is over or another job takes its nodes.
     """
 
     from_step: int
@@ -74,39 +76,35 @@ def decide(starts: Sequence[Start], left_s: float | None, can_requeue: bool) -> 
     if last.status == "done":
         return "done", "all steps are done"
     if last.exit_code == EXIT_USER:
-        return "give up", f"that will not change: {last.reason}"
+        return "give up", f"restarting would not help: {last.reason}"
     if last.reason in ("STOP file", *_ENDED_BY):
-        return "give up", f"it was asked to end ({last.reason})"
+        return "give up", f"it was asked to stop ({last.reason})"
     barren = _barren(starts)
-    # What the user must change is no crash, such as a start in the folder of a run that lives.
+    # An error that the user must fix is no crash, such as a run directory that is in use.
     failed = [start for start in barren if start.status == "failed" and not start.asked]
     crashes = sum(start.exit_code != EXIT_USER for start in failed)
     if crashes >= MOST_CRASHES:
-        return "give up", f"{crashes} crashes in a row came no further than step {last.to_step}"
+        return "give up", f"{crashes} crashes in a row made no progress beyond step {last.to_step}"
     if len(barren) >= MOST_LEAVES:
-        return "give up", f"{len(barren)} starts came no further than step {last.to_step}"
+        return "give up", f"{len(barren)} starts made no progress beyond step {last.to_step}"
     if not last.asked and (left_s is None or left_s > LEAST_LEFT_S):
         return "again", last.reason
     if not can_requeue:
-        return "give up", "the time is over, and nobody here can requeue: submit the script again"
+        return "give up", "time limit reached, and nothing can requeue this job: submit it again"
     jobs = sum(start.asked for start in barren)
     if jobs >= MOST_REQUEUES:
-        return "give up", f"{jobs} jobs came no further than step {last.to_step}: ask for more time"
-    return "requeue", _PREEMPTED if last.reason == _PREEMPTED else "the time is over"
+        why = f"{jobs} jobs made no progress beyond step {last.to_step}: request more time"
+        return "give up", why
+    return "requeue", _PREEMPTED if last.reason == _PREEMPTED else "time limit reached"
 
 
 def _barren(starts: Sequence[Start]) -> list[Start]:
-    """Return the last starts that left no newer checkpoint."""
-    found = []
-    for start in reversed(starts):
-        if start.to_step > start.from_step:
-            break
-        found.append(start)
-    return found
+    """Return the last starts that saved no newer checkpoint, the newest first."""
+    return list(takewhile(lambda start: start.to_step <= start.from_step, reversed(starts)))
 
 
 class Supervisor:
-    """Starts the ranks of one run until ``decide`` says that it is enough."""
+    """Starts the ranks of one run until ``decide`` ends it."""
 
     def __init__(
         self,
@@ -117,11 +115,11 @@ class Supervisor:
         report: bool = True,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Know the command: ``launch`` (srun or mpirun with options, and a Python) before
+        """Take the command: ``launch`` (srun or mpirun with options, and a Python) before
         ``-m hpc_tune train arguments``.
 
         ``requeue`` is the command that puts the job back into its queue; without it the scheduler's
-        own where there is one. ``report``: write report.html after a start that did not do all.
+        own where there is one. ``report``: write report.html after a start that did not finish.
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
         self._report = report
@@ -151,7 +149,7 @@ class Supervisor:
                 case "done":
                     return EXIT_DONE
                 case "requeue":
-                    return self._put_back()
+                    return self._requeue_job()
                 case "give up":
                     return starts[-1].exit_code or EXIT_FAILED
             if self._asked is not None:
@@ -162,7 +160,7 @@ class Supervisor:
         return decide(starts, left_s, bool(self._requeue))
 
     def _start(self) -> Start:
-        """Run the ranks once, whatever becomes of them."""
+        """Run the ranks once, and return how that ended."""
         before, from_step = _stamp(self._run_dir), _newest(self._run_dir)
         log.info("from step %d: %s", from_step, shlex.join(self._argv))
         # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
@@ -170,51 +168,53 @@ class Supervisor:
             self._argv,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_leave_with_parent(),
+            preexec_fn=_stop_with_parent(),
         )
         if self._asked is not None:
-            self._pass_on()  # it came meanwhile
+            self._forward()  # the signal came meanwhile
         code = self._wait(self._child, before)
         until_s = time.time() + _SETTLE_S
         while _stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
-        told = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
-        told = told or {"status": "failed", "reason": f"{self._argv[0]} ended with {code} alone"}
-        exit_code = int(told.get("exit_code", code if code > 0 else EXIT_FAILED))
-        reason = self._reason(told)
+        ended = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
+        if ended is None:
+            reason = f"{self._argv[0]} exited with code {code}, and there is no outcome.json"
+            ended = {"status": "failed", "reason": reason}
+        exit_code = int(ended.get("exit_code", code if code > 0 else EXIT_FAILED))
+        reason = self._reason(ended)
         asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
         newest = _newest(self._run_dir)
         job_id = None if self._job is None else self._job.id
-        return Start(from_step, newest, told["status"], reason, exit_code, asked, job_id)
+        return Start(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
 
-    def _reason(self, told: Mapping[str, object]) -> str:
-        """Return why the ranks left: where they tell of a signal, by who has sent it."""
+    def _reason(self, ended: Mapping[str, object]) -> str:
+        """Return why the ranks ended: for a signal, by who has sent it."""
         if self._asked is not None and signal.Signals(self._asked).name in _ENDED_BY:
             return signal.Signals(self._asked).name
         job = self._job
-        if told["status"] != "done" and job is not None and job.scheduler.is_preempted(job.id):
+        if ended["status"] != "done" and job is not None and job.scheduler.is_preempted(job.id):
             return _PREEMPTED
-        # A launcher ends all ranks by it when it has lost one: that is no wish of the user's.
-        left = told["reason"] in _ENDED_BY
-        return f"{told['reason']} to the ranks alone" if left else str(told["reason"])
+        # A launcher that has lost a rank ends the others by such a signal; the user did not.
+        by_launcher = ended["reason"] in _ENDED_BY
+        return f"{ended['reason']} to the ranks alone" if by_launcher else str(ended["reason"])
 
     def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
-        """Wait for the launcher, but not for ever after its ranks have told how they ended."""
-        told_s = None
+        """Wait for the launcher, but not for ever once outcome.json is written."""
+        ended_s = None
         while (code := child.poll()) is None:
             time.sleep(_POLL_S)
             now_s = time.time()
-            # A run that begins removes what the one before it has told.
-            if told_s is None and _stamp(self._run_dir) not in (None, before):
-                told_s = now_s
+            # A run that begins removes the last outcome.json.
+            if ended_s is None and _stamp(self._run_dir) not in (None, before):
+                ended_s = now_s
             if self._end_s is not None and now_s > self._end_s - _ASK_S and self._asked is None:
-                log.info("the job ends in %.0f s: its ranks are asked to leave", _ASK_S)
+                log.info("the job ends in %.0f s: asking its ranks to stop", _ASK_S)
                 self._on_signal(signal.SIGUSR1)
-            lingers = told_s is not None and now_s - told_s > _LINGER_S
+            lingers = ended_s is not None and now_s - ended_s > _LINGER_S
             is_over = self._end_s is not None and now_s > self._end_s - _CLOSE_S
             if lingers or is_over:
-                why = "the job's time is over" if is_over else "its ranks have left"
-                log.warning("%s is killed: %s", self._argv[0], why)
+                why = "the job's time limit is reached" if is_over else "its ranks have exited"
+                log.warning("killed %s: %s", self._argv[0], why)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 return child.wait()
@@ -222,32 +222,32 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
         self._asked = number
-        self._pass_on()
+        self._forward()
 
-    def _pass_on(self) -> None:
-        """Ask the ranks to save and leave; SIGUSR1 is what every launcher passes on to them."""
+    def _forward(self) -> None:
+        """Ask the ranks to save and stop, by SIGUSR1, which every launcher forwards to them."""
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGUSR1)
 
-    def _put_back(self) -> int:
+    def _requeue_job(self) -> int:
         try:
             subprocess.run(self._requeue, check=True, timeout=_SCHEDULER_S)
         except (OSError, subprocess.SubprocessError) as error:
-            log.error("it cannot be requeued (%s): submit the script again", error)
+            log.error("the job cannot be requeued (%s): submit it again", error)
         return EXIT_RESUMABLE
 
 
-def _leave_with_parent() -> Callable[[], object]:
-    """Return what makes the launcher ask its ranks to save and leave when this process is killed.
+def _stop_with_parent() -> Callable[[], object]:
+    """Return what makes the launcher ask its ranks to save and stop when this process is killed.
 
-    Else they would go on for ever, and nobody would look after them.
+    Otherwise they would run on unsupervised.
     """
     prctl = ctypes.CDLL(None).prctl  # found before the fork
     return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1))
 
 
 def _stamp(run_dir: Path) -> tuple[int, int] | None:
-    """Return what changes when outcome.json is written anew; clocks of machines differ."""
+    """Return what changes when outcome.json is rewritten, without comparing clocks."""
     try:
         stat = (run_dir / outcome.FILE).stat()
     except OSError:
@@ -276,4 +276,6 @@ def _append(run_dir: Path, start: Start) -> None:
         with (run_dir / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(start)) + "\n")
     except OSError as error:
-        log.warning("%s cannot be written (%s): starts of other jobs do not count", FILE, error)
+        log.warning(
+            "%s cannot be written (%s): this start will not be counted by later jobs", FILE, error
+        )

@@ -127,7 +127,7 @@ def export_merged(
             if _is_companion(file_path):
                 shutil.copyfile(file_path, temporary / file_path.name)
         if stored.scales:
-            _say_not_quantised(temporary / "config.json")
+            _drop_quantization(temporary / "config.json")
         _write_template(template, temporary)
         write_card(checkpoint, base, temporary, "merged")
     progress.close()
@@ -168,7 +168,7 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
 
 
 class _Merged:
-    """The tensors of the merged model, each made when it is asked for."""
+    """The tensors of the merged model, each computed on demand."""
 
     def __init__(
         self, trained: TensorIndex, stored: TensorIndex, tune: TuneConfig, base: Path
@@ -207,7 +207,7 @@ class _Merged:
 
     @property
     def copied_head(self) -> str | None:
-        """An output head that is stored beside the embedding that it is, from before tuning."""
+        """An output head that is stored beside the embedding it equals, from before tuning."""
         return self._storage.copied_head if "head" in " ".join(self._stored.pieces) else None
 
     def region(self, name: str) -> Region:
@@ -247,7 +247,7 @@ class _Merged:
 
 
 def _check_room(stored: TensorIndex) -> None:
-    """Refuse before the kernel would kill."""
+    """Refuse to merge where memory is short, before the kernel kills the process."""
     needed = merge_bytes(max(map(stored.bytes_of, stored.pieces)))
     limit = find_limit()
     room = room_of(used_bytes(limit), limit.num_bytes)
@@ -255,7 +255,7 @@ def _check_room(stored: TensorIndex) -> None:
         raise MemoryBudgetError(
             f"merging holds one tensor at a time and needs {format_bytes(needed)}; "
             f"{limit.source} leaves {format_bytes(room)} of {format_bytes(limit.num_bytes)}: run "
-            "it where there is more"
+            "it where there is more memory"
         )
 
 
@@ -286,11 +286,11 @@ def _is_companion(file: Path) -> bool:
     )
 
 
-def _say_not_quantised(file: Path) -> None:
-    """Leave out of a config.json that weights are quantised: the merged ones are not."""
-    said = json.loads(file.read_text(encoding="utf-8"))
-    said.pop("quantization_config", None)
-    file.write_text(json.dumps(said, indent=2), encoding="utf-8")
+def _drop_quantization(file: Path) -> None:
+    """Remove the quantization from a config.json: merged weights have none."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _copy_tokenizer(base: Path, out: Path) -> None:
@@ -304,10 +304,10 @@ def _write_template(template: str | None, out: Path) -> None:
     if template is None:
         return
     (out / "chat_template.jinja").write_text(template, encoding="utf-8")
-    settings = out / "tokenizer_config.json"
-    if settings.is_file():
-        said = json.loads(settings.read_text(encoding="utf-8")) | {"chat_template": template}
-        settings.write_text(json.dumps(said, indent=2, ensure_ascii=False), encoding="utf-8")
+    file = out / "tokenizer_config.json"
+    if file.is_file():
+        settings = json.loads(file.read_text(encoding="utf-8")) | {"chat_template": template}
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _is_export(out: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Find the checkpoint a user means, and say what is in a run directory."""
+"""Find the checkpoint that a path means, and list the checkpoints of a run directory."""
 
 import time
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from pathlib import Path
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.section import flat
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
@@ -18,9 +19,9 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A verified checkpoint, the run it is of, the configuration it was saved with, its base
-    model's directory, and the chat template it was trained with where that is not the base's.
+class Located:
+    """A verified checkpoint, its run directory, the configuration it was saved with, its base
+    model's directory, and the chat template it was trained with if that is not the base's.
     """
 
     checkpoint: Path
@@ -30,7 +31,7 @@ class Found:
     template: str | None
 
 
-def locate(path: Path, moved_base: Path | None = None) -> Found:
+def locate(path: Path, moved_base: Path | None = None) -> Located:
     """Return the checkpoint at ``path``, or the newest valid one of the run at ``path``.
 
     ``moved_base`` is where its base model is now.
@@ -52,41 +53,43 @@ def locate(path: Path, moved_base: Path | None = None) -> Found:
         base = moved_base
         if identity_of(base, index_model_directory(base)) != state.model_identity:
             raise ConfigError(f"{base} is not the model that {checkpoint} was made from")
-    return Found(checkpoint, run_dir, config, base, template_of(run_dir, config))
+    return Located(
+        checkpoint, run_dir, config, base, template_of(run_dir, config.data.chat_template)
+    )
 
 
-def require_base(found: Found, option: str) -> Path:
-    """Return the folder of the base model; ``option`` is how the user can name another.
+def require_base(located: Located, option: str) -> Path:
+    """Return the folder of the base model; ``option`` is the user's way to name another.
 
     Raises:
-        ConfigError: if it is not there.
+        ConfigError: if it does not exist.
     """
-    if not found.base.is_dir():
+    if not located.base.is_dir():
         raise ConfigError(
-            f"the base model of {found.run_dir}, {found.base}, is not there; if it has moved, name "
-            f"its folder with {option} DIR"
+            f"the base model of {located.run_dir}, {located.base}, does not exist; if it has "
+            f"moved, name its folder with {option} DIR"
         )
-    return found.base
+    return located.base
 
 
-def template_of(run_dir: Path, config: RunConfig) -> str | None:
-    """Return the chat template of a run that had one of its own: what it has kept of it."""
-    if config.data.chat_template is None:
+def template_of(run_dir: Path, chat_template: str | None) -> str | None:
+    """Return the chat template of a run whose data.chat_template named one: the copy it kept."""
+    if chat_template is None:
         return None
-    kept, given = run_dir / TEMPLATE_FILE, Path(config.data.chat_template)
+    kept, given = run_dir / TEMPLATE_FILE, Path(chat_template)
     try:
         return (kept if kept.is_file() else given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the chat template of this run, {given}, cannot be read ({error}), and {run_dir} has "
-            f"kept none; put it there as {TEMPLATE_FILE}"
+            f"no copy of it; put it there as {TEMPLATE_FILE}"
         ) from None
 
 
-def describe(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
+def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
     """Return one line per checkpoint of a run (or of one checkpoint), and whether all are valid.
 
-    ``check_bytes`` reads every file; else only manifests and sizes are looked at.
+    ``check_bytes`` reads every file; without it only manifests are read.
     """
     lines, all_valid = _outcome_lines(path), True
     if lines and not (path / "checkpoints").is_dir():
@@ -107,16 +110,12 @@ def differences(one: Path, other: Path) -> list[str]:
     Raises:
         ConfigError, CheckpointError: as ``locate``.
     """
-    first, second = (_flat(locate(path).config.model_dump()) for path in (one, other))
+    first, second = (flat(locate(path).config.model_dump()) for path in (one, other))
     return [
         f"{name}: {first[name]} in {one}, {second[name]} in {other}"
         for name in first
         if first[name] != second[name]
     ]
-
-
-def _flat(parts: dict[str, dict[str, object]]) -> dict[str, object]:
-    return {f"{part}.{key}": v for part, fields in parts.items() for key, v in fields.items()}
 
 
 def _line(checkpoint: Path, check_bytes: bool) -> str:
@@ -141,8 +140,8 @@ def _outcome_lines(path: Path) -> list[str]:
     if not last:
         return []
     if time.time() - max(beat.time for beat in last) < heartbeat.ALIVE_S:
-        return [f"outcome: none yet, it is {last[0].phase}"]
-    return [f"outcome: {heartbeat.describe(last)}"]
+        return [f"outcome: none yet, the run is {last[0].phase}"]
+    return [f"outcome: {heartbeat.last_seen(last)}"]
 
 
 def _store_of(path: Path) -> Store:

@@ -1,8 +1,8 @@
-"""What a checkpoint's manifest carries besides tensors, and which of it must match on resume.
+"""What a checkpoint's manifest holds besides tensors, and which of it must match on resume.
 
 Every field of the configuration is of one of three kinds: it *must match* (another value would
-continue a different run), it *warns* (the run goes on, but not as the uninterrupted one would
-have), or it is *free* (world size, layout, micro-batch, offload, paths, logging).
+make a different run), it *warns* (the run resumes, but differs from an uninterrupted one), or it is
+*free* (world size, layout, micro-batch, offload, paths, logging).
 """
 
 import math
@@ -13,8 +13,10 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.section import flat
 from hpc_tune.errors import CheckpointError, ConfigError
 
+Settings = dict[str, dict[str, Any]]  # a dumped configuration
 MUST_MATCH = (
     "tune.method",
     "tune.rank",
@@ -82,7 +84,7 @@ class RunState:
 
     Randomness needs no state: order, adapters and dropout are functions of (seed, sample).
     ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
-    ``governor`` is what had been done about memory and held, in order.
+    ``governor`` are the governor's actions in effect, in order.
     ``eval_loss`` is the held-out loss of this very step, where it was measured.
     """
 
@@ -115,8 +117,8 @@ class RunState:
             Evals.from_json(state.evals)
             return state
         except (ValueError, TypeError) as error:
-            said = " ".join(str(error).split())
-            raise CheckpointError(f"{where}: its state cannot be used: {said}") from None
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{where}: its state cannot be used: {reason}") from None
 
     def run_config(self, where: str) -> RunConfig:
         """Return the configuration that it was saved with.
@@ -127,18 +129,18 @@ class RunState:
         try:
             return RunConfig.model_validate(self.config)
         except ValueError as error:
-            said = " ".join(str(error).split())
-            raise CheckpointError(f"{where}: its configuration cannot be used: {said}") from None
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{where}: its configuration cannot be used: {reason}") from None
 
 
-def compare(saved: RunState, config: RunConfig, identity: str, total_steps: int) -> list[str]:
-    """Return warnings for a resume of ``saved`` with ``config``.
+def check_resume(saved: RunState, settings: Settings, identity: str, total_steps: int) -> list[str]:
+    """Return warnings for a resume of ``saved`` with ``settings``, a dumped configuration.
 
     Raises:
         ConfigError: lists every difference that must not be.
     """
-    require_settings(saved, config, saved.model_identity == identity)
-    warnings = _changed(saved, config, WARN)
+    require_settings(saved, settings, saved.model_identity == identity)
+    warnings = _changed(saved, settings, WARN)
     if saved.total_steps != total_steps:
         warnings.append(
             f"the run has {total_steps} steps now and had {saved.total_steps}: "
@@ -147,14 +149,14 @@ def compare(saved: RunState, config: RunConfig, identity: str, total_steps: int)
     return warnings
 
 
-def require_settings(saved: RunState, config: RunConfig, same_model: bool = True) -> None:
-    """Check what must match, which can be known before the data and the model are.
+def require_settings(saved: RunState, settings: Settings, same_model: bool = True) -> None:
+    """Check the settings that must match, before the data and the model are loaded.
 
     Raises:
         ConfigError: lists every difference that must not be.
     """
     refused = [] if same_model else ["model.path: it is another model than the checkpoint's"]
-    refused += _changed(saved, config, MUST_MATCH)
+    refused += _changed(saved, settings, MUST_MATCH)
     if refused:
         raise ConfigError(
             "the checkpoint is of another run and cannot be resumed:\n"
@@ -163,11 +165,10 @@ def require_settings(saved: RunState, config: RunConfig, same_model: bool = True
         )
 
 
-def _changed(saved: RunState, config: RunConfig, names: Sequence[str]) -> list[str]:
-    now, found = config.model_dump(), []
-    for name in names:
-        part, _, key = name.partition(".")
-        before, after = saved.config.get(part, {}).get(key), now[part][key]
-        if before != after:
-            found.append(f"{name}: {before} in the checkpoint, {after} now")
-    return found
+def _changed(saved: RunState, settings: Settings, names: Sequence[str]) -> list[str]:
+    before, now = flat(saved.config), flat(settings)
+    return [
+        f"{name}: {before.get(name)} in the checkpoint, {now[name]} now"
+        for name in names
+        if before.get(name) != now[name]
+    ]

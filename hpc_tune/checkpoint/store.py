@@ -12,9 +12,9 @@ Writing step 100, in this order:
 
 A full fine-tune has no weights-* and no adapter/: its ranks write all they hold into rank-*.
 
-A checkpoint is valid if its name has no .tmp, its manifest's own hash is right, and every file it
-names has the size and hash it says. So a reader treats a .tmp folder as nothing at all (a save, or
-a removal, that was cut off), and refuses by name a folder whose files were damaged later. The only
+A checkpoint is valid if its name has no .tmp, its manifest's own hash is right, and every file in
+it has the size and hash of the manifest. So a reader ignores a .tmp folder (an interrupted save or
+removal), and names the damaged file of a checkpoint that was damaged later. The only
 operation that makes a checkpoint appear is the rename of step 6, which is atomic within one folder
 on local disks, NFS and Lustre; no locks are used.
 """
@@ -23,7 +23,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,8 @@ class Store:
         return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint that verifies; say which ones were refused and why."""
-        for path in reversed(self.steps()):
-            try:
-                verify(path)
-            except CheckpointError as error:
-                log.warning("refused a checkpoint: %s; trying the one before", error)
-            else:
-                return path
-        return None
+        """Return the newest checkpoint that verifies."""
+        return newest_valid(self.steps(), damage_of)
 
     def begin(self, step: int) -> Path:
         """Make and return the folder to write step ``step`` into.
@@ -97,7 +90,7 @@ class Store:
         try:
             _write_synced(temporary / MANIFEST, {**body, "sha256": _hash_of(body)})
             sync_folder(temporary)
-            if final.exists():  # only one that verify() refused is ever written again
+            if final.exists():  # only a damaged one is ever written again
                 _remove(final)
             temporary.rename(final)
             sync_folder(self.folder)
@@ -107,14 +100,14 @@ class Store:
         return final
 
     def abandon(self, temporary: Path) -> None:
-        """Remove what was written of a checkpoint that will not be."""
+        """Remove the files of an unfinished checkpoint."""
         shutil.rmtree(temporary, ignore_errors=True)
 
     def prune(self, newest: Path) -> None:
-        """Keep ``newest``, those before it that are to stay, and nothing else.
+        """Keep ``newest``, those before it by the keep settings, and nothing else.
 
-        Later ones are of steps that the run does again, since it went back to before them: they
-        were damaged, or an older one was asked for. What ends in .tmp was cut off.
+        Later ones are of steps that the run repeats, because they were damaged or an older one was
+        resumed. Folders that end in .tmp were interrupted.
         """
         steps = self.steps()
         end = steps.index(newest) + 1
@@ -172,6 +165,27 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> None:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
 
 
+def damage_of(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Return what ``verify`` finds wrong with a checkpoint, None if it is valid."""
+    try:
+        verify(path, part, parts)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def newest_valid(
+    paths: Sequence[Path], damage: Callable[[Path], str | None], warn: bool = True
+) -> Path | None:
+    """Return the last of ``paths`` that has no damage; warn of the damaged ones behind it."""
+    for path in reversed(paths):
+        if (reason := damage(path)) is None:
+            return path
+        if warn:
+            log.warning("skipping a checkpoint: %s; trying the previous one", reason)
+    return None
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
@@ -209,13 +223,13 @@ def _write_synced(file: Path, content: dict[str, Any]) -> None:
 
 
 def synced(file: Path) -> WrittenFile:
-    """Make a small file that a library wrote durable, and describe it."""
+    """Sync a small file that a library has written, and return its size and hash."""
     sync_file(file)
     return WrittenFile(file.name, file.stat().st_size, _hash_file(file))
 
 
 def _remove(path: Path) -> None:
-    """Take a checkpoint's name away first, so that a removal cut off leaves only a .tmp."""
+    """Rename a checkpoint first, so that an interrupted removal leaves only a .tmp."""
     doomed = path.with_name(path.name + ".old.tmp")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

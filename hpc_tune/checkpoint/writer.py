@@ -1,8 +1,8 @@
-"""Writes what a rank holds while training goes on, in bounded memory.
+"""Writes a rank's tensors while training continues, in bounded memory.
 
-The values are read where they live. The forward and backward passes of the next step do not change
-them, so only the optimizer's update must wait: ``release`` copies what is still to be written as
-far as ``budget_bytes`` allow, and waits for the rest.
+The values are read in place. The forward and backward passes of the next step do not change them,
+so only the optimizer's update must wait: ``release`` copies what is not written yet, up to
+``budget_bytes``, and waits for the rest.
 """
 
 import threading
@@ -54,7 +54,7 @@ class Writer:
 
     @property
     def progress(self) -> int:
-        """A number that grows as the file system takes bytes; it is not asked."""
+        """A number that grows as bytes are written; reading it does not touch the file system."""
         return self._num_written_pieces
 
     def give_up(self, why: str) -> None:

@@ -27,7 +27,7 @@ def launcher_of(environ: Environ) -> tuple[Launcher, Claim]:
     """Return the launcher of this process and what its variables claim (pure).
 
     Raises:
-        WorldError: if they are senseless.
+        WorldError: if they are invalid.
     """
     claims = ((launcher, launcher.claim(environ)) for launcher in LAUNCHERS)
     return next((launcher, claim) for launcher, claim in claims if claim is not None)
@@ -39,7 +39,7 @@ def claim_of(environ: Environ) -> Claim:
 
 
 def rank_hint(environ: Environ = os.environ) -> int:
-    """Return a cheap guess of this process's rank, from the launcher's variables alone."""
+    """Return this process's rank by the launcher's variables alone, 0 if they are invalid."""
     try:
         return claim_of(environ).rank or 0
     except WorldError:

@@ -7,7 +7,7 @@ from hpc_tune.cluster.slurm import is_srun_step
 
 NAME = "openmpi"
 LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
-# MPI waits by spinning; ranks that share a core must give it away to be done at all.
+# MPI busy-waits; ranks that share a core must yield it to make progress.
 YIELD_WHEN_IDLE = ("OMPI_MCA_mpi_yield_when_idle", "1")
 
 

@@ -1,4 +1,4 @@
-"""PBS, which gives a job its id and leaves the rest to the job's script.
+"""PBS, which sets a job's id and leaves the rest to the job's script.
 
 The script sets HPC_TUNE_JOB_END and names the command that requeues the job.
 """

@@ -14,27 +14,27 @@ _SINGLE = Claim("single", rank=0, size=1, local_rank=0, local_size=1, node=0, nu
 
 
 def _claim(environ: Environ) -> Claim | None:
-    """Nodes are not in it: each such launcher has other names for them, or none."""
+    """Return a claim without nodes: each such launcher has other names for them, or none."""
     if "RANK" not in environ and environ.get("WORLD_SIZE", "") in ("", "1"):
         return None
     claim = read_claim(environ, UNKNOWN, rank="RANK", size="WORLD_SIZE")
     if claim.size == 1 and claim.rank in (0, None):
         return None
     if missing := [name for name in NEEDED if not environ.get(name)]:
-        found = ", ".join(f"{name}={environ[name]}" for name in NEEDED if environ.get(name))
+        given = ", ".join(f"{name}={environ[name]}" for name in NEEDED if environ.get(name))
         raise WorldError(
-            f"the environment has {found}, but not {', '.join(missing)}: who starts ranks sets "
-            f"{', '.join(NEEDED)} for each. Set them, start through mpirun, srun or torchrun, or "
-            "unset them all for one process alone"
+            f"the environment has {given}, but not {', '.join(missing)}: a launcher sets "
+            f"{', '.join(NEEDED)} for each rank. Set them, start with mpirun, srun or torchrun, or "
+            "unset them all for a single process"
         )
     if not re.fullmatch(r"[0-9]{1,5}", environ["MASTER_PORT"]):
-        raise WorldError(f"MASTER_PORT={environ['MASTER_PORT']!r} is not the number of a port")
+        raise WorldError(f"MASTER_PORT={environ['MASTER_PORT']!r} is not a port number")
     return claim
 
 
 def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
     port = int(environ["MASTER_PORT"])
-    # Not the address: rank 0 is often told that it is localhost.
+    # Not the address: for rank 0 it is often localhost.
     return MeetingPoint([environ["MASTER_ADDR"]], f"{claim.size} ranks at {port}", [port])
 
 

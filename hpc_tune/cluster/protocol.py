@@ -1,9 +1,9 @@
-"""What the files of this package say of a launcher or of a scheduler.
+"""The interface of a launcher and of a scheduler, which the files of this package implement.
 
     environment -> Launcher.claim -> Claim, if this launcher has started the process
     environment -> Scheduler.job_id -> the id of the job, if this scheduler runs it
 
-Each fills in the fields that it has something to say on; the defaults are for the others.
+Each sets the fields that apply to it; the defaults are for the others.
 """
 
 import re
@@ -19,7 +19,7 @@ LIBMPI_OF_OPEN_MPI, LIBMPI_OF_MPICH = "libmpi.so.40", "libmpi.so.12"
 
 @dataclass(frozen=True)
 class Claim:
-    """What the launcher's variables say; ``None`` where they are silent.
+    """What the launcher's variables say; ``None`` where they say nothing.
 
     ``libmpi`` is the file of the MPI library that the ranks use, ``None`` if they use none.
     """
@@ -61,14 +61,14 @@ def _unknown(asked: object) -> None:
 
 @dataclass(frozen=True)
 class Launcher:
-    """What starts the ranks, and what it tells them.
+    """What starts the ranks, and the variables that it sets for them.
 
     ``claim`` is pure and returns ``None`` unless this launcher has started the process. The names
     of its variables begin with one of ``prefixes``, those of its own processes with one of
     ``processes``.
 
     Ranks that use MPI: ``library_folder`` is the variable that names the folder of the MPI library.
-    ``cannot_start`` tells by the name a library gives itself whether MPI_Init would end the rank.
+    ``cannot_start`` tells by a library's version string whether MPI_Init would end the rank.
     ``advice`` ends the error of ranks that have loaded another MPI.
 
     Ranks without MPI: ``has_store`` if the launcher runs a store for torch.distributed, else
@@ -88,7 +88,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What runs batch jobs, and what it tells them.
+    """What runs batch jobs, and the variables that it sets for them.
 
     ``job_id``, ``restart_count`` (how often it has started the job again) and ``end`` (in seconds
     since the epoch) name variables. ``memory_limits`` reads from the environment how many bytes of

@@ -1,4 +1,4 @@
-"""What the scheduler of this batch job says of it."""
+"""The batch job of this process, as its scheduler describes it."""
 
 import time
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def job_end(environ: Environ, ask: bool) -> float | None:
             return float(text)
         if text.isdigit() and int(text) > 0 and ask:
             log.warning(
-                "%s=%s is past, so it is not this job's end: the environment is an older job's",
+                "%s=%s is in the past, so it is ignored: the environment is from an earlier job",
                 *(name, text),
             )
     job = job_of(environ) if ask else None

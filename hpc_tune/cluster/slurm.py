@@ -178,7 +178,7 @@ def _ask_end(job_id: str) -> float | None:
 
 
 def _is_preempted(job_id: str) -> bool:
-    """Ask whether it takes the job's nodes away.
+    """Ask whether the job is being preempted.
 
     With a grace time (GraceTime) it sends SIGTERM to the ranks, as scancel can, and waits; a job
     that ends in that time counts as ended and is not requeued.
@@ -187,7 +187,7 @@ def _is_preempted(job_id: str) -> bool:
 
 
 def _show_job(job_id: str, limit_s: float) -> str:
-    """Return what scontrol says of a job, nothing if it does not answer."""
+    """Return the output of scontrol show job, empty if scontrol does not answer."""
     try:
         return subprocess.run(
             ["scontrol", "show", "job", job_id], capture_output=True, text=True, timeout=limit_s
@@ -240,13 +240,13 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
 
 
 def submit(script: str) -> str:
-    """Give ``script`` to sbatch and return the job's number.
+    """Submit ``script`` with sbatch and return the job id.
 
     Raises:
-        HpcTuneError: if sbatch is not there or refuses.
+        HpcTuneError: if sbatch is missing or refuses.
     """
     try:
-        found = subprocess.run(
+        done = subprocess.run(
             ["sbatch", "--parsable"],
             input=script,
             capture_output=True,
@@ -260,15 +260,15 @@ def submit(script: str) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise HpcTuneError(f"sbatch did not answer within {_SUBMIT_LIMIT_S:.0f} s") from None
-    if found.returncode:
-        raise ConfigError(f"sbatch refused: {found.stderr.strip()}")
-    return found.stdout.strip().partition(";")[0]
+    if done.returncode:
+        raise ConfigError(f"sbatch refused: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
 
 
 def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
     """Return (field, option of sbatch, value) of all that is set."""
     per_node = settings.tasks_per_node or settings.gpus_per_node or 1
-    found: list[tuple[str, str, object]] = [
+    options: list[tuple[str, str, object]] = [
         ("account", "--account", settings.account),
         ("partition", "--partition", settings.partition),
         ("qos", "--qos", settings.qos),
@@ -282,4 +282,4 @@ def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
         ("output", "--output", settings.output),
         ("leave_before", "--signal", f"B:USR1@{settings.leave_before:.0f}"),
     ]
-    return [(name, option, str(value)) for name, option, value in found if value is not None]
+    return [(name, option, str(value)) for name, option, value in options if value is not None]

@@ -28,7 +28,7 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS, OptimConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.safe_yaml import load_yaml
 
 # What may begin with ~ or hold $SCRATCH.
@@ -60,7 +60,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
     try:
         values = _values(_over_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
-        problems.append(f"{source}: {_first_line(error)} (key {error.full_key or '?'})")
+        problems.append(f"{source}: {first_line(error)} (key {error.full_key or '?'})")
         raise ConfigError(_list(problems)) from None
     problems += _expand_paths(values)
     if unwritable := list(_unwritable(values)):
@@ -263,7 +263,7 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         value = as_text if key in _text_fields() else _as_written({key: value}, {key: as_text})[key]
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
-        raise ConfigError(f"{override!r} cannot be applied: {_first_line(error)}") from None
+        raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}") from None
 
 
 def _near(name: str, known: Sequence[str]) -> str:
@@ -285,10 +285,6 @@ def _type_name(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_type_name(a) for a in args if a is not types.NoneType)
     return getattr(annotation, "__name__", str(annotation)) if not args else str(annotation)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _list(problems: list[str]) -> str:

@@ -1,6 +1,7 @@
 """What every part of the configuration is made of."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -14,6 +15,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
+
+
+def flat(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of a dumped configuration by their whole names, such as ``train.seed``."""
+    return {f"{name}.{key}": v for name, fields in sections.items() for key, v in fields.items()}
 
 
 def _number(value: Any, parse: Any) -> Any:

@@ -79,6 +79,11 @@ class Loader:
         return self._sampler.padding
 
     @property
+    def micro_size(self) -> int:
+        """Rows per micro-batch."""
+        return self._micro_size
+
+    @property
     def rows(self) -> int:
         """Rows consumed so far, over all ranks."""
         return self._rows

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hpc_tune.memory.policy import Action
+from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.scoped import CURRENT
 
 Forward = Callable[..., Any]
@@ -66,30 +66,21 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
         block.forward = types.MethodType(checkpointed[plain], block)
 
 
-class Recompute:
-    """Switches recompute on or off between two steps, for the governor; not of compiled blocks."""
+def recompute_levers(
+    blocks: Sequence[nn.Module], configured: Level, compiled: bool
+) -> dict[Action, Lever]:
+    """Return the lever that recomputes all of each block; none for compiled blocks."""
+    if configured == "full" or compiled:
+        return {}
 
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        recompute: Level,
-        compiled: bool,
-    ) -> None:
-        """Keep the blocks, their configured recompute, and whether they are compiled."""
-        self._blocks, self._configured, self._compiled = blocks, recompute, compiled
-
-    def levers(self) -> set[Action]:
-        """Return RECOMPUTE where it can save memory."""
-        can = self._configured != "full" and not self._compiled
-        return {Action.RECOMPUTE} if can else set()
-
-    def apply(self, action: Action, on: bool) -> str:
-        """Recompute all of each block, or return to the configured recompute."""
-        recompute = "full" if on else self._configured
-        for block in self._blocks:
+    def recompute(times: int) -> str:
+        level: Level = "full" if times else configured
+        for block in blocks:
             block.__dict__.pop("forward", None)
-        checkpoint_blocks(self._blocks, recompute)
-        return f"activations are recomputed: {recompute}"
+        checkpoint_blocks(blocks, level)
+        return f"activations are recomputed: {level}"
+
+    return {Action.RECOMPUTE: Lever(recompute)}
 
 
 def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ cancelled job, a node that fails) leaves it behind: every later run would wait f
 import time
 from pathlib import Path
 
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.log import log
 from hpc_tune.world.failure import time_limit
 
@@ -39,7 +39,7 @@ def load_async_io(who: str) -> None:
     except (RuntimeError, OSError, ImportError) as error:
         raise ConfigError(
             "offload to nvme: DeepSpeed's async_io cannot be built "
-            f"({str(error).splitlines()[0]}); it needs a C++ compiler, ninja and the headers "
+            f"({first_line(error)}); it needs a C++ compiler, ninja and the headers "
             "of libaio (Debian: libaio-dev, Red Hat: libaio-devel), else use cpu"
         ) from None
 

@@ -11,7 +11,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.memory.policy import Action
+from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
 
@@ -55,9 +55,11 @@ class Engine(Protocol):
     """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
     ``saves_in_background``: whether ``regions`` may be read while the next step is under way.
+    ``levers``: what the governor may do to this engine between two steps.
     """
 
     saves_in_background: bool
+    levers: dict[Action, Lever]
 
     def train_step(
         self,
@@ -84,12 +86,6 @@ class Engine(Protocol):
 
     def load(self, index: TensorIndex, step: int) -> None:
         """Read a checkpoint of any layout, saved after ``step`` optimizer steps, into this one."""
-
-    def levers(self) -> set[Action]:
-        """Return the actions that the governor may apply to this engine between two steps."""
-
-    def apply(self, action: Action, on: bool) -> str:
-        """Apply one of ``levers``, or undo it; return the new state as text."""
 
     def run_once(self, batch: Batch) -> None:
         """Run a micro-batch and drop its gradients: for measuring memory before the run."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, first_line
 
 # Ada, Hopper and later have float8 products (torch._scaled_mm refuses others).
 LEAST_CAPABILITY = (8, 9)
@@ -39,10 +39,9 @@ def check_float8(device: torch.device) -> None:
     try:
         import torchao.float8  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"train.float8=true needs torchao, which cannot be imported ({reason}); install it "
-            "with pip install 'hpc_tune[float8]', or set train.float8=false"
+            f"train.float8=true needs torchao, which cannot be imported ({first_line(error)}); "
+            "install it with pip install 'hpc_tune[float8]', or set train.float8=false"
         ) from None
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_tune.batch import Batch
-from hpc_tune.engine.activation_checkpoint import Recompute, checkpoint_blocks
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import MOMENTS, make_adamw
 from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.compile import compile_blocks
@@ -37,7 +37,7 @@ from hpc_tune.engine.pipeline_parallel import Pipeline, cut_stages
 from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.memory.host import return_freed_blocks
-from hpc_tune.memory.policy import Action
+from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
@@ -66,7 +66,7 @@ class NativeEngine:
         self._stages, self._trained = _load_stages(built, settings, self._mesh, self._collectives)
         modules = [stage.module for stage in self._stages]
         blocks = [block for module in modules for block in block_list(module)]
-        self._recompute = Recompute(blocks, parallel.recompute, settings.train.compile)
+        self.levers = recompute_levers(blocks, parallel.recompute, settings.train.compile)
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, self._mesh, device, settings.reserve)
@@ -79,6 +79,9 @@ class NativeEngine:
         parameters = [t.parameter for t in self._trained]
         self._adamw = make_adamw(parameters, settings.optim, settings.reserve)
         self._offloaded: OffloadedState | None = None
+        has_device = device.type == "cuda" or settings.faults.moves_on_host
+        if has_device and parallel.offload_params != "cpu":
+            self.levers[Action.MOVE_OPTIMIZER] = Lever(self._move_optimizer)
         self._pipeline = None
         if layout.pipeline > 1:
             wire = built.dtype if self._autocast is None else torch.float32
@@ -158,21 +161,6 @@ class NativeEngine:
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
 
-    def levers(self) -> set[Action]:
-        """Return what the governor may ask for; see ``base.Engine``."""
-        has_device = self._device.type == "cuda" or self._settings.faults.moves_on_host
-        can_offload = has_device and self._settings.parallel.offload_params != "cpu"
-        return self._recompute.levers() | ({Action.MOVE_OPTIMIZER} if can_offload else set())
-
-    def apply(self, action: Action, on: bool) -> str:
-        """Apply one of ``levers``, or undo it; see ``base.Engine``."""
-        if action == Action.RECOMPUTE:
-            return self._recompute.apply(action, on)
-        if self._offloaded is not None:
-            self._offloaded.close()
-        self._offloaded = OffloadedState(self._adamw) if on else None
-        return f"optimizer state is on the {'host' if on else 'device'}"
-
     def run_once(self, batch: Batch) -> None:
         """Run a micro-batch and drop its gradients; see ``base.Engine``."""
         # A single row would be compiled by itself, and the compiler's memory count as the row's.
@@ -180,6 +168,12 @@ class NativeEngine:
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
             self._forward_backward([batch], 1)
         self._zero_grad()
+
+    def _move_optimizer(self, times: int) -> str:
+        if self._offloaded is not None:
+            self._offloaded.close()
+        self._offloaded = OffloadedState(self._adamw) if times else None
+        return f"optimizer state is on the {'host' if times else 'device'}"
 
     def _forward_backward(
         self,

@@ -11,7 +11,7 @@ Between step boundaries only ``must_leave`` decides: whether the limit would be 
 process could act.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from itertools import accumulate, combinations, pairwise
@@ -30,17 +30,39 @@ class Level(IntEnum):
 
 
 class Action(Enum):
-    """The rungs of the ladder, in order."""
+    """The rungs of the ladder, in order: the level each begins at, and the memory it frees."""
 
-    TRIM = "trim"
-    SHRINK_BUFFERS = "shrink_buffers"
-    SAVE_IN_PIECES = "save_in_pieces"
-    SPLIT_MICRO_BATCHES = "split_micro_batches"
-    RECOMPUTE = "recompute"
-    MOVE_OPTIMIZER = "move_optimizer"
-    LEAVE = "leave"
+    TRIM = "trim", Level.TIGHT, "any"
+    SHRINK_BUFFERS = "shrink_buffers", Level.TIGHT, "host"
+    SAVE_IN_PIECES = "save_in_pieces", Level.TIGHT, "host"
+    SPLIT_MICRO_BATCHES = "split_micro_batches", Level.HIGH, "device"
+    RECOMPUTE = "recompute", Level.HIGH, "device"
+    MOVE_OPTIMIZER = "move_optimizer", Level.HIGH, "device"
+    LEAVE = "leave", Level.CRITICAL, "any"
+
+    level: Level
+    frees: Literal["any", "host", "device"]
+
+    def __new__(cls, name: str, level: Level, frees: Literal["any", "host", "device"]) -> "Action":
+        """Make the name alone the value."""
+        action = object.__new__(cls)
+        action._value_, action.level, action.frees = name, level, frees
+        return action
 
 
+@dataclass(frozen=True)
+class Lever:
+    """How an action is done between two steps, by every rank alike.
+
+    ``pull(times)`` makes it hold so many times, 0 undoes it; it returns in words what holds then.
+    More than ``most`` times would free nothing more.
+    """
+
+    pull: Callable[[int], str]
+    most: int = 1
+
+
+_RUNGS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
 _BEGINS_AT = {  # of the limit
     Level.CALM: 0.0,
     Level.TIGHT: 0.85,
@@ -52,13 +74,6 @@ _FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer sta
 _FORECAST_STEPS = 20  # a limit within as many steps makes the level HIGH
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
 GROWTH_WINDOW = 8  # peaks
-_FROM_LEVEL = {
-    Action.SHRINK_BUFFERS: Level.TIGHT,
-    Action.SAVE_IN_PIECES: Level.TIGHT,
-    Action.SPLIT_MICRO_BATCHES: Level.HIGH,
-    Action.RECOMPUTE: Level.HIGH,
-    Action.MOVE_OPTIMIZER: Level.HIGH,
-}
 _CALM_STEPS = 50
 _MOST_CALM_STEPS = 3200
 _REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
@@ -133,7 +148,7 @@ def decide(
         return replace(ladder, settling=False), None
     if not ladder.trimmed:
         return replace(ladder, trimmed=True, settling=True), Decision(Action.TRIM)
-    action = next((a for a in _FROM_LEVEL if a in available and level >= _FROM_LEVEL[a]), None)
+    action = next((a for a in _RUNGS if a in available and level >= a.level), None)
     if action is not None:
         return replace(ladder, taken=(*ladder.taken, action), settling=True), Decision(action)
     if level == Level.CRITICAL:
@@ -146,8 +161,8 @@ def lower(taken: tuple[Action, ...], available: Collection[Action]) -> tuple[Act
 
     ``available`` are the actions that can save more than ``taken``.
     """
-    free = [a for a, level in _FROM_LEVEL.items() if level == Level.TIGHT and a in available]
-    costly = [a for a, level in _FROM_LEVEL.items() if level == Level.HIGH and a in available]
+    free = [a for a in _RUNGS if a.level == Level.TIGHT and a in available]
+    costly = [a for a in _RUNGS if a.level == Level.HIGH and a in available]
     return (*taken, *free, *costly[:1])
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.errors import ConfigError, DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.dropout import without_dropout
@@ -313,8 +313,3 @@ def lora_config(tune: TuneConfig) -> Any:
         use_dora=tune.method == "dora",
         task_type="CAUSAL_LM",
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, or its kind."""
-    return (str(error) or type(error).__name__).strip().splitlines()[0]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.errors import ConfigError
+from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 
@@ -107,10 +107,10 @@ def require_bitsandbytes() -> None:
     try:
         import bitsandbytes  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"tune.method=qlora needs bitsandbytes, which cannot be imported ({reason}); install "
-            "it with pip install 'hpc_tune[qlora]', or use tune.method=lora"
+            "tune.method=qlora needs bitsandbytes, which cannot be imported "
+            f"({first_line(error)}); install it with pip install 'hpc_tune[qlora]', or use "
+            "tune.method=lora"
         ) from None
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from hpc_tune.errors import first_line
 from hpc_tune.lazy_imports import lazy_imports
-from hpc_tune.model.build import first_line
 from hpc_tune.model.language import read_config, stock_class
 from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
 

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.errors import DataError
-from hpc_tune.model.build import first_line
+from hpc_tune.errors import DataError, first_line
 from hpc_tune.model.language import require_directory
 
 

@@ -15,7 +15,7 @@ from hpc_tune import __version__
 from hpc_tune.report.read import Row, Run, differences
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
-# A straggler works so many times as long as the fastest rank, in so many of the steps.
+# A straggler computes that many times as long as the fastest rank, in that share of the steps.
 STRAGGLER, MOST_STEPS = 1.1, 0.8
 _SHOWN_EVENTS = 200
 
@@ -56,7 +56,7 @@ def page(runs: Sequence[Run], figures: Iterable[tuple[str, str, bytes]]) -> str:
         parts.append(_card("Settings that differ", _table(heads, rows, "none differs")))
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        parts.append(_card(f"{prefix}What ran", _table(None, what_ran(run), "it says nothing")))
+        parts.append(_card(f"{prefix}What ran", _table(None, what_ran(run), "no start event")))
         if len(runs) == 1:
             parts += [_card("Predicted and measured", text) for text in [_predictions(run)] if text]
         parts.append(_card(f"{prefix}Where the time went", _table(None, where_time_went(run), "")))
@@ -77,39 +77,39 @@ def page(runs: Sequence[Run], figures: Iterable[tuple[str, str, bytes]]) -> str:
 
 
 def facts(run: Run) -> dict[str, str]:
-    """Return the figures that a person looks at first, by name."""
+    """Return the main figures of a run, by name."""
     steps = run.steps
     total = f" of {run.total_steps}" if run.total_steps else ""
-    found = {"optimizer steps": f"{steps[-1]['step'] if steps else 0}{total}"}
+    values = {"optimizer steps": f"{steps[-1]['step'] if steps else 0}{total}"}
     if run.segments:
         last = run.segments[-1]
-        found["time running"] = format_seconds(last.before_s + last.end_s - last.begin_s)
+        values["time running"] = format_seconds(last.before_s + last.end_s - last.begin_s)
     losses = [row["loss"] for row in steps if row.get("loss") is not None]
     if losses:
-        found["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
+        values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
     if run.evals:
         first, last_eval = run.evals[0]["eval_loss"], run.evals[-1]["eval_loss"]
-        found["held-out loss, first to last"] = f"{first:.4f} → {last_eval:.4f}"
+        values["held-out loss, first to last"] = f"{first:.4f} → {last_eval:.4f}"
     speeds = _known(steps[1:] or steps, "tokens_per_s")
     if speeds:
-        found["tokens per second, median"] = format_count(statistics.median(speeds))
+        values["tokens per second, median"] = format_count(statistics.median(speeds))
     if mfu := _known(steps[1:] or steps, "mfu"):
-        found["MFU, median"] = f"{statistics.median(mfu):.1%}"
+        values["MFU, median"] = f"{statistics.median(mfu):.1%}"
     if seconds := sum(_known(steps, "step_s")):
-        found["time in messages"] = f"{sum(_known(steps, 'comm_s')) / seconds:.1%}"
+        values["time in messages"] = f"{sum(_known(steps, 'comm_s')) / seconds:.1%}"
     for kind in ("host", "device"):
         if used := _known(steps, f"{kind}_bytes"):
             limits = _known(steps, f"{kind}_limit_bytes")
             of = f" of {format_bytes(limits[-1])}" if limits else ""
-            found[f"most {kind} memory"] = f"{format_bytes(max(used))}{of}"
-    found["saves, governor's actions"] = (
+            values[f"most {kind} memory"] = f"{format_bytes(max(used))}{of}"
+    values["saves, governor's actions"] = (
         f"{len(run.of_kind('checkpoint'))}, {len(run.of_kind('governor'))}"
     )
-    return found
+    return values
 
 
 def what_ran(run: Run) -> list[tuple[str, str]]:
-    """Return the newest start's own words, and how often there was one."""
+    """Return what the newest start logged, and the number of starts."""
     start = run.start
     versions, tags = start.get("versions"), run.settings.get("run.tags")
     rows = [
@@ -130,17 +130,19 @@ def what_ran(run: Run) -> list[tuple[str, str]]:
 
 
 def straggler(run: Run) -> str:
-    """Return which rank the others wait for most often and for how much, or an empty text."""
+    """Return which rank the others wait for most often, and how much slower it is, or nothing."""
     rows = [row for row in run.steps[1:] if row.get("slowest_rank") is not None]
     if not rows or (run.start.get("size") or 1) == 1:
         return ""
     rank, times = Counter(row["slowest_rank"] for row in rows).most_common(1)[0]
     ratios = [row["most_work_s"] / max(row["least_work_s"], 1e-4) for row in rows]
     ratio = statistics.median(ratios)
-    text = f"rank {rank} in {times} of {len(rows)} steps; the slowest worked {ratio:.2f} x as long "
+    text = (
+        f"rank {rank} in {times} of {len(rows)} steps; the slowest computed {ratio:.2f} x as long "
+    )
     text += "as the fastest (median)"
     if ratio > STRAGGLER and times > MOST_STEPS * len(rows):
-        text += ": look at that rank's clocks, its memory and what else runs there"
+        text += ": check that rank's clocks, its memory and other processes there"
     return text
 
 
@@ -158,12 +160,12 @@ def where_time_went(run: Run) -> list[tuple[str, str]]:
         "evaluation": sum(_known(run.evals, "eval_s")),
         "waiting for saves": sum(_known(run.of_kind("checkpoint"), "blocked_s")),
     }
-    parts["starting, and what was done again"] = max(0.0, whole_s - sum(parts.values()))
+    parts["starting, and repeated steps"] = max(0.0, whole_s - sum(parts.values()))
     rows = [
         (name, f"{format_seconds(seconds)} ({seconds / max(whole_s, 1e-9):.1%})")
         for name, seconds in parts.items()
     ]
-    return [*rows, ("in all", format_seconds(whole_s))]
+    return [*rows, ("total", format_seconds(whole_s))]
 
 
 def _starts(run: Run) -> str:
@@ -183,8 +185,8 @@ def _predictions(run: Run) -> str:
             off = f"{measured / foreseen - 1:+.0%}"
             rows.append(("step time", f"{foreseen:.3g} s", f"{measured:.3g} s", off))
     for event in run.of_kind("memory")[-1:]:
-        for phase, said in event.get("phases", {}).items():
-            had, planned = said.get("rank_bytes"), said.get("planned")
+        for phase, row in event.get("phases", {}).items():
+            had, planned = row.get("rank_bytes"), row.get("planned")
             off = f"{had / planned - 1:+.0%}" if had and planned else ""
             shown = [format_bytes(n) if n else "" for n in (planned, had)]
             rows.append((f"memory: {phase}", *shown, off))
@@ -195,7 +197,7 @@ def _predictions(run: Run) -> str:
 def _heading(run: Run) -> str:
     command = ""
     if run.state in ("stopped", "died", "unknown"):
-        command = "The same command goes on from the newest checkpoint."
+        command = "Rerun the same command to resume from the newest checkpoint."
     elif run.state == "done":
         command = f"Next: python -m hpc_tune generate --run {shlex.quote(str(run.path))} --prompt …"
     code = run.outcome.get("exit_code")
@@ -203,7 +205,7 @@ def _heading(run: Run) -> str:
     extra = {
         k: v for k, v in run.outcome.items() if k not in ("status", "reason", "step", "exit_code")
     }
-    said = "".join(f"<div>{_text(f'{k}: {_shown(k, v)}')}</div>" for k, v in extra.items())
+    more = "".join(f"<div>{_text(f'{k}: {_shown(k, v)}')}</div>" for k, v in extra.items())
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
         f"<div><span>{_text(name)}</span><b>{_text(value)}</b></div>"
@@ -212,16 +214,16 @@ def _heading(run: Run) -> str:
     return (
         f'<section class="card{warn}"><h1>{_text(run.name)} '
         f'<span class="state {run.state}">{run.state}</span></h1>'
-        f"<div>{_text(run.reason + with_code)}</div>{said}<div>{_text(command)}</div></section>"
+        f"<div>{_text(run.reason + with_code)}</div>{more}<div>{_text(command)}</div></section>"
         f'<section class="card facts">{cards}</section>'
     )
 
 
 def _heading_of_many(runs: Sequence[Run]) -> str:
     all_facts = [facts(run) for run in runs]
-    names = dict.fromkeys(name for found in all_facts for name in found)
+    names = dict.fromkeys(name for values in all_facts for name in values)
     rows = [("state", *(f"{run.state}: {run.reason}" for run in runs))]
-    rows += [(name, *(found.get(name, "") for found in all_facts)) for name in names]
+    rows += [(name, *(values.get(name, "") for values in all_facts)) for name in names]
     return _card(f"{len(runs)} runs", _table(("", *(run.name for run in runs)), rows, ""))
 
 
@@ -232,7 +234,7 @@ def _events(run: Run, prefix: str) -> str:
             time.strftime("%m-%d %H:%M:%S", time.localtime(event["time"])),
             "" if event.get("step") is None else str(event["step"]),
             str(event.get("kind", "")),
-            event_words(event),
+            event_text(event),
         )
         for event in kept[-_SHOWN_EVENTS:]
     ]
@@ -241,8 +243,8 @@ def _events(run: Run, prefix: str) -> str:
     return _card(f"{prefix}What happened{left}", table)
 
 
-def event_words(event: Row) -> str:
-    """Return what an event says, for a person."""
+def event_text(event: Row) -> str:
+    """Return an event's text."""
     match event.get("kind"):
         case "checkpoint":
             return (

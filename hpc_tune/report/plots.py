@@ -178,17 +178,17 @@ def _foreseen(runs: Sequence[Run]) -> Figure | None:
     """Draw each phase's predicted and measured memory of the fullest rank."""
     memory = [event for run in runs[:1] for event in run.of_kind("memory")]
     phases = memory[-1].get("phases", {}) if memory else {}
-    phases = {name: said for name, said in phases.items() if said.get("rank_bytes")}
+    phases = {name: row for name, row in phases.items() if row.get("rank_bytes")}
     if len(runs) > 1 or not phases:
         return None
     figure, axes = _new("GiB on the fullest rank", "")
-    has_plan = any(said.get("planned") for said in phases.values())
+    has_plan = any(row.get("planned") for row in phases.values())
     rows = range(len(phases))
-    measured = [said["rank_bytes"] / 2**30 for said in phases.values()]
+    measured = [row["rank_bytes"] / 2**30 for row in phases.values()]
     axes.barh([r + 0.2 for r in rows] if has_plan else rows, measured, height=0.38,
               color=COLORS[0], label="measured")  # fmt: skip
     if has_plan:
-        planned = [(said.get("planned") or 0) / 2**30 for said in phases.values()]
+        planned = [(row.get("planned") or 0) / 2**30 for row in phases.values()]
         axes.barh([r - 0.2 for r in rows], planned, height=0.38, color=COLORS[4], label="predicted")
     axes.set_yticks(rows, list(phases))
     axes.invert_yaxis()
@@ -210,10 +210,10 @@ def _shares(run: Run) -> list[dict[str, float]]:
     """Return what each step's time went into, and how long training waited for its save."""
     saves = run.of_kind("checkpoint")
     blocked_s = {event.get("step"): event.get("blocked_s") or 0.0 for event in saves}
-    found = []
+    shares = []
     for row in run.steps:
         step_s, data_s, comm_s = (row.get(key) or 0.0 for key in ("step_s", "data_s", "comm_s"))
-        found.append(
+        shares.append(
             {
                 "step": float(row["step"]),
                 "compute": max(0.0, step_s - data_s - comm_s),
@@ -222,7 +222,7 @@ def _shares(run: Run) -> list[dict[str, float]]:
                 "waiting for saves": blocked_s.get(row["step"], 0.0),
             }
         )
-    return found
+    return shares
 
 
 def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""A run directory -> what it says of itself, as values; also while it runs, and after it died.
+"""A run directory -> its records as values; also while it runs, and after it died.
 
-Half-written last lines, missing files and fields of other versions are no errors: a report is
-wanted most where something went wrong.
+Half-written last lines, missing files and fields of other versions are no errors: a report is most
+useful where something went wrong.
 """
 
 import json
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
 from hpc_tune.rundir import heartbeat, outcome
 from hpc_tune.safe_yaml import load_yaml
@@ -50,7 +51,7 @@ class Run:
     evals: Sequence[Row]
     events: Sequence[Row]
     outcome: Row
-    words: Sequence[heartbeat.Heartbeat]
+    beats: Sequence[heartbeat.Heartbeat]
     segments: Sequence[Segment]
     silent_s: float
 
@@ -58,24 +59,24 @@ class Run:
     def state(self) -> State:
         """How it ended, or that it has not."""
         if self.outcome:
-            told = str(self.outcome.get("status"))
-            return told if told in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
+            status = str(self.outcome.get("status"))
+            return status if status in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
         longest_s = max((row.get("step_s") or 0.0 for row in self.steps[-20:]), default=0.0)
-        limit_s = heartbeat.ALIVE_S + (0 if self.words else 3 * longest_s)
+        limit_s = heartbeat.ALIVE_S + (0 if self.beats else 3 * longest_s)
         if self.silent_s < limit_s:
             return "running"
-        return "died" if self.words else "unknown"
+        return "died" if self.beats else "unknown"
 
     @property
     def reason(self) -> str:
         """Why it ended, in words."""
         match self.state:
             case "running":
-                return f"it is {self.words[0].phase}" if self.words else "it is under way"
+                return f"it is {self.beats[0].phase}" if self.beats else "it is running"
             case "died":
-                return heartbeat.describe(self.words)
+                return heartbeat.last_seen(self.beats)
             case "unknown":
-                return "it left no outcome.json and no last words"
+                return "it left no outcome.json and no heartbeat"
             case _:
                 return str(self.outcome.get("reason", ""))
 
@@ -85,17 +86,17 @@ class Run:
 
     @property
     def start(self) -> Row:
-        """What the newest start said of itself."""
+        """The newest start event."""
         return next(reversed(self.of_kind("start")), {})
 
     @property
     def total_steps(self) -> int | None:
-        """How many optimizer steps it is to do."""
+        """The number of optimizer steps of the whole run."""
         total = self.start.get("total_steps")
         return total if isinstance(total, int) else None
 
     def elapsed_s(self, at_s: float) -> float:
-        """Return the seconds that the run had been running at a time: waits in a queue are none."""
+        """Return the seconds that the run had been running at a time, without waits in a queue."""
         for segment in reversed(self.segments):
             if at_s >= segment.begin_s:
                 return segment.before_s + min(at_s, segment.end_s) - segment.begin_s
@@ -103,26 +104,26 @@ class Run:
 
 
 class Lines:
-    """A growing file of JSON objects. ``read`` reads what is new, and anew what was replaced."""
+    """A growing file of JSON objects. ``read`` reads new lines, and all of a replaced file."""
 
     def __init__(self, path: Path, clean: Callable[[Row], Row] = dict) -> None:
         """Read ``path``; ``clean`` returns the fields of an object that can be used."""
         self._path, self._clean, self._rows = path, clean, list[Row]()
-        self._place, self._rest, self._file = 0, b"", 0
+        self._offset, self._rest, self._file = 0, b"", 0
 
     def read(self) -> list[Row]:
-        """Return the objects of all whole lines; a line that is none is passed over."""
+        """Return the objects of all whole lines; other lines are skipped."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._file or status.st_size < self._place:
-                    self._rows, self._place, self._rest = [], 0, b""
+                if status.st_ino != self._file or status.st_size < self._offset:
+                    self._rows, self._offset, self._rest = [], 0, b""
                     self._file = status.st_ino
-                file.seek(self._place)
+                file.seek(self._offset)
                 new = file.read()
         except OSError:
             return self._rows
-        self._place += len(new)
+        self._offset += len(new)
         *whole, self._rest = (self._rest + new).split(b"\n")
         for line in whole:
             try:
@@ -150,7 +151,7 @@ def lines_of(path: Path) -> tuple[Lines, Lines]:
 
 
 def find_run(path: Path) -> Path:
-    """Return the run directory that ``path`` is, or that the checkpoint at ``path`` is of.
+    """Return the run directory ``path``, or that of the checkpoint at ``path``.
 
     Raises:
         ConfigError: if it is neither.
@@ -179,21 +180,21 @@ def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row]) -> Run:
         evals=evals,
         events=events,
         outcome=outcome.read(path) or {},
-        words=(words := heartbeat.read(path)),
+        beats=(beats := heartbeat.read(path)),
         segments=_segments(events, steps),
-        silent_s=_silent_s(path, words),
+        silent_s=_silent_s(path, beats),
     )
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return (setting, its value in each run) where not all runs agree; paths of runs aside."""
+    """Return (setting, its value in each run) where runs differ, except run.dir and run.name."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
-    found = []
+    differing = []
     for name in names:
         values = ["unset" if (v := run.settings.get(name)) is None else str(v) for run in runs]
         if len(set(values)) > 1 and name not in ("run.dir", "run.name"):
-            found.append((name, values))
-    return found
+            differing.append((name, values))
+    return differing
 
 
 def _is_run(path: Path) -> bool:
@@ -205,12 +206,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(row: Row) -> Row:
-    """Return the fields of a row that hold numbers; what else may stand there is passed over."""
+    """Return the fields of a row that hold numbers."""
     return {k: v for k, v in row.items() if _is_number(v) and (k != "time" or 0 <= v < _LAST_TIME)}
 
 
 def _event(event: Row) -> Row:
-    """Return the fields of an event that are of the type that they should be."""
+    """Return the fields of an event that have the right type."""
     numbers = _numbers(event)
     kept: dict[str, Any] = {k: numbers[k] for k in _NUMBERS & numbers.keys()}
     for name, value in event.items():
@@ -226,18 +227,13 @@ def _settings(path: Path) -> dict[str, Any]:
         tree = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    parts = tree if isinstance(tree, dict) else {}
-    return {
-        f"{part}.{name}": value
-        for part, fields in parts.items()
-        if isinstance(fields, dict)
-        for name, value in fields.items()
-    }
+    sections = tree if isinstance(tree, dict) else {}
+    return flat({name: fields for name, fields in sections.items() if isinstance(fields, dict)})
 
 
-def _silent_s(path: Path, words: Sequence[heartbeat.Heartbeat]) -> float:
+def _silent_s(path: Path, beats: Sequence[heartbeat.Heartbeat]) -> float:
     """Return how long ago the run gave its last sign of life."""
-    signs = [word.time for word in words]
+    signs = [beat.time for beat in beats]
     for name in ("metrics.jsonl", "events.jsonl"):
         if (path / name).is_file():
             signs.append((path / name).stat().st_mtime)
@@ -245,7 +241,7 @@ def _silent_s(path: Path, words: Sequence[heartbeat.Heartbeat]) -> float:
 
 
 def _segments(events: Sequence[Row], steps: Sequence[Row]) -> list[Segment]:
-    """Cut the run's life where it was started; what was before a start ends with its last sign."""
+    """Return the segments of the run, one per start; each ends with its last sign of life."""
     signs = sorted(
         [row["time"] for row in (*events, *steps) if "time" in row]
         + [row["time"] - row["step_s"] for row in steps[:1] if "time" in row]
@@ -254,9 +250,9 @@ def _segments(events: Sequence[Row], steps: Sequence[Row]) -> list[Segment]:
         return []
     starts = sorted(event["time"] for event in events if event.get("kind") == "start") or signs[:1]
     starts[0] = min(starts[0], signs[0])
-    found, before_s = [], 0.0
+    segments, before_s = [], 0.0
     for begin_s, next_s in zip(starts, [*starts[1:], float("inf")], strict=True):
         end_s = max((sign for sign in signs if sign < next_s), default=begin_s)
-        found.append(Segment(begin_s, end_s, before_s))
+        segments.append(Segment(begin_s, end_s, before_s))
         before_s += end_s - begin_s
-    return found
+    return segments

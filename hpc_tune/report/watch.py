@@ -1,6 +1,6 @@
-"""The watch command: a run in the terminal while it goes on, from its files alone.
+"""The watch command: a run in the terminal while it trains, from its files alone.
 
-Nothing is asked of the run itself, so it may be on other nodes; what is new in its files is read.
+The run itself is not contacted, so it may be on other nodes; new lines of its files are read.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_tune.report.page import event_words
+from hpc_tune.report.page import event_text
 from hpc_tune.report.read import Row, Run, assemble, find_run, lines_of
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
@@ -82,8 +82,8 @@ def _figures(run: Run) -> RenderableType:
         table.add_row("tokens/s", format_count(speeds[-1]), sparkline(speeds))
     step_s = last.get("step_s") or 0.0
     shares = {name: (last.get(key) or 0.0) for name, key in _SHARES.items()}
-    said = ", ".join(f"{value / step_s:.0%} {name}" for name, value in shares.items() if step_s)
-    table.add_row("step", f"{step_s:.3g} s", said)
+    text = ", ".join(f"{value / step_s:.0%} {name}" for name, value in shares.items() if step_s)
+    table.add_row("step", f"{step_s:.3g} s", text)
     for kind in ("host", "device"):
         if last.get(f"{kind}_bytes"):
             table.add_row(*_memory(last, kind))
@@ -111,7 +111,7 @@ def _events(run: Run) -> list[RenderableType]:
     for event in [e for e in run.events if e.get("kind") not in ("memory", "start")][-_EVENTS:]:
         when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         step = "" if event.get("step") is None else f"step {event['step']}"
-        table.add_row(when, step, str(event.get("kind", "")), Text(event_words(event)))
+        table.add_row(when, step, str(event.get("kind", "")), Text(event_text(event)))
     return [Text(""), table] if table.row_count else []
 
 

@@ -1,4 +1,4 @@
-"""What a node says every few seconds of a run: when it is killed, how it was last seen.
+"""Each node's last sign of life, written every few seconds: how a killed run was last seen.
 
     run.dir/memory/node-0.json, one small file per node
 
@@ -18,7 +18,7 @@ from hpc_tune.memory.host import HostLimit, oom_kills
 from hpc_tune.units import format_bytes
 
 FOLDER = "memory"
-ALIVE_S = 30.0  # a run says every few seconds that it is there
+ALIVE_S = 30.0  # a run writes every few seconds
 NEAR_THE_LIMIT = 0.85  # of it in use: the kernel may have killed for memory
 
 
@@ -52,16 +52,16 @@ class HeartbeatFile:
         self._host, self._limit, self._kills = host, limit, oom_kills(limit)
 
     def beat(self, phase: str, used: int) -> None:
-        """Say what the run does and how many bytes the node uses; a full disk ends it."""
+        """Write what the run does and how many bytes the node uses; stop if the disk is full."""
         if self._path is None:
             return
         limit = self._limit
         cgroup = None if limit.cgroup is None else str(limit.cgroup)
-        said = (phase, self._host, used, limit.num_bytes, limit.source, cgroup, self._kills)
+        fields = (phase, self._host, used, limit.num_bytes, limit.source, cgroup, self._kills)
         try:
-            write(Heartbeat(time.time(), *said), self._path)
+            write(Heartbeat(time.time(), *fields), self._path)
         except OSError:
-            self._path = None  # a disk that is full is told of by who must write
+            self._path = None  # whoever must write reports a full disk
 
     def close(self) -> None:
         """Remove the file: the run ends by itself."""
@@ -84,29 +84,29 @@ def write(heartbeat: Heartbeat, path: Path) -> None:
 
 
 def read(run_dir: Path) -> list[Heartbeat]:
-    """Return what the nodes of the last run said, the fullest first."""
-    found = []
+    """Return the heartbeats of the last run's nodes, the fullest first."""
+    heartbeats = []
     for file in sorted((run_dir / FOLDER).glob("node-*.json")):
         try:
             heartbeat = _HEARTBEAT.validate_json(file.read_bytes())
         except (OSError, ValueError):
             continue
-        found += [heartbeat] if heartbeat.limit > 0 else []
-    return sorted(found, key=lambda beat: -beat.used / beat.limit)
+        heartbeats += [heartbeat] if heartbeat.limit > 0 else []
+    return sorted(heartbeats, key=lambda beat: -beat.used / beat.limit)
 
 
 def clear(run_dir: Path) -> None:
-    """Remove what was said."""
+    """Remove all heartbeats."""
     for file in (run_dir / FOLDER).glob("node-*.json"):
         file.unlink(missing_ok=True)
 
 
 def was_memory(last: Sequence[Heartbeat]) -> bool:
     """Tell whether a run that left no outcome ended for memory, as far as one can know."""
-    return any(_kills_since(one) > 0 or one.used >= NEAR_THE_LIMIT * one.limit for one in last)
+    return any(_kills_since(beat) > 0 or beat.used >= NEAR_THE_LIMIT * beat.limit for beat in last)
 
 
-def describe(last: Sequence[Heartbeat]) -> str:
+def last_seen(last: Sequence[Heartbeat]) -> str:
     """Return, for a person, how a run without an outcome was last seen."""
     fullest = last[0]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fullest.time))

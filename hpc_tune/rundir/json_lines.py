@@ -17,7 +17,7 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 class WholeAppends:
     """A file to which each piece of bytes is appended whole or not at all.
 
-    One that the file system does not take is lost and warned of once: telling is never worth a run.
+    One that the file system refuses is lost, with one warning: a log must not end a run.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""outcome.json: how the run ended, as the only witness that can be trusted."""
+"""outcome.json: how the run ended; launchers' exit codes do not tell it reliably."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ FILE = "outcome.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: done, stopped (it can go on; exit code 75), or failed.
+    """How a run ended: done, stopped (it can be resumed; exit code 75), or failed.
 
     ``facts`` are written beside the rest: of memory need, had, phase, rank, host, and what the
     governor had done (``governor``).
@@ -39,29 +39,29 @@ def done(step: int) -> Outcome:
 
 
 def stopped(reason: str, step: int | None, facts: Mapping[str, Any] | None = None) -> Outcome:
-    """Return the outcome of a run that left on purpose and can be resumed."""
+    """Return the outcome of a run that stopped on purpose and can be resumed."""
     return Outcome("stopped", reason, step, EXIT_RESUMABLE, facts or {})
 
 
 def write(outcome: Outcome, run_dir: Path) -> None:
-    """Write outcome.json atomically; a STOP file that ended the run is removed: it was heard."""
+    """Write outcome.json atomically, and remove the STOP file that a stopped run has obeyed."""
     if outcome.status != "failed":
         (run_dir / STOP_FILE).unlink(missing_ok=True)
-    said = asdict(outcome)
-    said |= said.pop("facts")
-    write_file(run_dir / FILE, json.dumps(said, indent=1) + "\n")
+    fields = asdict(outcome)
+    fields |= fields.pop("facts")
+    write_file(run_dir / FILE, json.dumps(fields, indent=1) + "\n")
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:
     """Return outcome.json, or None where there is none that can be read."""
     try:
-        found = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+        fields = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return fields if isinstance(fields, dict) else None
 
 
-def told_since(run_dir: Path, since_s: float) -> int | None:
+def written_since(run_dir: Path, since_s: float) -> int | None:
     """Return the exit code of the outcome that another rank has written since, if one has."""
     try:
         if (run_dir / FILE).stat().st_mtime < since_s:

@@ -1,4 +1,4 @@
-"""A run directory belongs to one job at a time: ``live.json`` in it says to which.
+"""A run directory belongs to one job at a time: ``live.json`` in it names the job.
 
     another's file -> it is touched, or its process is there?             -> refused
                    -> its process is gone, or silent for SILENT_S?        -> taken over
@@ -38,7 +38,7 @@ Lost = Callable[[HpcTuneError], None]
 
 
 class InUseError(ConfigError):
-    """The run directory is another job's, and nothing of this one belongs into it."""
+    """The run directory is another job's, and this job must write nothing into it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Owner:
 
 
 def this_process(nonce: str, run_dir: Path, environ: Mapping[str, str] = os.environ) -> Owner:
-    """Return what a run of this process in ``run_dir`` says of itself."""
+    """Return this process as the owner of ``run_dir``."""
     job = job_of(environ)
     return Owner(
         nonce,
@@ -161,14 +161,14 @@ class LiveMark:
         return True
 
     def _take_over(self, owner: Owner | None) -> None:
-        log.info("run.dir=%s: %s has ended without a word", self._path.parent, owner or "another")
+        log.info("run.dir=%s: %s ended without releasing it", self._path.parent, owner or "another")
         write_file(self._path, json.dumps(asdict(self._me)))
         time.sleep(_SETTLE_S)
 
     def _keep(self) -> None:
         while not self._over.wait(self._touch_every_s):
-            found = nonce_in(self._path)
-            if found not in (None, self._me.nonce) and not self._over.is_set():
+            nonce = nonce_in(self._path)
+            if nonce not in (None, self._me.nonce) and not self._over.is_set():
                 owner = (_look(self._path) or (None,))[0]
                 self._lost(
                     InUseError(
@@ -177,7 +177,7 @@ class LiveMark:
                     )
                 )
                 return
-            with contextlib.suppress(OSError):  # a file system that hangs is told of by who saves
+            with contextlib.suppress(OSError):  # the checkpointer reports a file system that hangs
                 os.utime(self._path)
 
 

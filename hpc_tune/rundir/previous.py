@@ -8,8 +8,8 @@ from hpc_tune.rundir import heartbeat, outcome
 
 @dataclass(frozen=True)
 class Previous:
-    """What the last run left: what its governor had done (``actions``), whether memory ended it,
-    and, if it left no outcome, how it died.
+    """What the last run left: its governor's actions, whether memory ended it, and, if it left no
+    outcome, how it died.
     """
 
     actions: tuple[str, ...] = ()
@@ -24,6 +24,6 @@ def read(run_dir: Path) -> Previous:
         actions = tuple(map(str, ended.get("governor", ())))
         return Previous(actions, ended.get("status") == "stopped" and "need" in ended)
     if last:
-        death = f"the last run in {run_dir} did not end by itself; {heartbeat.describe(last)}"
+        death = f"the last run in {run_dir} did not end by itself; {heartbeat.last_seen(last)}"
         return Previous(ended_for_memory=heartbeat.was_memory(last), death=death)
     return Previous()

@@ -1,19 +1,20 @@
 """All ranks train with the same settings, or none does."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
 from hpc_tune.world.comm import Comm
 
-# A disk of the node's own may have another name on each.
-_OF_A_NODE = {"parallel.offload_path"}
+# A node's local disk may have another path on each node.
+_PER_NODE = {"parallel.offload_path"}
 _MOST_NAMED = 5
 
 
-def agree_on_settings(comm: Comm, config: RunConfig) -> None:
-    """Compare every rank's settings with rank 0's. Collective.
+def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare every rank's settings, a dumped configuration, with rank 0's. Collective.
 
     Ranks get different ones from another environment, another working directory, or another copy
     of the file on their node.
@@ -21,30 +22,24 @@ def agree_on_settings(comm: Comm, config: RunConfig) -> None:
     Raises:
         ConfigError: on every rank, naming the fields that differ, their values and their ranks.
     """
-    own = _flat(config)
+    own = {name: value for name, value in flat(settings).items() if name not in _PER_NODE}
     first = comm.broadcast(own)
     others = {name: value for name, value in own.items() if value != first[name]}
     if not comm.sum([bool(others)])[0]:
         return
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, found in enumerate(comm.gather(others)):
-        for name, value in found.items():
+    for rank, differing in enumerate(comm.gather(others)):
+        for name, value in differing.items():
             ranks_of[name, str(value)].append(rank)
-    told = [
+    lines = [
         f"{name}={value} on {_ranks(ranks)}, {first[name]} on rank 0"
         for (name, value), ranks in ranks_of.items()
     ]
     error = ConfigError(
-        f"the ranks have different settings: {'; '.join(told[:_MOST_NAMED])}. Give all nodes the "
+        f"the ranks have different settings: {'; '.join(lines[:_MOST_NAMED])}. Give all nodes the "
         "same file, arguments and environment"
     )
     comm.agree(error if comm.is_rank_0 else None, "comparing the settings")
-
-
-def _flat(config: RunConfig) -> dict[str, Any]:
-    parts = config.model_dump(mode="json").items()
-    flat = {f"{part}.{name}": value for part, fields in parts for name, value in fields.items()}
-    return {name: value for name, value in flat.items() if name not in _OF_A_NODE}
 
 
 def _ranks(ranks: list[int]) -> str:

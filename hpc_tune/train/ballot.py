@@ -1,4 +1,4 @@
-"""What each rank brings to the boundary before a step, added up over all of them in one message."""
+"""What each rank contributes to the boundary before a step, summed over the ranks at once."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class Ballot:
     """One rank's counts and votes, or their sums over the ranks.
 
     ``loss_tokens`` and ``tokens``: of the step's rows that this rank counts. ``save``: a checkpoint
-    is due by rank 0's clock. ``stop``: this rank was asked to leave. ``saves_done``: its part of
-    the checkpoint that is being written is written. ``levels``: the memory levels it has reached.
+    is due by rank 0's clock. ``stop``: this rank was asked to stop. ``saves_done``: its part of
+    the current checkpoint is written. ``levels``: the memory levels it has reached.
     """
 
     loss_tokens: float

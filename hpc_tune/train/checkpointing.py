@@ -1,10 +1,11 @@
-"""Saving as all ranks together: the store's protocol, the engine's tensors, the manifest's state.
+"""All ranks save together: the store's protocol, the engine's tensors, the manifest's state.
 Errors are agreed between the steps, never raised on one rank alone."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -18,14 +19,27 @@ from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import log
+from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.regions import Region, WrittenFile
 from hpc_tune.rundir.json_lines import Events
+from hpc_tune.train.exit import ResumePoint
 from hpc_tune.world.comm import Comm
 
 T = TypeVar("T")
 FIRST_SAVE_GUESS_S = 5.0  # until one has been measured
 STATE_PREFIXES = tuple(f"{part}." for part in MOMENTS)
 _POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a rank writes: the save fails if the file system takes no byte for ``limit_s``;
+    ``admit(bytes, why)`` tells whether there is memory for copies; ``faults`` are for tests.
+    """
+
+    limit_s: float
+    admit: Callable[[int, str], bool] = lambda num_bytes, why: True
+    faults: Faults = NO_FAULTS
 
 
 class Checkpointer:
@@ -35,8 +49,8 @@ class Checkpointer:
         writing    at each boundary the ranks count who is done; when all are, rank 0's thread
         committing writes the manifest and renames; the boundary after that knows it
 
-    The ranks agree within the one sum of each step boundary, so no thread needs messages, and a
-    slow file system keeps nobody waiting in a collective. Every method but ``before_update`` and
+    The ranks agree within the one sum of each step boundary, so threads send no messages, and no
+    collective waits for a slow file system. Every method but ``before_update`` and
     ``vote`` is collective.
     """
 
@@ -47,22 +61,16 @@ class Checkpointer:
         engine: Engine,
         events: Events,
         settings: CheckpointConfig,
-        limit_s: float,
-        step: int,
+        writing: Writing,
+        resume_point: ResumePoint,
         pack: Callable[[Path, Sequence[str]], list[WrittenFile]] | None,
-        admit: Callable[[int, str], bool] = lambda num_bytes, why: True,
-        faults: Faults = NO_FAULTS,
     ) -> None:
-        """Save by ``settings``; ``limit_s``: how long a file system may take no byte.
-
-        ``step`` is that of the last checkpoint. ``pack`` makes the adapter folder of a checkpoint
-        from the files that hold its weights. ``admit`` is asked for the memory of copies.
+        """Save by ``settings``. ``pack`` makes the adapter folder of a checkpoint from the files
+        that hold its weights.
         """
-        self._admit, self._faults = admit, faults
-        self._pack = pack
-        self.committed_step = step
+        self._pack, self._resume_point = pack, resume_point
         self._comm, self._store, self._engine, self._events = comm, store, engine, events
-        self._settings, self._limit_s = settings, limit_s
+        self._settings, self._writing = settings, writing
         self._background = settings.background and engine.saves_in_background
         self._in_pieces = False
         self._writer: Writer | None = None
@@ -75,8 +83,18 @@ class Checkpointer:
         self.last_save_s = FIRST_SAVE_GUESS_S
 
     @property
+    def levers(self) -> dict[Action, Lever]:
+        """What the governor may do to saves."""
+        return {Action.SAVE_IN_PIECES: Lever(self._save_in_pieces)}
+
+    @property
+    def committed_step(self) -> int:
+        """The step of the newest checkpoint, 0 before there is one."""
+        return self._resume_point.step or 0
+
+    @property
     def busy(self) -> bool:
-        """Whether a checkpoint is on its way."""
+        """Whether a checkpoint is being written."""
         return self._state is not None
 
     @property
@@ -90,7 +108,6 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if any rank cannot write and checkpoint.required.
         """
-        assert not self.busy
         self._began_s, self._blocked_s = time.monotonic(), 0.0
         with self._blocking():
             try:
@@ -102,7 +119,7 @@ class Checkpointer:
                 self._give_up(state.step, error)
                 return
             self._state = state
-            self._writer = Writer(self._parts(), self._staging_bytes(), self._faults)
+            self._writer = Writer(self._parts(), self._staging_bytes(), self._writing.faults)
             self._seen, self._seen_at_s = -1, self._began_s
         if self.waits:
             self.finish()
@@ -111,7 +128,7 @@ class Checkpointer:
         """Wait until the engine's tensors may change."""
         if self._writer is not None:
             with self._blocking():
-                self._writer.release(self._limit_s)
+                self._writer.release(self._writing.limit_s)
 
     def vote(self) -> float:
         """Return what this rank adds to the next boundary's sum: 1 if its part is done."""
@@ -121,13 +138,13 @@ class Checkpointer:
         progress, now_s = task.progress, time.monotonic()
         if progress != self._seen:
             self._seen, self._seen_at_s = progress, now_s
-        elif now_s - self._seen_at_s > self._limit_s:
-            task.give_up(f"no byte was written for {self._limit_s:.0f} s: the file system hangs")
+        elif now_s - self._seen_at_s > (limit_s := self._writing.limit_s):
+            task.give_up(f"no byte was written for {limit_s:.0f} s: the file system hangs")
             return 1.0
         return 0.0
 
     def advance(self, num_done: float) -> None:
-        """Go on with what the last boundary's sum allows.
+        """Do the next stage of a save if all ranks have finished the one before.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write and checkpoint.required.
@@ -136,7 +153,7 @@ class Checkpointer:
             self._advance(num_done)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is on its way is committed. Raises as ``advance``."""
+        """Wait until the checkpoint that is being written is committed. Raises as ``advance``."""
         with self._blocking():
             while self.busy:
                 [num_done] = self._comm.sum([self.vote()])
@@ -144,13 +161,14 @@ class Checkpointer:
                 if self.busy:
                     time.sleep(_POLL_S)
 
-    def set_in_pieces(self, on: bool) -> None:
+    def _save_in_pieces(self, times: int) -> str:
         """Let training wait for coming saves, which then copy nothing."""
-        self._in_pieces = on
+        self._in_pieces = times > 0
+        return "training waits for saves" if self._in_pieces else "saves run in the background"
 
     def _staging_bytes(self) -> int:
         wanted = self._settings.staging_bytes
-        return wanted if self._admit(wanted, "copies of what is to be saved") else 0
+        return wanted if self._writing.admit(wanted, "copies of what is to be saved") else 0
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -182,7 +200,7 @@ class Checkpointer:
                 self._store.abandon(self._folder)
             self._give_up(state.step, error)
             return
-        self._state, self.committed_step = None, state.step
+        self._state, self._resume_point.step = None, state.step
         now_s = time.monotonic()
         self.last_save_s = now_s - self._began_s
         blocked_s = self._blocked_s + now_s - self._waits_since_s
@@ -219,7 +237,7 @@ class Checkpointer:
             raise error
         self._events.write("warning", step, message=f"not saved: {error}")
         if self._comm.is_rank_0:
-            log.warning("step %d was not saved, training goes on: %s", step, error)
+            log.warning("step %d was not saved, training continues: %s", step, error)
 
 
 class _Task(Generic[T]):

@@ -1,8 +1,8 @@
-"""The data of a run, made ready: raw data prepared, prepared data verified and opened."""
+"""The data of a run: raw data prepared, prepared data verified and opened."""
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and what this rank reads of them; ``eval_store``: held-out data."""
+    """The data of a run, and the loader of this rank; ``eval_store``: held-out data."""
 
     store: TokenStore
     eval_store: TokenStore | None
@@ -37,7 +37,7 @@ class Data:
 
     @property
     def loss_share(self) -> float:
-        """Which share of the tokens carries loss."""
+        """The share of the tokens that carries loss."""
         counters = self.store.attributes.counters
         return counters.loss_tokens / counters.tokens
 
@@ -60,15 +60,15 @@ class Tokenizing:
 
 
 def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
-    """Open the data, prepared first if raw, at this rank's place in it. Collective."""
-    config, place = model.config, resolved.coordinates
+    """Open the data, prepared first if raw, for this rank's part of each step. Collective."""
+    config = model.config
     job.monitor.enter("data", "preparing the data", tell=True)
     stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
     loader = Loader(
         stores[0],
         SampleOrder(config.data.seq_len, config.data.packing, config.train.seed),
         global_size=config.batch.global_size,
-        rank=place.data,
+        rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
     )
     if config.train.max_steps is not None:
@@ -89,7 +89,8 @@ def prepare_data(
             lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
         )
     if data.eval_path:
-        comm.on_rank_0("looking at the data", lambda: _warn_of_overlap(data))
+        warn = partial(_warn_of_overlap, data.path, data.eval_path)
+        comm.on_rank_0("looking at the data", warn)
     part: Part = "train" if data.eval_fraction else "all"
     store = ready_data(data.path, data, own, comm, run_dir, part)
     if data.eval_fraction:
@@ -99,14 +100,13 @@ def prepare_data(
     return store, None
 
 
-def _warn_of_overlap(data: DataConfig) -> None:
-    """Say which files are both learned from and evaluated on."""
-    assert data.eval_path is not None
-    same = sorted(files_of(data.path) & files_of(data.eval_path))
+def _warn_of_overlap(path: Paths, eval_path: Paths) -> None:
+    """Name the files that are both trained and evaluated on."""
+    same = sorted(files_of(path) & files_of(eval_path))
     if same:
         log.warning(
-            "data.eval_path and data.path both read %s%s: its loss tells nothing about new data. "
-            "Name the held-out split, or use data.eval_fraction",
+            "data.eval_path and data.path both read %s%s: held-out loss on training data says "
+            "nothing about new data. Name the held-out split, or use data.eval_fraction",
             *(same[0], f" and {len(same) - 1} more" if len(same) > 1 else ""),
         )
 
@@ -136,7 +136,7 @@ def ready_data(
         if store.attributes.loss_on != data.loss_on:
             raise DataError(
                 f"data.loss_on={data.loss_on}, but {path} was prepared with data.loss_on="
-                f"{store.attributes.loss_on}: prepare it again, or set that"
+                f"{store.attributes.loss_on}: prepare it again, or use that value"
             )
         return store
     folder = Path(data.cache) if data.cache else run_dir / "data"
@@ -145,12 +145,12 @@ def ready_data(
         "looking at the data",
         lambda: folder / cache_name(path, own.mark, prepare_settings(data, part)),
     )
-    found = comm.on_rank_0("looking for prepared data", out.exists)
-    if not found:
+    was_prepared = comm.on_rank_0("looking for prepared data", out.exists)
+    if not was_prepared:
         comm.on_rank_0("making the data folder", lambda: make_folder(folder))
         tokenizer = comm.together("loading the tokenizer", lambda: own.tokenizer)
         prepare_file(path, out, data, tokenizer, comm, part)
-    return comm.together("opening the data", lambda: open_it(out, is_new=not found))
+    return comm.together("opening the data", lambda: open_it(out, is_new=not was_prepared))
 
 
 def prepare_settings(data: DataConfig, part: Part = "all") -> PrepareSettings:
@@ -178,8 +178,7 @@ def prepare_file(
     progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:
-        known = DataError(str(error)) if isinstance(error, OSError) else error
-        assert known is None or isinstance(known, HpcTuneError)
+        known = error if error is None or isinstance(error, HpcTuneError) else DataError(str(error))
         comm.agree(known, "preparing the data")
 
     ranks = Ranks(world.rank, world.size, agree_or_raise, comm.broadcast, comm.threads)
@@ -187,10 +186,10 @@ def prepare_file(
     counters = prepare(path, out, tokenizer, settings, ranks, progress.show)
     progress.close()
     if world.rank == 0 and part != "held-out" and not is_builtin(shown(path)):
-        found = find(path)
-        if len(found.files) > 1:
-            log.info("%s: %s", shown(path), say_read(found))
-        for line in say_left_out(found):
+        listing = find(path)
+        if len(listing.files) > 1:
+            log.info("%s: %s", shown(path), say_read(listing))
+        for line in say_left_out(listing):
             log.warning("%s: %s", shown(path), line)
     log.info("prepared %s: %s", name, counters)
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before the expensive part begins: to a person, and to its report."""
+"""What a run logs about itself before it trains: a line for each part, and the start event."""
 
 import math
 import subprocess
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.schema import DataConfig, OptimConfig, TrainConfig, TuneConfig
 from hpc_tune.data.files import shown
-from hpc_tune.data.loader import Loader
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.log import log
@@ -30,27 +29,28 @@ _FEW_STEPS = 5  # updates in an epoch
 
 
 def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, data: Data) -> None:
-    """Print the world, the model, the data, the layout, the batch and the learning rate, a line
-    each, and write them into events.jsonl with what a bug report would ask for (kind ``start``).
+    """Log the world, the model, the data, the layout, the batch and the learning rate, a line each,
+    and write them into events.jsonl with what a bug report needs (kind ``start``).
     """
     if not job.comm.is_rank_0:
         return
     config, comm, layout = model.config, job.comm, resolved.layout
-    loader, total_steps = data.loader, data.total_steps
-    told: dict[str, Any] = {
+    rows, rows_per_epoch = config.batch.global_size, data.loader.num_rows_per_epoch
+    total_steps = data.total_steps
+    lines: dict[str, Any] = {
         "world": _world(comm),
         "model": _model(model),
-        "data": _data(config, data),
+        "data": _data(config.data, data),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict,
-        "batch": _batch(config, comm, layout, loader, total_steps),
-        "rate": rate_of(config, total_steps),
+        "batch": _batch(rows, layout, data),
+        "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
-    for name, text in told.items():
+    for name, text in lines.items():
         log.info("%-7s %s", name, text)
     job.events.write(
         "start",
-        **told,
+        **lines,
         size=comm.world.size,
         num_nodes=comm.world.num_nodes,
         total_steps=total_steps,
@@ -60,42 +60,43 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     )
     if comm.device.type == "cpu" and model.built.dtype == torch.bfloat16 and not cpu_has_bf16():
         log.warning(
-            "model.dtype=bf16: this CPU has no products of bf16 (AVX512-BF16, AMX), and a step may "
+            "model.dtype=bf16: this CPU has no bf16 instructions (AVX512-BF16, AMX): a step may "
             "take tens of times as long as with model.dtype=fp32"
         )
-    for words in few_steps(config, total_steps, loader.num_rows_per_epoch):
-        log.warning("%s", words)
+    for warning in few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch):
+        log.warning("%s", warning)
     log.info("files   %s", config.run.dir)
 
 
-def few_steps(config: RunConfig, total_steps: int, rows_per_epoch: int) -> Iterator[str]:
-    """Say where there is so little to do that the learning rate never gets where it should."""
-    rows, optim, train = config.batch.global_size, config.optim, config.train
+def few_steps(
+    train: TrainConfig, optim: OptimConfig, rows: int, total_steps: int, rows_per_epoch: int
+) -> Iterator[str]:
+    """Yield a warning where a run is too short for its batch of ``rows`` or for its warm-up."""
     if train.epochs is not None and train.max_steps is not None:
         yield (
             f"train.epochs={train.epochs:g} is not used: train.max_steps={train.max_steps} is "
-            "set, and decides alone; leave one of them out"
+            "set and takes precedence; remove one of them"
         )
     if rows_per_epoch < _FEW_STEPS * rows and total_steps < 10 * _FEW_STEPS:
         yield (
             f"an epoch is {rows_per_epoch} rows, {math.ceil(rows_per_epoch / rows)} updates of the "
-            f"weights, and the run {total_steps}: only few for batch.global_size={rows}; a smaller "
-            "batch.global_size or more train.epochs makes more of them"
+            f"weights, and the run {total_steps}: few for batch.global_size={rows}; use a smaller "
+            "batch.global_size or more train.epochs"
         )
     if optim.warmup_steps is not None and optim.warmup_steps >= total_steps:
+        last = learning_rate(optim, total_steps - 1, total_steps)
         yield (
-            f"optim.warmup_steps={optim.warmup_steps} in a run of {total_steps} steps: the rate of "
-            f"learning only rises, to {learning_rate(optim, total_steps - 1, total_steps):.2g} of "
-            f"optim.lr={optim.peak_lr:g}; set fewer"
+            f"optim.warmup_steps={optim.warmup_steps} in a run of {total_steps} steps: the "
+            f"learning rate only rises, to {last:.2g} of optim.lr={optim.peak_lr:g}; use fewer"
         )
 
 
-def rate_of(config: RunConfig, total_steps: int) -> str:
-    """Return the peak learning rate, where it comes from, and how it is reached and left."""
-    optim, is_full = config.optim, config.tune.method == "full"
-    peak, rows = for_batch(optim, config.batch.global_size).peak_lr, optim.reference_batch
-    if rows is not None:
-        why = f"optim.lr={optim.peak_lr:.3g} is for {rows} rows per step ({optim.batch_scaling})"
+def rate_of(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int) -> str:
+    """Return the peak learning rate, where it comes from, its warm-up and its schedule."""
+    peak, is_full = for_batch(optim, rows).peak_lr, tune.method == "full"
+    if (reference := optim.reference_batch) is not None:
+        why = f"optim.lr={optim.peak_lr:.3g} is for {reference} rows per step "
+        why += f"({optim.batch_scaling})"
     elif optim.lr == (LR_OF_ALL_WEIGHTS if is_full else LR_OF_ADAPTERS):
         why = f"optim.lr, as auto takes it for {'all weights' if is_full else 'adapters'}"
     else:
@@ -122,30 +123,30 @@ def _model(model: Model) -> str:
     )
 
 
-def _data(config: RunConfig, data: Data) -> str:
+def _data(config: DataConfig, data: Data) -> str:
     loader = data.loader
     return (
-        f"{shown(config.data.path)}: {format_count(data.store.num_documents)} documents in "
-        f"{format_count(loader.num_rows_per_epoch)} rows of {config.data.seq_len} tokens, "
+        f"{shown(config.path)}: {format_count(data.store.num_documents)} documents in "
+        f"{format_count(loader.num_rows_per_epoch)} rows of {config.seq_len} tokens, "
         f"{100 * loader.padding:.1f}% padding"
     )
 
 
-def _batch(config: RunConfig, comm: Comm, layout: Layout, loader: Loader, total_steps: int) -> str:
-    ranks = layout.data_size
-    fewest, more = divmod(config.batch.global_size, ranks)
+def _batch(rows: int, layout: Layout, data: Data) -> str:
+    ranks, epochs = layout.data_size, data.loader.total_rows / data.loader.num_rows_per_epoch
+    fewest, more = divmod(rows, ranks)
     uneven = f", {more} ranks one more: the others wait for them" if more else ""
-    who = "rank" if ranks == comm.world.size else "group"
+    who = "rank" if ranks == layout.size else "group"
     who += "s" if ranks > 1 else ""
-    who += "" if ranks == comm.world.size else " of ranks"
+    who += "" if ranks == layout.size else " of ranks"
     return (
-        f"{config.batch.global_size} rows per step over {ranks} {who}: {fewest} each{uneven}; "
-        f"{total_steps} steps = {loader.total_rows / loader.num_rows_per_epoch:.2f} epochs"
+        f"{rows} rows per step over {ranks} {who}: {fewest} each{uneven}; "
+        f"{data.total_steps} steps = {epochs:.2f} epochs"
     )
 
 
 def _commit() -> str | None:
-    """Return the git commit of the folder that the run was started in, where it is in a clone."""
+    """Return the git commit of the working directory, None outside of a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S)

@@ -1,6 +1,6 @@
-"""Scalars for TensorBoard, so written that a full disk costs some of them and not the run.
+"""Scalars for TensorBoard; a full disk loses some of them but does not end the run.
 
-TensorBoard's own writer has a thread, which ends with a traceback where the file system refuses it.
+TensorBoard's own writer has a thread that fails with a traceback if the file system refuses data.
 """
 
 import io
@@ -18,7 +18,7 @@ class EventFile:
     """One event file: framed ``Event`` messages, as TensorBoard reads them."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
-        """Begin a file in ``folder``, before which nothing after ``start_step`` counts.
+        """Begin a file in ``folder`` that supersedes earlier files from ``start_step`` on.
 
         Raises:
             OSError: if the file cannot be made.

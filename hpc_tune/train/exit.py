@@ -1,7 +1,7 @@
-"""How a run ends before its time: with an error, or asked to leave before the first step.
+"""How a run ends early: with an error, or asked to stop before the first step.
 
-joined, failing     the scopes of a run: an error in one of them is told once and ends every rank
-startup_watchdog    leaves where the phases before the first step cannot look whether they should
+joined, failing     the scopes of a run: an error in one is reported once and ends every rank
+startup_watchdog    stops the phases before the first step, which cannot check the stop flag
 """
 
 import sys
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -24,10 +25,17 @@ from hpc_tune.world.comm import Comm
 from hpc_tune.world.failure import die, is_broken_connection, report_failure
 from hpc_tune.world.stop import StopFlag, process_start
 
-SILENT_RANK_WAITS_S = 5.0  # for the rank that speaks to end the world
+SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
 _POLL_S = 0.2
-_GRACE_S = 5.0  # for phases that look at the flag themselves
+_GRACE_S = 5.0  # for phases that check the flag themselves
 _MARGIN_S = _GRACE_S + 2.0  # of the time limit
+
+
+@dataclass
+class ResumePoint:
+    """The step from which the next start would resume; None while it is not known."""
+
+    step: int | None = None
 
 
 @contextmanager
@@ -55,9 +63,11 @@ def failing(comm: Comm | None, run_dir: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def startup_watchdog(comm: Comm, stop: StopFlag, run_dir: Path) -> Iterator["StartupWatchdog"]:
-    """Watch ``stop`` in a block, until the watchdog is closed, and say what an error comes from."""
-    watchdog = StartupWatchdog(comm, stop, run_dir)
+def startup_watchdog(
+    comm: Comm, stop: StopFlag, run_dir: Path, resume_point: ResumePoint
+) -> Iterator["StartupWatchdog"]:
+    """Watch ``stop`` in a block, until the watchdog is closed; find the cause of its errors."""
+    watchdog = StartupWatchdog(comm, stop, run_dir, resume_point)
     with translating(watchdog.cause_of):
         yield watchdog
     watchdog.close()
@@ -65,7 +75,7 @@ def startup_watchdog(comm: Comm, stop: StopFlag, run_dir: Path) -> Iterator["Sta
 
 @contextmanager
 def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[None]:
-    """Raise what ``cause_of`` an error of the block says instead of it."""
+    """Raise the cause of an error of the block instead of the error."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -76,47 +86,51 @@ def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[
 
 
 def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
-    """Say once for the world what went wrong, leave outcome.json, and end every rank."""
+    """Report once for the world what went wrong, write outcome.json, and end every rank."""
     run_dir = None if isinstance(error, InUseError) else run_dir
-    code, speaks = _tell(comm, error, run_dir)
-    # Who speaks ends the world, perhaps before rank 0 can do anything more.
-    if comm is not None and run_dir is not None and (speaks or comm.is_rank_0):
+    code, reported = _report(comm, error, run_dir)
+    # The rank that reports ends the world, perhaps before rank 0 can do anything more.
+    if comm is not None and run_dir is not None and (reported or comm.is_rank_0):
         release(run_dir, comm.nonce)
     die(comm, code)
 
 
-def _tell(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
-    """Say and write what went wrong, if no other rank does; return the exit code and if so."""
+def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:
+    """Print and write what went wrong, unless another rank does; return the exit code, and whether
+    this rank did.
+    """
     code = error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED
-    told = _told(comm, error, run_dir)
-    if told is not None:
-        return told, False
+    other_code = _code_of_another_rank(comm, error, run_dir)
+    if other_code is not None:
+        return other_code, False
     is_urgent = isinstance(error, LeavingError) and bool(error.facts)
-    if is_urgent:  # each rank that is short of memory tells so before anything takes time
+    if is_urgent:  # each rank that is short of memory writes it before anything takes time
         _write(_outcome_of(error, "", code), run_dir)
     text = report_failure(comm, error)
     if text is None:
         time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
         return code, is_urgent
     print(text, file=sys.stderr, flush=True)
-    # Of a cut both sides tell, and finding out who speaks takes time where the store is beyond it.
-    if not is_urgent and _told(comm, error, run_dir) is None:
+    # Both sides of a network cut report it, and deciding who does takes time without the store.
+    if not is_urgent and _code_of_another_rank(comm, error, run_dir) is None:
         _write(_outcome_of(error, text, code), run_dir)
     return code, True
 
 
-def _told(comm: Comm | None, error: BaseException, run_dir: Path | None) -> int | None:
-    """Return the exit code that another rank has told, if it may know the cause better.
+def _code_of_another_rank(
+    comm: Comm | None, error: BaseException, run_dir: Path | None
+) -> int | None:
+    """Return the exit code that another rank has written, if it may know the cause better.
 
-    That is the rank that is gone, and of a cut rank 0. The signal by which a launcher ends the
-    others comes after what that rank has told.
+    That is the rank that is gone, and after a network cut rank 0. The signal by which a launcher
+    ends the other ranks comes after that rank has written.
     """
     is_first = comm is not None and comm.is_rank_0
     is_of_a_cut = isinstance(error, LostHostError) and not is_first
     was_asked = isinstance(error, LeavingError) and not error.facts
     if run_dir is None or not (is_broken_connection(error) or is_of_a_cut or was_asked):
         return None
-    return outcome.told_since(run_dir, process_start())
+    return outcome.written_since(run_dir, process_start())
 
 
 def _outcome_of(error: BaseException, text: str, code: int) -> Outcome:
@@ -136,29 +150,31 @@ def _write(result: Outcome, run_dir: Path | None) -> None:
 
 
 class StartupWatchdog:
-    """Ends the world when this rank is asked to leave, until ``close``.
+    """Ends the world when this rank is asked to stop, until ``close``.
 
-    For what comes before the first update of the weights: nothing is lost there, and reading data,
-    loading and compiling cannot look at the flag for minutes. A phase that can leaves by itself,
-    and in the better way, within a few seconds.
+    For the phases before the first update of the weights: nothing is lost there, and reading data,
+    loading and compiling cannot check the flag for minutes. A phase that can check it stops by
+    itself, in an orderly way, within a few seconds.
     """
 
-    def __init__(self, comm: Comm, stop: StopFlag, run_dir: Path) -> None:
-        """Watch ``stop``. ``step`` may be set when it is known."""
-        self.step: int | None = None
+    def __init__(
+        self, comm: Comm, stop: StopFlag, run_dir: Path, resume_point: ResumePoint
+    ) -> None:
+        """Watch ``stop``."""
         self._comm, self._stop, self._run_dir = comm, stop, run_dir
+        self._resume_point = resume_point
         self._over, self._deciding = threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, name="startup-watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Watch no more; does not return if the rank is leaving already."""
+        """Stop watching; does not return if the rank is stopping already."""
         with self._deciding:
             self._over.set()
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
         reason = None if self._over.is_set() else self._reason()
-        return error if reason is None else LeavingError(reason, self.step)
+        return error if reason is None else self._error_of(reason)
 
     def _watch(self) -> None:
         while not self._over.wait(_POLL_S):
@@ -166,7 +182,10 @@ class StartupWatchdog:
             if reason is not None and not self._over.wait(_GRACE_S):
                 with self._deciding:
                     if not self._over.is_set():
-                        fail(self._comm, LeavingError(reason, self.step), self._run_dir)
+                        fail(self._comm, self._error_of(reason), self._run_dir)
+
+    def _error_of(self, reason: str) -> LeavingError:
+        return LeavingError(reason, self._resume_point.step)
 
     def _reason(self, margin_s: float = 0.0) -> str | None:
         return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None

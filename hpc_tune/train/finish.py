@@ -15,7 +15,7 @@ from hpc_tune.train.reporting import write_report
 
 
 def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcome) -> None:
-    """Close what the run had open, and say how it ended. Collective."""
+    """Close what the run had open, and report how it ended. Collective."""
     job.watchdog.close()
     compare_memory(job, forecast)
     if job.chosen is not None:
@@ -34,12 +34,12 @@ def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcom
 
 
 def _write_outcome(job: Job, model: Model, ended: Outcome) -> None:
-    """Export the adapter of a finished run, write the outcome, and say what can be done next."""
+    """Export the adapter of a finished run, write the outcome, and log what to do next."""
     config, run_dir = model.config, job.dir
     if ended.status == "done" and config.tune.method != "full":
         out = run_dir / "export" / "adapter"
         try:
-            template, base = template_of(run_dir, config), model.built.directory
+            template, base = template_of(run_dir, config.data.chat_template), model.built.directory
             out = export_adapter(job.store.steps()[-1], config.tune, base, out, template)
         except OSError as error:
             raise HpcTuneError(f"{out} cannot be written: {error}") from None
@@ -56,5 +56,6 @@ def _write_outcome(job: Job, model: Model, ended: Outcome) -> None:
         )
     else:
         log.info(
-            "stopped at step %s: %s. The same command goes on from here", ended.step, ended.reason
+            "stopped at step %s: %s. Rerun the same command to resume from there",
+            *(ended.step, ended.reason),
         )

@@ -1,6 +1,6 @@
-"""A job: what surrounds a run from the making of its directory to its outcome."""
+"""A job: what a run needs around its training, from its directory to its outcome."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,8 @@ from hpc_tune.rundir import heartbeat, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
-from hpc_tune.train.governor import Governor, make_monitor
+from hpc_tune.train.exit import ResumePoint, StartupWatchdog, fail, startup_watchdog, translating
+from hpc_tune.train.memory_exit import MemoryExit, make_monitor
 from hpc_tune.train.wandb_log import require_wandb
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.hang import HangWatch
@@ -28,12 +28,12 @@ from hpc_tune.world.stop import StopFlag
 
 @dataclass(frozen=True)
 class Job:
-    """A job, with the settings as they were asked for: checkpoints keep these, and are compared
-    with them.
+    """A job, with the settings as the user gave them: checkpoints keep these and are compared with
+    them.
 
-    ``comm`` ends the world where a rank stands still alone; ``training`` is the same with the
-    timeout of steps. ``previous`` is how the last run in ``dir`` ended. ``chosen``: the layout that
-    parallel=auto has measured.
+    ``comm`` ends the world where a rank hangs while it works alone; ``training`` is the same with
+    the timeout of steps. ``previous`` is how the last run in ``dir`` ended. ``chosen``: the layout
+    that parallel=auto has chosen by measurement.
     """
 
     config: RunConfig
@@ -44,7 +44,8 @@ class Job:
     store: Store
     events: Events
     monitor: Monitor
-    governor: Governor
+    memory_exit: MemoryExit
+    resume_point: ResumePoint
     owner: LiveMark
     stop: StopFlag
     watchdog: StartupWatchdog
@@ -56,46 +57,49 @@ class Job:
 def open_job(
     config: RunConfig, comm: Comm, stop: StopFlag, chosen: Candidate | None, faults: Faults
 ) -> Iterator[Job]:
-    """Make the run directory this job's own and begin to watch memory, for a block. Collective.
+    """Take the run directory and start the memory monitor, for a block. Collective.
 
-    An error in it means what the watchdog or the governor says it does.
+    The watchdog and the memory exit translate the block's errors into their causes.
 
     Raises:
-        ConfigError: if the directory cannot be written, is not shared, or is another job's.
+        ConfigError: if the directory cannot be written, is not shared, or is in use by another job.
     """
     run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
-    with startup_watchdog(comm, stop, run_dir) as watchdog:
+    resume_point = ResumePoint()
+    with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail, comm, run_dir=run_dir)
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
+        write_settings = partial(write_resolved, config, run_dir / "config.resolved.yaml")
         owner = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
         last = comm.on_rank_0(
-            "making the run directory", lambda: _make_run_dir(config, run_dir, owner)
+            "making the run directory",
+            lambda: _make_run_dir(run_dir, owner, config.run.wandb, write_settings),
         )
         _require_shared(comm, run_dir)
         events = Events(run_dir / EVENTS if is_rank_0 else None)
         monitor = comm.together(
-            "looking at the memory", lambda: make_monitor(config.memory, comm, run_dir, faults)
+            "reading the memory limits", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
         training = comm.in_training()
-        governor = Governor(training, monitor, run_dir, events)
-        with translating(governor.cause_of):
+        memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
+        with translating(memory_exit.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
                 events.write("warning", message=last.death)
-            monitor.start(governor.leave_at_once)
-            kept = config.checkpoint
-            store = Store(run_dir / "checkpoints", kept.keep, kept.keep_every, kept.keep_best)
+            monitor.start(memory_exit.leave)
+            keep = config.checkpoint
+            store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
             yield Job(
-                *(config, comm, training, run_dir, last, store, events, monitor, governor),
-                *(owner, stop, watchdog, chosen, faults),
+                *(config, comm, training, run_dir, last, store, events, monitor, memory_exit),
+                *(resume_point, owner, stop, watchdog, chosen, faults),
             )
 
 
-def _make_run_dir(config: RunConfig, run_dir: Path, owner: LiveMark) -> Previous:
-    """Make the run directory, this job's alone, and find out now and not at the first save if it
-    can be written.
-    """
-    require_wandb(config.run.wandb)
+def _make_run_dir(
+    run_dir: Path, owner: LiveMark, wandb: bool, write_settings: Callable[[], None]
+) -> Previous:
+    """Make and take the run directory; fail now, not at the first save, if it is not writable."""
+    require_wandb(wandb)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         owner.take()
@@ -103,11 +107,11 @@ def _make_run_dir(config: RunConfig, run_dir: Path, owner: LiveMark) -> Previous
         (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
         heartbeat.clear(run_dir)
         (run_dir / outcome.FILE).unlink(missing_ok=True)
-        write_resolved(config, run_dir / "config.resolved.yaml")
+        write_settings()
     except OSError as error:
         raise ConfigError(
             f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "
-            "a file system that this job may write to and that has room"
+            "a file system that this job may write to and that has free space"
         ) from None
     return last
 
@@ -115,6 +119,6 @@ def _make_run_dir(config: RunConfig, run_dir: Path, owner: LiveMark) -> Previous
 def _require_shared(comm: Comm, run_dir: Path) -> None:
     if comm.world.num_nodes == 1:
         return
-    looks = comm.world.local_rank == 0 and not comm.is_rank_0
-    looking = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
-    comm.together("finding the run directory", looking if looks else lambda: None)
+    is_first_of_node = comm.world.local_rank == 0 and not comm.is_rank_0
+    check = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
+    comm.together("checking the run directory", check if is_first_of_node else lambda: None)

@@ -1,4 +1,4 @@
-"""The engine of a run: compiled code made ready, the model cut, sharded and filled."""
+"""The engine of a run: the compiler prepared, the model partitioned and loaded."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from hpc_tune.train.model import Model
 
 
 def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engine:
-    """Load the model into the engine that its layout asks for. Collective."""
+    """Load the model into the engine of its layout. Collective."""
     config, comm, monitor = model.config, job.comm, job.monitor
     if config.train.compile:
         cache = Path(config.run.compile_cache or job.dir / "compile-cache")
@@ -44,7 +44,7 @@ def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engin
 
 
 def make_deterministic() -> None:
-    """Let every operation of this process give the same bits each time, or fail."""
-    # cuBLAS reads it at its first use; without it deterministic matrix products are refused.
+    """Make every operation of this process deterministic, or fail where it has no such version."""
+    # cuBLAS reads this at its first use, and refuses deterministic matrix products without it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

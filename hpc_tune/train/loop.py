@@ -28,7 +28,7 @@ from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
 from hpc_tune.train.ballot import Ballot
 from hpc_tune.train.checkpointing import Checkpointer
-from hpc_tune.train.governor import Governor
+from hpc_tune.train.governor import Governor, facts_of
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.world.comm import Comm
@@ -39,13 +39,13 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class Work:
-    """What the loop works with.
+    """What the loop trains with.
 
     ``before_update`` returns when the weights may change. ``state(step, loader_state, evals)`` is
     what a checkpoint of that step says; ``flops_per_token`` and ``peak_flops`` (of all ranks) give
     MFU, where the peak is known; ``expected_bytes(micros, recomputes)`` is plan/messages.py's.
-    ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` goes
-    on where the resumed run left it.
+    ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` holds
+    those of the resumed run.
     """
 
     comm: Comm
@@ -72,7 +72,7 @@ class Work:
 
 
 def run_loop(work: Work) -> Outcome:
-    """Train to the end, or to an agreed stop, and leave a checkpoint there.
+    """Train to the end, or to an agreed stop, and save a checkpoint there.
 
     Raises:
         HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
@@ -82,9 +82,9 @@ def run_loop(work: Work) -> Outcome:
     saved_at_s, step_s = time.monotonic(), 0.0
     optim = for_batch(work.config.optim, work.config.batch.global_size)
     if work.eval_batches is not None and start_step == 0:
-        evals = _evaluate(work, step, evals)
+        evals = _evaluate(work, work.eval_batches, step, evals)
     while step < work.total_steps:
-        place, began_s = work.loader.state(), time.monotonic()
+        loader_state, began_s = work.loader.state(), time.monotonic()
         batches = work.loader.next_step()
         data_s = time.monotonic() - began_s
         # What must still fit before the time limit: another step like the last, and two saves.
@@ -94,21 +94,21 @@ def run_loop(work: Work) -> Outcome:
         ballot = _vote(work, batches, saved_at_s, reason)
         stop_reason = _first_reason(work, reason) if ballot.stop else None
         saver.advance(ballot.saves_done)
-        micro_size = work.governor.micro_size
+        micro_size = work.loader.micro_size
         need = work.governor.act(ballot.levels, step)
         stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
-        # A save that is due by the clock waits its turn.
+        # A save that is due by the clock waits for the one before it.
         if saved_step != step and not saver.busy and (stop_reason or ballot.save):
             saved_step, saved_at_s = step, time.monotonic()
-            _start_save(work, work.state(step, place, evals))
+            _start_save(work, work.state(step, loader_state, evals))
         if stop_reason:
             saver.finish()
-            facts = work.governor.facts(need) if need else {}
+            facts = facts_of(need, work.governor.taken) if need else {}
             return stopped(stop_reason, saver.committed_step, facts)
-        if work.governor.micro_size != micro_size:
-            work.loader.restore(place)
+        if work.loader.micro_size != micro_size:
+            work.loader.restore(loader_state)
             batches = work.loader.next_step()
         phase = "save, in the background" if saver.busy else "steady"
         work.monitor.enter(
@@ -130,7 +130,7 @@ def run_loop(work: Work) -> Outcome:
         if work.eval_batches is not None and (
             is_last or _is_every(work.config.train.eval_every_steps, step)
         ):
-            evals = _evaluate(work, step, evals)
+            evals = _evaluate(work, work.eval_batches, step, evals)
         if is_last or _is_every(work.config.checkpoint.every_steps, step):
             saver.finish()
             saved_step, saved_at_s = step, time.monotonic()
@@ -146,7 +146,7 @@ def run_loop(work: Work) -> Outcome:
 
 
 def _start_save(work: Work, state: RunState) -> None:
-    """Begin a save; one that training waits for gets the room that the step has left free."""
+    """Begin a save; if training waits for it, first return freed memory to the system."""
     phase = "save, in the background"
     if work.saver.waits:
         phase = "save, training waits"
@@ -158,7 +158,7 @@ def _start_save(work: Work, state: RunState) -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step as it was done: ``ballot`` has the sums of all ranks, ``step_s`` includes data."""
+    """One finished step: ``ballot`` has the sums of all ranks, ``step_s`` includes ``data_s``."""
 
     number: int
     lr: float
@@ -185,16 +185,16 @@ def _vote(work: Work, batches: Sequence[Batch], saved_at_s: float, reason: str |
 
 
 def _first_reason(work: Work, reason: str | None) -> str:
-    """Return the reason to leave of the lowest rank that has one. Collective."""
-    return next(one for one in work.comm.gather(reason) if one is not None)
+    """Return the reason to stop of the lowest rank that has one. Collective."""
+    return next(own for own in work.comm.gather(reason) if own is not None)
 
 
 def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
     if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
         raise HpcTuneError(
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; both must be "
-            f"finite. The last good checkpoint is of step {saved_step}. Lower optim.lr, set "
-            "optim.clip_norm, or look for broken examples in the data"
+            f"finite. The last checkpoint is of step {saved_step}. Lower optim.lr, set "
+            "optim.clip_norm, or look for corrupt examples in the data"
         )
 
 
@@ -239,7 +239,7 @@ def _record(work: Work, step: _Step, sample: MemorySample | None) -> None:
 
 @dataclass(frozen=True)
 class _Worst:
-    """The fullest node's and device's bytes, and the slowest and the fastest rank's own time."""
+    """Bytes of the fullest node and device; compute seconds of the slowest and fastest rank."""
 
     host_bytes: int
     device_bytes: int
@@ -249,7 +249,7 @@ class _Worst:
 
 
 def _worst_of_all(work: Work, sample: MemorySample | None, work_s: float) -> _Worst:
-    """Find the extremes of all ranks by one collective, whatever their number."""
+    """Return the extremes over all ranks by one collective."""
     tenths_of_ms = max(0, round(1e4 * work_s))
     host, device, slowest, least = work.comm.max(
         [
@@ -264,14 +264,15 @@ def _worst_of_all(work: Work, sample: MemorySample | None, work_s: float) -> _Wo
     return _Worst(int(host), int(device), most / 1e4, -least / 1e4, rank)
 
 
-def _evaluate(work: Work, step: int, before: Evals) -> Evals:
-    """Measure the mean loss over the held-out data's loss tokens, unless asked to leave."""
+def _evaluate(
+    work: Work, eval_batches: Callable[[], Iterable[Batch]], step: int, before: Evals
+) -> Evals:
+    """Measure the mean loss over the held-out data's loss tokens, unless asked to stop."""
     was_cut = False
 
     def batches() -> Iterator[Batch]:
         nonlocal was_cut
-        assert work.eval_batches is not None
-        for batch in work.eval_batches():
+        for batch in eval_batches():
             asked = work.stop.is_asked(2 * work.saver.last_save_s)
             if work.comm.sum([asked]) != [0]:
                 was_cut = True
@@ -285,7 +286,7 @@ def _evaluate(work: Work, step: int, before: Evals) -> Evals:
     began_s = time.monotonic()
     loss_sum, tokens = work.engine.evaluate(batches())
     if was_cut:
-        log.info("step %d: the evaluation was cut off to leave in time", step)
+        log.info("step %d: evaluation interrupted to stop in time", step)
         return before
     eval_s = time.monotonic() - began_s
     loss = loss_sum / max(1, tokens)

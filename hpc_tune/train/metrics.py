@@ -1,14 +1,13 @@
-"""What a run tells while it runs: metrics.jsonl, TensorBoard, W&B and the progress display."""
+"""What a run reports of each step: metrics.jsonl, TensorBoard, W&B and the progress display."""
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.config.schema import RunConfig
 from hpc_tune.log import Progress, log
 from hpc_tune.rundir.json_lines import METRICS, JsonLines, drop_after
 from hpc_tune.train.event_file import EventFile
@@ -16,7 +15,7 @@ from hpc_tune.train.wandb_log import WandbLog
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
 _REMEMBERED = 1000
-_STEPS_TO_TELL = 3
+_STEPS_TO_ESTIMATE = 3
 NOTEWORTHY, MUCH = 0.05, 0.5  # of a step in messages: in the progress line; worth advice
 
 
@@ -27,8 +26,8 @@ class StepMetrics:
     ``time`` is when the step was done, in seconds since 1970. ``tokens`` are those of the step's
     documents without padding. ``comm_s``, ``sent_bytes`` and ``expected_bytes``, by kind of
     collective and by the formulas of the layout, are rank 0's. ``most_work_s`` and
-    ``least_work_s`` are what a rank spent neither on messages nor on data, of the slowest and of
-    the fastest rank. ``mfu`` and ``device_util`` are None where the device's peak or counters are
+    ``least_work_s`` are the time spent neither on messages nor on data, of the slowest and of the
+    fastest rank. ``mfu`` and ``device_util`` are None where the device's peak or counters are
     unknown. Host bytes are the fullest node's; device bytes the fullest rank's.
     """
 
@@ -61,18 +60,18 @@ class StepMetrics:
 class Metrics:
     """Writes on rank 0 (``run_dir`` given), drops everything elsewhere.
 
-    ``steps_s``: seconds of the newest steps. ``advise``: say once if messages take most of a step.
+    ``steps_s``: seconds of the newest steps. ``advise``: warn once if messages take most of a step.
 
     Raises:
-        ConfigError: if W&B is asked for and cannot be had. OSError: if a file cannot be made.
+        OSError: if a file cannot be made.
     """
 
     def __init__(
         self,
         run_dir: Path | None,
-        config: RunConfig,
         total_steps: int,
         start_step: int,
+        plots: Sequence[EventFile | WandbLog] = (),
         advise: bool = False,
     ) -> None:
         self._advise = advise and run_dir is not None
@@ -82,11 +81,7 @@ class Metrics:
         if run_dir is not None:
             drop_after(run_dir / METRICS, start_step)
         self._lines = JsonLines(run_dir / METRICS if run_dir else None)
-        self._plots: list[EventFile | WandbLog] = []
-        if run_dir is not None and config.run.tensorboard:
-            self._plots.append(EventFile(run_dir / "tensorboard", start_step))
-        if run_dir is not None and config.run.wandb:
-            self._plots.append(WandbLog(run_dir, config))
+        self._plots = plots
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
@@ -100,24 +95,24 @@ class Metrics:
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"
         self._progress.update(metrics.step, note)
-        if len(self.steps_s) == _STEPS_TO_TELL and self._total > metrics.step:
-            self._tell_time(self._total - metrics.step)
+        if len(self.steps_s) == _STEPS_TO_ESTIMATE and self._total > metrics.step:
+            self._log_time(self._total - metrics.step)
         if self._advise and len(self.steps_s) == 2 and metrics.comm_s > MUCH * metrics.step_s:
             log.warning(
-                "%.0f%% of a step goes to messages: parallel=auto measures, and takes the layout "
-                "or the number of ranks that is faster",
+                "%.0f%% of a step goes to messages: parallel=auto measures, and chooses the "
+                "fastest layout and number of ranks",
                 100 * metrics.comm_s / metrics.step_s,
             )
 
     def evaluation(self, step: int, eval_loss: float, eval_tokens: int, eval_s: float) -> None:
-        """Record one evaluation: mean loss over the held-out data's loss tokens."""
+        """Record one evaluation: the mean loss over the held-out loss tokens."""
         row = {"step": step, "eval_loss": eval_loss, "eval_tokens": eval_tokens, "eval_s": eval_s}
         self._lines.write(**row)
         self._plot(step, row)
         self._progress.exclude(eval_s)
 
-    def _tell_time(self, steps: int) -> None:
-        """Say when the run will be done, evaluations and saves left out."""
+    def _log_time(self, steps: int) -> None:
+        """Estimate when the run will be done, evaluations and saves not counted."""
         usual_s = statistics.median(self.steps_s)
         left_s = steps * usual_s
         log.info(
@@ -127,7 +122,7 @@ class Metrics:
         )
 
     def close(self) -> None:
-        """Close the files and take the bar off the screen."""
+        """Close the files and the progress bar."""
         self._progress.close()
         self._lines.close()
         for plots in self._plots:

@@ -1,8 +1,9 @@
-"""The model of a run on the meta device: built, tried, and its settings made right for it."""
+"""The model of a run on the meta device, and the settings that its architecture supports."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.lazy_imports import import_transformers
@@ -15,15 +16,15 @@ from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.plan.model_size import ModelSize, measure
 from hpc_tune.train.job import Job
-from hpc_tune.train.proof import prove
+from hpc_tune.train.proof import Proof, prove
 from hpc_tune.world.comm import Comm
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model on the meta device, its size, and the settings that are right for it.
+    """The model on the meta device, its size, and the settings it supports.
 
-    ``config`` is without data.packing where such a model cannot keep documents apart.
+    ``config`` is without data.packing if such a model cannot keep packed documents apart.
     """
 
     built: BuiltModel
@@ -32,11 +33,11 @@ class Model:
 
 
 def build_model(job: Job, fresh: bool) -> Model:
-    """Build the model on the meta device, a ``fresh`` run's from tune.init_from. Collective.
+    """Build the model on the meta device; a ``fresh`` run starts from tune.init_from. Collective.
 
     Raises:
         ConfigError: if the settings are not for such a model.
-        DataError: if a model of its kind would not be trained right.
+        DataError: if a model of its kind would be trained incorrectly.
     """
     config, comm, run_dir = job.config, job.comm, job.dir
     import_transformers()
@@ -59,38 +60,47 @@ def build_model(job: Job, fresh: bool) -> Model:
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and config.data.seq_len > longest:
         log.warning(
-            "data.seq_len=%d is longer than the model's %d positions; what is beyond them it has "
-            "never seen: use %d or less, or a config.json that stretches them (rope_scaling)",
+            "data.seq_len=%d is longer than the model's %d positions, and it was never trained on "
+            "later ones: use %d or less, or a config.json that scales them (rope_scaling)",
             *(config.data.seq_len, longest, longest),
         )
     if built.others:
         log.info(
-            "in the model's files, and left as they are: %s",
+            "ignored in the model's files: %s",
             ", ".join(built.others),
         )
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
-    return Model(built, measure(built.module), _as_proven(config, comm, built))
-
-
-def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
-    """Return the settings that are right for the architecture, or refuse. Collective."""
-    four_bits = config.tune.method == "qlora"
+    four_bits, kind = config.tune.method == "qlora", built.config.model_type
     proof = comm.on_rank_0(
         "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
     )
-    kind, parallel = built.config.model_type, config.parallel
     if proof.loss:
         raise DataError(
-            f"{config.model.path}: a {kind} model would not be trained right: {proof.loss}"
+            f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
         )
+    _require_supported(proof, kind, config.parallel, four_bits)
+    if proof.attention:
+        built.module.within_documents = False
+    if config.data.packing and proof.packing:
+        log.warning(
+            "data.packing is off, one document per row, since for a %s model %s",
+            *(kind, proof.packing),
+        )
+        data = config.data.model_copy(update={"packing": False})
+        config = config.model_copy(update={"data": data})
+    return Model(built, measure(built.module), config)
+
+
+def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_bits: bool) -> None:
+    """Refuse a layout or a method for which the trial of the architecture failed."""
     for setting, size, why in (
         ("parallel.pipeline", parallel.pipeline, proof.pipeline),
         ("parallel.tensor", parallel.tensor, proof.tensor),
     ):
         if (size or 1) > 1 and why:
             raise ConfigError(
-                f"{setting}={size}: a {kind} model would not be trained right: {why}; use "
+                f"{setting}={size}: a {kind} model would be trained incorrectly: {why}; use "
                 "parallel.shard"
             )
     if four_bits and proof.four_bits:
@@ -98,15 +108,6 @@ def _as_proven(config: RunConfig, comm: Comm, built: BuiltModel) -> RunConfig:
             f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.four_bits}; "
             "use tune.method=lora"
         )
-    if proof.attention:
-        built.module.within_documents = False
-    if not config.data.packing or not proof.packing:
-        return config
-    log.warning(
-        "data.packing is off, one document per row, since for a %s model %s", kind, proof.packing
-    )
-    data = config.data.model_copy(update={"packing": False})
-    return config.model_copy(update={"data": data})
 
 
 def ready_model(path: str, comm: Comm, run_dir: Path) -> Path:

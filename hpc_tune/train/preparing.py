@@ -4,7 +4,6 @@ terminal, by one process."""
 import os
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from hpc_tune.config.data import is_prepared
@@ -14,31 +13,27 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.show import COLOURS, PLAIN, show, show_prepared
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
-from hpc_tune.log import configure, log
+from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.train.data import make_folder, prepare_file, prepare_settings
-from hpc_tune.train.exit import fail
+from hpc_tune.train.exit import joined
 from hpc_tune.train.model import ready_model
-from hpc_tune.world.bootstrap import bootstrap, shutdown
+from hpc_tune.world.bootstrap import shutdown
 
 
 def run_prepare(config: RunConfig, out: Path) -> int:
     """Write ``out`` from data.path with model.path's tokenizer; return the exit code."""
-    comm = None
-    try:
-        if not is_prepared(str(out)):
-            raise ConfigError(f"--out {out}: expected a name that ends in .h5")
-        comm = bootstrap(config.run, partial(fail, run_dir=None))
-        configure(comm.world.rank)
-        comm.on_rank_0("making the output folder", lambda: make_folder(out.absolute().parent))
-        directory = ready_model(config.model.path, comm, out.absolute().parent)
+    if not is_prepared(str(out)):
+        raise ConfigError(f"--out {out}: expected a name that ends in .h5")
+    data, folder = config.data, out.absolute().parent
+    with joined(config.run, run_dir=None) as comm:
+        comm.on_rank_0("making the output folder", lambda: make_folder(folder))
+        directory = ready_model(config.model.path, comm, folder)
         tokenizer = comm.together(
-            "loading the tokenizer",
-            lambda: load_tokenizer(directory, config.data.chat_template),
+            "loading the tokenizer", lambda: load_tokenizer(directory, data.chat_template)
         )
-        data = config.data
         if not data.eval_fraction:
             prepare_file(data.path, out, data, tokenizer, comm)
             log.info("wrote %s. Use it with data.path=%s", out, out)
@@ -49,13 +44,11 @@ def run_prepare(config: RunConfig, out: Path) -> int:
             log.info("wrote %s and %s. Use them with", out, held_out)
             log.info("data.path=%s data.eval_path=%s", out, held_out)
         shutdown(comm)
-        return EXIT_DONE
-    except (Exception, KeyboardInterrupt) as error:
-        fail(comm, error, None)
+    return EXIT_DONE
 
 
 def run_show(config: RunConfig, num_rows: int) -> int:
-    """Print data.path as model.path will see it; nothing is left on the disk."""
+    """Print data.path as model.path will see it; write nothing to disk."""
     data, look = config.data, PLAIN
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         look = COLOURS

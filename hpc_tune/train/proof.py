@@ -1,11 +1,11 @@
-"""Is a model's architecture trained right here? Tried on a small one, before anything is spent.
+"""Is a model's architecture trained correctly? Tried on a small model, before the run begins.
 
     config -> a small model of its kind -> the loss of three documents by transformers itself
            -> by ours: alone, as rows of one batch, in one row, in two stages, in two slices
 
-A list of the architectures that are known to go wrong would always be too short: transformers gets
-new ones each month, and changes old ones. So the model at hand is tried, in seconds, on a CPU, and
-what comes out is remembered for its configuration and this software.
+A list of unsupported architectures would never be complete: transformers adds new ones each month,
+and changes old ones. So the model at hand is tried, in seconds, on a CPU, and the result is cached
+for its configuration and this software.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from hpc_tune.data.loader import make_batch
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.pipeline_parallel import cut_stages, why_no_stages
 from hpc_tune.engine.tensor_parallel import Axis, slice_model, why_no_slices
-from hpc_tune.errors import HpcTuneError
+from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
 from hpc_tune.model.blocks import block_list, use_own_layers
-from hpc_tune.model.build import BuiltModel, build, first_line
+from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
@@ -52,11 +52,11 @@ _SOURCES = (
 
 @dataclass(frozen=True)
 class Proof:
-    """What is wrong with an architecture here, in words; nothing where all is right.
+    """What fails with an architecture, in words; empty where nothing does.
 
-    ``loss``: it must not be trained. ``attention``: not with attention document by document.
-    ``packing``: one document per row. ``pipeline`` and ``tensor``: not in such a layout.
-    ``four_bits``: not with a base in 4 bits (QLoRA), which is tried where it is asked for.
+    ``loss``: it cannot be trained. ``attention``: not with attention document by document.
+    ``packing``: only with one document per row. ``pipeline`` and ``tensor``: not in such a layout.
+    ``four_bits``: not with a base in 4 bits (QLoRA), which is tried for tune.method=qlora alone.
     """
 
     loss: str = ""
@@ -68,7 +68,7 @@ class Proof:
 
 
 def prove(config: Any, four_bits: bool = False) -> Proof:
-    """Return what a trial of the architecture of ``config`` shows, or showed before."""
+    """Return the result of a trial of the architecture of ``config``, cached if possible."""
     file = _cache_file(config, four_bits)
     try:
         return Proof(**json.loads(file.read_text(encoding="utf-8")))
@@ -80,12 +80,12 @@ def prove(config: Any, four_bits: bool = False) -> Proof:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps(asdict(proof)))
     except OSError as error:
-        log.debug("%s cannot be written, the next start tries it again: %s", file, error)
+        log.debug("%s cannot be written, so the next start repeats the trial: %s", file, error)
     return proof
 
 
 def try_out(config: Any, four_bits: bool = False) -> Proof:
-    """Return what a trial of the architecture of ``config`` shows. Seconds on one core."""
+    """Try the architecture of ``config``; takes seconds on one core."""
     if four_bits:  # before lazy_imports, which would hide it
         require_bitsandbytes()
     with lazy_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
@@ -121,7 +121,7 @@ def try_out(config: Any, four_bits: bool = False) -> Proof:
 
 
 def _guarded(check: Callable[..., str], *given: Any) -> str:
-    """Return what ``check`` says, or what it fell over."""
+    """Return what ``check`` returns, or how it failed."""
     try:
         return check(*given)
     except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
@@ -138,7 +138,7 @@ def _documents() -> list[torch.Tensor]:
 
 
 def _batch(rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None = None) -> Batch:
-    """Return the batch of rows of documents; all are learned, or those of these numbers."""
+    """Return a batch of rows of documents; all carry loss, or those numbered in ``learned``."""
     number = 0
     laid: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for row in rows:
@@ -151,7 +151,7 @@ def _batch(rows: Sequence[Sequence[torch.Tensor]], learned: Sequence[int] | None
 
 
 def _loaded(built: BuiltModel) -> BuiltModel:
-    """Give a model memory and values; what nothing fills is nan, and so is what it touches."""
+    """Allocate and load a model; values that nothing fills are nan, and spread to the loss."""
     allocate(built.module, torch.device("cpu"))
     with torch.no_grad():
         for tensor in (*built.module.parameters(), *built.module.buffers()):
@@ -161,13 +161,13 @@ def _loaded(built: BuiltModel) -> BuiltModel:
     return built
 
 
-def _differ(found: float, wanted: float) -> bool:
-    return not abs(found - wanted) <= LOSS_TOLERANCE * abs(wanted)
+def _differ(actual: float, expected: float) -> bool:
+    return not abs(actual - expected) <= LOSS_TOLERANCE * abs(expected)
 
 
 @dataclass
 class _Trial:
-    """A small model in ``directory``, and what transformers itself says of it."""
+    """A small model in ``directory``, with losses and gradients by transformers."""
 
     directory: Path
     documents: list[torch.Tensor]
@@ -190,9 +190,9 @@ class _Trial:
         module = built.module
         module.zero_grad()
         for tokens_T, stock in zip(self.documents, self.losses, strict=True):
-            found = module(_batch([[tokens_T]])).item()
-            if _differ(found, stock):
-                return f"a document's loss is {found:.6g} here and {stock:.6g} in transformers"
+            loss = module(_batch([[tokens_T]])).item()
+            if _differ(loss, stock):
+                return f"a document's loss is {loss:.6g} here and {stock:.6g} in transformers"
         total = module(_batch([[tokens_T] for tokens_T in self.documents]))
         if _differ(total.item(), sum(self.losses)):
             return (
@@ -227,10 +227,10 @@ class _Trial:
         return ""
 
     def wrong_packing(self, built: BuiltModel) -> str:
-        found = built.module(_batch([self.documents])).item()
-        if _differ(found, sum(self.losses)):
+        loss = built.module(_batch([self.documents])).item()
+        if _differ(loss, sum(self.losses)):
             return (
-                f"three documents in one row have the loss {found:.6g}, each in its own "
+                f"three documents in one row have the loss {loss:.6g}, each in its own "
                 f"{sum(self.losses):.6g}"
             )
         others = [(self.documents[0] + 7) % 256, *self.documents[1:]]
@@ -247,15 +247,16 @@ class _Trial:
     def wrong_stages(self) -> str:
         built = self.build()
         if why_no_stages(built.config, 2, 1):
-            return ""  # refused in words of its own
+            return ""  # refused elsewhere, with a reason
         layout = Layout(1, 1, pipeline=2)
-        batch, hidden_BTD = _batch([[tokens_T] for tokens_T in self.documents]), None
+        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        out: Any = None  # hidden states, then the loss
         for rank in range(2):
             (stage,) = cut_stages(built, layout, rank, 1, 1.0)
-            hidden_BTD = _loaded(stage).module(batch, hidden_BTD)
-        assert hidden_BTD is not None
-        if _differ(hidden_BTD.item(), sum(self.losses)):
-            return f"in two stages the loss is {hidden_BTD.item():.6g}, not {sum(self.losses):.6g}"
+            out = _loaded(stage).module(batch, out)
+        loss = float(out)
+        if _differ(loss, sum(self.losses)):
+            return f"in two stages the loss is {loss:.6g}, not {sum(self.losses):.6g}"
         return ""
 
     def wrong_in_four_bits(self) -> str:
@@ -265,7 +266,7 @@ class _Trial:
 
     def wrong_slices(self) -> str:
         if why_no_slices(self.build().config, 2):
-            return ""  # refused in words of its own
+            return ""  # refused elsewhere, with a reason
         shared: list[Any] = [None, None]
         barrier = threading.Barrier(2, timeout=60)
         batch = _batch([[tokens_T] for tokens_T in self.documents])
@@ -275,7 +276,7 @@ class _Trial:
         def work(rank: int) -> None:
             try:
                 sliced, partial = slice_model(self.build(), _Threads(rank, shared, barrier))
-                sliced.module.within_documents = False  # what it goes by is one for all threads
+                sliced.module.within_documents = False  # its state is shared by all threads
                 loss = _loaded(sliced).module(batch)
                 loss.backward()
                 models[rank], losses[rank] = (sliced, partial), loss.item()
@@ -295,12 +296,12 @@ class _Trial:
         return _wrong_gradient(_joined(models), self.wanted(self.build()))
 
 
-def _wrong_gradient(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
-    for name, gradient in wanted.items():
-        if name not in found:
+def _wrong_gradient(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:
+    for name, gradient in expected.items():
+        if name not in actual:
             return f"{name} gets no gradient"
         norm = gradient.norm()
-        gap = (found[name] - gradient).norm()
+        gap = (actual[name] - gradient).norm()
         if not gap <= GRADIENT_TOLERANCE * norm + 1e-6:
             return f"the gradient of {name} is off by {gap / norm:.1e} of its norm"
     return ""
@@ -342,30 +343,30 @@ def _joined(models: list[Any]) -> dict[str, torch.Tensor]:
     (one, partial), (other, _) = models
     others, joined = dict(other.module.named_parameters()), {}
     for name, parameter in one.module.named_parameters():
-        mine, its = parameter.grad, others[name].grad
-        if mine is None or its is None:
+        first, second = parameter.grad, others[name].grad
+        if first is None or second is None:
             continue
         if cut := one.slices.get(name):
-            joined[name] = torch.cat([mine, its], dim=cut.dim)
+            joined[name] = torch.cat([first, second], dim=cut.dim)
         else:
-            joined[name] = mine + its if name in partial else mine
-            if name not in partial and not torch.allclose(mine, its, rtol=1e-3, atol=1e-5):
-                joined[name] = torch.full_like(mine, float("nan"))
+            joined[name] = first + second if name in partial else first
+            if name not in partial and not torch.allclose(first, second, rtol=1e-3, atol=1e-5):
+                joined[name] = torch.full_like(first, float("nan"))
     return joined
 
 
 def _cache_file(config: Any, four_bits: bool) -> Path:
-    """Return where the proof for a configuration and this software is kept."""
-    said = config.to_dict()
+    """Return the cache file of a configuration and this software."""
+    fields = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
-        said.pop(name, None)
+        fields.pop(name, None)
     package = Path(__file__).parent.parent
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     digest.update(f"{software()} {four_bits}".encode())
     for source in _SOURCES:
         path = package / source
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    cache = Path(home if os.path.isabs(home) else os.devnull)  # no home: nothing is remembered
+    cache = Path(home if os.path.isabs(home) else os.devnull)  # no home: nothing is cached
     return cache / "hpc_tune" / "trials" / f"{config.model_type}-{digest.hexdigest()[:16]}.json"

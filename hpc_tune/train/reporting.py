@@ -1,6 +1,6 @@
 """The report at the end of a run, drawn by the report command in a process of its own.
 
-Nothing of weight is imported here: the supervisor of a job uses it too.
+It imports nothing large: the supervisor of a job uses it too.
 """
 
 import subprocess
@@ -13,17 +13,17 @@ from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
 from hpc_tune.units import format_bytes
 
-REPORT_BYTES = 250 << 20  # what drawing it takes, with some to spare
+REPORT_BYTES = 250 << 20  # what drawing it takes, with a margin
 _LIMIT_S = 60.0
 
 
 def write_report(run_dir: Path) -> None:
-    """Write report.html; where that cannot be, say how to get it. Never worth the run."""
+    """Write report.html; if that fails, log how to write it later: it must not end the run."""
     later = f"python -m hpc_tune report {run_dir}"
     limit = find_limit()
     left = room_of(used_bytes(limit), limit.num_bytes)
     if left < REPORT_BYTES:
-        log.warning("no report: %s of memory are left. %s writes it", format_bytes(left), later)
+        log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
     command = [sys.executable, "-m", "hpc_tune", "report", str(run_dir)]
     try:
@@ -31,10 +31,10 @@ def write_report(run_dir: Path) -> None:
             command, capture_output=True, text=True, timeout=_LIMIT_S, env=unlaunched()
         )
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("no report (%s). %s writes it", error, later)
+        log.warning("no report (%s); write it with: %s", error, later)
         return
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        log.warning("no report: %s. %s writes it", said.removeprefix("hpc_tune: "), later)
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        log.warning("no report: %s; write it with: %s", reason.removeprefix("hpc_tune: "), later)
         return
     log.info("report  %s", done.stdout.strip())

@@ -1,11 +1,11 @@
-"""Which checkpoint a run goes on from, and how it is taken up again. All ranks do it together."""
+"""Which checkpoint a run resumes from, and how it is loaded. All ranks do it together."""
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
-from hpc_tune.checkpoint.state import RunState, compare, require_settings
-from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.checkpoint.state import RunState, check_resume, require_settings
+from hpc_tune.checkpoint.store import MANIFEST, Store, damage_of, newest_valid, read_state
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
@@ -17,31 +17,33 @@ from hpc_tune.world.comm import Comm
 
 
 def find_checkpoint(job: Job) -> Path | None:
-    """Return the checkpoint to go on from, or None for a fresh start. Collective.
+    """Return the checkpoint to resume from, or None for a fresh start. Collective.
 
     Raises:
-        CheckpointError: if the one that is asked for does not verify. ConfigError: if it is none,
-        or of a run with settings that must be the same, or a fresh start is asked for where
-        checkpoints are.
+        CheckpointError: if the requested one does not verify. ConfigError: if it is no checkpoint,
+        or of a run whose settings differ where they must not, or if a fresh start is requested
+        where checkpoints are.
     """
-    comm, config = job.comm, job.config
-    path = _asked_for(comm, config, job.store)
+    comm, settings = job.comm, job.config.model_dump()
+    path = _requested(comm, job.config.checkpoint.resume, job.store)
     if path is not None:
-        # Before anything takes time, such as preparing data for another length of rows.
+        # Before anything that takes time, such as preparing data.
         comm.on_rank_0(
             "comparing with the checkpoint's settings",
-            lambda: require_settings(RunState.from_json(read_state(path), str(path)), config),
+            lambda: require_settings(RunState.from_json(read_state(path), str(path)), settings),
         )
     return path
 
 
-def _asked_for(comm: Comm, config: RunConfig, store: Store) -> Path | None:
-    wanted = config.checkpoint.resume
+def _requested(comm: Comm, wanted: str, store: Store) -> Path | None:
     if wanted != "auto" and comm.on_rank_0(
-        "looking for checkpoints", lambda: _was_followed(store, wanted)
+        "looking for checkpoints", lambda: _was_applied(store, wanted)
     ):
-        if comm.is_rank_0:
-            log.info("checkpoint.resume=%s was followed by an earlier start: going on", wanted)
+        log.info(
+            "checkpoint.resume=%s was applied by an earlier start: resuming from the newest "
+            "checkpoint",
+            wanted,
+        )
         return _newest_valid(comm, store)
     match wanted:
         case "auto":
@@ -51,30 +53,30 @@ def _asked_for(comm: Comm, config: RunConfig, store: Store) -> Path | None:
             return None
         case path:
             comm.on_rank_0("looking for a checkpoint", lambda: _require_manifest(Path(path)))
-            refused = _refusal(comm, Path(path))
-            if refused is not None:
-                raise CheckpointError(refused)
+            if (damage := _damage(comm, Path(path))) is not None:
+                raise CheckpointError(damage)
             return Path(path)
 
 
 def resume(
     job: Job, path: Path | None, model: Model, engine: Engine, data: Data
 ) -> RunState | None:
-    """Load the checkpoint at ``path`` into the engine and find its place in the data. Collective.
+    """Load the checkpoint at ``path`` into the engine and the loader. Collective.
 
-    Returns the rest of its state; None where there is none to resume from.
+    Returns the rest of its state; None without a checkpoint.
 
     Raises:
         CheckpointError: if it is of another run, or its tensors do not fit.
     """
-
     if path is None:
         return None
     comm, total_steps = job.comm, data.total_steps
 
     def load() -> RunState:
         state = RunState.from_json(read_state(path), str(path))
-        for warning in compare(state, job.config, model.built.identity, total_steps):
+        for warning in check_resume(
+            state, job.config.model_dump(), model.built.identity, total_steps
+        ):
             if comm.is_rank_0:
                 log.warning("resume: %s", warning)
         engine.load(index, state.step)
@@ -84,41 +86,32 @@ def resume(
     job.monitor.enter("load", "loading a checkpoint", tell=True)
     index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
     saved = comm.together("loading a checkpoint", load)
-    comm.together("finding the place in the data", lambda: data.loader.restore(saved.loader))
+    comm.together("restoring the position in the data", lambda: data.loader.restore(saved.loader))
     log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
     job.events.write("resume", saved.step, path=str(path))
-    job.watchdog.step = job.governor.step = saved.step
+    job.resume_point.step = saved.step
     return saved
 
 
 def _newest_valid(comm: Comm, store: Store) -> Path | None:
-    steps = comm.on_rank_0("looking for checkpoints", store.steps)
-    for path in reversed(steps):
-        refused = _refusal(comm, path)
-        if refused is None:
-            return path
-        if comm.is_rank_0:
-            log.warning("refused a checkpoint: %s; trying the one before", refused)
-    if steps:
+    paths = comm.on_rank_0("looking for checkpoints", store.steps)
+    newest = newest_valid(paths, partial(_damage, comm), warn=comm.is_rank_0)
+    if newest is None and paths:
         raise CheckpointError(
-            f"{store.folder}: none of its {len(steps)} checkpoints verifies; move them away to "
-            "start afresh"
+            f"{store.folder}: none of its {len(paths)} checkpoints verifies; move them away to "
+            "start from scratch"
         )
-    return None
+    return newest
 
 
-def _refusal(comm: Comm, path: Path) -> str | None:
+def _damage(comm: Comm, path: Path) -> str | None:
     """Return what is wrong with a checkpoint; each rank reads its share of the bytes."""
-    found = None
-    try:
-        with comm.watched("verifying a checkpoint"):
-            verify(path, comm.world.rank, comm.world.size)
-    except CheckpointError as error:
-        found = str(error)
-    return next((refused for refused in comm.gather(found) if refused), None)
+    with comm.watched("verifying a checkpoint"):
+        own = damage_of(path, comm.world.rank, comm.world.size)
+    return next((damage for damage in comm.gather(own) if damage), None)
 
 
-def _was_followed(store: Store, wanted: str) -> bool:
+def _was_applied(store: Store, wanted: str) -> bool:
     """Tell whether the newest checkpoint was saved by a run with this ``checkpoint.resume``.
 
     Then this is the same command again, after a stop or in a job that was queued again.

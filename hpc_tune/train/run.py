@@ -1,10 +1,10 @@
-"""A run from its configuration to its outcome, in stages: each takes what the ones before it gave.
+"""A run from its configuration to its outcome, in stages: each takes the results of those before.
 
     join the world -> agree on the settings -> measure, for parallel=auto
     -> open the job -> model -> layout -> memory forecast -> data -> engine -> checkpoint -> train
     -> export, outcome, report
 
-What ends a run at any of these is told once for all ranks (train/exit.py).
+An error in any of them is reported once for all ranks (train/exit.py).
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.train.agreement import agree_on_settings
 from hpc_tune.train.data import open_data
 from hpc_tune.train.describe import describe
-from hpc_tune.train.exit import failing, joined, startup_watchdog
+from hpc_tune.train.exit import ResumePoint, failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.job import open_job
 from hpc_tune.train.layout import resolve_layout
@@ -43,30 +43,30 @@ def run(
 ) -> int:
     """Train as configured, with all ranks that the launcher started; return the exit code.
 
-    ``stop`` replaces the one that listens to signals, the time limit and the STOP file. ``force``
-    starts what the plan says does not fit into memory. ``faults`` are for tests.
+    ``stop`` replaces the flag of signals, the time limit and the STOP file. ``force`` starts a run
+    that is predicted not to fit into memory. ``faults`` are for tests.
     """
     run_dir = Path(config.run.dir)
-    with joined(config.run, run_dir, faults.join) as world:
-        agree_on_settings(world, config)
-        stop = stop or StopFlag.of_run(run_dir, config.train.time_limit, world.is_rank_0)
+    with joined(config.run, run_dir, faults.join) as launched:
+        agree_on_settings(launched, config.model_dump(mode="json"))
+        stop = stop or StopFlag.of_run(run_dir, config.train.time_limit, launched.is_rank_0)
         stop.install()
         if config.parallel.layout != "auto":
-            outcome = _train(config, world, stop, None, force, faults)
-            shutdown(world)
+            outcome = _train(config, launched, stop, None, force, faults)
+            shutdown(launched)
             return outcome.exit_code
-        with startup_watchdog(world, stop, run_dir):
-            chosen, inside = choose_ranks(config, world)
-        if inside is None:
-            return wait_outside(world)
-        configure(inside.world.rank)
-        with failing(inside, run_dir):
+        with startup_watchdog(launched, stop, run_dir, ResumePoint()):
+            chosen, comm = choose_ranks(config, launched)
+        if comm is None:  # this rank is left out
+            return wait_outside(launched)
+        configure(comm.world.rank)
+        with failing(comm, run_dir):
             parallel = with_layout(config.parallel, chosen.layout)
             config = config.model_copy(update={"parallel": parallel})
-            outcome = _train(config, inside, stop, chosen, force, faults)
-            shutdown(inside)
-        num_outside = world.world.size - len(chosen.ranks) if world.is_rank_0 else 0
-        dismiss(world.store, num_outside, outcome.exit_code)
+            outcome = _train(config, comm, stop, chosen, force, faults)
+            shutdown(comm)
+        num_outside = launched.world.size - len(chosen.ranks) if launched.is_rank_0 else 0
+        dismiss(launched.store, num_outside, outcome.exit_code)
         return outcome.exit_code
 
 

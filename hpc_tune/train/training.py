@@ -18,14 +18,18 @@ from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.plan.messages import expected_bytes
 from hpc_tune.plan.model_size import flops_per_token
 from hpc_tune.plan.resolve import Resolved, most_micro_rows, rows_per_rank
-from hpc_tune.train.checkpointing import Checkpointer
+from hpc_tune.train.checkpointing import Checkpointer, Writing
 from hpc_tune.train.data import Data
+from hpc_tune.train.event_file import EventFile
+from hpc_tune.train.governor import Governor
 from hpc_tune.train.job import Job
+from hpc_tune.train.levers import loader_levers
 from hpc_tune.train.loop import Work
 from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.model import Model
 from hpc_tune.train.profile import StepProfile
+from hpc_tune.train.wandb_log import WandbLog
 from hpc_tune.units import format_bytes
 
 Expected = Callable[..., dict[str, int]]
@@ -35,68 +39,59 @@ def prepare_training(
     job: Job, model: Model, resolved: Resolved, data: Data, engine: Engine, saved: RunState | None
 ) -> Work:
     """Return what the loop works with; ``saved`` is the state that it resumes. Collective."""
-    config, comm, layout = model.config, job.comm, resolved.layout
+    config, comm, total_steps = model.config, job.comm, data.total_steps
     step = saved.step if saved is not None else 0
     micro_size = _micro_size(job, model, resolved, engine, saved)
     data.loader.set_micro_size(micro_size)
-    saver = _saver(job, model, engine, step)
-    last = job.previous
-    if saved is not None and not last.actions:  # a run that was killed left it there alone
-        last = replace(last, actions=tuple(saved.governor))
-    job.governor.attach(engine, data.loader, saver, micro_size, data.store.path, last)
-    sizes = (model.size, model.built.config, layout, resolved.parallel, model.built.dtype.itemsize)
-    expected = partial(expected_bytes, *sizes, data.loss_share)
-    _say_micro_batches(job, model, resolved, data, expected)
-
-    def before_update() -> None:
-        job.watchdog.close()
-        saver.before_update()
-
-    def state(step: int, place: dict[str, Any], evals: Evals) -> RunState:
-        return RunState(
-            step,
-            data.total_steps,
-            model.built.identity,
-            place,
-            asdict(layout),
-            micro_size,
-            job.config.model_dump(),
-            evals.loss_at(step),
-            asdict(evals),
-            job.governor.taken,
-        )
-
+    saver = _saver(job, model, engine)
+    governor = job.memory_exit.governor = _governor(job, engine, data, saver, saved)
+    expected = _expected(model, resolved, data)
+    _log_micro_batches(model, resolved, data, expected)
     job.monitor.enter("first step", "beginning the first step", tell=True)
     job.monitor.limit_private_memory()
     peak = None
     if comm.device.type != "cpu":
         peak = peak_flops(torch.cuda.get_device_name(comm.device))
-    run_dir, advise = job.dir if comm.is_rank_0 else None, job.chosen is None
-    metrics = comm.together(
-        "opening the metrics", lambda: Metrics(run_dir, config, data.total_steps, step, advise)
-    )
-    steps = config.train.profiled_steps
+
+    def before_update() -> None:
+        job.watchdog.close()
+        saver.before_update()
+
+    def state(step: int, loader_state: dict[str, Any], evals: Evals) -> RunState:
+        return RunState(
+            step,
+            total_steps,
+            model.built.identity,
+            loader_state,
+            asdict(resolved.layout),
+            micro_size,
+            job.config.model_dump(),
+            evals.loss_at(step),
+            asdict(evals),
+            governor.taken,
+        )
+
     return Work(
         comm=job.training,
         config=config,
         engine=engine,
         loader=data.loader,
-        eval_batches=_evaluation(job, model, resolved, data),
+        eval_batches=_evaluation(model, resolved, data),
         counts_rows=resolved.coordinates.counts_rows,
         saver=saver,
         before_update=before_update,
         state=state,
         evals=Evals.from_json(saved.evals if saved is not None else {}),
-        metrics=metrics,
+        metrics=_metrics(job, model, total_steps, step),
         monitor=job.monitor,
         stop=job.stop,
         start_step=step,
-        total_steps=data.total_steps,
+        total_steps=total_steps,
         flops_per_token=flops_per_token(model.size, model.built.config, config.data.seq_len),
         peak_flops=peak * comm.world.size if peak else None,
         expected_bytes=expected,
-        governor=job.governor,
-        profile=StepProfile(job.training, job.dir, steps, step, data.total_steps),
+        governor=governor,
+        profile=StepProfile(job.training, job.dir, config.train.profiled_steps, step, total_steps),
         faults=job.faults,
     )
 
@@ -113,36 +108,62 @@ def _micro_size(
     return largest_micro_size(job.comm, engine, job.monitor, config.data.seq_len, most_rows)
 
 
-def _saver(job: Job, model: Model, engine: Engine, step: int) -> Checkpointer:
-    tune, kept, limit_s = model.config.tune, job.config.checkpoint, job.config.run.timeout
-    pack = None
+def _saver(job: Job, model: Model, engine: Engine) -> Checkpointer:
+    tune, pack = model.config.tune, None
     if tune.method != "full":
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
-    return Checkpointer(
-        *(job.training, job.store, engine, job.events, kept, limit_s, step, pack),
-        *(job.monitor.admit, job.faults),
-    )
+    writing = Writing(job.config.run.timeout, job.monitor.admit, job.faults)
+    common = (job.training, job.store, engine, job.events, job.config.checkpoint)
+    return Checkpointer(*common, writing, job.resume_point, pack)
 
 
-def _say_micro_batches(
-    job: Job, model: Model, resolved: Resolved, data: Data, expected: Expected
-) -> None:
-    config = model.config
-    rows = rows_per_rank(config.batch, resolved.layout)
-    micro_size = job.governor.micro_size
-    tokens, num_micro = rows * config.data.seq_len, -(-rows // micro_size)
+def _governor(
+    job: Job, engine: Engine, data: Data, saver: Checkpointer, saved: RunState | None
+) -> Governor:
+    previous = job.previous
+    if saved is not None and not previous.actions:  # a killed run left them only in its checkpoint
+        previous = replace(previous, actions=tuple(saved.governor))
+    levers = loader_levers(data.loader, data.store.path) | saver.levers | engine.levers
+    return Governor(job.training, job.monitor, job.events, levers, previous)
+
+
+def _metrics(job: Job, model: Model, total_steps: int, step: int) -> Metrics:
+    def make() -> Metrics:
+        if not job.comm.is_rank_0:
+            return Metrics(None, total_steps, step)
+        run = job.config.run
+        plots: list[EventFile | WandbLog] = []
+        if run.tensorboard:
+            plots.append(EventFile(job.dir / "tensorboard", step))
+        if run.wandb:
+            plots.append(WandbLog(job.dir, run, model.config.model_dump(mode="json")))
+        return Metrics(job.dir, total_steps, step, plots, advise=job.chosen is None)
+
+    return job.comm.together("opening the metrics", make)
+
+
+def _expected(model: Model, resolved: Resolved, data: Data) -> Expected:
+    config, itemsize = model.built.config, model.built.dtype.itemsize
+    sizes = (model.size, config, resolved.layout, resolved.parallel, itemsize)
+    return partial(expected_bytes, *sizes, data.loss_share)
+
+
+def _log_micro_batches(model: Model, resolved: Resolved, data: Data, expected: Expected) -> None:
+    seq_len = model.config.data.seq_len
+    rows = rows_per_rank(model.config.batch, resolved.layout)
+    micro_size = data.loader.micro_size
+    tokens, num_micro = rows * seq_len, -(-rows // micro_size)
     micro = (tokens // num_micro, round(data.loss_share * tokens / num_micro))
     sent = sum(expected([micro] * num_micro).values())
     log.info(
         "micro-batches of %d x %d tokens%s",
-        min(micro_size, rows),
-        config.data.seq_len,
+        *(min(micro_size, rows), seq_len),
         f"; a step sends {format_bytes(sent)} per rank" if sent else "",
     )
 
 
 def _evaluation(
-    job: Job, model: Model, resolved: Resolved, data: Data
+    model: Model, resolved: Resolved, data: Data
 ) -> Callable[[], Iterable[Batch]] | None:
     config, store = model.config, data.eval_store
     if store is None:
@@ -153,5 +174,5 @@ def _evaluation(
         num_rows=config.train.eval_rows,
         rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
-        micro_size=job.governor.micro_size,
+        micro_size=data.loader.micro_size,
     )

@@ -1,6 +1,6 @@
-"""A run's figures for Weights & Biases, which is never waited for and never worth a run.
+"""A run's metrics for Weights & Biases; W&B neither delays a run nor makes it fail.
 
-Compute nodes have no network: the figures go into wandb/ of the run directory, from where `wandb
+Compute nodes have no network: they go into wandb/ of the run directory, from where `wandb
 sync` takes them, unless WANDB_MODE says otherwise.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 
@@ -28,15 +28,15 @@ def require_wandb(wanted: bool) -> None:
     if wanted and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             "run.wandb=true needs wandb, which is not installed; pip install 'hpc_tune[wandb]', or "
-            "leave run.wandb out"
+            "remove run.wandb"
         )
 
 
 class WandbLog:
-    """One W&B run per run directory: a resumed run goes on in it."""
+    """One W&B run per run directory: a resumed run continues it."""
 
-    def __init__(self, run_dir: Path, config: RunConfig) -> None:
-        """Open it.
+    def __init__(self, run_dir: Path, run: RunSettings, settings: dict[str, Any]) -> None:
+        """Open it; ``settings`` is the whole configuration, dumped.
 
         Raises:
             ConfigError: if wandb refuses.
@@ -50,42 +50,42 @@ class WandbLog:
                 dir=run_dir,
                 id=_run_id(run_dir / FOLDER / ID_FILE),
                 resume=None if mode == "offline" else "allow",
-                name=config.run.name or run_dir.absolute().name,
-                tags=config.run.tags,
-                config=config.model_dump(mode="json"),
+                name=run.name or run_dir.absolute().name,
+                tags=run.tags,
+                config=settings,
                 mode=mode,  # type: ignore[arg-type]
                 settings=wandb.Settings(
                     init_timeout=_LIMIT_S, finish_timeout=_LIMIT_S, console="off", silent=True
                 ),
             )
         except (wandb.Error, OSError, ValueError) as error:
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise ConfigError(
-                f"run.wandb=true: W&B refuses with WANDB_MODE={mode}: {said}; unset WANDB_MODE to "
-                "write files for `wandb sync`, or leave run.wandb out"
+                f"run.wandb=true: W&B refuses with WANDB_MODE={mode}: {reason}; unset WANDB_MODE "
+                "to write files for `wandb sync`, or remove run.wandb"
             ) from None
         self._folder = Path(self._run.dir).parent
         if mode == "offline":
             log.info("wandb   offline; where there is a network: wandb sync %s", self._folder)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log the values of one step by name; what W&B does not take is warned of once."""
+        """Log the values of one step by name; warn once if W&B refuses them."""
         if self._run is None:
             return
         try:
             self._run.log({**scalars, "step": step}, step=step)
         except Exception as error:  # any of a library that runs beside the run
-            log.warning("W&B takes no more figures: %s", error)
+            log.warning("W&B logging stopped: %s", error)
             self._run = None
 
     def close(self) -> None:
-        """Hand over what is left."""
+        """Send what is left."""
         if self._run is None:
             return
         try:
             self._run.finish()
         except Exception as error:  # as above
-            log.warning("W&B has not taken all: %s; wandb sync %s", error, self._folder)
+            log.warning("W&B upload is incomplete: %s; run wandb sync %s", error, self._folder)
         self._run = None
 
 

@@ -42,33 +42,32 @@ def share_of_cores(
     than CPUs each gets one thread and no pinning. ``physical`` gives (package, core) of a CPU, so
     that a slice holds whole cores.
     """
-    mine, num_ranks, warning = masks[local_rank], len(masks), None
-    alike = [rank for rank, mask in enumerate(masks) if mask == mine]
-    if num_ranks > 1 and len(alike) == num_ranks > len(mine) and len(reachable) > len(mine):
+    own, num_ranks, warning = masks[local_rank], len(masks), None
+    alike = [rank for rank, mask in enumerate(masks) if mask == own]
+    if num_ranks > 1 and len(alike) == num_ranks > len(own) and len(reachable) > len(own):
         warning = (
-            f"the launcher pinned all {num_ranks} ranks of this node to {_count(mine)} while "
+            f"the launcher pinned all {num_ranks} ranks of this node to {_count(own)} while "
             f"{_count(reachable)} may be used; spreading the ranks over these "
             "(mpirun --bind-to none avoids the pinning)"
         )
-        mine = reachable
-    if len(alike) > len(mine):
-        num_cores = _num_cores(mine, physical)
-        return CoreShare(mine, num_cores, 1, warning is not None, warning, len(alike))
+        own = reachable
+    if len(alike) > len(own):
+        num_cores = _num_cores(own, physical)
+        return CoreShare(own, num_cores, 1, warning is not None, warning, len(alike))
     others: Mask = frozenset().union(*(m for m in masks if m != masks[local_rank]))
-    if others & mine:
+    if others & own:
         together = frozenset().union(*masks)
         threads = max(1, _num_cores(together, physical) // num_ranks)
         num_cores = _num_cores(together, physical)
-        return CoreShare(mine, num_cores, threads, False, warning, num_ranks)
-    cpus = _slice(mine, len(alike), alike.index(local_rank), physical)
+        return CoreShare(own, num_cores, threads, False, warning, num_ranks)
+    cpus = _slice(own, len(alike), alike.index(local_rank), physical)
     num_cores = _num_cores(cpus, physical)
     fair = _num_cores(reachable, physical) // num_ranks
     if warning is None and 2 * num_cores <= fair:
         warning = (
-            f"a rank may use {num_cores} of the node's {_num_cores(reachable, physical)} cores "
-            f"while "
-            f"its share would be {fair}; if that was not meant, start with mpirun --bind-to none "
-            f"or srun --cpus-per-task={fair}"
+            f"a rank may use {num_cores} of the node's {_num_cores(reachable, physical)} cores, "
+            f"while its share would be {fair}; if that is not intended, start with "
+            f"mpirun --bind-to none or srun --cpus-per-task={fair}"
         )
     return CoreShare(cpus, num_cores, num_cores, pin=cpus != masks[local_rank], warning=warning)
 
@@ -76,9 +75,9 @@ def share_of_cores(
 def reachable_cpus() -> Mask:
     """Return the CPUs that this process could widen its mask to.
 
-    The kernel cuts a mask down to the cpuset, so asking for all shows what is ours. Where the
-    scheduler granted fewer CPUs of the node than that, nobody says which, and the present mask is
-    all that counts.
+    The kernel cuts a mask down to the cpuset, so setting all CPUs shows which are allowed. Where
+    the scheduler granted fewer CPUs of the node than that, it is unknown which, and the present
+    mask counts.
     """
     now = frozenset(os.sched_getaffinity(0))
     try:
@@ -92,7 +91,7 @@ def reachable_cpus() -> Mask:
 
 
 def runs_of(mask: Mask) -> list[list[int]]:
-    """Return the first and the last of each run of neighbouring CPUs: short to send."""
+    """Return the first and last CPU of each contiguous run, which is short to send."""
     runs: list[list[int]] = []
     for cpu in sorted(mask):
         if runs and runs[-1][1] == cpu - 1:
@@ -118,7 +117,7 @@ def physical_core(cpu: int) -> tuple[int, int]:
 
 
 def apply(share: CoreShare, threads: int) -> str | None:
-    """Set the mask and what thread pools read; return what was overridden, if anything."""
+    """Set the mask and the variables of thread pools; return a note if one was overridden."""
     if share.pin:
         os.sched_setaffinity(0, share.cpus)
     # oneDNN keeps a kernel and its scratch for each of the last 1,024 shapes it met, and documents

@@ -1,7 +1,7 @@
 """From the launcher to a working world: one call at the start of every rank, one at its clean end.
 
     discover -> cores and threads -> torch -> device -> rendezvous -> process groups
-    -> proof of devices -> Comm
+    -> check of devices -> Comm
 
 torch is imported here and not before: MPI comes first, and the threads that torch starts inherit
 the rank's cores.
@@ -57,9 +57,9 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
     launcher, claim = launcher_of(os.environ)
     launched = claim.launcher != "single"
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
-    if launched and claim.launcher != UNKNOWN:  # that may end before its ranks, as ssh does
+    if launched and claim.launcher != UNKNOWN:  # that one may end before its ranks, as ssh does
         watch_launcher(who)
-    hint = "look for ranks that failed to start, or for a network that the nodes do not share"
+    hint = "check for ranks that failed to start, or for a network that the nodes do not share"
     with time_limit("all ranks to start", START_LIMIT_S, hint, who):
         world, mpi_comm = discover()
         channel = _open_channel(world, mpi_comm, launcher, claim)
@@ -102,11 +102,14 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
         comm = replace(comm, watch=watch)
     if world.rank == 0:
         log.info(affinity.describe([f["cores"] for f in all_facts], world.num_nodes))
-        counts = Counter(note for f in all_facts for note in f["notes"])
-        counts.update([warning] if warning else [])
-        for text, count in counts.items():
-            log.warning("%s%s", text, f" (on {count} ranks)" if count > 1 else "")
+        _log_warnings([note for f in all_facts for note in f["notes"]] + [warning or ""])
     return comm
+
+
+def _log_warnings(texts: list[str]) -> None:
+    """Log each warning once, with the number of ranks that have it."""
+    for text, count in Counter(filter(None, texts)).items():
+        log.warning("%s%s", text, f" (on {count} ranks)" if count > 1 else "")
 
 
 def shutdown(comm: Comm) -> None:
@@ -114,7 +117,7 @@ def shutdown(comm: Comm) -> None:
     import torch.distributed as dist
 
     who = f"rank {comm.world.rank} on {comm.world.hostname}"
-    with time_limit("all ranks to finish", END_LIMIT_S, "look at what the others still do", who):
+    with time_limit("all ranks to finish", END_LIMIT_S, "check what the other ranks still do", who):
         dist.barrier(group=comm.cpu_group)
         if comm.watch is not None:
             comm.watch.close()
@@ -125,37 +128,38 @@ def shutdown(comm: Comm) -> None:
 
 
 def settle() -> None:
-    """Wait until gloo's threads are idle, those of groups that torch keeps somewhere too.
+    """Wait until gloo's threads are idle, those of groups that torch still holds included.
 
     A thread drops the tensors of a collective a moment after all ranks have their result. If Python
     is ending by then, that aborts the process (pytorch PR 179291).
     """
     until_s, num_calm = time.monotonic() + _SETTLE_LIMIT_S, 0
     while num_calm < 3 and time.monotonic() < until_s:
-        time.sleep(0.002)  # who waits for the interpreter gets it, and runs
+        time.sleep(0.002)  # lets threads that wait for the interpreter run
         states = [_state_if(_GLOO_THREAD, task) for task in Path("/proc/self/task").iterdir()]
         num_calm = num_calm + 1 if set(states) <= {None, "S"} else 0
 
 
 def _state_if(name: str, task: Path) -> str | None:
     """Return the state of a thread if it has this name, such as S: it waits."""
-    try:  # psutil tells neither of threads
+    try:  # psutil has neither for threads
         stat = (task / "stat").read_text()
     except OSError:
         return None
-    found, _, rest = stat.partition("(")[2].rpartition(")")
-    return rest.split()[0] if found == name else None
+    thread, _, rest = stat.partition("(")[2].rpartition(")")
+    return rest.split()[0] if thread == name else None
 
 
 def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim) -> Channel | None:
-    """Return how the ranks talk before torch; ``None`` with a store, which needs torch."""
+    """Return the ranks' channel before torch; ``None`` with a store, which needs torch."""
     if mpi_comm is not None:
         return MpiChannel(mpi_comm)
     if launcher.has_store:
         return None
     if world.size == 1:
         return SoloChannel()
-    assert launcher.meeting_point is not None, f"{claim.launcher} starts several ranks without MPI"
+    if launcher.meeting_point is None:
+        raise WorldError(f"{claim.launcher} starts several ranks, and they have no MPI to meet by")
     point = launcher.meeting_point(os.environ, claim)
     return StarChannel(world, point.addresses, point.token, START_LIMIT_S * 0.8, point.ports)
 
@@ -163,17 +167,17 @@ def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim)
 def _take_cores(
     world: World, channel: Channel | None, settings: RunSettings
 ) -> tuple[affinity.CoreShare, int, list[str]]:
-    mine = frozenset(os.sched_getaffinity(0))
-    masks = [mine] * world.local_size  # torchrun pins nothing, so its ranks are alike
+    own = frozenset(os.sched_getaffinity(0))
+    masks = [own] * world.local_size  # torchrun pins nothing, so its ranks are alike
     if channel is not None:
-        told = channel.all_gather([world.node, world.local_rank, affinity.runs_of(mine)])
-        on_node = sorted((local, runs) for node, local, runs in told if node == world.node)
+        rows = channel.all_gather([world.node, world.local_rank, affinity.runs_of(own)])
+        on_node = sorted((local, runs) for node, local, runs in rows if node == world.node)
         masks = [affinity.mask_of(runs) for _, runs in on_node]
     share = affinity.share_of_cores(
         masks, affinity.reachable_cpus(), world.local_rank, affinity.physical_core
     )
     if world.size == 1 and world.launcher == "single":
-        share = affinity.CoreShare(mine, share.num_cores, share.threads, pin=False)
+        share = affinity.CoreShare(own, share.num_cores, share.threads, pin=False)
     threads = share.threads if settings.threads == "auto" else settings.threads
     note = affinity.apply(share, threads)
     return share, threads, [text for text in (share.warning, note) if text]
@@ -212,7 +216,7 @@ def _rendezvous(
 
 
 def _set_interface(world: World, address: str, interface: str | None) -> None:
-    """Tell gloo and NCCL which interface leads to the others, unless the user did."""
+    """Point gloo and NCCL to the interface that leads to the others, unless the user did."""
     names = {a.interface for a in local_addresses()}
     name: str | None
     if interface in names:
@@ -239,7 +243,7 @@ def init_groups(
     from torch.distributed import distributed_c10d
 
     limit = timedelta(seconds=timeout_s)
-    # Groups that are made later, in a mesh or by a library, would wait for half an hour.
+    # Otherwise later groups, of a mesh or a library, would have a timeout of half an hour.
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
     try:
@@ -256,10 +260,8 @@ def init_groups(
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {world.rank} on {world.hostname} could not join the process group over "
-            f"interface "
-            f"{os.environ.get('GLOO_SOCKET_IFNAME', 'unknown')}: {error}. Name the network that "
-            f"connects the nodes "
-            "with run.interface=NAME"
+            f"interface {os.environ.get('GLOO_SOCKET_IFNAME', 'unknown')}: {error}. Name the "
+            "network that connects the nodes with run.interface=NAME"
         ) from error
     return group
 

@@ -1,7 +1,7 @@
-"""The communicator of a run: what a rank knows of its world, and small collectives over it.
+"""The communicator of a run: a rank's view of its world, and small collectives over it.
 
 Control traffic goes over the CPU group: objects, sums, maxima, a barrier, agreement on errors. A
-world of one pays nothing. Objects travel as pickles between the ranks of one trusted job.
+world of one skips it. Objects are sent as pickles between the ranks of one trusted job.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Watch(Protocol):
-    """What tells of lost hosts; see ``reach.HostWatch``."""
+    """What finds lost hosts; see ``keepalive.HostWatch``."""
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Comm:
     ``cpu_group`` is a gloo group of all ranks for control traffic, with a long timeout; a world of
     one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
     to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
-    processes. ``reformed``: how often its ranks were chosen and numbered anew. ``hang`` is what
+    processes. ``num_regroups``: how often its ranks were chosen and renumbered. ``hang`` is what
     ``watched`` watches with, where a run has set it.
     """
 
@@ -58,12 +58,12 @@ class Comm:
     threads: int
     sees_local_pids: bool
     watch: Watch | None = None
-    reformed: int = 0
+    num_regroups: int = 0
     hang: HangWatch | None = None
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this is rank 0, which writes files and speaks for all."""
+        """Whether this is rank 0, which writes files and logs for all."""
         return self.world.rank == 0
 
     def broadcast(self, value: T, src: int = 0) -> T:
@@ -93,9 +93,9 @@ class Comm:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def barrier(self, what: str, limit_s: float | None = None) -> None:
-        """Wait until every rank is here; after ``limit_s`` the world ends, saying ``what`` it was.
+        """Wait for every rank; after ``limit_s`` end the world, naming ``what`` it waited for.
 
-        Without a limit the CPU group's long timeout holds.
+        Without a limit the CPU group's long timeout applies.
         """
         import torch.distributed as dist
 
@@ -105,7 +105,7 @@ class Comm:
             dist.barrier(group=self.cpu_group)
             return
         who = f"rank {self.world.rank} on {self.world.hostname}"
-        with time_limit(what, limit_s, "another rank did not come", who):
+        with time_limit(what, limit_s, "another rank did not arrive", who):
             dist.barrier(group=self.cpu_group)
 
     def agree(self, error: HpcTuneError | None, what: str) -> None:
@@ -121,11 +121,10 @@ class Comm:
         first = int(self._reduce([rank if error else size], dist.ReduceOp.MIN)[0])
         if first == size:
             return
-        found = self.broadcast((str(error), error.exit_code) if error else None, src=first)
+        own = (str(error), error.exit_code) if error else ("", 0)
+        message, exit_code = self.broadcast(own, src=first)
         if error is not None and rank == first:
             raise error
-        assert found is not None
-        message, exit_code = found
         raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
 
     def together(self, what: str, work: Callable[[], T]) -> T:
@@ -149,20 +148,18 @@ class Comm:
         return self.broadcast(result)  # type: ignore[return-value]
 
     def watched(self, what: str) -> AbstractContextManager[None]:
-        """Watch a block in which this rank works alone: where it stands still, the world ends."""
+        """Watch a block in which this rank works alone: if it hangs, the world ends."""
         return self.hang.over(what) if self.hang is not None else nullcontext()
 
     def in_training(self) -> "Comm":
         """Return this communicator with control traffic that waits no longer than run.timeout.
 
-        Before training and after it one rank may work for hours; in between all go step by step,
-        and one that does not come never will.
+        Before and after training one rank may work alone for hours; during training all go step by
+        step, and one that is late by more will not come.
         """
-        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_group
 
-        everyone = dist.group.WORLD
-        assert everyone is not None, "a communicator has process groups"
-        return replace(self, cpu_group=everyone)
+        return replace(self, cpu_group=_get_default_group())
 
     def _reduce(self, values: Sequence[float], op: Any) -> list[float]:
         import torch

@@ -1,4 +1,4 @@
-"""Which device a rank computes on; the proof that no two ranks share one and none is idle."""
+"""Which device a rank computes on, and the check that no GPU is shared or idle."""
 
 import os
 from collections import defaultdict
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What one rank tells the others: the UUIDs of its device and of all that it can see.
+    """What one rank reports to the others: the UUIDs of its device and of all visible ones.
 
-    ``error`` says why it has no device, if it wanted one.
+    ``error`` says why it has no device, if it requested one.
     """
 
     rank: int
@@ -39,17 +39,17 @@ def pick_device(
     """
     import torch
 
-    cpu, place = torch.device("cpu"), (world.rank, world.node, world.hostname)
+    cpu, rank = torch.device("cpu"), (world.rank, world.node, world.hostname)
     if wanted == "cpu" or not torch.cuda.is_available():
         error = None
         if wanted == "cuda":
             shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
             error = (
                 f"run.device=cuda, but torch {torch.__version__} finds no CUDA device on "
-                f"{world.hostname} (CUDA_VISIBLE_DEVICES is {shown}); ask for GPUs in the job, or "
+                f"{world.hostname} (CUDA_VISIBLE_DEVICES is {shown}); request GPUs for the job, or "
                 "set run.device=cpu"
             )
-        return cpu, DeviceReport(*place, "cpu", error=error)
+        return cpu, DeviceReport(*rank, "cpu", error=error)
     visible = tuple(
         str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
     )
@@ -59,14 +59,14 @@ def pick_device(
             f"{world.hostname} runs {world.local_size} ranks but shows {len(visible)} GPUs to rank "
             f"{world.rank}; start {len(visible)} ranks per node, or set run.device=cpu"
         )
-        return cpu, DeviceReport(*place, "cuda", visible=visible, error=error)
+        return cpu, DeviceReport(*rank, "cuda", visible=visible, error=error)
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    return device, DeviceReport(*place, "cuda", uuid=visible[index], visible=visible)
+    return device, DeviceReport(*rank, "cuda", uuid=visible[index], visible=visible)
 
 
 def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None:
-    """Prove from all ranks' reports that each GPU of the nodes has one rank (pure).
+    """Check by all ranks' reports that each GPU of the nodes has one rank (pure).
 
     Returns a warning, if any: a process without a launcher may leave GPUs idle, a launched world
     may not.
@@ -80,7 +80,7 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
     without = sorted({r.hostname for r in reports if r.kind == "cpu"})
     if without and len({r.kind for r in reports}) > 1:
         raise WorldError(
-            f"some ranks have a CUDA device, those on {', '.join(without[:8])} have none; look at "
+            f"some ranks have a CUDA device, those on {', '.join(without[:8])} have none; check "
             "these nodes (nvidia-smi), or set run.device=cpu"
         )
     if without:
@@ -96,9 +96,8 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
         if len(ranks) > 1:
             where = reports[ranks[0]]
             raise WorldError(
-                f"ranks {', '.join(map(str, ranks))} on {where.hostname} share one GPU ({uuid}), "
-                f"of "
-                f"the {len(shown[where.node])} that they see together; start one rank per GPU"
+                f"ranks {', '.join(map(str, ranks))} on {where.hostname} share one GPU ({uuid}) "
+                f"of {len(shown[where.node])} visible; start one rank per GPU"
             )
     idle = {node: sorted(uuids - owners.keys()) for node, uuids in shown.items()}
     lines = [
@@ -113,13 +112,13 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
         num_gpus = max(map(len, shown.values()))
         return f"{text}; one process uses one GPU, mpirun -np {num_gpus} would use all"
     raise WorldError(
-        f"{text}; start one rank per GPU, or hide the GPUs that are not meant with "
+        f"{text}; start one rank per GPU, or hide the GPUs that are not for this run with "
         "CUDA_VISIBLE_DEVICES"
     )
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether this CPU multiplies bf16 by itself (AVX512-BF16 or AMX); True if it is no x86.
+    """Tell whether this CPU has bf16 instructions (AVX512-BF16 or AMX); True if it is no x86.
 
     Without that torch takes 33 x as long for a training step in bf16 as for one in fp32 (SmolLM2 on
     a CPU with AVX2).

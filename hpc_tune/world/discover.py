@@ -1,10 +1,9 @@
-"""Who am I among the ranks: asks the launcher's variables first, then MPI itself.
+"""This process's place among the ranks: by the launcher's variables first, then by MPI.
 
     environment -> launcher_of (pure) -> mpi4py, only if the ranks use MPI -> World
 
-The launcher's variables decide whether MPI is imported at all; where it is, its own word is taken
-for the world and the variables only check it. torch is never imported here, so that MPI can be
-loaded first.
+The launcher's variables decide whether MPI is imported at all; where it is, MPI defines the world
+and the variables only check it. torch is never imported here, so that MPI can be loaded first.
 """
 
 import os
@@ -19,7 +18,7 @@ from hpc_tune.cluster import openmpi
 from hpc_tune.cluster.launchers import LAUNCHERS, launcher_of
 from hpc_tune.cluster.plain import UNKNOWN
 from hpc_tune.cluster.protocol import Claim, Launcher
-from hpc_tune.errors import WorldError
+from hpc_tune.errors import WorldError, first_line
 from hpc_tune.world.nodes import nodes_of, place_of
 
 
@@ -47,11 +46,11 @@ class World:
 def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     """Return this process's place and MPI's COMM_WORLD, or ``None`` where MPI is not used.
 
-    An ``UNKNOWN`` launcher's ranks seem to be alone on their nodes until they can talk.
+    An ``UNKNOWN`` launcher's ranks count as alone on their nodes until they can communicate.
 
     Raises:
-        WorldError: if MPI and the launcher disagree, or if the launcher speaks MPI and mpi4py does
-        not.
+        WorldError: if MPI and the launcher disagree, or if the ranks use MPI and mpi4py cannot be
+        loaded.
     """
     launcher, claim = launcher_of(environ)
     if claim.launcher == UNKNOWN:
@@ -63,7 +62,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     try:
         import mpi4py
 
-        # Its library is asked for its name before MPI_Init, in which some libraries end the rank.
+        # Get the library's name before MPI_Init, in which some libraries end the rank.
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -71,9 +70,8 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
             return _world_of_claim(launcher, launcher.claim_without_mpi(environ), environ), None
         raise WorldError(
             f"started by {claim.launcher} as rank {claim.rank} of {claim.size}, but mpi4py cannot "
-            f"be loaded "
-            f"({_first_line(error)}); install it against this MPI: load the MPI's module, then "
-            f"pip install --no-binary=mpi4py mpi4py{_libmpi_hint(claim, environ)}"
+            f"be loaded ({first_line(error)}); install it against this MPI: load the MPI's "
+            f"module, then pip install --no-binary=mpi4py mpi4py{_libmpi_hint(claim, environ)}"
         ) from error
     library = MPI.Get_library_version()
     if launcher.cannot_start(library):
@@ -83,14 +81,14 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     mpi_comm = MPI.COMM_WORLD
     rank, size = mpi_comm.Get_rank(), mpi_comm.Get_size()
     if claim.size not in (None, size) or claim.rank not in (None, rank):
-        found = f"MPI says rank {rank} of {size}"
-        raise _of_another_mpi(launcher, claim, found, library, environ)
+        place = f"MPI says rank {rank} of {size}"
+        raise _of_another_mpi(launcher, claim, place, library, environ)
     on_node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, key=rank)
     lowest = on_node.bcast(rank if on_node.Get_rank() == 0 else None)
     on_node.Free()
     hostname = socket.gethostname()
-    told = mpi_comm.allgather((lowest, hostname, claim.local_size))
-    nodes = nodes_of(*(list(column) for column in zip(*told, strict=True)))
+    rows = mpi_comm.allgather((lowest, hostname, claim.local_size))
+    nodes = nodes_of(*(list(column) for column in zip(*rows, strict=True)))
     world = World(
         rank=rank,
         size=size,
@@ -108,32 +106,33 @@ def _world_of_claim(launcher: Launcher, claim: Claim, environ: Mapping[str, str]
     }
     missing = [field for field, value in values.items() if value is None]
     if missing:
-        found = sorted(name for name in environ if name.startswith(launcher.prefixes))
+        names = sorted(name for name in environ if name.startswith(launcher.prefixes))
         raise WorldError(
-            f"{claim.launcher} did not say {', '.join(missing)}; found only {', '.join(found)}. "
-            "Start through mpirun, srun or torchrun"
+            f"{claim.launcher} did not set {', '.join(missing)}; found only {', '.join(names)}. "
+            "Start with mpirun, srun or torchrun"
         )
     return World(**values, hostname=socket.gethostname(), launcher=claim.launcher)
 
 
 def _of_another_mpi(
-    launcher: Launcher, claim: Claim, found: str, library: str, environ: Mapping[str, str]
+    launcher: Launcher, claim: Claim, problem: str, library: str, environ: Mapping[str, str]
 ) -> WorldError:
     advice = f" {launcher.advice}" if launcher.advice else ""
+    version = library.replace("\0", "").strip().partition("\n")[0].partition(",")[0]
     return WorldError(
-        f"the launcher ({claim.launcher}) says rank {claim.rank} of {claim.size}, but {found}: "
-        f"mpi4py has loaded {_first_line(library).partition(',')[0]!r}, "
-        "which is not the MPI of this launcher. Start with that MPI's own mpirun, or give mpi4py "
-        "the launcher's MPI: load its module and rebuild (pip install --force-reinstall "
-        f"--no-binary=mpi4py mpi4py){_libmpi_hint(claim, environ)}.{advice}"
+        f"the launcher ({claim.launcher}) says rank {claim.rank} of {claim.size}, but {problem}: "
+        f"mpi4py has loaded {version!r}, which is not the MPI of this launcher. Start "
+        "with that MPI's own mpirun, or rebuild mpi4py against the launcher's MPI: load its module "
+        "and run pip install --force-reinstall "
+        f"--no-binary=mpi4py mpi4py{_libmpi_hint(claim, environ)}.{advice}"
     )
 
 
 def _libmpi_hint(claim: Claim, environ: Mapping[str, str]) -> str:
     """Name the launcher's MPI library where it can be found.
 
-    The first mpirun on PATH may be another MPI's; the library's version tells which one's it is. A
-    libmpi.so without a version may be a text for linkers.
+    The first mpirun on PATH may be another MPI's; the library's version tells which. A libmpi.so
+    without a version may be a linker script.
     """
     name = claim.libmpi or ""
     mpirun = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
@@ -143,8 +142,3 @@ def _libmpi_hint(claim: Claim, environ: Mapping[str, str]) -> str:
         if (Path(folder) / name).exists():
             return f", or set MPI4PY_LIBMPI={folder}/{name}"
     return f", or set MPI4PY_LIBMPI to the path of its {name}"
-
-
-def _first_line(value: object) -> str:
-    lines = str(value).replace("\0", "").strip().splitlines()
-    return lines[0][:160] if lines else type(value).__name__

@@ -1,8 +1,7 @@
-"""How a world ends badly: at once, on every rank, with one traceback and the name of who is gone.
+"""How a world fails: immediately, on every rank, with one traceback that names the lost ranks.
 
-A plain exit on failure hangs for ever in MPI's Finalize while peers wait, so every way out of here
-is MPI's Abort or ``os._exit``. The ways in: a limit that runs out, a parent that disappears, an
-exception.
+A plain exit on failure hangs for ever in MPI's Finalize while peers wait, so every exit here is
+MPI's Abort or ``os._exit``. The causes: a time limit, a parent that disappears, an exception.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ _STORE_LIMIT_S = 2.0
 _ABORT_LIMIT_S = 5.0
 _DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
 _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
-_NEIGHBOUR_SPEAKS_WITHIN_S = 1.0  # on another node a rank beside the dead one can name it
+_NEIGHBOUR_REPORTS_WITHIN_S = 1.0  # a rank on the dead one's node can name it
 _OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
-_FIRST_SPEAKER_S = 1.5  # before there is a world, rank 0 speaks first and its end ends the others
+_FIRST_REPORT_S = 1.5  # before there is a world, rank 0 reports first and its end ends the others
 _BROKEN = (
     "connection closed",
     "connection reset",
@@ -58,7 +57,7 @@ def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
             who = f"rank {rank_hint(os.environ)}"
 
         def give_up() -> None:
-            print(f"{who}: MPI's Abort did not end it, leaving", file=sys.stderr, flush=True)
+            print(f"{who}: MPI's Abort did not end it, exiting", file=sys.stderr, flush=True)
             os._exit(exit_code)
 
         _after(_ABORT_LIMIT_S, give_up)
@@ -69,34 +68,34 @@ def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
 
 
 def report_failure(comm: "Comm | None", error: BaseException) -> str | None:
-    """Return what this rank should print about its error, or ``None`` if another rank speaks.
+    """Return what this rank should print about its error, or ``None`` if another rank reports.
 
-    One rank speaks for the world: the first that adds to a counter in the store, or, where the
-    store died with its rank, the first on each host. A rank that only lost a connection lets the
-    one with the cause go first.
+    One rank reports for the world: the first that adds to a counter in the store, or, where the
+    store died with its rank, the first on each host. A rank that only lost a connection waits for
+    the one with the cause.
     """
     if isinstance(error, RemoteError):
         return None
     if comm is None:
         if rank_hint(os.environ) > 0:
-            time.sleep(_FIRST_SPEAKER_S)
+            time.sleep(_FIRST_REPORT_S)
         return _text(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, [])
     dead = _wait_for_dead(comm) if is_broken_connection(error) else []
     store_is_gone = any(peer.rank == 0 for peer in dead)
-    if not _speaks_first(comm, store_is_gone):
+    if not _reports_first(comm, store_is_gone):
         return None
     return _text(f"rank {comm.world.rank} on {comm.world.hostname}", error, dead)
 
 
 def dead_peers(comm: "Comm") -> "list[Peer]":
     """Return the ranks of this node whose process is gone or a zombie."""
-    mine = comm.world
+    own = comm.world
     if not comm.sees_local_pids:
         return []
     return [
         peer
         for peer in comm.roster
-        if peer.node == mine.node and peer.rank != mine.rank and not is_alive(peer.pid)
+        if peer.node == own.node and peer.rank != own.rank and not is_alive(peer.pid)
     ]
 
 
@@ -110,7 +109,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]:
-    """End the world if the block is not done in time, saying who waited for what."""
+    """End the world if the block is not done in time, and print who waited for what."""
 
     def expire() -> None:
         print(f"{who}: waited {seconds:.0f} s for {what}; {hint}", file=sys.stderr, flush=True)
@@ -127,7 +126,7 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
 
 
 def watch_launcher(who: str, every_s: float = 1.0) -> None:
-    """End this rank when its parent or its launcher is gone: a killed mpirun leaves orphans."""
+    """End this rank when its parent or its launcher is gone: a killed mpirun orphans its ranks."""
     parent = os.getppid()
     # The nearest, such as mpirun behind a shell script.
     launcher = next((pid for pid, name in ancestors() if name.startswith(PROCESSES)), None)
@@ -136,9 +135,9 @@ def watch_launcher(who: str, every_s: float = 1.0) -> None:
         while True:
             time.sleep(every_s)
             if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
-                # Nobody may read the other end any more.
+                # The other end of stderr may be closed.
                 with contextlib.suppress(OSError, ValueError):
-                    print(f"{who}: the launcher is gone, leaving", file=sys.stderr, flush=True)
+                    print(f"{who}: the launcher is gone, exiting", file=sys.stderr, flush=True)
                 os._exit(EXIT_FAILED)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
@@ -154,7 +153,7 @@ def end_world_on_uncaught(comm: "Comm | None") -> None:
 
 
 def end_world(comm: "Comm | None", error: BaseException) -> NoReturn:
-    """Say once for the world what went wrong and end every rank."""
+    """Report once for the world what went wrong and end every rank."""
     text = report_failure(comm, error)
     if text is not None:
         print(text, file=sys.stderr, flush=True)
@@ -185,18 +184,18 @@ def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
 def _wait_for_dead(comm: "Comm") -> "list[Peer]":
     elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
     has_neighbours = len(elsewhere) > len(set(elsewhere))
-    limit_s = _NEIGHBOUR_SPEAKS_WITHIN_S if has_neighbours else _DEATH_SHOWS_WITHIN_S
+    limit_s = _NEIGHBOUR_REPORTS_WITHIN_S if has_neighbours else _DEATH_SHOWS_WITHIN_S
     until_s = time.monotonic() + limit_s
     while not (dead := dead_peers(comm)) and time.monotonic() < until_s:
         time.sleep(0.01)
     return dead
 
 
-def _speaks_first(comm: "Comm", store_is_gone: bool) -> bool:
+def _reports_first(comm: "Comm", store_is_gone: bool) -> bool:
     if comm.world.size == 1:
         return True
     if store_is_gone:
-        return _speaks_first_on_host(comm.nonce)
+        return _reports_first_on_host(comm.nonce)
     answer: list[bool] = []
 
     def ask() -> None:
@@ -206,11 +205,11 @@ def _speaks_first(comm: "Comm", store_is_gone: bool) -> bool:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_STORE_LIMIT_S)
-    return answer[0] if answer else _speaks_first_on_host(comm.nonce)
+    return answer[0] if answer else _reports_first_on_host(comm.nonce)
 
 
-def _speaks_first_on_host(nonce: str) -> bool:
-    # A rank that has spoken elsewhere may have ended the world, and here rank 0 went first.
+def _reports_first_on_host(nonce: str) -> bool:
+    # A rank that has reported elsewhere may have ended the world, and here rank 0 went first.
     time.sleep(_OTHERS_END_WITHIN_S)
     # An abstract socket name can be taken once per host and vanishes with its owner.
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -1,10 +1,10 @@
-"""Ends the world when what a rank does alone stands still, such as reading from a disk that hangs.
+"""Ends the world when a rank hangs in work that it does alone, such as reading from a dead disk.
 
-The other ranks wait for it where waiting may take hours, since one rank may work that long.
+The other ranks may have to wait for hours, since one rank may work that long.
 
-A library that hangs with the interpreter's lock in its hands (HDF5, safetensors) stops every other
-thread of Python. So the watch winds up a timer of the C library's, which ends the process, with the
-place in its output, when it is not wound up again.
+A library that hangs while it holds the interpreter's lock (HDF5, safetensors) stops every other
+Python thread. So the watch sets a timer of faulthandler, which ends the process with a traceback
+when it is not reset in time.
 """
 
 import contextlib
@@ -20,25 +20,25 @@ import psutil
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, WorldError
 
 _LOOK_EVERY_S = 1.0
-# What is said and written of it may wait for the same disk.
+# Reporting it may wait for the same disk.
 _LEAVE_LIMIT_S = 6.0
-_LOCKED_FACTOR = 2  # of the limit: who holds the lock may be reading all the while
+_LOCKED_FACTOR = 2  # of the limit: a library that holds the lock may still be reading
 
 
 class HangWatch:
     """Watches the main thread in ``over``; ``lost`` ends the world, and is called in a thread."""
 
     def __init__(self, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
-        """Call it a hang when nothing has been computed or read for ``limit_s`` seconds."""
+        """Treat as a hang that nothing has been computed or read for ``limit_s`` seconds."""
         self._limit_s, self._lost = limit_s, lost
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
         """Watch the block, which does ``what``."""
         done, winding = threading.Event(), threading.Lock()
-        words = (what, done, winding)
         self._wind()
-        threading.Thread(target=self._watch, args=words, name="hang", daemon=True).start()
+        arguments = (what, done, winding)
+        threading.Thread(target=self._watch, args=arguments, name="hang", daemon=True).start()
         try:
             yield
         finally:
@@ -48,7 +48,7 @@ class HangWatch:
 
     def _watch(self, what: str, done: threading.Event, winding: threading.Lock) -> None:
         every_s = min(_LOOK_EVERY_S, self._limit_s / 10)
-        seen, still_s = progress(), 0.0  # no clock: a job that is stopped as a whole does not hang
+        seen, still_s = progress(), 0.0  # no clock: a suspended job does not hang
         while not done.wait(every_s):
             with winding:
                 if not done.is_set():
@@ -64,7 +64,7 @@ class HangWatch:
                 self._lost(
                     WorldError(
                         f"{what}: nothing was read or computed for {self._limit_s:.0f} s "
-                        "(run.timeout): look for a file system that hangs"
+                        "(run.timeout): check for a file system that hangs"
                     )
                 )
                 return
@@ -75,15 +75,14 @@ class HangWatch:
 
 
 def progress() -> tuple[float, ...]:
-    """Return what grows while the main thread computes or reads, or waits for a child that does."""
-    main = threading.main_thread().ident
-    assert main is not None
+    """Return counters that grow while the main thread, or a child, computes or reads."""
+    main = threading.main_thread().ident or 0  # None before a thread starts
     spent = time.clock_gettime_ns(time.pthread_getcpuclockid(main))
     return (spent, _read_bytes(), *(_cpu_s(pid) for pid in _children()))
 
 
 def _read_bytes() -> int:
-    """Return what this process has had read from disks; pages that are mapped count too."""
+    """Return the bytes that this process has read from disks, mapped pages included."""
     # Where a kernel does not count it, psutil has no such method.
     with contextlib.suppress(psutil.Error, OSError, ValueError, AttributeError):
         return psutil.Process().io_counters().read_bytes
@@ -99,7 +98,7 @@ def _children() -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the time that a process and those that it has waited for have computed."""
+    """Return the CPU time of a process and of the children that it has waited for."""
     try:
         return sum(psutil.Process(pid).cpu_times()[:4])  # without waiting for disks
     except (psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""How ranks talk before torch.distributed exists: one operation, an all-gather of JSON values.
+"""Communication before torch.distributed exists: one operation, an all-gather of JSON values.
 
 MPI's COMM_WORLD where there is one; else rank 0 listens at the launcher's meeting point and the
 others connect to it. Values travel as JSON, never as pickles.
@@ -31,7 +31,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what the channel holds."""
+        """Release the channel's connections."""
         ...
 
 
@@ -114,15 +114,15 @@ class StarChannel:
                     missing = [r for r in range(1, self._world.size) if r not in self._peers]
                     raise WorldError(
                         f"rank 0 on {self._world.hostname} waited {limit_s:.0f} s on port "
-                        f"{listener.getsockname()[1]} and these ranks never came: {missing[:16]}; "
-                        f"look at "
-                        "their output, and whether a firewall closes that port between the nodes"
+                        f"{listener.getsockname()[1]} and these ranks never connected: "
+                        f"{missing[:16]}; look at their output, and whether a firewall closes "
+                        "that port between the nodes"
                     )
                 try:
                     peer, _ = listener.accept()
                 except TimeoutError:
                     continue
-                # A stranger that says nothing must keep no rank waiting.
+                # A silent client of another kind must keep no rank waiting.
                 threading.Thread(target=self._admit, args=(peer, limit_s), daemon=True).start()
 
     def _admit(self, peer: socket.socket, limit_s: float) -> None:
@@ -133,7 +133,7 @@ class StarChannel:
             if hello.get("token") == self._token:
                 _send(peer, {"token": self._token})
                 peer.settimeout(limit_s)
-                _receive(peer)  # else it has given up, and comes again
+                _receive(peer)  # else it has given up, and will connect again
                 self._peers[int(hello["rank"])] = peer
                 return
         except (OSError, ValueError, AttributeError, WorldError):
@@ -211,7 +211,7 @@ def _message(value: Any) -> bytes:
 def _receive(peer: socket.socket) -> Any:
     (size,) = struct.unpack("!I", _read(peer, 4))
     if size > _MAX_MESSAGE_BYTES:
-        raise WorldError("a stranger spoke on the rendezvous port")
+        raise WorldError("an unknown client sent data to the rendezvous port")
     return json.loads(_read(peer, size))
 
 

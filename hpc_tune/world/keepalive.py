@@ -1,12 +1,12 @@
-"""Tells when a host is down or cut off: every rank holds one idle connection to rank 0.
+"""Detects a host that is down or cut off: every rank holds one idle connection to rank 0.
 
     a host falls silent -> its ranks' connections time out on rank 0, and rank 0's on its ranks
-    -> rank 0 tells the ranks of all other hosts -> every rank leaves
+    -> rank 0 notifies the ranks of all other hosts -> every rank exits
 
-The ranks send nothing on it: the kernels ask each other whether they are still there (TCP
-keepalive), and a kernel answers for a rank that computes, waits for a disk or is stopped. So this
-is quick and is never wrong about a slow rank, which is for run.timeout. Without it a collective
-waits for a lost host as long as for a slow rank, and mpirun's own daemons for minutes.
+The ranks send nothing on it: the kernels probe each other (TCP keepalive), and a kernel answers
+for a rank that computes, waits for a disk or is suspended. So this is quick, and never mistakes a
+slow rank, which run.timeout is for. Without it a collective waits for a lost host as long as for a
+slow rank, and mpirun's own daemons for minutes.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ Lost = Callable[[Comm, HpcTuneError], None]
 NUM_PROBES = 3
 _CONNECT_LIMIT_S = 30.0
 _HELLO_LIMIT_S = 2.0
-# After the end of a rank its neighbours name it, and its launcher ends the others, in seconds.
+# After a rank ends, ranks of its node report it, and its launcher ends the others, in seconds.
 _GONE_LIMIT_S = 10.0
-# What is said and written then may wait for a store or a file system beyond the cut. With the
-# default limit of 20 s all ranks are gone within 30.
+# Reporting may wait for a store or a file system beyond the cut. With the default limit of 20 s
+# all ranks have exited within 30.
 _LEAVE_LIMIT_S = 6.0
 _KEY = "hpc_tune/reach"
 _LEAVE = b"!"
-# The connection ended because the process at its other end did, whose host is there to say so.
+# The process at the other end has ended, and its host is alive to report it.
 _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 
 
@@ -68,7 +68,7 @@ class HostWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more; for the end of the world, when all ranks have come so far."""
+        """Stop watching, at the end of the world, when all ranks are there."""
         self._closed.set()
         with contextlib.suppress(OSError):  # it is closed already
             self._wake_write.send(b"x")
@@ -83,7 +83,7 @@ class HostWatch:
         except OSError as error:
             raise WorldError(
                 f"{self._comm.world.hostname} cannot reach rank 0 at {address} port {port} "
-                f"({error}), where it has met it before: look for a firewall between the nodes"
+                f"({error}), which it has reached before: check for a firewall between the nodes"
             ) from error
         peer.settimeout(None)
         return peer
@@ -91,31 +91,29 @@ class HostWatch:
     def _watch(self, listener: socket.socket | None) -> None:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_sockets:
             open_sockets.enter_context(self._wake_write)
-            for one in (self._wake_read, *self._ranks, *([listener] if listener else [])):
-                selector.register(open_sockets.enter_context(one), selectors.EVENT_READ)
+            for peer in (self._wake_read, *self._ranks, *([listener] if listener else [])):
+                selector.register(open_sockets.enter_context(peer), selectors.EVENT_READ, peer)
             while not self._closed.is_set():
                 for key, _ in selector.select():
-                    ready = key.fileobj
-                    assert isinstance(ready, socket.socket)
+                    ready: socket.socket = key.data
                     if ready is listener:
-                        if (peer := self._admit(listener)) is not None:
-                            selector.register(
-                                open_sockets.enter_context(peer), selectors.EVENT_READ
-                            )
+                        if (new_peer := self._admit(listener)) is not None:
+                            open_sockets.enter_context(new_peer)
+                            selector.register(new_peer, selectors.EVENT_READ, new_peer)
                     elif ready is not self._wake_read:
                         selector.unregister(ready)
                         self._hear(ready)
 
     def _admit(self, listener: socket.socket) -> socket.socket | None:
-        """Return the connection of a rank of this job, or None: others may knock here too."""
+        """Return the connection of a rank of this job, or None if it is another client's."""
         peer = None
         with contextlib.suppress(OSError):
             peer, _ = listener.accept()
             peer.settimeout(_HELLO_LIMIT_S)
             size = len(self._hello) + 4
-            said = peer.recv(size, socket.MSG_WAITALL)
-            rank = int.from_bytes(said[-4:], "big")
-            if len(said) == size and said[:-4] == self._hello and rank < self._comm.world.size:
+            hello = peer.recv(size, socket.MSG_WAITALL)
+            rank = int.from_bytes(hello[-4:], "big")
+            if len(hello) == size and hello[:-4] == self._hello and rank < self._comm.world.size:
                 self._probe(peer)
                 peer.settimeout(None)
                 self._ranks[peer] = rank
@@ -125,7 +123,7 @@ class HostWatch:
         return None
 
     def _probe(self, peer: socket.socket) -> None:
-        """Let the kernel ask for the other host, so that silence ends within the limit."""
+        """Let the kernel probe the other host, so that silence is an error within the limit."""
         every_s = max(1, int(self._limit_s / (NUM_PROBES + 1)))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
@@ -133,29 +131,29 @@ class HostWatch:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
 
     def _hear(self, peer: socket.socket) -> None:
-        """Act on the end of a connection, or on the one word that rank 0 says."""
+        """Act on the end of a connection, or on rank 0's notification."""
         rank = self._ranks.pop(peer)
         try:
-            word = peer.recv(1)
+            message = peer.recv(1)
         except OSError as error:
             if error.errno not in _PROCESS_ENDED:
                 self._leave(self._lost_host(rank))
                 return
-            word = b""
-        if word == _LEAVE:
+            message = b""
+        if message == _LEAVE:
             self._leave(RemoteError("rank 0 has lost a host", EXIT_FAILED))
         elif not self._closed.wait(_GONE_LIMIT_S):
             host = self._comm.roster[rank].hostname
             self._leave(WorldError(f"rank {rank} on {host} is gone"))
 
     def _lost_host(self, rank: int) -> LostHostError:
-        mine, peer = self._comm.world, self._comm.roster[rank]
+        own, peer = self._comm.world, self._comm.roster[rank]
         ranks = [str(other.rank) for other in self._comm.roster if other.node == peer.node]
         return LostHostError(
             f"host {peer.hostname} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}) has not "
             f"answered in {self._limit_s:.0f} s (run.host_timeout): it is down, or the network "
-            f"between it and {mine.hostname} is cut. The same command goes on from the last "
-            "checkpoint, on the hosts that are left too"
+            f"between it and {own.hostname} is cut. Rerun the same command, on the "
+            "remaining hosts too, to resume from the last checkpoint"
         )
 
     def _leave(self, error: HpcTuneError) -> None:
@@ -172,12 +170,13 @@ class HostWatch:
 
 
 def _listen(address: str, backlog: int) -> socket.socket:
-    """Listen where the others come.
+    """Listen on ``address``.
 
-    torchrun's address may be one that this host does not have itself, or its loopback; it stands
-    for all interfaces then, as it does for torchrun's own store.
+    torchrun's may be one that this host does not have, or its loopback; then listen on all
+    interfaces, as torchrun's own store does.
     """
-    family, _, _, _, place = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, sockaddr = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
     own = {known.ip for known in local_addresses()}
-    host = str(place[0]) if place[0] in own and not str(place[0]).startswith("127.") else ""
+    ip = str(sockaddr[0])
+    host = ip if ip in own and not ip.startswith("127.") else ""
     return socket.create_server((host, 0), family=family, backlog=backlog)

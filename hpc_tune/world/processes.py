@@ -1,7 +1,7 @@
-"""Other processes of this node: whether they live, since when, and whose children this one is.
+"""Processes of this node by psutil: whether they are alive, since when, and this one's ancestors.
 
-psutil knows. It is not asked for memory: its total is the machine's, where a job may use what its
-cgroup grants (memory/host.py).
+psutil is not used for memory: its total is the machine's, and a job may use what its cgroup grants
+(memory/host.py).
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import psutil
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process is there, may be looked at, and is no zombie."""
+    """Tell whether a process exists, may be inspected, and is no zombie."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except (psutil.Error, OSError):  # such as too many open files
@@ -25,7 +25,7 @@ def started_s(pid: int) -> float | None:
     rounded to seconds: without it, one process has one start.
     """
     try:
-        boot_s = psutil.boot_time()  # before the process: psutil below 7.1 adds the last one asked
+        boot_s = psutil.boot_time()  # before the process: psutil below 7.1 adds the last one read
         return psutil.Process(pid).create_time() - boot_s if is_alive(pid) else None
     except (psutil.Error, OSError):
         return None

@@ -1,10 +1,10 @@
-"""A world of some of the ranks, in another order, made of one that is there.
+"""A smaller or reordered world, made of the ranks of an existing one.
 
-    ranks measured -> regroup -> those that work: a Comm as if launched so
+    ranks measured -> regroup -> those chosen: a Comm as if launched so
                              -> the others: wait_outside until the run has ended
 
-The first rank of the launcher always works: it holds the store, by which those outside know that
-the others are there.
+The first rank of the launcher always takes part: it holds the store, through which the ranks left
+out learn that the run has ended.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpc_tune.errors import EXIT_FAILED
+from hpc_tune.errors import EXIT_FAILED, WorldError
 from hpc_tune.world.bootstrap import init_groups, settle
 from hpc_tune.world.comm import Comm, Peer
 from hpc_tune.world.failure import end_world_on_uncaught
@@ -27,14 +27,15 @@ _ENDED, _LEFT, _FAILED = "hpc_tune/ended", "hpc_tune/left", "hpc_tune/failed"
 
 
 def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
-    """Return this rank's part in a world of ``ranks``, in this order, or None outside of it.
+    """Return this rank's part in a world of ``ranks``, in this order, or None if it is left out.
 
     Collective over all ranks; ``comm``'s process groups are gone afterwards. ``timeout_s`` is
     run.timeout.
     """
     import torch.distributed as dist
 
-    assert 0 in ranks, "the rank that holds the store must work"
+    if 0 not in ranks:
+        raise WorldError("rank 0 holds the store and cannot be left out")
     if list(ranks) == list(range(comm.world.size)):
         return comm
     comm.barrier("all ranks to know the layout", timeout_s)
@@ -44,27 +45,27 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     if comm.world.rank not in ranks:
         return None
     roster = _renumbered(comm, ranks)
-    me = list(ranks).index(comm.world.rank)
-    beside = [peer.rank for peer in roster if peer.node == roster[me].node]
+    rank = list(ranks).index(comm.world.rank)
+    on_node = [peer.rank for peer in roster if peer.node == roster[rank].node]
     world = dataclasses.replace(
         comm.world,
-        rank=me,
+        rank=rank,
         size=len(ranks),
-        local_rank=beside.index(me),
-        local_size=len(beside),
-        node=roster[me].node,
+        local_rank=on_node.index(rank),
+        local_size=len(on_node),
+        node=roster[rank].node,
         num_nodes=len({peer.node for peer in roster}),
     )
-    times = comm.reformed + 1
-    store = dist.PrefixStore(f"hpc_tune/regrouped/{times}", comm.store)
+    num = comm.num_regroups + 1
+    store = dist.PrefixStore(f"hpc_tune/regrouped/{num}", comm.store)
     group = init_groups(world, comm.device, store, timeout_s)
-    found = dataclasses.replace(comm, world=world, cpu_group=group, roster=roster, reformed=times)
-    end_world_on_uncaught(found)
-    return found
+    comm = dataclasses.replace(comm, world=world, cpu_group=group, roster=roster, num_regroups=num)
+    end_world_on_uncaught(comm)
+    return comm
 
 
 def wait_outside(comm: Comm) -> int:
-    """Return the run's exit code when it has ended; ``comm`` is the one before ``regroup``."""
+    """Wait for the run's end and return its exit code; ``comm`` is the one before ``regroup``."""
     store, code = comm.store, None
     while code is None:
         time.sleep(_POLL_S)

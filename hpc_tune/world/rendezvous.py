@@ -1,8 +1,8 @@
-"""Where the ranks meet: an address of rank 0 that every node was seen to reach.
+"""Rendezvous: an address of rank 0 that every node has been shown to reach.
 
-    rank 0 binds port 0 on each candidate address -> tells all ranks
-    -> one process per node tries each -> the first one reached from everywhere is kept,
-    and its very socket becomes the store's listener
+    rank 0 binds port 0 on each candidate address -> sends them to all ranks
+    -> one process per node tries each -> the first one reached from every node is kept,
+    and its socket becomes the store's listener
 
 No port is guessed, nothing listens on more than one interface, and loopback is refused with more
 than one node.
@@ -63,9 +63,9 @@ def meet(world: World, channel: Channel, interface: str | None) -> Meeting:
     offer = channel.all_gather(offer)[0]
     if "error" in offer:
         raise WorldError(offer["error"])
-    nonce, places = offer["nonce"], offer["places"]
+    nonce, endpoints = offer["nonce"], offer["endpoints"]
     answering = _Responder(listeners, nonce) if listeners else None
-    seen = _try_all(places, nonce) if world.local_rank == 0 else None
+    seen = _try_all(endpoints, nonce) if world.local_rank == 0 else None
     reports = [
         {"host": host, "seen": seen}
         for host, seen in channel.all_gather([world.hostname, seen])
@@ -73,27 +73,27 @@ def meet(world: World, channel: Channel, interface: str | None) -> Meeting:
     ]
     if answering is not None:
         answering.stop()
-    # Else a quick rank's store client would reach the responder of a slow rank 0 and be sent away.
+    # Otherwise a fast rank's store client would reach the responder of a slow rank 0 and fail.
     channel.all_gather(None)
-    chosen = choose(reports, len(places))
+    chosen = choose(reports, len(endpoints))
     for index, listener in enumerate(listeners):
         if index != chosen:
             listener.close()
     if chosen is None:
-        raise WorldError(_unreachable(places, reports))
+        raise WorldError(_unreachable(endpoints, reports))
     warning = None
-    if interface and places[chosen]["interface"] != interface:
+    if interface and endpoints[chosen]["interface"] != interface:
         warning = (
             f"run.interface={interface} was not reached from every node; using "
-            f"{places[chosen]['interface']} ({places[chosen]['ip']})"
+            f"{endpoints[chosen]['interface']} ({endpoints[chosen]['ip']})"
         )
     kept = listeners[chosen] if listeners else None
-    return Meeting(places[chosen]["ip"], places[chosen]["port"], nonce, kept, warning)
+    return Meeting(endpoints[chosen]["ip"], endpoints[chosen]["port"], nonce, kept, warning)
 
 
-def choose(reports: Sequence[dict[str, Any]], num_places: int) -> int | None:
-    """Return the first place that every report reached: ``seen`` has "" or a reason per place."""
-    for index in range(num_places):
+def choose(reports: Sequence[dict[str, Any]], num_endpoints: int) -> int | None:
+    """Return the first endpoint that every report reached: ``seen`` has "" or a reason for each."""
+    for index in range(num_endpoints):
         if all(report["seen"][index] == "" for report in reports):
             return index
     return None
@@ -104,9 +104,9 @@ def candidates(
 ) -> list[Address]:
     """Return the addresses worth trying, best first (pure).
 
-    The named interface first; then on one node loopback, on several the fast-looking names, the
+    The named interface first; then on one node loopback, on several the names of fast fabrics, the
     rest, and bridges of containers last. Loopback (all of 127/8, Debian's 127.0.1.1 too) and
-    link-local ones are no use across nodes.
+    link-local ones cannot be used across nodes.
     """
 
     def grade(address: Address) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], li
             "error": f"run.interface={interface} does not exist on {world.hostname}, where rank 0 "
             f"is; it has {known}"
         }, []
-    usable, places, listeners = candidates(addresses, world.num_nodes, interface), [], []
+    usable, endpoints, listeners = candidates(addresses, world.num_nodes, interface), [], []
     for address in usable:
         family = socket.AF_INET6 if ":" in address.ip else socket.AF_INET
         try:
@@ -169,15 +169,15 @@ def _make_offer(world: World, interface: str | None) -> tuple[dict[str, Any], li
             continue
         listeners.append(listener)
         port = listener.getsockname()[1]
-        places.append({"interface": address.interface, "ip": address.ip, "port": port})
-    if not places:
-        found = ", ".join(f"{a.ip} ({a.interface})" for a in addresses) or "none"
+        endpoints.append({"interface": address.interface, "ip": address.ip, "port": port})
+    if not endpoints:
+        known = ", ".join(f"{a.ip} ({a.interface})" for a in addresses) or "none"
         return {
             "error": f"{world.hostname}, where rank 0 is, has no address that {world.num_nodes} "
-            f"nodes could use; "
-            f"found {found}. Loopback is no use across nodes; bring up a network interface"
+            f"nodes could use; found {known}. Loopback cannot be used across nodes; bring up a "
+            "network interface"
         }, []
-    return {"nonce": secrets.token_hex(16), "places": places}, listeners
+    return {"nonce": secrets.token_hex(16), "endpoints": endpoints}, listeners
 
 
 class _Responder:
@@ -200,7 +200,7 @@ class _Responder:
                 for listener in ready:
                     with contextlib.suppress(OSError):
                         peer, _ = listener.accept()  # type: ignore[union-attr]
-                        # A stranger that says nothing must keep no node waiting.
+                        # A silent client of another kind must keep no node waiting.
                         threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
 
     def _answer(self, peer: socket.socket) -> None:
@@ -216,14 +216,14 @@ class _Responder:
         self._wake_write.close()
 
 
-def _try_all(places: Sequence[dict[str, Any]], nonce: str) -> list[str]:
-    """Return "" or the reason of failure for each place; all are tried at the same time."""
-    reasons = ["no answer"] * len(places)
+def _try_all(endpoints: Sequence[dict[str, Any]], nonce: str) -> list[str]:
+    """Return "" or the reason of failure for each endpoint; all are tried at the same time."""
+    reasons = ["no answer"] * len(endpoints)
 
     def attempt(index: int) -> None:
-        reasons[index] = _try(places[index]["ip"], places[index]["port"], nonce)
+        reasons[index] = _try(endpoints[index]["ip"], endpoints[index]["port"], nonce)
 
-    threads = [threading.Thread(target=attempt, args=(i,)) for i in range(len(places))]
+    threads = [threading.Thread(target=attempt, args=(i,)) for i in range(len(endpoints))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -254,13 +254,15 @@ def _read_line(peer: socket.socket) -> bytes:
     return data
 
 
-def _unreachable(places: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]) -> str:
+def _unreachable(endpoints: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]) -> str:
     lines = []
-    for index, place in enumerate(places):
+    for index, endpoint in enumerate(endpoints):
         failed = [(r["host"], r["seen"][index]) for r in reports if r["seen"][index]]
         shown = ", ".join(f"{host} ({reason})" for host, reason in failed[:8])
         more = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
-        lines.append(f"  {place['ip']} ({place['interface']}): not reached from {shown}{more}")
+        lines.append(
+            f"  {endpoint['ip']} ({endpoint['interface']}): not reached from {shown}{more}"
+        )
     return (
         f"no address of {reports[0]['host']}, where rank 0 is, can be reached from every node:\n"
         + "\n".join(lines)

@@ -1,7 +1,7 @@
-"""When to leave on purpose: signals, the time limit, a file named STOP.
+"""When to stop on purpose: signals, the time limit, a file named STOP.
 
-The handlers only set a flag; the loop reads it at points of its choice and agrees on it with the
-other ranks. Nothing here is a collective.
+The handlers only set a flag; the loop reads it at step boundaries and agrees on it with the other
+ranks. Nothing here is a collective.
 """
 
 import os
@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_tune.cluster.schedulers import job_end
+from hpc_tune.errors import WorldError
 from hpc_tune.world.processes import started_s
 
 STOP_FILE = "STOP"
@@ -21,7 +22,7 @@ _FILE_CHECK_EVERY_S = 1.0
 
 
 class StopFlag:
-    """Whether this rank was asked to leave; ``install`` it once, in the main thread."""
+    """Whether this rank was asked to stop; ``install`` it once, in the main thread."""
 
     def __init__(
         self,
@@ -30,12 +31,12 @@ class StopFlag:
         is_first: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Know the deadline: ``time_limit_s`` after the process started or the job's, if earlier.
+        """Set the deadline: ``time_limit_s`` after the process started, or the job's if earlier.
 
-        ``is_first`` is for rank 0 alone: it says when a signal is heard, and may ask the scheduler
-        once where the environment does not tell the end: a thousand ranks that ask at once hurt it.
+        ``is_first`` is for rank 0 alone: it prints when a signal arrives, and may ask the scheduler
+        once for an end that the environment lacks: a thousand ranks at once would overload it.
         """
-        self._speaks = is_first
+        self._prints = is_first
         self._file = None if run_dir is None else run_dir / STOP_FILE
         self._file_checked_s = float("-inf")
         self._file_seen = False
@@ -50,27 +51,27 @@ class StopFlag:
     def of_run(cls, run_dir: Path, time_limit_s: float | None, is_rank_0: bool) -> "StopFlag":
         """Return the flag of a rank.
 
-        Rank 0 alone looks for the STOP file: a file system is not asked by thousands each second.
+        Rank 0 alone looks for the STOP file, so as not to load the file system with all ranks.
         """
         return cls(run_dir if is_rank_0 else None, time_limit_s, is_first=is_rank_0)
 
     def install(self) -> None:
-        """Take over SIGTERM, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts at once."""
+        """Handle SIGTERM, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts immediately."""
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
 
     def reason(self, margin_s: float = 0.0) -> str | None:
-        """Return why to leave now, or ``None``.
+        """Return why to stop now, or ``None``.
 
-        ``margin_s`` is what leaving takes (the measured time of a checkpoint): the time limit
-        counts as reached that long before. Returns a signal's name, ``"time limit"`` or ``"STOP
-        file"``.
+        ``margin_s`` is the time that stopping takes (the measured time of a checkpoint): the time
+        limit counts as reached that long before. Returns a signal's name, ``"time limit"`` or
+        ``"STOP file"``.
         """
         if self._signal is not None:
             return signal.Signals(self._signal).name
@@ -79,7 +80,7 @@ class StopFlag:
         return "STOP file" if self._has_file() else None
 
     def is_asked(self, margin_s: float = 0.0) -> bool:
-        """Whether there is a reason to leave; for long phases between the steps."""
+        """Whether there is a reason to stop; for long phases between the steps."""
         return self.reason(margin_s) is not None
 
     def seconds_left(self) -> float | None:
@@ -89,16 +90,16 @@ class StopFlag:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
-        if self._speaks and self._signal is None:
+        if self._prints and self._signal is None:
             name = signal.Signals(number).name
-            os.write(2, f"{name}: leaving as soon as this step can be saved\n".encode())
+            os.write(2, f"{name}: stopping once this step is saved\n".encode())
         self._signal = number
 
     def _has_file(self) -> bool:
         now_s = time.monotonic()
         if self._file is not None and now_s - self._file_checked_s >= _FILE_CHECK_EVERY_S:
             self._file_checked_s = now_s
-            # A file system that refuses to tell for a moment is no reason to end a run.
+            # An error of the file system is no reason to end a run.
             self._file_seen = os.path.exists(self._file)
         return self._file_seen
 
@@ -106,5 +107,6 @@ class StopFlag:
 def process_start() -> float:
     """Return when this process started, in seconds since the epoch."""
     after_boot_s = started_s(os.getpid())
-    assert after_boot_s is not None, "a process that asks is alive"
+    if after_boot_s is None:
+        raise WorldError("/proc does not show this process, so its start time is not known")
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s

@@ -35,13 +35,13 @@ def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster,
     said = missing.wait()
     assert (said["JobState"], said["ExitCode"], said["Restarts"]) == ("FAILED", "2:0", "0")
     assert "there is no data at /nowhere.jsonl" in missing.text
-    assert "give up: that will not change" in missing.text
+    assert "give up: restarting would not help" in missing.text
     assert len(starts(missing.run_dir)) == 1
 
     said = crashing.wait()
     assert (said["JobState"], said["ExitCode"], said["Restarts"]) == ("FAILED", "1:0", "0")
     assert "IndexError: index out of range" in crashing.text
-    assert "2 crashes in a row came no further than step" in crashing.text
+    assert "2 crashes in a row made no progress beyond step" in crashing.text
     assert 2 <= len(starts(crashing.run_dir)) <= 4
     assert outcome(crashing.run_dir)["status"] == "failed"
 

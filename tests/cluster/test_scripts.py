@@ -94,7 +94,7 @@ def test_a_job_whose_time_ends_requeues_itself_and_ends_with_the_same_bits(
     check_done(job, restarts)
     reasons = [start["reason"] for start in starts(job.run_dir)]
     assert reasons == ["SIGUSR1"] * restarts + ["all steps done"]
-    assert "are asked to leave" not in job.text, "supervise did what Slurm had to"
+    assert "asking its ranks to stop" not in job.text, "supervise did what Slurm had to"
     whole = Job(cluster, tmp_path / "b", "tiny_cpu.sh", *words, launcher=launcher)
     check_done(whole, restarts=0)
     assert adapter(job.run_dir, steps) == adapter(whole.run_dir, steps)
@@ -113,7 +113,7 @@ def test_sigterm_to_the_ranks_is_a_start_more_and_to_the_script_the_end(
     said = job.wait()
     assert (said["JobState"], said["ExitCode"]) == ("FAILED", "75:0")
     assert said["Restarts"] == "0"
-    assert "give up: it was asked to end (SIGTERM)" in job.text
+    assert "give up: it was asked to stop (SIGTERM)" in job.text
     again = Job(cluster, tmp_path, "tiny_cpu.sh", launcher=launcher)
     check_done(again, restarts=0)
     assert len(starts(job.run_dir)) == 3

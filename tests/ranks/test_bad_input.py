@@ -259,7 +259,7 @@ def test_config_errors_come_in_under_a_second_without_torch(tmp_path):
 
 def test_a_limit_below_what_the_processes_take_is_refused_once(tmp_path):
     done = train([*BASE, f"run.dir={tmp_path / 'run'}", "memory.host_limit=1MB"], n=2)
-    refused(done, "before a model is there", "977 KiB")
+    refused(done, "before the model is loaded", "977 KiB")
 
 
 def test_what_cannot_fit_by_the_plan_is_refused_with_what_would_help(tmp_path):

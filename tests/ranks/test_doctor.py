@@ -140,7 +140,7 @@ def test_two_ranks_on_one_device_are_named(tmp_path):
     done = mpirun(2, ["-c", DUPLICATED, f"run.dir={tmp_path}"])
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.count("ranks 0, 1 on ") == 1
-    assert "share one GPU (GPU-5e1f), of the 1 that they see together" in done.stderr
+    assert "share one GPU (GPU-5e1f) of 1 visible" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -44,7 +44,7 @@ def test_a_second_job_is_refused_while_the_first_lives_and_goes_on_when_it_is_de
     third = train([*words, f"train.max_steps={steps}"])
     assert third.returncode == 0, third.stderr
     assert f"pid {first.pid}" in third.stderr
-    assert "has ended without a word" in third.stderr
+    assert "ended without releasing it" in third.stderr
     assert outcome(run_dir)["step"] == steps
     assert not (run_dir / "live.json").exists()
 

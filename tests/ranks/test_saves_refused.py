@@ -98,10 +98,10 @@ def test_where_checkpoints_are_not_required_training_goes_on_and_saves_again(tro
     settings = [*SAVES, "checkpoint.required=false", "tune.method=full", "run.tensorboard=true"]
     with Job(run_dir, 2, *settings) as job:
         wait_for_checkpoint(run_dir)
-        bring(lambda: "training goes on" in job.stderr)
-        job.wait_for_text("training goes on")
+        bring(lambda: "training continues" in job.stderr)
+        job.wait_for_text("training continues")
         end()
-        step = int(job.stderr.partition("training goes on")[0].rpartition("step ")[2].split()[0])
+        step = int(job.stderr.partition("training continues")[0].rpartition("step ")[2].split()[0])
         wait_for_checkpoint(run_dir, step)
         job.process.send_signal(signal.SIGUSR1)
         code, _ = job.wait(30)

@@ -43,7 +43,8 @@ def main() -> None:
     from hpc_tune.plan.model_size import measure
     from hpc_tune.plan.resolve import choose_layout
     from hpc_tune.rundir.json_lines import Events
-    from hpc_tune.train.checkpointing import Checkpointer
+    from hpc_tune.train.checkpointing import Checkpointer, Writing
+    from hpc_tune.train.exit import ResumePoint
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)
     layout, _ = choose_layout(config.parallel, comm.world.size, measure(built.module), 1 << 60)
@@ -87,8 +88,8 @@ def main() -> None:
     for background in (False, True):
         settings = config.checkpoint.model_copy(update={"background": background})
         events = folder.with_name(f"events-{background}.jsonl")
-        lines = Events(events if comm.is_rank_0 else None)
-        saver = Checkpointer(comm, store, engine, lines, settings, 600.0, 0, None)
+        common = comm, store, engine, Events(events if comm.is_rank_0 else None)
+        saver = Checkpointer(*common, settings, Writing(600.0), ResumePoint(0), None)
         grown = []
         for _ in range(num_saves):
             usual = step_peak if background else own_bytes()

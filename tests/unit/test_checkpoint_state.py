@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hpc_tune.checkpoint.state import MUST_MATCH, WARN, RunState, compare
+from hpc_tune.checkpoint.state import MUST_MATCH, WARN, RunState, check_resume
 from hpc_tune.config.load import field_names
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.config.schema import RunConfig
@@ -117,6 +117,10 @@ def state(config=None, **changes):
     return RunState(**{**values, **changes})
 
 
+def warnings_of(saved, config, identity, total_steps):
+    return check_resume(saved, config.model_dump(), identity, total_steps)
+
+
 def with_field(name, value):
     part, _, field = name.partition(".")
     return RunConfig.model_validate({part: {field: value}})
@@ -129,20 +133,20 @@ def test_every_field_is_of_one_kind():
 
 
 def test_the_same_configuration_goes_on_without_a_word():
-    assert compare(state(), RunConfig(), "abc", 40) == []
+    assert warnings_of(state(), RunConfig(), "abc", 40) == []
 
 
 @pytest.mark.parametrize("name", MUST_MATCH)
 def test_a_change_that_makes_another_run_is_refused(name):
     with pytest.raises(ConfigError, match=rf"{name}: .* in the checkpoint, .* now"):
-        compare(state(), with_field(name, OTHER[name]), "abc", 40)
+        warnings_of(state(), with_field(name, OTHER[name]), "abc", 40)
 
 
 @pytest.mark.parametrize("name", WARN)
 def test_a_change_of_course_warns_with_both_values(name):
     part, _, field = name.partition(".")
     before = RunConfig().model_dump()[part][field]
-    assert compare(state(), with_field(name, OTHER[name]), "abc", 40) == [
+    assert warnings_of(state(), with_field(name, OTHER[name]), "abc", 40) == [
         f"{name}: {before} in the checkpoint, {OTHER[name]} now"
     ]
 
@@ -159,23 +163,23 @@ def test_a_change_of_course_warns_with_both_values(name):
     ],
 )
 def test_where_and_how_it_runs_is_free(name, value):
-    assert compare(state(), with_field(name, value), "abc", 40) == []
+    assert warnings_of(state(), with_field(name, value), "abc", 40) == []
 
 
 def test_another_length_warns_since_the_learning_rate_follows_it():
-    [warning] = compare(state(), RunConfig(), "abc", 50)
+    [warning] = warnings_of(state(), RunConfig(), "abc", 50)
     assert "50 steps now and had 40" in warning
 
 
 def test_another_model_is_refused():
     with pytest.raises(ConfigError, match=r"model\.path: it is another model"):
-        compare(state(), RunConfig(), "xyz", 40)
+        warnings_of(state(), RunConfig(), "xyz", 40)
 
 
 def test_all_differences_are_listed_at_once_with_what_to_do():
     config = RunConfig.model_validate({"tune": {"rank": 1}, "train": {"seed": 2}})
     with pytest.raises(ConfigError) as caught:
-        compare(state(), config, "xyz", 40)
+        warnings_of(state(), config, "xyz", 40)
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines[1:-1]] == [
         "  - model.path",
@@ -189,7 +193,7 @@ def test_a_field_that_the_checkpoint_does_not_know_counts_as_a_difference():
     old = state()
     del old.config["tune"]["rank"]
     with pytest.raises(ConfigError, match=r"tune\.rank: None in the checkpoint, 16 now"):
-        compare(old, RunConfig(), "abc", 40)
+        warnings_of(old, RunConfig(), "abc", 40)
 
 
 def test_a_state_survives_the_manifest():
@@ -197,7 +201,7 @@ def test_a_state_survives_the_manifest():
     saved = state(config)
     back = RunState.from_json(json.loads(json.dumps(saved.to_json())), "there")
     assert back == saved
-    assert compare(back, config, "abc", 40) == []
+    assert warnings_of(back, config, "abc", 40) == []
 
 
 @pytest.mark.parametrize("change", [{"surprise": 1}, {"step": None}], ids=["unknown", "missing"])

@@ -133,7 +133,7 @@ def test_a_rank_without_a_size_is_not_a_run_of_its_own():
 
 
 def test_a_port_that_is_none_is_named():
-    with pytest.raises(WorldError, match="MASTER_PORT='http' is not the number of a port"):
+    with pytest.raises(WorldError, match="MASTER_PORT='http' is not a port number"):
         claim_of(PLAIN | {"MASTER_PORT": "http"})
 
 

@@ -96,7 +96,7 @@ def test_what_is_left_out_of_a_folder_is_said_and_training_data_as_held_out_data
     assert "nothing about new data" not in caplog.text
     stores(model, tmp_path / "run", path=folder, eval_path=folder)
     assert "both read" in caplog.text
-    assert "train-00000-of-00001.jsonl: its loss tells nothing about new data" in caplog.text
+    assert "train-00000-of-00001.jsonl: held-out loss on training data" in caplog.text
 
 
 def test_another_reading_of_the_same_file_is_prepared_anew(tmp_path, model):

@@ -9,7 +9,7 @@ import pytest
 from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError, LostHostError
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
-from hpc_tune.train.exit import StartupWatchdog
+from hpc_tune.train.exit import ResumePoint, StartupWatchdog
 from hpc_tune.world.stop import StopFlag
 
 
@@ -39,8 +39,7 @@ def wait_until_unwatched():
 
 
 def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
-    early.step = 7
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint(7))
     wait_until(lambda: left)
     early.close()
     assert [(e.reason, e.step, e.exit_code) for e in left[:1]] == [("STOP file", 7, EXIT_RESUMABLE)]
@@ -48,7 +47,7 @@ def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
 
 
 def test_one_that_has_begun_to_train_does_not(tmp_path, left):
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint())
     early.close()
     wait_until_unwatched()
     assert left == []
@@ -56,10 +55,10 @@ def test_one_that_has_begun_to_train_does_not(tmp_path, left):
 
 def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
     error = ConfigError("the compiler was killed")
-    quiet = StartupWatchdog(None, StopFlag(None, environ={}), tmp_path)
+    quiet = StartupWatchdog(None, StopFlag(None, environ={}), tmp_path, ResumePoint())
     assert quiet.cause_of(error) is error
     quiet.close()
-    early = StartupWatchdog(None, asked(tmp_path), tmp_path)
+    early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint())
     assert isinstance(early.cause_of(error), LeavingError)
     early.close()
     assert early.cause_of(error) is error
@@ -105,9 +104,9 @@ def test_a_stop_file_is_removed_by_the_outcome_that_heard_it(tmp_path, status, s
 
 
 def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
-    assert outcome.told_since(tmp_path, 0.0) is None
+    assert outcome.written_since(tmp_path, 0.0) is None
     outcome.write(outcome.stopped("SIGUSR1", None), tmp_path)
-    assert outcome.told_since(tmp_path, time.time() - 5) == EXIT_RESUMABLE
-    assert outcome.told_since(tmp_path, time.time() + 5) is None
+    assert outcome.written_since(tmp_path, time.time() - 5) == EXIT_RESUMABLE
+    assert outcome.written_since(tmp_path, time.time() + 5) is None
     (tmp_path / "outcome.json").write_text("{")
-    assert outcome.told_since(tmp_path, 0.0) is None
+    assert outcome.written_since(tmp_path, 0.0) is None

@@ -247,7 +247,7 @@ def test_a_base_that_has_moved_can_be_named_and_no_other(bases, tmp_path):
     (run / "chat_template.jinja").write_text("kept")
     found = locate(run)
     assert found.template == "kept"
-    with pytest.raises(ConfigError, match=r"/gone/away, is not there; .* with --base DIR"):
+    with pytest.raises(ConfigError, match=r"/gone/away, does not exist; .* with --base DIR"):
         require_base(found, "--base")
     assert require_base(locate(run, bases / "llama"), "--base") == bases / "llama"
     with pytest.raises(ConfigError, match="is not the model that"):

@@ -9,7 +9,7 @@ import subprocess
 import yaml
 from hypothesis import strategies as st
 
-from hpc_tune.checkpoint.locate import describe, locate
+from hpc_tune.checkpoint.locate import list_checkpoints, locate
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.cluster.launchers import claim_of, rank_hint
 from hpc_tune.cluster.slurm import render
@@ -100,7 +100,7 @@ def test_manifests(folder, drawn):
         manifest.write_bytes(drawn)
     elif isinstance(drawn, tuple):
         manifest.write_bytes(damaged(manifest.read_bytes()[:2000], drawn))
-    for look in (lambda: locate(folder / "run"), lambda: describe(folder / "run", True)):
+    for look in (lambda: locate(folder / "run"), lambda: list_checkpoints(folder / "run", True)):
         try:
             look()
         except (CheckpointError, ConfigError) as error:

@@ -2,7 +2,6 @@ import dataclasses
 
 import pytest
 
-from hpc_tune.config.load import load_config
 from hpc_tune.train import metrics
 from hpc_tune.train.metrics import Metrics, StepMetrics
 
@@ -20,7 +19,7 @@ def test_messages_that_take_most_of_a_step_are_said_once(
 ):
     said = []
     monkeypatch.setattr(metrics.log, "warning", lambda text, *values: said.append(text % values))
-    told = Metrics(tmp_path, load_config(None, ["run.tensorboard=false"]), 5, 0, advise=advise)
+    told = Metrics(tmp_path, 5, 0, advise=advise)
     for step in range(1, 6):
         told.step(dataclasses.replace(STEP, step=step, comm_s=comm_s))
     told.close()

@@ -103,7 +103,7 @@ def test_the_report_is_one_page_with_each_figure_and_what_matters(make):
     for words in (
         *("done", "all steps done, exit code 0", "10 of 10", "2.9000 → 2.0000", "50", "40.0%"),
         *("4.00 GiB of 8.00 GiB", "python -m 'x y'", "micro-batches of 1 rows", "generate --run"),
-        *("1.6 s", "+25%", "+100%", "rank 1 in 9 of 9 steps", "look at that rank's clocks"),
+        *("1.6 s", "+25%", "+100%", "rank 1 in 9 of 9 steps", "check that rank's clocks"),
     ):
         assert words in text, words
     names = [name for name, _, _ in PLOTS]
@@ -168,11 +168,11 @@ def test_waits_between_starts_are_no_running_time(make):
     parts = dict(where_time_went(run))
     assert parts["compute"] == "21s (70.0%)"  # 15 x (2 - 0.1 - 0.5)
     assert parts["messages, waiting for other ranks included"] == "8s (25.0%)"
-    assert parts["in all"] == "30s"
+    assert parts["total"] == "30s"
 
 
 def test_a_straggler_is_named_and_even_ranks_are_not_blamed(make):
-    assert "rank 1 in 9 of 9 steps; the slowest worked 1.40 x" in straggler(read_run(make()))
+    assert "rank 1 in 9 of 9 steps; the slowest computed 1.40 x" in straggler(read_run(make()))
     even = [step(n, BEGAN_S + n, most_work_s=1.02, slowest_rank=n % 2) for n in range(1, 11)]
     assert "look at" not in straggler(read_run(make("even", steps=even)))
 

@@ -171,8 +171,8 @@ def test_ranks_are_asked_to_leave_where_no_scheduler_signals(tmp_path):
     leaves = says("stopped", "SIGUSR1", 75, 4, until_asked=True)
     job = Job(tmp_path, leaves, HPC_TUNE_JOB_END=str(int(time.time()) + 30))
     assert job.end() == 75, job.stderr
-    assert "its ranks are asked to leave" in job.stderr
-    assert "is killed" not in job.stderr
+    assert "asking its ranks to stop" in job.stderr
+    assert "its ranks have exited" not in job.stderr
     assert [start["asked"] for start in job.starts()] == [True]
     assert job.requeued.exists()
 
@@ -258,12 +258,12 @@ def test_a_launcher_that_lies_or_does_not_end_is_not_believed(tmp_path):
     job = Job(tmp_path, lies, says("done", "all steps done", 0, 9, lingers_s=600))
     assert job.end() == 0, job.stderr
     assert [start["status"] for start in job.starts()] == ["stopped", "done"]
-    assert "is killed: its ranks have left" in job.stderr
+    assert "its ranks have exited" in job.stderr
 
 
 def test_a_run_that_has_told_nothing_yet_is_not_taken_for_one_that_lingers(tmp_path):
     memory = says("stopped", "host memory of n1", 75, 4)
     job = Job(tmp_path, memory, says("done", "all steps done", 0, 9, works_s=3))
     assert job.end() == 0, job.stderr
-    assert "is killed" not in job.stderr
+    assert "its ranks have exited" not in job.stderr
     assert [start["status"] for start in job.starts()] == ["stopped", "done"]

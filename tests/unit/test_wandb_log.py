@@ -54,6 +54,10 @@ def records(run_dir):
     return rows, tags, names, ids
 
 
+def opened(run_dir, config):
+    return WandbLog(run_dir, config.run, config.model_dump(mode="json"))
+
+
 def wait_for_another_second():
     """W&B names a start by its second; two starts of a run are never in the same one."""
     until_s = int(time.time()) + 1
@@ -67,7 +71,7 @@ def test_figures_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same_run(t
     config = load_config(None, [f"run.dir={run_dir}", "run.name=first", "run.tags=[a,b]"])
     for steps in (range(1, 4), range(4, 6)):
         wait_for_another_second()
-        told = WandbLog(run_dir, config)
+        told = opened(run_dir, config)
         for step in steps:
             told.write(step, {"loss": step / 2})
         told.close()
@@ -82,7 +86,7 @@ def test_figures_lie_in_the_run_directory_and_a_resume_goes_on_in_the_same_run(t
 def test_what_wandb_throws_costs_its_figures_and_not_the_run(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(wandb_log.log, "warning", lambda text, *values: said.append(text % values))
-    told = WandbLog(tmp_path, load_config(None, [f"run.dir={tmp_path}"]))
+    told = opened(tmp_path, load_config(None, [f"run.dir={tmp_path}"]))
     told.write(1, {"loss": object()})
     told.write(2, {"loss": object()})
     told.close()
@@ -92,7 +96,7 @@ def test_what_wandb_throws_costs_its_figures_and_not_the_run(tmp_path, monkeypat
 def test_where_it_lies_is_told_as_wandb_sync_wants_it(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(wandb_log.log, "info", lambda text, *values: said.append(text % values))
-    WandbLog(tmp_path, load_config(None, [f"run.dir={tmp_path}"])).close()
+    opened(tmp_path, load_config(None, [f"run.dir={tmp_path}"])).close()
     [line] = said
     assert list(Path(line.split("wandb sync ")[1]).glob("run-*.wandb"))
 
@@ -107,4 +111,4 @@ def test_wandb_that_is_not_installed_is_refused_at_once(monkeypatch):
 def test_a_wrong_mode_is_refused_in_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "onlin")
     with pytest.raises(ConfigError, match="WANDB_MODE=onlin"):
-        WandbLog(tmp_path, load_config(None, [f"run.dir={tmp_path}"]))
+        opened(tmp_path, load_config(None, [f"run.dir={tmp_path}"]))

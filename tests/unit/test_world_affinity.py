@@ -67,7 +67,7 @@ def test_disjoint_but_meagre_masks_are_kept_with_a_warning():
     share = share_of_cores([mask(0), mask(1)], EIGHT, 1, one_thread_per_core)
     assert share.cpus == mask(1)
     assert not share.pin
-    assert "1 of the node's 8 cores while its share would be 4" in share.warning
+    assert "1 of the node's 8 cores, while its share would be 4" in share.warning
 
 
 @pytest.mark.parametrize(

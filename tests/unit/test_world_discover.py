@@ -22,7 +22,7 @@ def test_a_world_without_mpi_comes_from_the_variables_alone():
 
 def test_missing_variables_are_named():
     environ = {k: v for k, v in TORCHRUN.items() if not k.startswith("GROUP_RANK")}
-    with pytest.raises(WorldError, match="torchrun did not say node; found only"):
+    with pytest.raises(WorldError, match="torchrun did not set node; found only"):
         discover(environ)
 
 

@@ -134,7 +134,9 @@ def test_two_nodes_with_loopback_alone_are_refused_on_every_rank(monkeypatch):
     channel = ThreadChannel(2)
     errors = on_threads(2, lambda rank: meet(world_of(rank, 2, 2), channel.of(rank), None))
     assert [type(e) for e in errors] == [WorldError] * 2
-    assert "found 127.0.0.1 (lo), 127.0.1.1 (x). Loopback is no use across nodes" in str(errors[1])
+    assert "found 127.0.0.1 (lo), 127.0.1.1 (x). Loopback cannot be used across nodes" in str(
+        errors[1]
+    )
 
 
 def test_an_unknown_interface_is_an_error_that_lists_those_there_are():
@@ -237,7 +239,7 @@ def test_two_jobs_that_share_candidate_ports_do_not_mix():
 
 
 def test_ranks_that_never_come_are_named():
-    with pytest.raises(WorldError, match=r"these ranks never came: \[1, 2\]"):
+    with pytest.raises(WorldError, match=r"these ranks never connected: \[1, 2\]"):
         StarChannel(world_of(0, 3), ["127.0.0.1"], "lonely", 0.1)
 
 

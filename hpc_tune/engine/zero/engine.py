@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpc_tune.batch import Batch
-from hpc_tune.engine.activation_checkpoint import Recompute, checkpoint_blocks
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import MOMENTS, adamw_of, weight_decay_groups
 from hpc_tune.engine.async_io import load_async_io
 from hpc_tune.engine.base import EngineSettings, StepResult
@@ -71,8 +71,7 @@ class ZeroEngine:
         checkpoint_blocks(blocks, parallel.recompute)
         if train.compile:
             compile_blocks(blocks)
-        recompute = Recompute(blocks, parallel.recompute, train.compile)
-        self.levers, self.apply = recompute.levers, recompute.apply
+        self.levers = recompute_levers(blocks, parallel.recompute, train.compile)
         self._engine = self._connect_and_load(built)
         self._zero = self._engine.optimizer
         if parallel.offload_params == "nvme":
