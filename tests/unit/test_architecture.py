@@ -10,7 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2] / "hpc_tune"
 sys.path.insert(0, str(ROOT.parent / "tools"))
 
-from house_table import circles_in, imports_of  # noqa: E402
+from house_table import (  # noqa: E402
+    MAX_LINES,
+    MAX_PARAMETERS,
+    circles_in,
+    count,
+    functions_in,
+    imports_of,
+    module_state,
+    read,
+)
 
 # From the lowest floor to the highest; what is in one row must not know its neighbours.
 FLOORS = (
@@ -160,6 +169,37 @@ def test_init_files_of_rooms_are_empty():
 
 def test_no_file_is_over_400_lines():
     assert not {f: n for f in FILES if (n := len(f.read_text().splitlines())) > 400}
+
+
+TREES = {path: ast.parse(text) for path, text in read(ROOT).items()}
+FUNCTIONS = functions_in(TREES)
+LOOP, LOOP_LINES = ("train/loop.py", "run_loop"), 80
+# What layers must know of the micro-batch, and the log: the documented seams.
+MODULE_STATE = ["log.py log", "model/scoped.py CURRENT"]
+MOST_TAKERS = 15
+
+
+def test_no_function_is_over_60_lines_the_loop_aside():
+    limits = {LOOP: LOOP_LINES}
+    long = [f for f in FUNCTIONS if f.num_lines > limits.get((f.file, f.name), MAX_LINES)]
+    assert not long
+
+
+def test_no_function_has_more_than_8_parameters():
+    assert not [f for f in FUNCTIONS if f.num_parameters > MAX_PARAMETERS]
+
+
+def test_few_functions_at_the_top_take_the_whole_configuration():
+    takers = [f"{f.file} {f.name}" for f in FUNCTIONS if f.takes_config]
+    assert len(takers) < MOST_TAKERS, takers
+
+
+def test_state_of_a_module_is_one_of_the_documented_seams():
+    assert module_state(TREES, ROOT.name) == MODULE_STATE
+
+
+def test_input_is_refused_by_errors_and_not_by_asserts():
+    assert 10 * count(TREES, ast.Assert) < count(TREES, ast.Raise)
 
 
 HEAVY = ("torch", "transformers", "peft", "numpy", "h5py", "mpi4py", "psutil")
