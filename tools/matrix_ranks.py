@@ -99,6 +99,7 @@ def main() -> None:
         if comm.is_rank_0:
             with results.open("a") as out:
                 out.write(json.dumps(told) + "\n")
+        gc.unfreeze()  # what lazy_imports has frozen holds the last row's engine
         gc.collect()  # engines hold themselves in circles
     shutdown(comm)
 
