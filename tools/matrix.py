@@ -28,6 +28,7 @@ from matrix_ranks import LENGTHS, LR, SEED, STEPS, documents
 from hpc_tune.engine.pipeline_parallel import why_no_stages
 from hpc_tune.engine.tensor_parallel import why_no_slices
 from hpc_tune.errors import HpcTuneError
+from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.language import read_config, read_shape, stock_class
@@ -52,11 +53,16 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     from transformers import BitsAndBytesConfig
 
     options: dict[str, Any] = {}
-    if method == "qlora":
-        quantised = BitsAndBytesConfig(**QUANTISED, bnb_4bit_compute_dtype=torch.float32)
-        options = {"quantization_config": quantised, "device_map": {"": "cpu"}}
     auto = stock_class(read_config(directory))
-    model: Any = auto.from_pretrained(directory, dtype=torch.float32, **options)
+    model: Any = auto.from_pretrained(directory, dtype=torch.float32)
+    if method == "qlora":
+        quantised = BitsAndBytesConfig(
+            **QUANTISED,
+            bnb_4bit_compute_dtype=torch.float32,
+            llm_int8_skip_modules=_linears_outside_blocks(model),
+        )
+        options = {"quantization_config": quantised, "device_map": {"": "cpu"}}
+        model = auto.from_pretrained(directory, dtype=torch.float32, **options)
     if method == "qlora":  # its kernels for CPUs compute in bf16, whatever they are told
         model = model.dequantize()
     with torch.no_grad(), torch.random.fork_rng():
@@ -83,6 +89,16 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
         optimizer.zero_grad()
         losses.append(total)
     return losses
+
+
+def _linears_outside_blocks(model: Any) -> list[str]:
+    """Return the names of the linear layers that hpc_tune does not quantise."""
+    inside = set(block_list(model).modules())
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module not in inside
+    ]
 
 
 def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
