@@ -120,10 +120,13 @@ def choose(
         return replace(candidate, micro_rows=rows, time=time)
 
     may_split = config.batch.micro_size == "auto"
-    room, per_node = machine.bytes_per_rank, machine.ranks_of_each_node(num_ranks)
-    simple, _ = choose_layout(asked, num_ranks, size, room, per_node)
     search = _Search(work, machine, num_ranks, plan_of, with_rows if may_split else None)
-    return search.fastest_that_fit(legal, simple)
+    rows, refused = search.fastest_that_fit(legal)
+    room, per_node = machine.bytes_per_rank, machine.ranks_of_each_node(num_ranks)
+    layout, _ = choose_layout(asked, num_ranks, size, room, per_node)
+    simple = next((c for c in legal if c.layout == layout), None)
+    alone = next((c for c in legal if c.layout.size == 1), None)
+    return Choice(rows, refused, simple, alone, num_ranks)
 
 
 def as_lines(choice: Choice) -> list[str]:
@@ -216,8 +219,10 @@ class _Search:
     with_rows: Callable[[Candidate, int], Candidate] | None
     planned: list[_Planned] = field(default_factory=list)
 
-    def fastest_that_fit(self, legal: Sequence[Candidate], simple: Layout) -> Choice:
-        """Return the choice among ``legal``; ``simple`` is the layout without auto.
+    def fastest_that_fit(
+        self, legal: Sequence[Candidate]
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """Return the fastest of ``legal`` that fit, and faster ones that do not.
 
         Raises:
             ConfigError: if none fits.
@@ -234,10 +239,7 @@ class _Search:
                 rows.append(replace(candidate, memory=f"> {state}"))
         if not rows:
             raise ConfigError(self._why_nothing_fits(len(legal)))
-        rows.sort(key=self._preference)
-        without_auto = next((c for c in legal if c.layout == simple), None)
-        alone = next((c for c in legal if c.layout.size == 1), None)
-        return Choice(rows, refused, without_auto, alone, self.num_ranks)
+        return sorted(rows, key=self._preference), refused
 
     def _preference(self, candidate: Candidate) -> float:
         return candidate.preference(self.num_ranks)
