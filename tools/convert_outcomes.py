@@ -30,7 +30,7 @@ class Theirs:
         return self.values.get(key, default)
 
     def is_on(self, key: str) -> bool:
-        """Say whether a switch is there and on."""
+        """Return whether a switch is there and on."""
         return str(self.get(key)).lower() == "true"
 
     def whole(self, key: str) -> int:
@@ -159,14 +159,14 @@ def global_batch(theirs: Theirs, rows: str, accumulation: str, ranks_per_row: in
 
 
 def usable_file(value: Any) -> bool:
-    """Say whether a value names one file, or a folder, of a kind that hpc_tune reads."""
+    """Return whether a value names one file, or a folder, of a kind that hpc_tune reads."""
     if not isinstance(value, str) or "://" in value or "*" in value:
         return False
     return PurePosixPath(value).suffix in ("", *FILE_SUFFIXES)
 
 
 def is_path(name: str) -> bool:
-    """Say whether a name is a path rather than one of a hub, such as meta-llama/Llama-3.1-8B."""
+    """Return whether a name is a path rather than one of a hub, such as meta-llama/Llama-3.1-8B."""
     return name.startswith(("/", ".", "~", "$")) or name.count("/") != 1
 
 

@@ -66,8 +66,8 @@ class DataConfig(Section):
     )
     seq_len: PositiveInt = Field(
         1024,
-        description="Tokens per row; longer documents are cut there, and counted. The memory of "
-        "activations grows in proportion, so set it no higher than most of your documents need.",
+        description="Tokens per row; longer documents are cut there, and counted. 1024 holds most "
+        "questions with their answers; the memory of activations grows in proportion.",
     )
     packing: bool = Field(
         True,

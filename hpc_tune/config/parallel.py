@@ -24,8 +24,8 @@ class ParallelConfig(Section):
     )
     replicate: PositiveInt | None = Field(
         None,
-        description="Copies of the model that each train on their share of the rows; it costs the "
-        "memory of each copy and one all-reduce of gradients per step. Unset: chosen.",
+        description="Copies of the model that each train on their share of the rows; gradients are "
+        "all-reduced once per step, and each copy takes its own memory. Unset: chosen.",
     )
     shard: PositiveInt | None = Field(
         None,

@@ -29,7 +29,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
         description="The dtype of base weights and arithmetic. bf16 takes half the memory of fp32 "
-        "and is faster on GPUs, with 3 significant digits instead of 7. auto: bf16 on a GPU that "
+        "and is faster on GPUs, with 2 to 3 digits instead of 7. auto: bf16 on a GPU that "
         "has it, fp32 on a CPU. Trained weights and their optimizer state have tune.param_dtype.",
     )
 
@@ -47,8 +47,8 @@ class TuneConfig(Section):
     )
     rank: PositiveInt = Field(
         16,
-        description="The rank of the adapters. A higher rank can learn more; the adapters' memory "
-        "and flops grow in proportion.",
+        description="The rank of the adapters. 16 is a common choice; a higher rank can learn "
+        "more, and the adapters' memory and flops grow in proportion.",
     )
     alpha: Annotated[float, Field(gt=0)] = Field(
         32.0,
@@ -85,12 +85,13 @@ class BatchConfig(Section):
         64,
         description="Rows of data.seq_len tokens per optimizer step, over all ranks. It alone "
         "decides what a step learns from; gradient accumulation follows from it, whatever the "
-        "number of ranks. More rows give a less noisy gradient and fewer steps per epoch.",
+        "number of ranks. 64 is a common choice; more give a less noisy gradient and fewer steps "
+        "per epoch.",
     )
     micro_size: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="Rows per forward pass on one rank. It changes memory and speed, not the "
-        "gradient. auto: the largest that fits into memory.",
+        "gradient. auto: the largest that fits into memory, which is the fastest.",
     )
 
 
@@ -159,8 +160,8 @@ class TrainConfig(Section):
     )
     time_limit: Seconds | None = Field(
         None,
-        description="Seconds, or such as 3.5h, before the end of which the run saves a checkpoint "
-        "and stops with exit code 75. Unset: no limit; under Slurm the end of the job is known "
+        description="The time, in seconds or as 3.5h, within which the run saves a checkpoint and "
+        "stops with exit code 75. Unset: no limit; under Slurm the end of the job is known "
         "without it.",
     )
     profile: Steps | None = Field(

@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from hpc_tune.data.controls import any_of
+
 Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
 RenderFirst = Callable[[int, bool], str | None]
@@ -64,9 +66,7 @@ class AnswerFinder:
 
     def __init__(self, controls: Sequence[str]) -> None:
         """Take the control tokens as text."""
-        longest_first = sorted(filter(None, set(controls)), key=len, reverse=True)
-        self._controls = tuple(longest_first)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._controls, self._control = tuple(controls), any_of(controls)
         self._next_control = re.compile(rf"\s*({self._control.pattern})")
 
     def find(

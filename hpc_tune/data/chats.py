@@ -81,9 +81,12 @@ class Renderer:
         typed = example
         messages = self.stand_ins.hide_in(example.messages)
         example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
-        full = self._template(messages, tools=example.tools)
-        if full is None:
-            return f"the chat template refused the messages{self._why(example)}"
+        try:
+            full = self._apply(messages, False, example.tools)
+        except _REFUSALS as error:
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            reason = f"{kind}{str(error)[:_REASON_CHARS]}"
+            return f"the chat template refused the messages ({reason})"
         if ESCAPED_IN_JSON in full and example != typed:
             return "the chat template writes a typed control token as JSON in ASCII"
         if self._loss_on == "all" and not example.unlearned:
@@ -127,7 +130,10 @@ class Renderer:
                 return [*found]
 
         def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
-            return self._template(messages, generation, chat.tools)
+            try:
+                return self._apply(messages, generation, chat.tools)
+            except _REFUSALS:
+                return None
 
         return self._answers.find(render, chat.messages, numbers, full)
 
@@ -161,18 +167,6 @@ class Renderer:
             return Rendered(text, None, is_plain=True, bos=True, eos=True)
         return Rendered(text, spans, is_plain=True, bos=True, eos=True)
 
-    def _template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        generation: bool = False,
-        tools: list[Any] | None = None,
-    ) -> str | None:
-        """Render messages; None if the template refuses them."""
-        try:
-            return self._apply(messages, generation, tools)
-        except _REFUSALS:
-            return None
-
     def _apply(
         self,
         messages: Sequence[dict[str, Any]],
@@ -180,6 +174,7 @@ class Renderer:
         tools: list[Any] | None,
         template: str | None = None,
     ) -> str:
+        """Render messages; raises one of _REFUSALS if the template refuses them."""
         text: str = self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -188,16 +183,6 @@ class Renderer:
             tokenize=False,
         )
         return text
-
-    def _why(self, chat: Chat) -> str:
-        """Return a template's own reason for refusing messages, short enough to be counted."""
-        try:
-            self._apply(chat.messages, False, chat.tools)
-        except TemplateError as error:
-            return f" ({str(error)[:_REASON_CHARS]})"
-        except _REFUSALS as error:
-            return f" ({type(error).__name__}: {str(error)[:_REASON_CHARS]})"
-        return ""
 
 
 def end_of_answer(tokenizer: FastTokenizer) -> str | None:

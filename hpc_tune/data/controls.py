@@ -24,10 +24,10 @@ class StandIns:
     def __init__(self, controls: Sequence[str], counters: Counters) -> None:
         """Take the control tokens as text."""
         self._counters = counters
-        self._typed = [ESCAPE, *sorted(filter(None, set(controls)), key=len, reverse=True)]
+        self._typed = [ESCAPE, *sorted(set(controls), key=len, reverse=True)]
         self._number = {text: number for number, text in enumerate(self._typed)}
-        self._all = _any_of(self._typed)
-        self._but_reasoning = _any_of([text for text in self._typed if not _REASONING.search(text)])
+        self._all = any_of(self._typed)
+        self._but_reasoning = any_of([text for text in self._typed if not _REASONING.search(text)])
         last = chr(_FIRST + len(self._typed) - 1)
         self._stand_in = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
 
@@ -62,14 +62,14 @@ class StandIns:
         return ESCAPE + chr(_FIRST + self._number[found[0]])
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern of the longest of ``texts`` at a place.
+def any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern that matches the longest of ``texts`` at a position.
 
-    It shares their beginnings: of thousands of alternatives, as some models have reserved tokens,
-    each would be tried at each place.
+    It shares their beginnings: some models have thousands of reserved tokens, and each alternative
+    would be tried at each position.
     """
     tree: dict[str, Any] = {}
-    for text in texts:
+    for text in filter(None, texts):
         node = tree
         for char in text:
             node = node.setdefault(char, {})

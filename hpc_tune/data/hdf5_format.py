@@ -24,7 +24,7 @@ that is cut off while in use, or a disk that fails, would end the process by SIG
 import json
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -55,24 +55,25 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Attributes:
     """The file's description of itself.
 
-    ``content`` is a hash of the documents; ``template_date`` what a chat template that prints
-    today's date has printed, empty for others.
+    ``content`` is a hash of the documents; like ``highest_token`` and ``counters`` it is known when
+    all are written. ``template_date`` is what a chat template that prints today's date has printed,
+    empty for others.
     """
 
-    content: str
+    content: str = ""
     tokenizer: str
     tokenizer_fingerprint: str
     vocab_size: int
-    highest_token: int
+    highest_token: int = 0
     seq_len: int
     loss_on: str
     template_date: str
     source: str
-    counters: Counters
+    counters: Counters = field(default_factory=Counters)
     hpc_tune_version: str
 
 

@@ -22,7 +22,7 @@ import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,11 @@ class PrepareSettings:
 class Plan:
     """What is to be prepared, and where its parts are kept meanwhile."""
 
-    source: str
     out: Path
     files: tuple[tuple[str, int, str], ...]
     chunks: tuple[Chunk, ...]
     settings: PrepareSettings
-    fingerprint: str
-    tokenizer: str
-    vocab_size: int
-    template_date: str
+    attributes: Attributes
     parts: Path
 
     def part(self, number: int) -> Path:
@@ -124,19 +120,19 @@ def plan(
         fast one.
     """
     out, mark = Path(out), fingerprint(tokenizer)
-    key = _key(paths, mark, settings)
-    return Plan(
-        source=shown(paths),
-        out=out,
-        files=ends_of_files(paths),
-        chunks=tuple(list_chunks(paths)),
-        settings=settings,
-        fingerprint=mark,
+    attributes = Attributes(
         tokenizer=describe(tokenizer),
+        tokenizer_fingerprint=mark,
         vocab_size=len(tokenizer),
+        seq_len=settings.seq_len,
+        loss_on=settings.loss_on,
         template_date=template_date_of(tokenizer),
-        parts=out.with_name(f".{out.name}.{key}.parts"),
+        source=shown(paths),
+        hpc_tune_version=__version__,
     )
+    parts = out.with_name(f".{out.name}.{_key(paths, mark, settings)}.parts")
+    chunks = tuple(list_chunks(paths))
+    return Plan(out, ends_of_files(paths), chunks, settings, attributes, parts)
 
 
 def tokenize(
@@ -177,19 +173,7 @@ def assemble(work: Plan) -> Counters:
         findings.add(Findings(**facts["findings"]))
         histogram.update(dict(facts["lengths"]))
     _check(work, counters, findings)
-    attributes = Attributes(
-        content="",
-        tokenizer=work.tokenizer,
-        tokenizer_fingerprint=work.fingerprint,
-        vocab_size=work.vocab_size,
-        highest_token=0,
-        seq_len=work.settings.seq_len,
-        loss_on=work.settings.loss_on,
-        template_date=work.template_date,
-        source=work.source,
-        counters=counters,
-        hpc_tune_version=__version__,
-    )
+    attributes = replace(work.attributes, counters=counters)
     write_store(work.out, _all_blocks(work), histogram, attributes)
     shutil.rmtree(work.parts, ignore_errors=True)
     _remove_stale(work.out)
@@ -198,23 +182,23 @@ def assemble(work: Plan) -> Counters:
 
 def _check(work: Plan, counters: Counters, findings: Findings) -> None:
     """Log what was found in the data; refuse data without an example to learn from."""
-    reading = work.settings.reading
+    reading, source = work.settings.reading, work.attributes.source
     if counters.documents:
-        require_columns(work.source, reading, findings)
+        require_columns(source, reading, findings)
     for line in findings.lines() if reading.part != "held-out" else ():
-        log.info("%s: %s", work.source, line)
+        log.info("%s: %s", source, line)
     if counters.documents:
         return
     if reading.part != "all" and findings.num_elsewhere:
         raise DataError(
-            f"data.eval_fraction={reading.held_out:g} leaves no example of {work.source} for the "
+            f"data.eval_fraction={reading.held_out:g} leaves no example of {source} for the "
             f"{reading.part} part; choose another fraction, or set data.eval_path"
         )
     reasons = [f"{n} dropped: {why}" for why, n in counters.dropped.items()]
     reasons += [f"{findings.num_bad} bad rows skipped"] if findings.num_bad else []
     reasons += [f"{findings.num_marked} left out, as marked"] if findings.num_marked else []
     raise DataError(
-        f"{work.source} gives no example to learn from"
+        f"{source} gives no example to learn from"
         f" ({'; '.join(reasons) or 'it holds no records'}); expected at least one"
     )
 
@@ -225,8 +209,9 @@ def _require_copy(own: Plan, work: Plan) -> None:
         if files[0] != files[1]:
             here, there = (f"{f[0]} of {f[1]:,} bytes" if f else "no such file" for f in files)
             raise DataError(
-                f"{work.source} is not the same on all nodes: {here} on this one, {there} on rank "
-                "0's (or another content); copy it anew to each, or to a folder that they share"
+                f"{own.attributes.source} is not the same on all nodes: {here} on this one, "
+                f"{there} on rank 0's (or another content); copy it to each again, or to a folder "
+                "that they share"
             )
 
 

@@ -197,7 +197,7 @@ def _content(content: Any, where: str) -> str | None:
             kind = part.get("type", "text")
             if kind != "text":
                 raise WrongRecord(
-                    f"{where}: a part of its content is of type {kind}; only text is taught"
+                    f"{where}: a part of its content is of type {kind}; only text is learned"
                 )
             part = part.get("text")
         if not isinstance(part, str):

@@ -18,6 +18,7 @@ import numpy as np
 
 from hpc_tune.data.chats import controls_of
 from hpc_tune.data.content import verify
+from hpc_tune.data.controls import any_of
 from hpc_tune.data.counts import Counters, Findings
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.files import Paths, find, say_left_out, shown
@@ -149,11 +150,9 @@ class DocumentDecoder:
     def __init__(self, tokenizer: FastTokenizer, look: Look) -> None:
         """Take the tokenizer that the documents were made with."""
         self._backend, self._look = tokenizer.backend_tokenizer, look
-        names = controls_of(tokenizer)
         added = self._backend.get_added_tokens_decoder()
         self._controls = {number: token.content for number, token in added.items() if token.special}
-        longest_first = sorted(names, key=len, reverse=True)
-        self._typed = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._typed = any_of(controls_of(tokenizer))
         self.legend = look.paint("learned", look.learned)
 
     def text_of(self, tokens: np.ndarray, mask: np.ndarray) -> str:

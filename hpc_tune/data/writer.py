@@ -72,6 +72,8 @@ def _allocate(
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     extents = {}
     with h5py.File(path, "w", locking=False, alignment_threshold=64, alignment_interval=64) as file:
+        for group in ("documents", "lengths"):
+            file.create_group(group)
         for name, (length, dtype) in shapes.items():
             # Without times: the same documents give the same bytes.
             dataset = file.create_dataset(
