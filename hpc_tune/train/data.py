@@ -182,8 +182,9 @@ def prepare_file(
     progress = Progress(f"tokenising {name}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:
-        is_known = error is None or isinstance(error, HpcTuneError)
-        comm.agree(error if is_known else DataError(str(error)), "preparing the data")
+        if error is not None and not isinstance(error, HpcTuneError):
+            error = DataError(str(error))
+        comm.agree(error, "preparing the data")
 
     counters = prepare(
         path,

@@ -28,7 +28,7 @@ from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
 from hpc_tune.train.ballot import Ballot
 from hpc_tune.train.checkpointing import Checkpointer
-from hpc_tune.train.governor import Governor
+from hpc_tune.train.governor import Governor, facts_of
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.world.comm import Comm
@@ -105,7 +105,7 @@ def run_loop(work: Work) -> Outcome:
             _start_save(work, work.state(step, loader_state, evals))
         if stop_reason:
             saver.finish()
-            facts = work.governor.facts(need) if need else {}
+            facts = facts_of(need, work.governor.taken) if need else {}
             return stopped(stop_reason, saver.committed_step, facts)
         if work.loader.micro_size != micro_size:
             work.loader.restore(loader_state)
