@@ -178,8 +178,9 @@ def prepare_file(
     progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
 
     def agree_or_raise(error: BaseException | None) -> None:
-        known = error if error is None or isinstance(error, HpcTuneError) else DataError(str(error))
-        comm.agree(known, "preparing the data")
+        if error is not None and not isinstance(error, HpcTuneError):
+            error = DataError(str(error))
+        comm.agree(error, "preparing the data")
 
     ranks = Ranks(world.rank, world.size, agree_or_raise, comm.broadcast, comm.threads)
     settings = prepare_settings(data, part)

@@ -168,7 +168,7 @@ def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
 
     def offer(world, interface):
         made, listeners = original(world, interface)
-        places.append(made["places"][0]["port"])
+        places.append(made["endpoints"][0]["port"])
         return made, listeners
 
     monkeypatch.setattr(

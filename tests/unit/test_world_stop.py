@@ -70,7 +70,7 @@ def test_an_end_that_is_past_is_an_older_jobs(name, caplog, monkeypatch):
     flag = StopFlag(environ=environ, is_first=True)
     assert flag.seconds_left() is None
     assert flag.reason(margin_s=1e6) is None
-    assert f"{name}={environ[name]} is past" in caplog.text
+    assert f"{name}={environ[name]} is in the past" in caplog.text
     assert StopFlag(environ=environ).seconds_left() is None
 
 
