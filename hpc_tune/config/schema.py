@@ -42,9 +42,9 @@ class TuneConfig(Section):
         description="lora: low-rank adapters on a frozen base (arXiv:2106.09685), with gradients "
         "and optimizer state for the adapters alone; dora: lora plus a learned magnitude "
         "(arXiv:2402.09353), slower and often a little better; qlora: lora on a base whose blocks "
-        "have their linear layers in 4 bits (NF4, arXiv:2305.14314), which takes an eighth of fp32's "
-        "memory, is slower and needs "
-        "pip install 'hpc_tune[qlora]'; full: all weights, which takes the most memory.",
+        "have their linear layers in 4 bits (NF4, arXiv:2305.14314), which takes an eighth of "
+        "fp32's memory, is slower and needs pip install 'hpc_tune[qlora]'; full: all weights, "
+        "which takes the most memory.",
     )
     rank: PositiveInt = Field(
         16,
