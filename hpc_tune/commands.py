@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from hpc_tune.completion import SHELLS, script
 from hpc_tune.config.data import is_prepared
+from hpc_tune.config.init import METHODS, QUESTIONS, answers, ask_on_terminal, write_config
 from hpc_tune.config.load import is_tiny
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
@@ -94,6 +95,20 @@ def train(options: Namespace) -> int:
     if not options.config.train.compile:
         postpone_compiler()
     return run(options.config, force=options.force)
+
+
+@command(
+    argument("--model", str, "a Hugging Face model directory, or builtin:tiny"),
+    argument("--data", str, "a dataset, as data.path takes it"),
+    argument("--machine", str, "cpu, or NODESxGPUS of each node, such as 2x8"),
+    argument("--method", METHODS, "which weights are trained"),
+    argument("--out", Path, "the file to write", default="my.yaml"),
+)
+def init(options: Namespace) -> int:
+    """Write a configuration from four answers (model, data, machine, method)."""
+    given = {name: getattr(options, name) for name in QUESTIONS}
+    print("\n".join(write_config(Path(options.out), answers(given, ask_on_terminal()))))
+    return EXIT_DONE
 
 
 @command(
@@ -297,7 +312,7 @@ def completion(options: Namespace) -> int:
 
 
 _ALL = (
-    *(train, supervise, submit, doctor, prepare, show, plan),
-    *(export, generate, inspect, report, watch, completion),
+    *(train, init, show, plan, doctor, prepare, submit, supervise),
+    *(report, watch, inspect, generate, export, completion),
 )
 COMMANDS = {command.run.__name__: command for command in _ALL}

@@ -1,0 +1,181 @@
+"""The init command: four answers -> a configuration whose comments say why each value is there.
+
+model, data, machine, method -> questions where one is missing -> YAML, checked -> FILE
+"""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_tune.atomic_file import write_file
+from hpc_tune.config.load import load_config
+from hpc_tune.errors import ConfigError
+
+METHODS = ("lora", "qlora", "dora", "full")
+QUESTIONS = {
+    "model": "Model: a Hugging Face directory, or builtin:tiny to try things out",
+    "data": "Data: a file, a folder or a pattern, or builtin:pydocs to try things out",
+    "machine": "Machine: cpu, or NODESxGPUS of each node (1x1, 1x8, 4x8)",
+    "method": "Method: lora, qlora (a base of 4 bits), dora, or full (all weights)",
+}
+DEFAULTS = {
+    "model": "builtin:tiny",
+    "data": "builtin:pydocs",
+    "machine": "cpu",
+    "method": "lora",
+}
+_USUAL_ROW, _GLOBAL_SIZE = 4096, 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes of the job, and GPUs of each; 0 for ranks on CPUs."""
+
+    nodes: int
+    gpus: int
+
+
+def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -> dict[str, str]:
+    """Return the four answers; ``ask`` is given the question of each that is missing.
+
+    Raises:
+        ConfigError: if one is missing and there is nobody to ask.
+    """
+    missing = [name for name in QUESTIONS if given.get(name) is None]
+    if missing and ask is None:
+        flags = " ".join(f"--{name} {DEFAULTS[name]}" for name in missing)
+        raise ConfigError(f"nobody to ask here; give what is missing as arguments: {flags}")
+    complete = {name: value for name, value in given.items() if value is not None}
+    for name in missing if ask is not None else ():
+        complete[name] = ask(f"{QUESTIONS[name]} [{DEFAULTS[name]}]: ").strip() or DEFAULTS[name]
+    return complete
+
+
+def write_config(out: Path, given: Mapping[str, str]) -> list[str]:
+    """Write the configuration to ``out``; return the commands that come next.
+
+    Raises:
+        ConfigError: if an answer cannot be used, ``out`` is there, or cannot be written.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} is there already; name another file with --out, or remove it")
+    machine = _machine(given["machine"])
+    if given["method"] not in METHODS:
+        raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
+    text = "\n".join([*_lines(given, machine, out.stem), ""])
+    try:
+        write_file(out, text)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+    try:
+        load_config([str(out)], [])
+    except ConfigError:
+        out.unlink()
+        raise
+    return list(_next(out, machine, given["data"]))
+
+
+def ask_on_terminal() -> Callable[[str], str] | None:
+    """Return what asks a person, or None where none is there."""
+    return input if sys.stdin.isatty() and sys.stderr.isatty() else None
+
+
+def _machine(text: str) -> Machine:
+    if text == "cpu":
+        return Machine(1, 0)
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise ConfigError(f"--machine {text}: expected cpu, or NODESxGPUS such as 2x8")
+    return Machine(int(match[1]), int(match[2]))
+
+
+def _lines(given: Mapping[str, str], machine: Machine, name: str) -> Iterator[str]:
+    path, method = given["model"], given["method"]
+    length, why = _row_length(path)
+    yield f"# Written by `hpc_tune init` for {method} on {given['machine']}."
+    yield "# All other settings have defaults: python -m hpc_tune --help"
+    yield "model:"
+    yield f"  path: {_scalar(path)}"
+    if machine.gpus:
+        yield _line("dtype: bf16", "what GPUs compute fastest in")
+    yield "tune:"
+    yield f"  method: {method}"
+    if method != "full":
+        yield _line("rank: 16", "of the adapters; 8 to 64 are usual")
+        yield _line("alpha: 32", "scales them by alpha / rank; twice the rank is usual")
+    elif machine.gpus:
+        yield _line("param_dtype: fp32", "bf16 halves memory, and loses small updates in rounding")
+    yield "data:"
+    yield f"  path: {_scalar(given['data'])}"
+    yield _line("eval_fraction: 0.02", "held out by a hash of each document, to see overfitting")
+    yield _line(f"seq_len: {length}", why)
+    yield "batch:"
+    yield _line(f"global_size: {_GLOBAL_SIZE}", "rows per optimizer step, over all ranks together")
+    yield "optim:"
+    if method == "full":
+        yield _line("lr: 1e-5", "usual for all weights")
+    else:
+        yield _line("lr: 2e-4", "usual for adapters")
+    if machine.gpus:
+        yield "parallel:"
+        yield _line("recompute: selective", "less memory for a few percent of time; or none")
+    yield "train:"
+    yield _line("epochs: 1", "watch the held-out loss before you take more")
+    yield "checkpoint:"
+    yield _line("every_minutes: 30", "what a crash costs at most")
+    yield "run:"
+    yield _line(f"dir: {_scalar(f'runs/{name}')}", "on a file system that all nodes share")
+    if machine.nodes > 1:
+        yield "slurm:  # for `hpc_tune submit`; add account and partition"
+        yield f"  nodes: {machine.nodes}"
+        yield f"  gpus_per_node: {machine.gpus}"
+        yield _line("cpus_per_task: 8", "cores of each rank")
+        yield _line('time: "04:00:00"', "of one job; the run requeues itself until it is done")
+
+
+def _line(setting: str, why: str) -> str:
+    return f"  {setting:<22} # {why}"
+
+
+def _row_length(model: str) -> tuple[int, str]:
+    """Return tokens per row and the reason."""
+    if model == "builtin:tiny":
+        return 512, "tokens per row; the tiny model has short ones"
+    config = Path(model) / "config.json"
+    try:
+        shape: Any = json.loads(config.read_text(encoding="utf-8"))
+        shape = shape.get("text_config", shape)
+        limit = shape.get("max_position_embeddings") or shape.get("n_positions")
+    except (OSError, ValueError, AttributeError):
+        limit = None
+    if not isinstance(limit, int):
+        return _USUAL_ROW, "tokens per row; longer documents are cut and counted"
+    return min(limit, _USUAL_ROW), f"tokens per row; this model takes up to {limit}"
+
+
+def _scalar(text: str) -> str:
+    """Return a value as YAML writes it, in quotes where it needs them."""
+    line: str = yaml.safe_dump(text, width=10**9).removesuffix("\n").removesuffix("\n...")
+    return line
+
+
+def _next(out: Path, machine: Machine, data: str) -> Iterator[str]:
+    command = f"python -m hpc_tune {{}} --config {shlex.quote(str(out))}"
+    yield f"wrote {out}. Next:"
+    yield f"  {command.format(f'show {shlex.quote(data)}')}"
+    yield (
+        f"  {command.format('plan')} --nodes {machine.nodes} --gpus-per-node {machine.gpus or 1} "
+        f"--device-memory {'80GiB' if machine.gpus else '0'} --host-memory 512GiB"
+    )
+    if machine.nodes > 1:
+        yield f"  {command.format('submit')} --dry-run"
+    else:
+        launcher = f"mpirun -np {machine.gpus} " if machine.gpus > 1 else ""
+        yield f"  {launcher}{command.format('train')}"

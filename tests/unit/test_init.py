@@ -1,0 +1,67 @@
+import itertools
+
+import pytest
+
+from hpc_tune import cli
+from hpc_tune.config.init import DEFAULTS, METHODS, answers, write_config
+from hpc_tune.config.load import load_config
+from hpc_tune.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("method", "machine"), list(itertools.product(METHODS, ("cpu", "1x1", "1x8", "4x8")))
+)
+def test_what_it_writes_is_a_configuration_with_the_answers_in_it(tmp_path, method, machine):
+    given = DEFAULTS | {"method": method, "machine": machine, "data": "my data/*.jsonl"}
+    next_commands = write_config(tmp_path / "mine.yaml", given)
+    config = load_config([str(tmp_path / "mine.yaml")], [])
+    assert (config.tune.method, config.data.path) == (method, "my data/*.jsonl")
+    assert config.slurm.nodes == (4 if machine == "4x8" else 1)
+    assert ("submit" if machine == "4x8" else "train") in next_commands[-1]
+    assert ("mpirun -np 8" in next_commands[-1]) == (machine == "1x8")
+
+
+def test_rows_are_no_longer_than_the_model_allows(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    write_config(tmp_path / "mine.yaml", DEFAULTS | {"model": str(tmp_path)})
+    assert load_config([str(tmp_path / "mine.yaml")], []).data.seq_len == 2048
+
+
+def test_what_is_missing_is_asked_for_and_enter_takes_the_default():
+    asked = []
+
+    def ask(question):
+        asked.append(question)
+        return "full" if question.startswith("Method") else ""
+
+    given = answers({"model": "m", "data": None, "machine": None, "method": None}, ask)
+    assert given == {"model": "m", "data": "builtin:pydocs", "machine": "cpu", "method": "full"}
+    assert len(asked) == 3
+
+
+def test_without_a_terminal_the_missing_arguments_are_named():
+    with pytest.raises(ConfigError, match="--data builtin:pydocs --method lora"):
+        answers({"model": "m", "data": None, "machine": "cpu", "method": None}, None)
+
+
+@pytest.mark.parametrize("machine", ["", "8", "0x8", "2x", "gpu", "2x8x80"])
+def test_a_machine_that_cannot_be_read_is_refused(tmp_path, machine):
+    with pytest.raises(ConfigError, match="expected cpu, or NODESxGPUS"):
+        write_config(tmp_path / "mine.yaml", DEFAULTS | {"machine": machine})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path):
+    (tmp_path / "mine.yaml").write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        write_config(tmp_path / "mine.yaml", DEFAULTS)
+    assert (tmp_path / "mine.yaml").read_text() == "mine"
+
+
+def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = ["--model", "shape:llama3-8b", "--data", "d.jsonl"]
+    assert cli.main(["init", *model, "--machine", "1x8", "--method", "lora"]) == 0
+    plan = next(line for line in capsys.readouterr().out.splitlines() if " plan " in line)
+    assert cli.main(plan.split()[3:]) == 0
+    assert "verdict fits" in capsys.readouterr().out
