@@ -25,7 +25,7 @@ from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
 from hpc_tune.plan.model_size import ModelSize, measure, static_bytes
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.report import Plan, make_plan
-from hpc_tune.plan.resolve import choose_layout, with_layout
+from hpc_tune.plan.resolve import resolve, with_layout
 from hpc_tune.plan.shape import planned_dtype, shape_of
 from hpc_tune.plan.step_time import StepTime, StepWork, step_time
 from hpc_tune.units import format_bytes
@@ -122,8 +122,7 @@ def choose(
     may_split = config.batch.micro_size == "auto"
     search = _Search(work, machine, num_ranks, plan_of, with_rows if may_split else None)
     rows, refused = search.fastest_that_fit(legal)
-    room, per_node = machine.bytes_per_rank, machine.ranks_of_each_node(num_ranks)
-    layout, _ = choose_layout(asked, num_ranks, size, room, per_node)
+    layout = resolve(asked, size, built.config, machine, num_ranks).layout
     simple = next((c for c in legal if c.layout == layout), None)
     alone = next((c for c in legal if c.layout.size == 1), None)
     return Choice(rows, refused, simple, alone, num_ranks)

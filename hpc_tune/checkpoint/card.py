@@ -8,7 +8,6 @@ import yaml
 from hpc_tune import __version__
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
-from hpc_tune.config.schema import BatchConfig, DataConfig, OptimConfig, TrainConfig, TuneConfig
 from hpc_tune.data.files import as_list
 
 CARD, CONFIG = "README.md", "training_config.yaml"
@@ -36,29 +35,48 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
         refuses.
     """
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
-    config = state.run_config(str(checkpoint))
+    config, evals = state.run_config(str(checkpoint)), Evals.from_json(state.evals)
+    tune, optim, name = config.tune, config.optim, base.resolve().name
+    warmup = optim.num_warmup_steps(state.total_steps)
+    rows = {"base model": name, "method": str(tune.method)}
+    if tune.method != "full":
+        targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
+        rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}, on {targets}"
+    rows |= {
+        "data": ", ".join(Path(path).name for path in as_list(config.data.path)),
+        "optimizer steps": f"{state.step} of {state.total_steps}",
+        "batch": f"{config.batch.global_size} rows of {config.data.seq_len} tokens",
+        "learning rate": f"{optim.peak_lr:g}, {optim.schedule}, {warmup} warm-up steps",
+        "seed": str(config.train.seed),
+    }
+    if evals.first is not None and evals.last is not None:
+        (first_step, first), (last_step, last) = evals.first, evals.last
+        rows["held-out loss"] = f"{first:.4f} (step {first_step}) → {last:.4f} (step {last_step})"
+    title = config.run.name or Path(config.run.dir).absolute().name
     auto = _class_of(base / "config.json") if whole else _CAUSAL
-    base_name = base.resolve().name
+    card = _card(title, name, [tune.method, *config.run.tags], rows, kind, auto)
+    (out / CARD).write_text(card, encoding="utf-8")
+    text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    (out / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _card(
+    title: str, base: str, tags: list[str], rows: dict[str, str], kind: str, auto: str
+) -> str:
     head = {
-        "base_model": base_name,
+        "base_model": base,
         "library_name": "peft" if kind == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["hpc_tune", config.tune.method, *config.run.tags],
+        "tags": ["hpc_tune", *tags],
     }
-    sections = (config.tune, config.data, config.batch, config.optim, config.train)
-    rows = {"base model": base_name, **_rows(state, *sections)}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    name = config.run.name or Path(config.run.dir).absolute().name
-    card = (
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {name}\n\n"
-        f"{'A LoRA-type adapter of' if kind == 'adapter' else 'Tuned from'} {base_name}, made with "
+    return (
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {title}\n\n"
+        f"{'A LoRA-type adapter of' if kind == 'adapter' else 'Tuned from'} {base}, made with "
         f"hpc_tune {__version__}. What the base model's licence and card say holds here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
         f"```python\n{_USE[kind].format(auto=auto)}\n```\n"
     )
-    (out / CARD).write_text(card, encoding="utf-8")
-    text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
-    (out / CONFIG).write_text(text, encoding="utf-8")
 
 
 def _class_of(config: Path) -> str:
@@ -67,31 +85,3 @@ def _class_of(config: Path) -> str:
         return _CAUSAL
     named = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [_CAUSAL]
     return str(named[0]) if named[0].endswith("ForConditionalGeneration") else _CAUSAL
-
-
-def _rows(
-    state: RunState,
-    tune: TuneConfig,
-    data: DataConfig,
-    batch: BatchConfig,
-    optim: OptimConfig,
-    train: TrainConfig,
-) -> dict[str, str]:
-    """Return the table of a card: how the model was trained, and its held-out loss."""
-    warmup = optim.num_warmup_steps(state.total_steps)
-    rows = {"method": str(tune.method)}
-    if tune.method != "full":
-        targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
-        rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}, on {targets}"
-    rows |= {
-        "data": ", ".join(Path(path).name for path in as_list(data.path)),
-        "optimizer steps": f"{state.step} of {state.total_steps}",
-        "batch": f"{batch.global_size} rows of {data.seq_len} tokens",
-        "learning rate": f"{optim.peak_lr:g}, {optim.schedule}, {warmup} warm-up steps",
-        "seed": str(train.seed),
-    }
-    evals = Evals.from_json(state.evals)
-    if evals.first is not None and evals.last is not None:
-        (first_step, first), (last_step, last) = evals.first, evals.last
-        rows["held-out loss"] = f"{first:.4f} (step {first_step}) → {last:.4f} (step {last_step})"
-    return rows

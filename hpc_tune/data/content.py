@@ -1,8 +1,8 @@
 """The hash of the documents in a file of prepared data, and what is checked by reading them all.
 
-``TokenStore.open`` reads no documents: it costs the same for any size. ``verify`` reads each byte,
-a second or two for a GB. While rank 0 does that all others wait, so that a run does it once for
-each file, before the first step, and again only where the size or time of the file has changed.
+``TokenStore.open`` reads no documents: it takes the same time for any size. ``verify`` reads each
+byte, a second or two for a GB. All other ranks wait for rank 0 meanwhile, so a run does it once for
+each file, before the first step, and again only if the file's size or modification time changed.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def verify(store: TokenStore) -> None:
 
 
 def verify_once(store: TokenStore, known: Path, is_new: bool = False) -> None:
-    """Verify a prepared file unless ``known``, a file of the run, says that this has been done.
+    """Verify a prepared file unless ``known``, a file of the run, records that it was verified.
 
     ``is_new``: this process has just written it.
 

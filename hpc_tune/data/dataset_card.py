@@ -1,4 +1,4 @@
-"""What the card of a dataset (README.md) says of its files, as the Hugging Face hub reads it.
+"""The files that the card of a dataset (README.md) names, as the Hugging Face hub reads it.
 
     ---
     configs:
@@ -37,7 +37,7 @@ def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path,
     """Return the files to train on by the folder's card, and why each other one that it names is
     not among them; None where no card says so, or its files are not here.
 
-    ``held_out`` tells splits by names where the card names a folder alone.
+    ``held_out`` finds splits by file names where the card names a folder alone.
 
     Raises:
         DataError: if there are several configurations, or splits, to choose from.

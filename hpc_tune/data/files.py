@@ -3,8 +3,8 @@
     path, glob or a list of them -> files of known kinds, and (file, why) for what is not read
 
 A folder is searched with its sub-folders. It may be as ``hf download`` leaves it (a card and a
-licence beside the data, splits told by the card or by names) or as ``save_to_disk`` of datasets
-does. What is left out is never silent: ``Found.left_out`` is said by whoever reads the files.
+licence beside the data, splits named by the card or by file names) or as ``save_to_disk`` of
+datasets does. What is left out is never silent: callers log ``Found.left_out``.
 """
 
 import difflib
@@ -57,17 +57,17 @@ class Found:
 
 
 def as_list(paths: Paths) -> list[str]:
-    """Return the places that data.path names."""
+    """Return the paths that data.path names."""
     return [paths] if isinstance(paths, str) else list(paths)
 
 
 def shown(paths: Paths) -> str:
-    """Return what data.path names as one text."""
+    """Return the paths that data.path names as one text."""
     return ", ".join(as_list(paths))
 
 
 def kind_of(file: Path) -> Kind | None:
-    """Return the kind of data that a file holds, by its name; None if it is not known."""
+    """Return the kind of data in a file, by its name; None if it is unknown."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] in PACKED:
         kind = KINDS.get(suffixes[-2]) if len(suffixes) > 1 else None
@@ -131,7 +131,7 @@ def _find_one(name: str) -> Found:
 
 
 def _of_glob(name: str, matched: Sequence[Path]) -> Found:
-    """Return what a pattern matches; of what it matches by chance, what is no data is left out."""
+    """Return what a pattern matches, without files that are no data."""
     folders = [_of_folder(path) for path in matched if path.is_dir()]
     files, left_out = _known(path for path in matched if path.is_file())
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(name).parts)

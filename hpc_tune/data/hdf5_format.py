@@ -14,11 +14,11 @@ is one range of bytes that can be read without HDF5::
        +- lengths/counts       int64 [num_lengths]              how many documents have each
     (at the end)           a checksum of all that is not a dataset: seal.py
 
-The reader takes the datasets' places from HDF5, closes it and reads each document's bytes when they
-are asked for: no HDF5 handle is inherited through a fork, no HDF5 lock is taken on a parallel file
-system, and opening costs the same for ten documents as for ten million. What was read before is in
-the page cache, which the kernel takes back under pressure. The file is not mapped into memory: one
-that is cut off while in use, or a disk that fails, would end the process by SIGBUS.
+The reader asks HDF5 for the datasets' offsets, closes the file and reads each document's bytes when
+they are needed: no HDF5 handle is inherited through a fork, no HDF5 lock is taken on a parallel
+file system, and opening takes the same time for ten documents as for ten million. What was read
+before is in the page cache, which the kernel shrinks under pressure. The file is not mapped into
+memory: one that is cut off while in use, or a disk that fails, would end the process by SIGBUS.
 """
 
 import json

@@ -1,8 +1,8 @@
 """``builtin:pydocs``: questions about Python's standard library, its docstrings as answers.
 
-It is real text that is there on every machine, offline: a few thousand pairs such as "What does
-json.dumps do?". The source files are parsed, never imported. One top-level module in about ten (by
-a hash of its name) is held out for evaluation.
+Real text that every machine has offline: a few thousand pairs such as "What does json.dumps do?".
+The source files are parsed, never imported. One top-level module in about ten (by a hash of its
+name) is held out for evaluation.
 """
 
 import ast

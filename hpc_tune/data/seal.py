@@ -78,7 +78,7 @@ def _hash(file: BinaryIO, datasets: Ranges, end: int) -> str:
         while start < stop:
             piece = file.read(min(_PIECE, stop - start))
             if not piece:
-                raise ValueError("the file is shorter than it says")
+                raise ValueError("the file is shorter than its seal says")
             hashed.update(piece)
             start += len(piece)
     return hashed.hexdigest()

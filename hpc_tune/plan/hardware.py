@@ -47,10 +47,6 @@ class Machine:
         """What a rank has for what it computes with: its GPU's memory, or its share of a node's."""
         return self.device_bytes or self.host_bytes_per_rank
 
-    def ranks_of_each_node(self, world_size: int) -> int:
-        """Return how many of ``world_size`` ranks each node has; 1 where nodes differ."""
-        return self.ranks_per_node if self.world_size == world_size else 1
-
 
 def machine_of(comm: Comm, host_bytes: int) -> Machine:
     """Return the machine that the ranks run on; where nodes differ, the least of any. Collective.

@@ -56,7 +56,7 @@ def resolve(
     """
     world_size = world_size or machine.world_size
     room = machine.bytes_per_rank
-    per_node = machine.ranks_of_each_node(world_size)
+    per_node = machine.ranks_per_node if machine.world_size == world_size else 1
     layout, why = choose_layout(asked, world_size, size, room, per_node)
     check_layout(layout, asked, model)
     parallel = asked if asked.zero_stage is not None else with_layout(asked, layout)

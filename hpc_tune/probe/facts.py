@@ -85,6 +85,8 @@ def facts_of(
 
     ``host_limit``: memory.host_limit; ``device_wanted``: run.device.
     """
+    import torch
+
     world, limit = comm.world, find_limit(host_limit)
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     name, uuid, device_bytes, numa = _device(comm)
@@ -106,8 +108,8 @@ def facts_of(
         device_numa=numa,
         versions=software.versions(),
         mpi=software.mpi_library(),
-        cuda=software.torch_cuda(),
-        nccl=software.nccl() if on_gpu else "",
+        cuda=torch.version.cuda or "",
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
         compiled=software.compiled(on_gpu),
         host_limit_bytes=limit.num_bytes,
         host_limit_source=limit.source,

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpc_tune.world.comm import Comm
@@ -182,35 +183,39 @@ def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
     The first of them decides how large the large message is: it grows until it takes long enough.
     """
     import torch
+    import torch.distributed as dist
 
     first = comm.world.rank == pair[0]
     other = pair[1] if first else pair[0]
-    small = _bytes(comm, SMALL_BYTES)
+    bytes_of = partial(torch.zeros, dtype=torch.uint8, device=comm.device)
+    small = bytes_of(SMALL_BYTES)
     _there_and_back(small, other, first, comm)  # NCCL connects at the first message
     times = [_there_and_back(small, other, first, comm) for _ in range(_PINGS)]
     latency_s = statistics.median(times) / 2
     num_bytes, seconds = FIRST_BYTES, 0.0
     while True:
-        large = _bytes(comm, num_bytes)
+        large = bytes_of(num_bytes)
         _there_and_back(large, other, first, comm)
         seconds = min(_there_and_back(large, other, first, comm) for _ in range(2)) / 2
         is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MOST_BYTES
         # Queues fill for a while before data delays what acknowledges the other direction's.
         both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
         agreed = torch.tensor([min(both, MOST_BYTES)], device=comm.device)
-        _send(agreed, other) if first else _receive(agreed, other)
+        dist.send(agreed, other) if first else dist.recv(agreed, other)
         if both := int(agreed):
             break
         num_bytes *= 4
-    large = _bytes(comm, both)
+    large = bytes_of(both)
     both_s = statistics.mean(_exchange(large, other, comm) for _ in range(2))
     return latency_s, num_bytes / seconds, both / both_s
 
 
 def _there_and_back(data: "torch.Tensor", other: int, first: bool, comm: Comm) -> float:
+    import torch.distributed as dist
+
     began_s = time.perf_counter()
-    _send(data, other) if first else _receive(data, other)
-    _receive(data, other) if first else _send(data, other)
+    for step in (dist.send, dist.recv) if first else (dist.recv, dist.send):
+        step(data, other)
     _wait(comm)
     return time.perf_counter() - began_s
 
@@ -268,24 +273,6 @@ def _time_of(name: str, num_values: int, comm: Comm) -> float:
         _wait(comm)
         times.append(time.perf_counter() - began_s)
     return comm.max([statistics.median(times[1:])])[0]
-
-
-def _bytes(comm: Comm, number: int) -> "torch.Tensor":
-    import torch
-
-    return torch.zeros(number, dtype=torch.uint8, device=comm.device)
-
-
-def _send(data: "torch.Tensor", other: int) -> None:
-    import torch.distributed as dist
-
-    dist.send(data, other)
-
-
-def _receive(data: "torch.Tensor", other: int) -> None:
-    import torch.distributed as dist
-
-    dist.recv(data, other)
 
 
 def _wait(comm: Comm) -> None:

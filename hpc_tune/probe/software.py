@@ -62,20 +62,6 @@ def mpi_library() -> str:
     return " ".join(first.split())
 
 
-def torch_cuda() -> str:
-    """Return the CUDA version that torch was built for, empty for a build without."""
-    import torch
-
-    return torch.version.cuda or ""
-
-
-def nccl() -> str:
-    """Return the version of NCCL; torch must have a GPU."""
-    import torch
-
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def compiled(for_gpu: bool) -> Compiled | None:
     """Return what DeepSpeed has, without importing it; None where it is not installed."""
     try:

@@ -254,7 +254,7 @@ class _Trial:
         for rank in range(2):
             (stage,) = cut_stages(built, layout, rank, 1, 1.0)
             out = _loaded(stage).module(batch, out)
-        loss = float(out)
+        loss: float = out.item()
         if _differ(loss, sum(self.losses)):
             return f"in two stages the loss is {loss:.6g}, not {sum(self.losses):.6g}"
         return ""

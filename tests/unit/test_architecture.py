@@ -151,6 +151,19 @@ def test_every_owner_imports_what_it_owns(third_party):
     assert [o for o in OWNERS[third_party] if not any(u.startswith(o) for u in users)] == []
 
 
+@pytest.mark.parametrize(
+    ("decision", "owner"),
+    [
+        ("choose_layout(", "plan/resolve.py"),
+        ("batch.global_size // layout", "plan/resolve.py"),
+        ("989e12", "plan/hardware.py"),
+    ],
+)
+def test_a_decision_is_made_in_one_file(decision, owner):
+    files = [f for f in FILES if decision in f.read_text(encoding="utf-8")]
+    assert [str(file.relative_to(ROOT)) for file in files] == [owner]
+
+
 def test_psutil_is_not_asked_for_the_memory_of_the_machine():
     """A job may use what its cgroup grants: memory/host.py."""
     files = [*FILES, *(ROOT.parent / "tools").glob("*.py")]

@@ -88,6 +88,7 @@ def test_splits_without_one_for_training_have_to_be_named(tmp_path):
         "configs:\n- config_name: x\n  data_files: ../*",
         "configs:\n- config_name: x\n  data_files: [{path: {}}]",
         "configs: [",
+        "configs: [{data_files: a/*}]\nconfigs: [{data_files: b/*}]",
         "",
     ],
 )

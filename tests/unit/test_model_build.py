@@ -23,6 +23,7 @@ from hpc_tune.model.builtin import SHAPE, SPECIAL_TOKENS, write_tiny
 from hpc_tune.model.language import read_shape
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.tokenizer import load_tokenizer
+from hpc_tune.model.weights import reserve_nothing
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 12, 1, 5)
@@ -349,8 +350,8 @@ def test_a_part_of_an_adapter_is_the_part_of_the_whole():
     name, shape = "x.lora_A.default.weight", (6, 10)
     whole, part = torch.empty(shape), torch.empty(2, 10)
     built = SimpleNamespace(start=None, seed=3)
-    load_module._init_adapter(built, name, LocalRegion(whole, (0, 0), shape))
-    load_module._init_adapter(built, name, LocalRegion(part, (4, 0), shape))
+    load_module._init_adapter(built, name, LocalRegion(whole, (0, 0), shape), reserve_nothing)
+    load_module._init_adapter(built, name, LocalRegion(part, (4, 0), shape), reserve_nothing)
     assert torch.equal(part, whole[4:6])
 
 

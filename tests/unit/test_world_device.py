@@ -17,7 +17,7 @@ def test_one_rank_per_gpu_passes_whether_each_sees_all_or_only_its_own():
 
 def test_two_ranks_on_one_gpu_stop_the_job():
     reports = [gpu(0, "a", "a"), gpu(1, "a", "a")]
-    with pytest.raises(WorldError, match=r"ranks 0, 1 on n0 share one GPU \(a\), of the 1"):
+    with pytest.raises(WorldError, match=r"ranks 0, 1 on n0 share one GPU \(a\) of 1 visible"):
         check_devices(reports, launched=True)
 
 
