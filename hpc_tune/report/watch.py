@@ -31,10 +31,10 @@ def watch(path: Path, every_s: float, once: bool) -> None:
         ConfigError: if there is no run directory at ``path``.
     """
     path, console = find_run(path), Console()
-    metrics, events = lines_of(path)
+    lines = lines_of(path)
 
     def read() -> Run:
-        return assemble(path, metrics.read(), events.read())
+        return assemble(path, *(file.read() for file in lines))
 
     run = read()
     if once or not console.is_terminal:
