@@ -45,7 +45,7 @@ def starts(run: Run) -> list[Start]:
         steps = [int(row["step"]) for row in _between(run.steps, segment.begin_s, next_s)]
         event = next(reversed(_between(events, segment.begin_s, next_s)), {})
         stops = _between(run.of_kind("stop"), segment.begin_s, next_s)
-        silent = f"{run.state}: {run.reason}" if is_last else "killed, or failed"
+        silent = str(run.state) if is_last else "killed, or failed"
         found.append(
             Start(
                 number=number + 1,
@@ -142,7 +142,8 @@ def next_command(run: Run) -> str:
     if run.state == "done":
         return f"python -m hpc_tune generate --run {shlex.quote(str(run.path))} --prompt …"
     if run.state == "failed":
-        return "mend what is named above, then run the same command: it resumes"
+        resumes = ": it resumes" if run.of_kind("checkpoint") else ""
+        return f"mend what is named above, then run the same command{resumes}"
     if run.state == "running":
         return f"python -m hpc_tune watch {shlex.quote(str(run.path))}"
     return "run the same command: it resumes from the newest checkpoint"
@@ -157,7 +158,7 @@ def facts(run: Run) -> dict[str, str]:
         more = f" in {len(run.segments)} starts" if len(run.segments) > 1 else ""
         values["time running"] = format_seconds(whole_s) + more
         if steps:
-            values["goodput: of it in steps that count"] = f"{goodput(run):.0%}"
+            values["goodput (steps that count)"] = f"{goodput(run):.0%}"
     losses = known(steps, "loss")
     if losses:
         values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
@@ -176,7 +177,7 @@ def facts(run: Run) -> dict[str, str]:
             of = f" of {format_bytes(limits[-1])}" if limits else ""
             values[f"most {kind} memory"] = f"{format_bytes(max(used))}{of}"
     values["saves"] = str(len(run.of_kind("checkpoint")))
-    values["governor's actions"] = str(len(run.of_kind("governor")))
+    values["governor's actions"] = str(len(run.actions))
     return values
 
 
@@ -343,6 +344,22 @@ def changed_settings(run: Run) -> Iterator[tuple[str, str, str]]:
 
 def _shown(value: Any) -> str:
     return "unset" if value is None or repr(value) == "PydanticUndefined" else str(value)
+
+
+def event_text(event: Row) -> str:
+    """Return an event's text."""
+    match event.get("kind"):
+        case "checkpoint":
+            return (
+                f"{format_bytes(event.get('bytes') or 0)} in {event.get('save_s')} s, of which "
+                f"training waited {event.get('blocked_s')} s"
+            )
+        case "resume":
+            return f"from {event.get('path')}"
+        case "stop":
+            return str(event.get("reason"))
+        case _:
+            return str(event.get("message", ""))
 
 
 def known(rows: Iterable[Row], key: str) -> list[float]:

@@ -16,7 +16,6 @@ FIGURES: tuple[tuple[str, str, Draw], ...] = (
     *PLOTS,
     ("rank-steps", "Own work of each rank: dark ranks are the slow ones", heatmap),
 )
-WIDE = frozenset(("timeline",))
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from matplotlib import colormaps
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
+from hpc_tune.report.plots import SIZE, whole_numbers
 from hpc_tune.report.read import Row, Run
 
 _ROWS, _COLUMNS, _COLORS = 128, 200, 12
-_WIDTH, _HEIGHT = 7.2, 3.6  # inches
 _LEAST_TOP = 1.2  # of the scale: ranks that differ by less look alike
 _TOP = 3.0
 
@@ -26,7 +25,7 @@ def heatmap(runs: Sequence[Run]) -> Figure | None:
     cells = _cells(run.ranks, num_ranks, group)
     highest = max(value for column in cells for value in column if value == value)
     first, last = run.ranks[0]["step"], run.ranks[-1]["step"]
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(
         list(zip(*cells, strict=True)),
@@ -40,8 +39,8 @@ def heatmap(runs: Sequence[Run]) -> Figure | None:
     figure.colorbar(image, ax=axes, label="own work, x the median rank's", extend="both")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("rank" if group == 1 else f"rank (the slowest of each {group})")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_locator(whole_numbers())
+    axes.yaxis.set_major_locator(whole_numbers())
     return figure
 
 

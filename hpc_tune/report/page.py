@@ -13,6 +13,7 @@ from hpc_tune.report.facts import (
     START_HEADS,
     changed_settings,
     command_of,
+    event_text,
     facts,
     how_it_ended,
     machine,
@@ -24,9 +25,8 @@ from hpc_tune.report.facts import (
     what_the_data_gave,
     where_time_went,
 )
-from hpc_tune.report.figures import WIDE
 from hpc_tune.report.numbers import numbers
-from hpc_tune.report.read import Row, Run, differences
+from hpc_tune.report.read import Run, differences
 from hpc_tune.units import format_bytes
 
 _SHOWN_EVENTS = 200
@@ -38,13 +38,13 @@ main{max-width:1500px;margin:0 auto;padding:20px}
 h1{font-size:24px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 10px}
 .card{background:#fff;border:1px solid #dfe2e7;border-radius:8px;padding:14px 16px;
 margin:0 0 16px}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:12px 20px}
-.facts b{display:block;font-size:19px;overflow-wrap:anywhere}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(185px,1fr));gap:12px 20px}
+.facts b{display:block;font-size:17px;overflow-wrap:anywhere}
 .facts span{color:#5b6472;font-size:13px}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(560px,100%),1fr));gap:16px}
 .plots .card{margin:0}.plots{margin-bottom:16px}
 figure{margin:0}figure svg{width:100%;height:auto;display:block}
-.wide{grid-column:1/-1}.told th{width:120px;white-space:nowrap}.told td{overflow-wrap:anywhere}
+.told th{width:120px;white-space:nowrap}.told td{overflow-wrap:anywhere}
 figcaption{font-weight:600;margin-bottom:6px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;padding:4px 14px 4px 0;border-bottom:1px solid #eceef1;vertical-align:top}
@@ -58,12 +58,18 @@ summary{cursor:pointer;font-weight:600}footer{color:#5b6472;font-size:13px}
 """
 
 
-def page(runs: Sequence[Run], figures: Iterable[tuple[str, str, str]]) -> str:
+def page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
     """Return the page; ``figures`` are (name, caption, SVG)."""
     title = ", ".join(run.name for run in runs)
     parts = [_heading(run) for run in runs] if len(runs) == 1 else [*_heading_of_many(runs)]
-    parts += [f'<div class="plots">{"".join(_figure(*figure) for figure in figures)}</div>']
+    shown = [_figure(caption, svg) for _, caption, svg in figures]
+    has_gap = len(figures) % 2 == 1 and len(runs) == 1
+    if has_gap:  # beside the last figure
+        shown.append(_time_card(runs[0]))
+    parts.append(f'<div class="plots">{"".join(shown)}</div>')
     for run in runs:
+        if not has_gap:
+            parts.append(_time_card(run, f"{run.name}: " if len(runs) > 1 else ""))
         parts += _details(run, f"{run.name}: " if len(runs) > 1 else "")
     when = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return (
@@ -82,7 +88,6 @@ def _details(run: Run, prefix: str) -> Iterator[str]:
     heads = ("", "predicted", "measured", "off by")
     for name, body in (
         ("Starts", _table(START_HEADS, start_rows(run), "")),
-        ("Where the time went", _table(None, where_time_went(run), "")),
         ("Predicted and measured", _table(heads, predictions(run), "")),
         ("What ran", _table(None, what_ran(run), "")),
         ("What the data gave", _table(None, what_the_data_gave(run), "")),
@@ -95,6 +100,12 @@ def _details(run: Run, prefix: str) -> Iterator[str]:
     yield _card(
         f"{prefix}Settings that are not at their defaults",
         _table(("setting", "here", "default"), changed_settings(run), "none") + _all_settings(run),
+    )
+
+
+def _time_card(run: Run, prefix: str = "") -> str:
+    return _card(
+        f"{prefix}Where the time went", _table(None, where_time_went(run), "nothing is known")
     )
 
 
@@ -154,26 +165,9 @@ def _events(run: Run, prefix: str) -> str:
     return _card(f"{prefix}What happened{left}", table)
 
 
-def event_text(event: Row) -> str:
-    """Return an event's text."""
-    match event.get("kind"):
-        case "checkpoint":
-            return (
-                f"{format_bytes(event.get('bytes') or 0)} in {event.get('save_s')} s, of which "
-                f"training waited {event.get('blocked_s')} s"
-            )
-        case "resume":
-            return f"from {event.get('path')}"
-        case "stop":
-            return str(event.get("reason"))
-        case _:
-            return str(event.get("message", ""))
-
-
-def _figure(name: str, caption: str, svg: str) -> str:
-    wide = " wide" if name in WIDE else ""
+def _figure(caption: str, svg: str) -> str:
     return (
-        f'<section class="card{wide}"><figure role="img" aria-label="{_text(caption)}">'
+        f'<section class="card"><figure role="img" aria-label="{_text(caption)}">'
         f"<figcaption>{_text(caption)}</figcaption>{svg}</figure></section>"
     )
 

@@ -18,7 +18,7 @@ GREY, RED = "#777777", "#b00020"
 _POINTS, _MARKS = 300, 120
 DOTS = 40  # more of them on a line are no help
 STEP = "optimizer step"
-_WIDTH, _HEIGHT = 7.2, 3.6  # inches
+SIZE = (7.2, 3.6)  # inches
 _LEGEND = 8.5  # points
 Points = tuple[list[float], list[float]]
 Draw = Callable[[Sequence[Run]], Figure | None]
@@ -28,8 +28,7 @@ def _loss(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new(STEP, "loss (nats per token)")
     for run, color in _colored(runs):
         steps, losses = points(run.steps, "step", "loss")
-        if len(steps) > 1 or not run.evals:
-            axes.plot(steps, losses, color=color, lw=1.3, label=_label(runs, run, "training"))
+        axes.plot(steps, losses, color=color, lw=1.3, label=_label(runs, run, "training"))
         if run.evals:
             evals = points(run.evals, "step", "eval_loss")
             held_out = _label(runs, run, "held-out")
@@ -66,7 +65,7 @@ def _speed(runs: Sequence[Run]) -> Figure | None:
             shares = points(run.steps, "step", "mfu", lambda share: 100 * share)
             below.plot(*shares, color=color, lw=1.2)
     for axes in {above, below}:
-        axes.set_ylim(bottom=0)
+        _begin_at_zero(axes)
     return finished(figure, above, *([below] if has_mfu else []))
 
 
@@ -130,7 +129,7 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
                       lw=1.4, label=_label(runs, run, "limit"))  # fmt: skip
         if len(runs) == 1:
             _mark(axes, runs[0], factor)
-        axes.set_ylim(bottom=0)
+        _begin_at_zero(axes)
     return finished(figure, *all_axes)
 
 
@@ -141,7 +140,8 @@ def _mark(axes: Axes, run: Run, factor: float) -> None:
         ("governor", RED, 1.0, "governor acts"),
         ("checkpoint", COLORS[2], 0.07, "save"),
     ):
-        places = some([run.elapsed_s(event["time"]) / factor for event in run.of_kind(kind)])
+        happened = run.actions if kind == "governor" else run.of_kind(kind)
+        places = some([run.elapsed_s(event["time"]) / factor for event in happened])
         if places:  # one line with gaps: as many lines would be half of the page
             at = [x for place in places for x in (place, place, place)]
             heights = [0.0, height, float("nan")] * len(places)
@@ -163,7 +163,7 @@ def _ranks(runs: Sequence[Run]) -> Figure | None:
         axes.plot(steps, most, color=color, lw=1.2, label=_label(runs, run, "slowest rank"))
         axes.plot(steps, least, color=color, lw=0.8, ls="--",
                   label=_label(runs, run, "fastest rank"))  # fmt: skip
-    axes.set_ylim(bottom=0)
+    _begin_at_zero(axes)
     return finished(figure, axes)
 
 
@@ -265,6 +265,10 @@ def time_unit(longest_s: float) -> tuple[str, int]:
     return next((unit, seconds) for unit, seconds, least in units if longest_s >= least)
 
 
+def _begin_at_zero(axes: Axes) -> None:
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
 def _top(values: Sequence[float]) -> float:
     """Return where an axis of seconds ends: a first step that compiles must not hide the rest."""
     usual = sorted(values)[int(0.95 * (len(values) - 1))]
@@ -293,7 +297,7 @@ def _short(name: str) -> str:
 
 
 def _new(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -301,7 +305,7 @@ def _new(x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def _two(x_label: str) -> tuple[Figure, tuple[Axes, Axes]]:
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     below.set_xlabel(x_label)
     return figure, (above, below)
@@ -315,16 +319,24 @@ def finished(figure: Figure, *all_axes: Any) -> Figure | None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if all_axes[-1].get_xlabel() == STEP:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+            axes.xaxis.set_major_locator(whole_numbers())
+        for line in axes.lines:
+            if len(line.get_xdata()) == 1 and line.get_marker() == "None":  # type: ignore[arg-type]
+                line.set_marker("o")
     handles, labels = all_axes[0].get_legend_handles_labels()
     if any(labels) and len(labels) > 1:
         # A letter is a little over half as wide as high; the line before it takes four.
         column = _LEGEND * (0.6 * max(map(len, labels)) + 4) / 72
         figure.legend(
             handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND,
-            ncols=max(1, min(4, len(labels), int(_WIDTH / column))),
+            ncols=max(1, min(4, len(labels), int(SIZE[0] / column))),
         )  # fmt: skip
     return figure
+
+
+def whole_numbers() -> MaxNLocator:
+    """Return where an axis of steps or ranks has its ticks, also if there is only one."""
+    return MaxNLocator(integer=True, nbins=8, min_n_ticks=1)
 
 
 def _has_data(axes: Axes) -> bool:

@@ -101,6 +101,11 @@ class Run:
         return [event for event in self.events if event.get("kind") == kind]
 
     @property
+    def actions(self) -> list[Row]:
+        """What the governor did; its other events say only how full memory is."""
+        return [event for event in self.of_kind("governor") if "action" in event]
+
+    @property
     def start(self) -> Row:
         """The newest start event."""
         return next(reversed(self.of_kind("start")), {})

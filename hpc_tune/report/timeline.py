@@ -11,6 +11,7 @@ from hpc_tune.report.plots import (
     DOTS,
     GREY,
     RED,
+    SIZE,
     elapsed,
     finished,
     points,
@@ -20,9 +21,8 @@ from hpc_tune.report.plots import (
 from hpc_tune.report.read import Run
 from hpc_tune.units import format_seconds
 
-_WIDTH, _HEIGHT = 14.8, 4.2  # inches
-_LETTER = 0.0062  # of the axis, of a label of a start
-_TEXT = 8.5  # points
+_LETTER = 0.0125  # of the axis, of a label of a start
+_TEXT = 8  # points
 
 
 def timeline(runs: Sequence[Run]) -> Figure | None:
@@ -31,8 +31,8 @@ def timeline(runs: Sequence[Run]) -> Figure | None:
     if others or not run.segments or len(run.steps) < 2:
         return None
     unit, factor = time_unit(max(elapsed(run, row) for row in run.steps[-1:]))
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
+    figure = Figure(figsize=SIZE, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     rows = [{**row, "at": elapsed(run, row) / factor} for row in run.steps if "time" in row]
     above.plot(*points(rows, "at", "loss"), color=COLORS[0], lw=1.3, label="training loss")
     ends = {row["step"]: row["at"] for row in rows}
@@ -40,7 +40,7 @@ def timeline(runs: Sequence[Run]) -> Figure | None:
     if evals:
         marker = "o" if len(evals) <= DOTS else None
         above.plot(*points(evals, "at", "eval_loss"), color=COLORS[1], lw=1, ls="--",
-                   marker=marker, ms=4, label="held-out loss")  # fmt: skip
+                   marker=marker, ms=4, label="held-out loss", clip_on=False)  # fmt: skip
     above.set_ylabel("loss (nats per token)")
     waits = " (waits between starts left out)" if len(run.segments) > 1 else ""
     below.set_xlabel(f"{unit} of running{waits}")
@@ -80,7 +80,8 @@ def _lanes(axes: Axes, run: Run, factor: float) -> None:
         ("warning", "warnings", "x", COLORS[4]),
         ("stop", "stops", "s", COLORS[6]),
     ):
-        places = some([run.elapsed_s(event["time"]) / factor for event in run.of_kind(kind)])
+        happened = run.actions if kind == "governor" else run.of_kind(kind)
+        places = some([run.elapsed_s(event["time"]) / factor for event in happened])
         if places:
             axes.plot(places, [len(names)] * len(places), ls="", marker=marker, color=color,
                       ms=8 if marker == "|" else 5)  # fmt: skip

@@ -70,7 +70,13 @@ DONE = {"status": "done", "reason": "all steps done", "step": 10, "exit_code": 0
 PHASES = {"steady": {"rank_bytes": 2 << 30, "planned": 1 << 30}, "load": {"rank_bytes": 1 << 30}}
 EVENTS = (
     event("checkpoint", BEGAN_S + 9, step=4, bytes=1 << 20, save_s=3.0, blocked_s=0.5),
-    event("governor", BEGAN_S + 11, step=5, message="7 GiB of 8 GiB: micro-batches of 1 rows"),
+    event(
+        "governor",
+        BEGAN_S + 11,
+        step=5,
+        action="split",
+        message="7 GiB of 8 GiB: micro-batches of 1 rows",
+    ),
     event("memory", BEGAN_S + 20, phases=PHASES),
     event("layout", BEGAN_S + 20, predicted_step_s=1.6, measured_step_s=2.0),
 )
@@ -261,7 +267,7 @@ def test_waits_between_starts_are_no_running_time(make):
     again = [event("start", BEGAN_S + 1020, size=4, total_steps=15)]
     run = read_run(make(steps=steps, events=again, evals=False))
     assert facts(run)["time running"] == "30s in 2 starts"
-    assert facts(run)["goodput: of it in steps that count"] == "100%"  # 15 x 2 s
+    assert facts(run)["goodput (steps that count)"] == "100%"  # 15 x 2 s
     assert run.elapsed_s(BEGAN_S + 500) == 20
     assert run.elapsed_s(BEGAN_S + 1024) == 24
     parts = dict(where_time_went(run))
@@ -301,7 +307,7 @@ def big_run(make, num_steps, num_ranks):
         for n in range(1, num_steps, every)
     ]
     happened += [
-        event(kind, BEGAN_S + 2 * n, step=n, size=num_ranks, message="recompute")
+        event(kind, BEGAN_S + 2 * n, step=n, size=num_ranks, action="recompute")
         for n in range(1, num_steps, 20 * every)
         for kind in ("governor", "start")
     ]
@@ -382,7 +388,10 @@ def seen(run):
 
 def test_watch_shows_what_a_person_asks_first(make):
     text = seen(read_run(make(events=EVENTS)))
-    for words in ("step 10/10", "loss", "2.0000", "█▇", "50% of 8.00 GiB", "micro-batches of 1"):
+    for words in (
+        *("step 10/10", "loss", "2.0000", "█▇", "50% of 8.00 GiB", "micro-batches of 1"),
+        *("layout", "shard 2", "newest save", "step 4", "1 action", "slowest rank", "rank 1"),
+    ):
         assert words in text, words
     assert "no optimizer step yet" in seen(read_run(make("young", steps=[], evals=False)))
 

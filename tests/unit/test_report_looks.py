@@ -54,7 +54,10 @@ def many_kinds(make):
         for n in range(1, 11)
     ]
     said = "7.8 GiB of 8.0 GiB: " + "shrink " * 30
-    acts = [event("governor", BEGAN_S + n, step=n // 2, message=said) for n in range(8, 18, 2)]
+    acts = [
+        event("governor", BEGAN_S + n, step=n // 2, action="trim", message=said)
+        for n in range(8, 18, 2)
+    ]
     later = [step(n, BEGAN_S + 1000 + 2 * n) for n in range(11, 16)]
     again = [event("start", BEGAN_S + 1020, size=1, total_steps=15)]
     left = {"status": "stopped", "reason": "SIGUSR1", "step": 10, "exit_code": 75}
