@@ -16,6 +16,7 @@ from hpc_tune.units import format_bytes, format_count, format_seconds
 STRAGGLER, MOST_STEPS = 1.1, 0.8
 _MPIRUN = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
 _NOT_PLANNED = "not planned: far below the limit"
+_NO_LINKS = "not measured: parallel.layout=auto does, and hpc_tune doctor"
 _SUPPOSED = {"run.dir", "run.name", "run.tags"}  # to differ from run to run
 Rows = list[tuple[str, str]]
 
@@ -224,10 +225,15 @@ def machine(run: Run) -> Rows:
     shown = [f"{host} ({count} ranks)" for host, count in list(hosts.items())[:8]]
     more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
     versions = start.get("versions", {})
+    no_links = _NO_LINKS if (start.get("size") or 1) > 1 else ""
     rows = [
         ("hardware", start.get("hardware")),
         ("hosts", ", ".join(shown) + more),
         ("limits", limits),
+        (
+            "links as measured",
+            start.get("links") or (_NO_LINKS if (start.get("size") or 1) > 1 else ""),
+        ),
         ("software", ", ".join(f"{name} {number}" for name, number in versions.items())),
         ("git commit", start.get("commit")),
     ]

@@ -61,6 +61,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         launcher=comm.world.launcher,
         folder=os.getcwd(),
         hardware=_hardware(comm),
+        links=job.chosen.links if job.chosen is not None else "",
         hosts=dict(Counter(peer.hostname for peer in comm.roster)),
         counts=_counts(data),
         remarks=data.store.attributes.counters.remarks(),
