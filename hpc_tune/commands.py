@@ -280,6 +280,7 @@ def inspect(options: Namespace) -> int:
 @command(
     argument("runs", Path, "run directories", nargs="+", metavar="RUN"),
     argument("--out", Path, ".html file (default: report.html in RUN, or here for several)"),
+    argument("--png", bool, "write the figures as PNG too, into a folder beside the page"),
 )
 def report(options: Namespace) -> int:
     """Write an HTML report about one run, or one that compares several."""
@@ -287,7 +288,7 @@ def report(options: Namespace) -> int:
         raise ConfigError(f"--out {options.out}: expected the name of an .html file")
     from hpc_tune.report.write import write_report
 
-    print(write_report(options.runs, options.out))
+    print(write_report(options.runs, options.out, options.png))
     return EXIT_DONE
 
 

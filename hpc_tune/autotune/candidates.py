@@ -27,7 +27,7 @@ class Candidate:
     """A layout, the ranks that take its positions in order, and how long a step of it takes.
 
     ``memory`` of the rank that needs most, in words. ``fits`` is None where it was not asked: what
-    is slower than one that fits is not planned.
+    is slower than one that fits is not planned. ``links``: what was measured of them, in words.
     """
 
     layout: Layout
@@ -37,6 +37,7 @@ class Candidate:
     time: StepTime
     memory: str = ""
     fits: bool | None = None
+    links: str = ""
 
     def __str__(self) -> str:
         sizes = [(axis, size) for axis in AXES if (size := getattr(self.layout, axis)) > 1]

@@ -31,7 +31,7 @@ from hpc_tune.plan.network import Network
 from hpc_tune.plan.process import run_plan
 from hpc_tune.plan.resolve import least_micro_rows
 from hpc_tune.plan.shape import shape_of
-from hpc_tune.probe.links import measure_collectives, measure_pairs
+from hpc_tune.probe.links import in_words, measure_collectives, measure_pairs
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.regroup import regroup
 
@@ -57,6 +57,7 @@ def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None
     best, lines = choose_from(measured, write_settings, ordered, machine, limit_s)
     for line in lines:
         log.info("%s", line)
+    best = replace(best, links=in_words(measured.links))
     return best, regroup(ordered, measured.positions(best.ranks), config.run.timeout)
 
 

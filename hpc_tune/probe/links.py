@@ -135,6 +135,19 @@ def rounds(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
+def in_words(links: Links) -> str:
+    """Return the median rate and latency of each kind of link, and what collectives reach."""
+    parts = []
+    for kind in dict.fromkeys(pair.kind for pair in links.pairs):
+        alike = [pair for pair in links.pairs if pair.kind == kind]
+        speed = rate(statistics.median(pair.bytes_per_s for pair in alike))
+        latency_us = 1e6 * statistics.median(pair.latency_s for pair in alike)
+        parts.append(f"{kind} {speed}, {latency_us:.0f} us")
+    largest = {c.name: c for c in sorted(links.collectives, key=lambda c: c.num_bytes)}
+    parts += [f"{name} {rate(found.bytes_per_s)}" for name, found in largest.items()]
+    return "; ".join(parts)
+
+
 def outliers(pairs: Sequence[Pair]) -> list[str]:
     """Return a line for each link, or for each node all of whose links are, far below the fastest
     of its kind (pure). With one bad node of three, most links are slow.

@@ -1,22 +1,34 @@
 """Runs and their figures -> one HTML page that needs no network and no script."""
 
-import base64
 import html
-import shlex
-import statistics
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from hpc_tune import __version__
-from hpc_tune.report.read import Row, Run, differences
-from hpc_tune.units import format_bytes, format_count, format_seconds
+from hpc_tune.report.checkpoints import checkpoints
+from hpc_tune.report.facts import (
+    START_HEADS,
+    changed_settings,
+    command_of,
+    event_text,
+    facts,
+    how_it_ended,
+    machine,
+    next_command,
+    predictions,
+    start_rows,
+    what_came_out,
+    what_ran,
+    what_the_data_gave,
+    where_time_went,
+)
+from hpc_tune.report.numbers import numbers
+from hpc_tune.report.read import Run, differences
+from hpc_tune.units import format_bytes
 
-# A straggler computes that many times as long as the fastest rank, in that share of the steps.
-STRAGGLER, MOST_STEPS = 1.1, 0.8
 _SHOWN_EVENTS = 200
 
 _STYLE = """
@@ -26,12 +38,13 @@ main{max-width:1500px;margin:0 auto;padding:20px}
 h1{font-size:24px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 10px}
 .card{background:#fff;border:1px solid #dfe2e7;border-radius:8px;padding:14px 16px;
 margin:0 0 16px}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:12px 20px}
-.facts b{display:block;font-size:19px;overflow-wrap:anywhere}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(185px,1fr));gap:12px 20px}
+.facts b{display:block;font-size:17px;overflow-wrap:anywhere}
 .facts span{color:#5b6472;font-size:13px}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(560px,100%),1fr));gap:16px}
 .plots .card{margin:0}.plots{margin-bottom:16px}
-figure{margin:0}img{width:100%;height:auto;display:block}
+figure{margin:0}figure svg{width:100%;height:auto;display:block}
+.told th{width:120px;white-space:nowrap}.told td{overflow-wrap:anywhere}
 figcaption{font-weight:600;margin-bottom:6px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;padding:4px 14px 4px 0;border-bottom:1px solid #eceef1;vertical-align:top}
@@ -45,167 +58,70 @@ summary{cursor:pointer;font-weight:600}footer{color:#5b6472;font-size:13px}
 """
 
 
-def page(runs: Sequence[Run], figures: Iterable[tuple[str, str, bytes]]) -> str:
-    """Return the page; ``figures`` are (file name, caption, SVG)."""
+def page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
+    """Return the page; ``figures`` are (name, caption, SVG)."""
     title = ", ".join(run.name for run in runs)
-    parts = [_heading(run) for run in runs] if len(runs) == 1 else [_heading_of_many(runs)]
-    parts += [f'<div class="plots">{"".join(_figure(c, svg) for _, c, svg in figures)}</div>']
-    if len(runs) > 1:
-        rows = [(name, *values) for name, values in differences(runs)]
-        heads = ("setting", *(run.name for run in runs))
-        parts.append(_card("Settings that differ", _table(heads, rows, "none differs")))
+    parts = [_heading(run) for run in runs] if len(runs) == 1 else [*_heading_of_many(runs)]
+    shown = [_figure(caption, svg) for _, caption, svg in figures]
+    has_gap = len(figures) % 2 == 1 and len(runs) == 1
+    if has_gap:  # beside the last figure
+        shown.append(_time_card(runs[0]))
+    parts.append(f'<div class="plots">{"".join(shown)}</div>')
     for run in runs:
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
-        parts.append(_card(f"{prefix}What ran", _table(None, what_ran(run), "no start event")))
-        if len(runs) == 1:
-            parts += [_card("Predicted and measured", text) for text in [_predictions(run)] if text]
-        parts.append(_card(f"{prefix}Where the time went", _table(None, where_time_went(run), "")))
-        parts.append(_events(run, prefix))
-        text = yaml.safe_dump(_tree(run.settings), sort_keys=False, allow_unicode=True)
-        parts.append(
-            f'<section class="card"><details><summary>{_text(prefix)}Configuration</summary>'
-            f"<pre>{_text(text)}</pre></details></section>"
-        )
+        if not has_gap:
+            parts.append(_time_card(run, f"{run.name}: " if len(runs) > 1 else ""))
+        parts += _details(run, f"{run.name}: " if len(runs) > 1 else "")
     when = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)} - hpc_tune</title><style>{_STYLE}</style></head><body><main>"
         + "\n".join(parts)
-        + f"<footer>hpc_tune {__version__}, {when}</footer></main></body></html>\n"
+        + f"<footer>hpc_tune {__version__}, {when}. All figures as JSON: the script element "
+        'of id "figures" at the end of this file.</footer></main>'
+        f'<script type="application/json" id="figures">{numbers(runs)}</script></body></html>\n'
     )
 
 
-def facts(run: Run) -> dict[str, str]:
-    """Return the main figures of a run, by name."""
-    steps = run.steps
-    total = f" of {run.total_steps}" if run.total_steps else ""
-    values = {"optimizer steps": f"{steps[-1]['step'] if steps else 0}{total}"}
-    if run.segments:
-        last = run.segments[-1]
-        values["time running"] = format_seconds(last.before_s + last.end_s - last.begin_s)
-    losses = [row["loss"] for row in steps if row.get("loss") is not None]
-    if losses:
-        values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
-    if run.evals:
-        first, last_eval = run.evals[0]["eval_loss"], run.evals[-1]["eval_loss"]
-        values["held-out loss, first to last"] = f"{first:.4f} → {last_eval:.4f}"
-    speeds = _known(steps[1:] or steps, "tokens_per_s")
-    if speeds:
-        values["tokens per second, median"] = format_count(statistics.median(speeds))
-    if mfu := _known(steps[1:] or steps, "mfu"):
-        values["MFU, median"] = f"{statistics.median(mfu):.1%}"
-    if seconds := sum(_known(steps, "step_s")):
-        values["time in messages"] = f"{sum(_known(steps, 'comm_s')) / seconds:.1%}"
-    for kind in ("host", "device"):
-        if used := _known(steps, f"{kind}_bytes"):
-            limits = _known(steps, f"{kind}_limit_bytes")
-            of = f" of {format_bytes(limits[-1])}" if limits else ""
-            values[f"most {kind} memory"] = f"{format_bytes(max(used))}{of}"
-    values["saves, governor's actions"] = (
-        f"{len(run.of_kind('checkpoint'))}, {len(run.of_kind('governor'))}"
+def _details(run: Run, prefix: str) -> Iterator[str]:
+    """Yield the cards of one run below the figures."""
+    heads = ("", "predicted", "measured", "off by")
+    for name, body in (
+        ("Starts", _table(START_HEADS, start_rows(run), "")),
+        ("Predicted and measured", _table(heads, predictions(run), "")),
+        ("What ran", _table(None, what_ran(run), "")),
+        ("What the data gave", _table(None, what_the_data_gave(run), "")),
+        ("Software and hardware", _table(None, machine(run), "")),
+        ("Checkpoints", _table(("checkpoint", "size", "now"), checkpoints(run.path), "")),
+    ):
+        if body:
+            yield _card(prefix + name, body)
+    yield _events(run, prefix)
+    yield _card(
+        f"{prefix}Settings that are not at their defaults",
+        _table(("setting", "here", "default"), changed_settings(run), "none") + _all_settings(run),
     )
-    return values
 
 
-def what_ran(run: Run) -> list[tuple[str, str]]:
-    """Return what the newest start logged, and the number of starts."""
-    start = run.start
-    versions, tags = start.get("versions"), run.settings.get("run.tags")
-    rows = [
-        ("command", shlex.join(map(str, start.get("command", [])))),
-        ("model", start.get("model")),
-        ("data", start.get("data")),
-        ("world", start.get("world")),
-        ("layout", start.get("layout")),
-        ("batch", start.get("batch")),
-        ("memory", start.get("memory")),
-        ("tags", ", ".join(map(str, tags if isinstance(tags, list) else []))),
-        ("git commit", start.get("commit")),
-        ("versions", ", ".join(f"{k} {v}" for k, v in versions.items()) if versions else ""),
-        ("starts", _starts(run)),
-        ("slowest rank", straggler(run)),
-    ]
-    return [(name, str(value)) for name, value in rows if value]
-
-
-def straggler(run: Run) -> str:
-    """Return which rank the others wait for most often, and how much slower it is, or nothing."""
-    rows = [row for row in run.steps[1:] if row.get("slowest_rank") is not None]
-    if not rows or (run.start.get("size") or 1) == 1:
-        return ""
-    rank, times = Counter(row["slowest_rank"] for row in rows).most_common(1)[0]
-    ratios = [row["most_work_s"] / max(row["least_work_s"], 1e-4) for row in rows]
-    ratio = statistics.median(ratios)
-    text = (
-        f"rank {rank} in {times} of {len(rows)} steps; the slowest computed {ratio:.2f} x as long "
+def _time_card(run: Run, prefix: str = "") -> str:
+    return _card(
+        f"{prefix}Where the time went", _table(None, where_time_went(run), "nothing is known")
     )
-    text += "as the fastest (median)"
-    if ratio > STRAGGLER and times > MOST_STEPS * len(rows):
-        text += ": check that rank's clocks, its memory and other processes there"
-    return text
 
 
-def where_time_went(run: Run) -> list[tuple[str, str]]:
-    """Return the seconds of the whole run by kind, all starts together."""
-    if not run.segments:
-        return []
-    last = run.segments[-1]
-    whole_s = last.before_s + last.end_s - last.begin_s
-    step_s, data_s, comm_s = (sum(_known(run.steps, k)) for k in ("step_s", "data_s", "comm_s"))
-    parts = {
-        "compute": step_s - data_s - comm_s,
-        "messages, waiting for other ranks included": comm_s,
-        "data": data_s,
-        "evaluation": sum(_known(run.evals, "eval_s")),
-        "waiting for saves": sum(_known(run.of_kind("checkpoint"), "blocked_s")),
-    }
-    parts["starting, and repeated steps"] = max(0.0, whole_s - sum(parts.values()))
-    rows = [
-        (name, f"{format_seconds(seconds)} ({seconds / max(whole_s, 1e-9):.1%})")
-        for name, seconds in parts.items()
-    ]
-    return [*rows, ("total", format_seconds(whole_s))]
-
-
-def _starts(run: Run) -> str:
-    starts, resumes = run.of_kind("start"), run.of_kind("resume")
-    if len(starts) < 2:
-        return ""
-    worlds = " → ".join(dict.fromkeys(str(e.get("size", "?")) for e in starts))
-    text = f"{len(starts)}, on {worlds} ranks"
-    return text + f"; resumed at step {', '.join(str(e.get('step')) for e in resumes)}"
-
-
-def _predictions(run: Run) -> str:
-    rows: list[tuple[str, ...]] = []
-    for event in run.of_kind("layout")[-1:]:
-        measured, foreseen = event.get("measured_step_s"), event.get("predicted_step_s")
-        if measured and foreseen:
-            off = f"{measured / foreseen - 1:+.0%}"
-            rows.append(("step time", f"{foreseen:.3g} s", f"{measured:.3g} s", off))
-    for event in run.of_kind("memory")[-1:]:
-        for phase, row in event.get("phases", {}).items():
-            had, planned = row.get("rank_bytes"), row.get("planned")
-            off = f"{had / planned - 1:+.0%}" if had and planned else ""
-            shown = [format_bytes(n) if n else "" for n in (planned, had)]
-            rows.append((f"memory: {phase}", *shown, off))
-    rows = [row for row in rows if row[1]]
-    return _table(("", "predicted", "measured", "off by"), rows, "") if rows else ""
+def _all_settings(run: Run) -> str:
+    text = yaml.safe_dump(_tree(run.settings), sort_keys=False, allow_unicode=True)
+    return f"<details><summary>All settings</summary><pre>{_text(text)}</pre></details>"
 
 
 def _heading(run: Run) -> str:
-    command = ""
-    if run.state in ("stopped", "died", "unknown"):
-        command = "Rerun the same command to resume from the newest checkpoint."
-    elif run.state == "done":
-        command = f"Next: python -m hpc_tune generate --run {shlex.quote(str(run.path))} --prompt …"
-    code = run.outcome.get("exit_code")
-    with_code = f", exit code {code}" if code is not None else ""
-    extra = {
-        k: v for k, v in run.outcome.items() if k not in ("status", "reason", "step", "exit_code")
-    }
-    more = "".join(f"<div>{_text(f'{k}: {_shown(k, v)}')}</div>" for k, v in extra.items())
+    """Return the first screen: what came out, how it ended, what to do; then the main figures."""
+    told = ("status", "reason", "step", "exit_code", "rank", "host")
+    rows = [("How it ended", how_it_ended(run)), ("What came out", what_came_out(run))]
+    rows += [(key, _shown(key, value)) for key, value in run.outcome.items() if key not in told]
+    rows.append(("Next", next_command(run)))
+    if command := command_of(run):
+        rows.append(("To repeat it", command))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
         f"<div><span>{_text(name)}</span><b>{_text(value)}</b></div>"
@@ -214,17 +130,23 @@ def _heading(run: Run) -> str:
     return (
         f'<section class="card{warn}"><h1>{_text(run.name)} '
         f'<span class="state {run.state}">{run.state}</span></h1>'
-        f"<div>{_text(run.reason + with_code)}</div>{more}<div>{_text(command)}</div></section>"
+        f'<div class="told">{_table(None, rows, "")}</div></section>'
         f'<section class="card facts">{cards}</section>'
     )
 
 
-def _heading_of_many(runs: Sequence[Run]) -> str:
+def _heading_of_many(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what differs between the runs, and then what came out of each."""
+    names = ["", *(run.name for run in runs)]
+    yield _card(
+        f"{len(runs)} runs: settings that differ",
+        _table(names, ((name, *values) for name, values in differences(runs)), "none differs"),
+    )
     all_facts = [facts(run) for run in runs]
-    names = dict.fromkeys(name for values in all_facts for name in values)
-    rows = [("state", *(f"{run.state}: {run.reason}" for run in runs))]
-    rows += [(name, *(values.get(name, "") for values in all_facts)) for name in names]
-    return _card(f"{len(runs)} runs", _table(("", *(run.name for run in runs)), rows, ""))
+    fact_names = dict.fromkeys(name for values in all_facts for name in values)
+    rows = [("how it ended", *(f"{run.state}: {how_it_ended(run)}" for run in runs))]
+    rows += [(name, *(values.get(name, "") for values in all_facts)) for name in fact_names]
+    yield _card("What came out", _table(names, rows, ""))
 
 
 def _events(run: Run, prefix: str) -> str:
@@ -243,27 +165,10 @@ def _events(run: Run, prefix: str) -> str:
     return _card(f"{prefix}What happened{left}", table)
 
 
-def event_text(event: Row) -> str:
-    """Return an event's text."""
-    match event.get("kind"):
-        case "checkpoint":
-            return (
-                f"{format_bytes(event.get('bytes') or 0)} in {event.get('save_s')} s, of which "
-                f"training waited {event.get('blocked_s')} s"
-            )
-        case "resume":
-            return f"from {event.get('path')}"
-        case "stop":
-            return str(event.get("reason"))
-        case _:
-            return str(event.get("message", ""))
-
-
-def _figure(caption: str, svg: bytes) -> str:
-    data = base64.b64encode(svg).decode()
+def _figure(caption: str, svg: str) -> str:
     return (
-        f'<section class="card"><figure><figcaption>{_text(caption)}</figcaption>'
-        f'<img alt="{_text(caption)}" src="data:image/svg+xml;base64,{data}"></figure></section>'
+        f'<section class="card"><figure role="img" aria-label="{_text(caption)}">'
+        f"<figcaption>{_text(caption)}</figcaption>{svg}</figure></section>"
     )
 
 
@@ -283,7 +188,7 @@ def _table(heads: Sequence[str] | None, rows: Iterable[Sequence[str]], empty: st
         for row in rows
     )
     if not body:
-        return f"<p>{_text(empty)}</p>"
+        return f"<p>{_text(empty)}</p>" if empty else ""
     head = "".join(f"<th>{_text(name)}</th>" for name in heads or ())
     return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
@@ -294,10 +199,6 @@ def _tree(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         part, _, key = name.partition(".")
         tree.setdefault(part, {})[key] = value
     return tree
-
-
-def _known(rows: Iterable[Row], key: str) -> list[float]:
-    return [row[key] for row in rows if isinstance(row.get(key), int | float)]
 
 
 def _shown(key: str, value: Any) -> str:

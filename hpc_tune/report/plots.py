@@ -14,33 +14,27 @@ from hpc_tune.report.read import Row, Run
 from hpc_tune.units import format_count
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-_GREY, _RED = "#777777", "#b00020"
-_POINTS = 400
+GREY, RED = "#777777", "#b00020"
+_POINTS, _MARKS = 300, 120
+DOTS = 40  # more of them on a line are no help
 STEP = "optimizer step"
-_WIDTH, _HEIGHT = 7.2, 3.6  # inches
+SIZE = (7.2, 3.6)  # inches
 _LEGEND = 8.5  # points
 Points = tuple[list[float], list[float]]
-
-
-def all_figures(runs: Sequence[Run]) -> Iterator[tuple[str, str, Figure]]:
-    """Yield (file name, what it shows, figure) for what the runs have."""
-    for name, caption, draw in PLOTS:
-        figure = draw(runs)
-        if figure is not None:
-            yield name, caption, figure
+Draw = Callable[[Sequence[Run]], Figure | None]
 
 
 def _loss(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new(STEP, "loss (nats per token)")
     for run, color in _colored(runs):
-        steps, losses = _points(run.steps, "step", "loss")
-        if len(steps) > 1 or not run.evals:
-            axes.plot(steps, losses, color=color, lw=1.3, label=_label(runs, run, "training"))
+        steps, losses = points(run.steps, "step", "loss")
+        axes.plot(steps, losses, color=color, lw=1.3, label=_label(runs, run, "training"))
         if run.evals:
-            evals = _points(run.evals, "step", "eval_loss")
+            evals = points(run.evals, "step", "eval_loss")
             held_out = _label(runs, run, "held-out")
-            axes.plot(*evals, color=color, lw=1, ls="--", marker="o", ms=4, label=held_out)
-    return _finished(figure, axes)
+            marker = "o" if len(run.evals) <= DOTS else None
+            axes.plot(*evals, color=color, lw=1, ls="--", marker=marker, ms=4, label=held_out)
+    return finished(figure, axes)
 
 
 def _rate(runs: Sequence[Run]) -> Figure | None:
@@ -48,10 +42,10 @@ def _rate(runs: Sequence[Run]) -> Figure | None:
     above.set_ylabel("learning rate")
     below.set_ylabel("gradient norm")
     for run, color in _colored(runs):
-        above.plot(*_points(run.steps, "step", "lr"), color=color, label=_label(runs, run, ""))
-        below.plot(*_points(run.steps, "step", "grad_norm"), color=color, lw=1)
+        above.plot(*points(run.steps, "step", "lr"), color=color, label=_label(runs, run, ""))
+        below.plot(*points(run.steps, "step", "grad_norm"), color=color, lw=1)
     above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    return _finished(figure, above, below)
+    return finished(figure, above, below)
 
 
 def _speed(runs: Sequence[Run]) -> Figure | None:
@@ -66,13 +60,13 @@ def _speed(runs: Sequence[Run]) -> Figure | None:
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     for run, color in _colored(runs):
         label = _label(runs, run, "")
-        above.plot(*_points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label)
+        above.plot(*points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label)
         if has_mfu:
-            points = _points(run.steps, "step", "mfu", lambda share: 100 * share)
-            below.plot(*points, color=color, lw=1.2)
+            shares = points(run.steps, "step", "mfu", lambda share: 100 * share)
+            below.plot(*shares, color=color, lw=1.2)
     for axes in {above, below}:
-        axes.set_ylim(bottom=0)
-    return _finished(figure, above, *([below] if has_mfu else []))
+        _begin_at_zero(axes)
+    return finished(figure, above, *([below] if has_mfu else []))
 
 
 def _parts(runs: Sequence[Run]) -> Figure | None:
@@ -89,7 +83,7 @@ def _parts(runs: Sequence[Run]) -> Figure | None:
         )
         axes.set_xlim(steps[0], steps[-1])
         axes.set_ylim(0, _top([sum(row[name] for name in names) for row in rows]))
-        return _finished(figure, axes)
+        return finished(figure, axes)
     figure, axes = _new("mean seconds per step", "")
     means = [_mean(_shares(run)) for run in runs if run.steps]
     if not means:
@@ -102,7 +96,7 @@ def _parts(runs: Sequence[Run]) -> Figure | None:
     labels = [_short(run.name) for run in runs if run.steps]
     axes.set_yticks(range(len(means)), labels)
     axes.invert_yaxis()
-    return _finished(figure, axes)
+    return finished(figure, axes)
 
 
 def _memory(runs: Sequence[Run]) -> Figure | None:
@@ -114,11 +108,7 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
     ]
     if not kinds:
         return None
-    longest_s = max(_elapsed(run, run.steps[-1]) for run in runs if run.steps)
-    unit, factor = next(
-        (u, f) for u, f, least in (("hours", 3600, 7200), ("minutes", 60, 180), ("seconds", 1, 0))
-        if longest_s >= least
-    )  # fmt: skip
+    unit, factor = time_unit(max(elapsed(run, run.steps[-1]) for run in runs if run.steps))
     again = any(len(run.segments) > 1 for run in runs)
     time_label = f"{unit} since the start" + (", waits between starts left out" if again else "")
     all_axes: Sequence[Axes]
@@ -130,7 +120,7 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
         axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
         for run, color in _colored(runs):
             rows = _worst_kept(run.steps, used)
-            at = [_elapsed(run, row) / factor for row in rows]
+            at = [elapsed(run, row) / factor for row in rows]
             axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
                       label=_label(runs, run, "used"))  # fmt: skip
             limits = [(a, row[limit] / 2**30) for a, row in zip(at, rows, strict=True)
@@ -139,24 +129,27 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
                       lw=1.4, label=_label(runs, run, "limit"))  # fmt: skip
         if len(runs) == 1:
             _mark(axes, runs[0], factor)
-        axes.set_ylim(bottom=0)
-    return _finished(figure, *all_axes)
+        _begin_at_zero(axes)
+    return finished(figure, *all_axes)
 
 
 def _mark(axes: Axes, run: Run, factor: float) -> None:
     """Mark saves, the governor's actions, and starts after the first on a time axis."""
     # Saves can be many: a tick each at the bottom.
     for kind, color, height, label in (
-        ("governor", _RED, 1.0, "governor acts"),
+        ("governor", RED, 1.0, "governor acts"),
         ("checkpoint", COLORS[2], 0.07, "save"),
     ):
-        places = [run.elapsed_s(event["time"]) / factor for event in run.of_kind(kind)]
-        if places:
-            across = axes.get_xaxis_transform()
-            axes.vlines(places, 0, height, color, lw=1.2, alpha=0.7, label=label, transform=across)
+        happened = run.actions if kind == "governor" else run.of_kind(kind)
+        places = some([run.elapsed_s(event["time"]) / factor for event in happened])
+        if places:  # one line with gaps: as many lines would be half of the page
+            at = [x for place in places for x in (place, place, place)]
+            heights = [0.0, height, float("nan")] * len(places)
+            axes.plot(at, heights, color=color, lw=1.2, alpha=0.7, label=label,
+                      transform=axes.get_xaxis_transform())  # fmt: skip
     for number, segment in enumerate(run.segments[1:]):
         again = "started again" if number == 0 else None
-        axes.axvline(segment.before_s / factor, color=_GREY, lw=2.5, alpha=0.5, label=again)
+        axes.axvline(segment.before_s / factor, color=GREY, lw=2.5, alpha=0.5, label=again)
 
 
 def _ranks(runs: Sequence[Run]) -> Figure | None:
@@ -164,14 +157,14 @@ def _ranks(runs: Sequence[Run]) -> Figure | None:
     shown = [(run, color) for run, color in _colored(runs) if (run.start.get("size") or 1) > 1]
     for run, color in shown:
         rows = [row for row in run.steps if row.get("most_work_s") is not None]
-        steps, most = _points(rows, "step", "most_work_s")
-        _, least = _points(rows, "step", "least_work_s")
+        steps, most = points(rows, "step", "most_work_s")
+        _, least = points(rows, "step", "least_work_s")
         axes.fill_between(steps, least, most, color=color, alpha=0.3)
         axes.plot(steps, most, color=color, lw=1.2, label=_label(runs, run, "slowest rank"))
         axes.plot(steps, least, color=color, lw=0.8, ls="--",
                   label=_label(runs, run, "fastest rank"))  # fmt: skip
-    axes.set_ylim(bottom=0)
-    return _finished(figure, axes)
+    _begin_at_zero(axes)
+    return finished(figure, axes)
 
 
 def _foreseen(runs: Sequence[Run]) -> Figure | None:
@@ -192,14 +185,14 @@ def _foreseen(runs: Sequence[Run]) -> Figure | None:
         axes.barh([r - 0.2 for r in rows], planned, height=0.38, color=COLORS[4], label="predicted")
     axes.set_yticks(rows, list(phases))
     axes.invert_yaxis()
-    return _finished(figure, axes)
+    return finished(figure, axes)
 
 
-PLOTS: tuple[tuple[str, str, Callable[[Sequence[Run]], Figure | None]], ...] = (
+PLOTS: tuple[tuple[str, str, Draw], ...] = (
     ("loss", "Loss", _loss),
-    ("speed", "Speed", _speed),
-    ("step-time", "Where a step's time went, on rank 0", _parts),
     ("memory", "Memory against its limits", _memory),
+    ("step-time", "Where a step's time went, on rank 0", _parts),
+    ("speed", "Speed", _speed),
     ("rate", "Learning rate and gradient norm", _rate),
     ("ranks", "The ranks' own work: slowest and fastest", _ranks),
     ("foreseen", "Memory by phase", _foreseen),
@@ -244,15 +237,36 @@ def _worst_kept(rows: Sequence[Row], key: str) -> list[Row]:
     ]
 
 
-def _points(rows: Sequence[Row], x: str, y: str, scale: Callable[[float], float] = float) -> Points:
+def points(
+    rows: Sequence[Row],
+    x: str,
+    y: str,
+    scale: Callable[[float], float] = float,
+    most: int = _POINTS,
+) -> Points:
     """Return x and y of the rows that have y, as means over neighbours where there are many."""
     known = [(float(row[x]), scale(row[y])) for row in rows if row.get(y) is not None]
-    width = max(1, -(-len(known) // _POINTS))
+    width = max(1, -(-len(known) // most))
     groups = [known[i : i + width] for i in range(0, len(known), width)]
     return (
         [sum(a for a, _ in group) / len(group) for group in groups],
         [sum(b for _, b in group) / len(group) for group in groups],
     )
+
+
+def some(places: Sequence[float]) -> list[float]:
+    """Return marks of an axis, thinned out where they could not be told apart."""
+    return list(places[:: -(-len(places) // _MARKS) or 1])
+
+
+def time_unit(longest_s: float) -> tuple[str, int]:
+    """Return the unit of an axis of time, and its seconds."""
+    units = (("hours", 3600, 7200), ("minutes", 60, 180), ("seconds", 1, 0))
+    return next((unit, seconds) for unit, seconds, least in units if longest_s >= least)
+
+
+def _begin_at_zero(axes: Axes) -> None:
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _top(values: Sequence[float]) -> float:
@@ -261,7 +275,8 @@ def _top(values: Sequence[float]) -> float:
     return min(max(values), 2.5 * usual) * 1.05 or 1.0
 
 
-def _elapsed(run: Run, row: Row) -> float:
+def elapsed(run: Run, row: Row) -> float:
+    """Return the seconds that a run had been running when a row was written."""
     return run.elapsed_s(row["time"]) if row.get("time") else 0.0
 
 
@@ -282,7 +297,7 @@ def _short(name: str) -> str:
 
 
 def _new(x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -290,13 +305,13 @@ def _new(x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def _two(x_label: str) -> tuple[Figure, tuple[Axes, Axes]]:
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     below.set_xlabel(x_label)
     return figure, (above, below)
 
 
-def _finished(figure: Figure, *all_axes: Any) -> Figure | None:
+def finished(figure: Figure, *all_axes: Any) -> Figure | None:
     """Give the axes what all have; None where nothing was drawn."""
     if not any(_has_data(axes) for axes in all_axes):
         return None
@@ -304,16 +319,24 @@ def _finished(figure: Figure, *all_axes: Any) -> Figure | None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if all_axes[-1].get_xlabel() == STEP:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+            axes.xaxis.set_major_locator(whole_numbers())
+        for line in axes.lines:
+            if len(line.get_xdata()) == 1 and line.get_marker() == "None":  # type: ignore[arg-type]
+                line.set_marker("o")
     handles, labels = all_axes[0].get_legend_handles_labels()
     if any(labels) and len(labels) > 1:
         # A letter is a little over half as wide as high; the line before it takes four.
         column = _LEGEND * (0.6 * max(map(len, labels)) + 4) / 72
         figure.legend(
             handles, labels, loc="outside upper center", frameon=False, fontsize=_LEGEND,
-            ncols=max(1, min(4, len(labels), int(_WIDTH / column))),
+            ncols=max(1, min(4, len(labels), int(SIZE[0] / column))),
         )  # fmt: skip
     return figure
+
+
+def whole_numbers() -> MaxNLocator:
+    """Return where an axis of steps or ranks has its ticks, also if there is only one."""
+    return MaxNLocator(integer=True, nbins=8, min_n_ticks=1)
 
 
 def _has_data(axes: Axes) -> bool:

@@ -6,8 +6,9 @@ useful where something went wrong.
 
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +16,28 @@ from typing import Any, Literal
 from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
 from hpc_tune.rundir import heartbeat, outcome
+from hpc_tune.rundir.json_lines import EVENTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
 
 Row = Mapping[str, Any]
 _HUGE, _LAST_TIME = 1e300, 4e9  # the year 2096
+_PART_BYTES = 1 << 22
 _NUMBERS = frozenset(
     ("time", "step", "rank", "size", "num_nodes", "total_steps", "bytes", "save_s", "blocked_s")
     + ("predicted_step_s", "measured_step_s")
 )
-_PARTS = {"command": list, "versions": dict, "phases": dict}  # all else is text
+_PARTS: dict[str, type] = {  # all else is text
+    **{"command": list, "remarks": list},
+    **{"versions": dict, "phases": dict, "hosts": dict, "counts": dict},
+}
+# Of metrics.jsonl. Rows share these names: a hundred thousand rows with their own take 140 MB more.
+_METRICS = (
+    *("time", "step", "loss", "lr", "grad_norm", "tokens", "loss_tokens", "tokens_per_s", "mfu"),
+    *("step_s", "data_s", "comm_s", "most_work_s", "least_work_s", "slowest_rank"),
+    *("host_bytes", "host_limit_bytes", "device_bytes", "device_limit_bytes"),
+    *("eval_loss", "eval_tokens", "eval_s"),
+)
+_BY_KIND = ("sent_bytes", "expected_bytes")
 State = Literal["done", "stopped", "failed", "running", "died", "unknown"]
 
 
@@ -41,7 +55,8 @@ class Run:
     """One run directory, read.
 
     ``settings`` is flat (``"optim.lr"``), ``steps`` and ``evals`` are the lines of metrics.jsonl by
-    kind, ``outcome`` is empty where the run has left none. ``silent_s``: since it wrote anything.
+    kind, ``ranks`` those of ranks.jsonl, ``outcome`` is empty where the run has left none.
+    ``silent_s``: since it wrote anything.
     """
 
     path: Path
@@ -49,6 +64,7 @@ class Run:
     settings: Mapping[str, Any]
     steps: Sequence[Row]
     evals: Sequence[Row]
+    ranks: Sequence[Row]
     events: Sequence[Row]
     outcome: Row
     beats: Sequence[heartbeat.Heartbeat]
@@ -83,6 +99,11 @@ class Run:
     def of_kind(self, kind: str) -> list[Row]:
         """Return the events of a kind."""
         return [event for event in self.events if event.get("kind") == kind]
+
+    @property
+    def actions(self) -> list[Row]:
+        """What the governor did; its other events say only how full memory is."""
+        return [event for event in self.of_kind("governor") if "action" in event]
 
     @property
     def start(self) -> Row:
@@ -120,19 +141,22 @@ class Lines:
                     self._rows, self._offset, self._rest = [], 0, b""
                     self._file = status.st_ino
                 file.seek(self._offset)
-                new = file.read()
+                while new := file.read(_PART_BYTES):
+                    self._offset += len(new)
+                    *whole, self._rest = (self._rest + new).split(b"\n")
+                    self._keep(whole)
         except OSError:
-            return self._rows
-        self._offset += len(new)
-        *whole, self._rest = (self._rest + new).split(b"\n")
-        for line in whole:
+            pass
+        return self._rows
+
+    def _keep(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
                 self._rows.append(self._clean(value))
-        return self._rows
 
 
 def read_run(path: Path) -> Run:
@@ -145,9 +169,13 @@ def read_run(path: Path) -> Run:
     return assemble(path, *(lines.read() for lines in lines_of(path)))
 
 
-def lines_of(path: Path) -> tuple[Lines, Lines]:
-    """Return metrics.jsonl and events.jsonl of the run at ``path``."""
-    return Lines(path / "metrics.jsonl", _numbers), Lines(path / "events.jsonl", _event)
+def lines_of(path: Path) -> tuple[Lines, Lines, Lines]:
+    """Return metrics.jsonl, events.jsonl and ranks.jsonl of the run at ``path``."""
+    return (
+        Lines(path / METRICS, _metrics),
+        Lines(path / EVENTS, _event),
+        Lines(path / RANKS, _ranks),
+    )
 
 
 def find_run(path: Path) -> Path:
@@ -166,7 +194,7 @@ def find_run(path: Path) -> Path:
     return path
 
 
-def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row]) -> Run:
+def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row], ranks: Sequence[Row]) -> Run:
     """Return the run at ``path`` from what ``lines_of`` read."""
     steps = [row for row in lines if "step" in row and "step_s" in row]
     evals = [row for row in lines if "step" in row and "eval_loss" in row]
@@ -178,6 +206,7 @@ def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row]) -> Run:
         settings=settings,
         steps=steps,
         evals=evals,
+        ranks=[row for row in ranks if "step" in row and row["work_s"]],
         events=events,
         outcome=outcome.read(path) or {},
         beats=(beats := heartbeat.read(path)),
@@ -210,6 +239,24 @@ def _numbers(row: Row) -> Row:
     return {k: v for k, v in row.items() if _is_number(v) and (k != "time" or 0 <= v < _LAST_TIME)}
 
 
+def _metrics(row: Row) -> Row:
+    """Return the numbers of a row, and its bytes by kind of collective."""
+    kept: dict[str, Any] = {name: row[name] for name in _METRICS if _is_number(row.get(name))}
+    if not 0 <= kept.get("time", 0.0) < _LAST_TIME:
+        del kept["time"]
+    for name in _BY_KIND:
+        if isinstance(by_kind := row.get(name), dict):
+            kept[name] = {sys.intern(k): v for k, v in by_kind.items() if _is_number(v)}
+    return kept
+
+
+def _ranks(row: Row) -> Row:
+    """Return the step of a row and the seconds of its ranks; none where one is no number."""
+    work_s = row.get("work_s")
+    is_good = isinstance(work_s, list) and all(map(_is_number, work_s))
+    return {**_numbers(row), "work_s": work_s if is_good else []}
+
+
 def _event(event: Row) -> Row:
     """Return the fields of an event that have the right type."""
     numbers = _numbers(event)
@@ -234,7 +281,7 @@ def _settings(path: Path) -> dict[str, Any]:
 def _silent_s(path: Path, beats: Sequence[heartbeat.Heartbeat]) -> float:
     """Return how long ago the run gave its last sign of life."""
     signs = [beat.time for beat in beats]
-    for name in ("metrics.jsonl", "events.jsonl"):
+    for name in (METRICS, EVENTS):
         if (path / name).is_file():
             signs.append((path / name).stat().st_mtime)
     return time.time() - max(signs, default=0.0)

@@ -5,6 +5,7 @@ The run itself is not contacted, so it may be on other nodes; new lines of its f
 
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_tune.report.page import event_text
+from hpc_tune.report.facts import event_text, goodput, straggler
 from hpc_tune.report.read import Row, Run, assemble, find_run, lines_of
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
@@ -31,10 +32,10 @@ def watch(path: Path, every_s: float, once: bool) -> None:
         ConfigError: if there is no run directory at ``path``.
     """
     path, console = find_run(path), Console()
-    metrics, events = lines_of(path)
+    lines = lines_of(path)
 
     def read() -> Run:
-        return assemble(path, metrics.read(), events.read())
+        return assemble(path, *(file.read() for file in lines))
 
     run = read()
     if once or not console.is_terminal:
@@ -87,7 +88,29 @@ def _figures(run: Run) -> RenderableType:
     for kind in ("host", "device"):
         if last.get(f"{kind}_bytes"):
             table.add_row(*_memory(last, kind))
+    for row in _facts(run):
+        table.add_row(*row)
     return table
+
+
+def _facts(run: Run) -> Iterator[tuple[str, Text, Text]]:
+    """Yield what is no curve: layout, starts, newest save, governor, slowest rank."""
+    if "layout" in run.start:
+        layout, _, why = str(run.start["layout"]).partition(": ")
+        yield "layout", Text(layout), Text(why)
+    if len(run.segments) > 1:
+        share = f"goodput {goodput(run):.0%} of all their time"
+        yield "starts", Text(str(len(run.segments))), Text(share)
+    for event in run.of_kind("checkpoint")[-1:]:
+        ago = f"{format_seconds(max(0.0, time.time() - event['time']))} ago"
+        step = "" if event.get("step") is None else f"step {int(event['step'])}"
+        yield "newest save", Text(step), Text(ago if run.state == "running" else "")
+    if actions := run.actions:
+        count = f"{len(actions)} action{'s' if len(actions) > 1 else ''}"
+        yield "governor", Text(count), Text(f"last: {event_text(actions[-1])}")
+    if told := straggler(run):
+        who, _, how_often = told.partition(" in ")
+        yield "slowest rank", Text(who), Text(f"in {how_often}")
 
 
 _SHARES = {"in messages": "comm_s", "waiting for data": "data_s"}

@@ -1,39 +1,38 @@
-"""The report command: run directories -> report.html and its figures as PNG."""
+"""The report command: run directories -> report.html, and its figures as PNG where asked for."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.errors import ConfigError
+from hpc_tune.report.figures import all_figures, as_svgs
 from hpc_tune.report.page import page
-from hpc_tune.report.plots import all_figures
 from hpc_tune.report.read import read_run
 
 FILE, FOLDER = "report.html", "report"
 _DPI = 144
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write one report of one or several runs; return its path. PNGs go into ``report/`` beside it.
+def write_report(paths: Sequence[Path], out: Path | None = None, png: bool = False) -> Path:
+    """Write one report of one or several runs; return its path.
 
     ``out`` is an .html file; by default report.html of the only run, or in the current folder.
+    ``png``: the figures too, into ``report/`` beside it.
 
     Raises:
         ConfigError: if a path is no run directory, or the report cannot be written.
     """
     runs = [read_run(path) for path in paths]
     out = out or ((runs[0].path if len(runs) == 1 else Path()) / FILE)
-    figures = []
+    figures = list(all_figures(runs))
     try:
         folder = out.parent / (FOLDER if out.name == FILE else out.stem)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, caption, figure in all_figures(runs):
-            drawn = io.BytesIO()
-            figure.savefig(drawn, format="svg")
-            figures.append((name, caption, drawn.getvalue()))
-            figure.savefig(folder / f"{name}.png", dpi=_DPI)
-        write_file(out, page(runs, figures))
+        if png:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, _, figure in figures:
+                figure.savefig(folder / f"{name}.png", dpi=_DPI)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_file(out, page(runs, as_svgs(figures)))
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written: {error.strerror or error}; name another file with --out"

@@ -1,4 +1,4 @@
-"""metrics.jsonl and events.jsonl: files that grow by whole lines."""
+"""metrics.jsonl, events.jsonl and ranks.jsonl: files that grow by whole lines."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from hpc_tune.atomic_file import write_file
 from hpc_tune.log import log
 
-METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+METRICS, EVENTS, RANKS = "metrics.jsonl", "events.jsonl", "ranks.jsonl"
 
 
 class WholeAppends:

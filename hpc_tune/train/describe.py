@@ -1,8 +1,11 @@
 """What a run logs about itself before it trains: a line for each part, and the start event."""
 
 import math
+import os
+import platform
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +58,13 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         num_nodes=comm.world.num_nodes,
         total_steps=total_steps,
         command=[sys.executable, "-m", "hpc_tune", *sys.argv[1:]],
+        launcher=comm.world.launcher,
+        folder=os.getcwd(),
+        hardware=_hardware(comm),
+        links=job.chosen.links if job.chosen is not None else "",
+        hosts=dict(Counter(peer.hostname for peer in comm.roster)),
+        counts=_counts(data),
+        remarks=data.store.attributes.counters.remarks(),
         versions=versions(),
         commit=_commit(),
     )
@@ -143,6 +153,23 @@ def _batch(rows: int, layout: Layout, data: Data) -> str:
         f"{rows} rows per step over {ranks} {who}: {fewest} each{uneven}; "
         f"{data.total_steps} steps = {epochs:.2f} epochs"
     )
+
+
+def _hardware(comm: Comm) -> str:
+    """Return what rank 0 computes on."""
+    if comm.device.type == "cuda":
+        return torch.cuda.get_device_name(comm.device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads per rank"
+
+
+def _counts(data: Data) -> dict[str, float]:
+    """Return what the data gave, as numbers."""
+    counters, loader = data.store.attributes.counters, data.loader
+    counts: dict[str, float] = {k: v for k, v in vars(counters).items() if isinstance(v, int)}
+    counts |= {"dropped": sum(counters.dropped.values()), "rows": loader.num_rows_per_epoch}
+    if data.eval_store is not None:
+        counts["held_out_documents"] = data.eval_store.num_documents
+    return counts | {"padding": round(loader.padding, 6)}
 
 
 def _commit() -> str | None:

@@ -105,7 +105,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
         return other_code, False
     is_urgent = isinstance(error, LeavingError) and bool(error.facts)
     if is_urgent:  # each rank that is short of memory writes it before anything takes time
-        _write(_outcome_of(error, "", code), run_dir)
+        _write(_outcome_of(comm, error, "", code), run_dir)
     text = report_failure(comm, error)
     if text is None:
         time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
@@ -113,7 +113,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
     print(text, file=sys.stderr, flush=True)
     # Both sides of a network cut report it, and deciding who does takes time without the store.
     if not is_urgent and _code_of_another_rank(comm, error, run_dir) is None:
-        _write(_outcome_of(error, text, code), run_dir)
+        _write(_outcome_of(comm, error, text, code), run_dir)
     return code, True
 
 
@@ -133,11 +133,12 @@ def _code_of_another_rank(
     return outcome.written_since(run_dir, process_start())
 
 
-def _outcome_of(error: BaseException, text: str, code: int) -> Outcome:
+def _outcome_of(comm: Comm | None, error: BaseException, text: str, code: int) -> Outcome:
     if isinstance(error, LeavingError):
         return stopped(error.reason, error.step, error.facts)
     reason = str(error) if isinstance(error, HpcTuneError) else text.splitlines()[-1]
-    return Outcome("failed", reason, None, code)
+    where = {"rank": comm.world.rank, "host": comm.world.hostname} if comm is not None else {}
+    return Outcome("failed", reason, None, code, where)
 
 
 def _write(result: Outcome, run_dir: Path | None) -> None:

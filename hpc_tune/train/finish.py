@@ -21,6 +21,7 @@ def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcom
     if job.chosen is not None:
         job.events.write("layout", **compare_step(job.chosen, work.metrics.steps_s))
     work.metrics.close()
+    work.rank_work.close()
     work.loader.close()
     job.stop.close()
     job.comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, ended))

@@ -31,6 +31,7 @@ from hpc_tune.train.checkpointing import Checkpointer
 from hpc_tune.train.governor import Governor, facts_of
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.profile import StepProfile
+from hpc_tune.train.rank_work import RankWork
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.stop import StopFlag
 
@@ -59,6 +60,7 @@ class Work:
     state: Callable[[int, dict[str, Any], Evals], RunState]
     evals: Evals
     metrics: Metrics
+    rank_work: RankWork
     monitor: Monitor
     governor: Governor
     profile: StepProfile
@@ -201,7 +203,9 @@ def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
 def _record(work: Work, step: _Step, sample: MemorySample | None) -> None:
     result, step_s = step.result, step.step_s
     work.faults.at("extremes", step.number)
-    worst = _worst_of_all(work, sample, step_s - step.data_s - result.comm_s)
+    work_s = step_s - step.data_s - result.comm_s
+    worst = _worst_of_all(work, sample, work_s)
+    work.rank_work.add(step.number, work_s)
     tokens_per_s = step.ballot.tokens / step_s
     mfu = tokens_per_s * work.flops_per_token / work.peak_flops if work.peak_flops else None
     work.metrics.step(

@@ -11,9 +11,11 @@ from hpc_tune.cluster.launchers import unlaunched
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
+from hpc_tune.rundir.json_lines import METRICS
 from hpc_tune.units import format_bytes
 
 REPORT_BYTES = 250 << 20  # what drawing it takes, with a margin
+_PER_BYTE = 4  # of metrics.jsonl, on top
 _LIMIT_S = 60.0
 
 
@@ -22,7 +24,7 @@ def write_report(run_dir: Path) -> None:
     later = f"python -m hpc_tune report {run_dir}"
     limit = find_limit()
     left = room_of(used_bytes(limit), limit.num_bytes)
-    if left < REPORT_BYTES:
+    if left < REPORT_BYTES + _PER_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
     command = [sys.executable, "-m", "hpc_tune", "report", str(run_dir)]
@@ -38,3 +40,10 @@ def write_report(run_dir: Path) -> None:
         log.warning("no report: %s; write it with: %s", reason.removeprefix("hpc_tune: "), later)
         return
     log.info("report  %s", done.stdout.strip())
+
+
+def _metrics_bytes(run_dir: Path) -> int:
+    try:
+        return (run_dir / METRICS).stat().st_size
+    except OSError:
+        return 0

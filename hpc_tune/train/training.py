@@ -29,6 +29,7 @@ from hpc_tune.train.metrics import Metrics
 from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.model import Model
 from hpc_tune.train.profile import StepProfile
+from hpc_tune.train.rank_work import RankWork
 from hpc_tune.train.wandb_log import WandbLog
 from hpc_tune.units import format_bytes
 
@@ -83,6 +84,7 @@ def prepare_training(
         state=state,
         evals=Evals.from_json(saved.evals if saved is not None else {}),
         metrics=_metrics(job, model, total_steps, step),
+        rank_work=_rank_work(job, total_steps, step),
         monitor=job.monitor,
         stop=job.stop,
         start_step=step,
@@ -140,6 +142,13 @@ def _metrics(job: Job, model: Model, total_steps: int, step: int) -> Metrics:
         return Metrics(job.dir, total_steps, step, plots, advise=job.chosen is None)
 
     return job.comm.together("opening the metrics", make)
+
+
+def _rank_work(job: Job, total_steps: int, step: int) -> RankWork:
+    run_dir = job.dir if job.comm.is_rank_0 else None
+    return job.comm.together(
+        "opening ranks.jsonl", lambda: RankWork(job.training, run_dir, step, total_steps)
+    )
 
 
 def _expected(model: Model, resolved: Resolved, data: Data) -> Expected:

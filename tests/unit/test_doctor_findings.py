@@ -8,7 +8,7 @@ import pytest
 
 from hpc_tune.probe.facts import Folder, RankFacts, try_folder
 from hpc_tune.probe.findings import find_problems
-from hpc_tune.probe.links import Collective, Links, Pair, outliers, rate, rounds
+from hpc_tune.probe.links import Collective, Links, Pair, in_words, outliers, rate, rounds
 from hpc_tune.probe.software import Compiled
 from hpc_tune.probe.table import as_dict, as_lines
 from hpc_tune.probe.topology import Card, Gpu, Topology
@@ -264,3 +264,11 @@ def test_the_report_has_each_rank_and_each_finding():
 )
 def test_rates_are_written_as_people_do(value, text):
     assert rate(value) == text
+
+
+def test_links_are_told_in_words_with_the_median_of_each_kind():
+    pairs = [Pair((0, n), (0, 0), 1e-6, n * 1e11) for n in (1, 2, 3)]
+    pairs.append(Pair((0, 4), (0, 1), 1e-5, 1e10))
+    found = (Collective("all_reduce", 8, 1.0, 8.0), Collective("all_reduce", 1 << 26, 1.0, 9e9))
+    words = "same node 200.0 GB/s, 1 us; across nodes 10.0 GB/s, 10 us; all_reduce 9.0 GB/s"
+    assert in_words(Links(tuple(pairs), found)) == words

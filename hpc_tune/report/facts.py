@@ -1,0 +1,373 @@
+"""A run -> what a reader wants to know of it, as rows of text and as numbers. Pure."""
+
+import shlex
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_tune.config.load import describe_fields
+from hpc_tune.report.read import Row, Run
+from hpc_tune.units import format_bytes, format_count, format_seconds
+
+# A straggler computes that many times as long as the fastest rank, in that share of the steps.
+STRAGGLER, MOST_STEPS = 1.1, 0.8
+_MPIRUN = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
+_NOT_PLANNED = "not planned: far below the limit"
+_NO_LINKS = "not measured: parallel.layout=auto does, and hpc_tune doctor"
+_SUPPOSED = {"run.dir", "run.name", "run.tags"}  # to differ from run to run
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run. ``waited_s``: since the start before it ended."""
+
+    number: int
+    begin_s: float
+    seconds: float
+    waited_s: float
+    before_s: float
+    ranks: int | None
+    layout: str
+    first_step: int | None
+    last_step: int | None
+    ended: str
+
+
+def starts(run: Run) -> list[Start]:
+    """Return the starts of a run, the first one first."""
+    found, events = [], run.of_kind("start")
+    for number, segment in enumerate(run.segments):
+        is_last = number + 1 == len(run.segments)
+        next_s = float("inf") if is_last else run.segments[number + 1].begin_s
+        steps = [int(row["step"]) for row in _between(run.steps, segment.begin_s, next_s)]
+        event = next(reversed(_between(events, segment.begin_s, next_s)), {})
+        stops = _between(run.of_kind("stop"), segment.begin_s, next_s)
+        silent = str(run.state) if is_last else "killed, or failed"
+        found.append(
+            Start(
+                number=number + 1,
+                begin_s=segment.begin_s,
+                seconds=segment.end_s - segment.begin_s,
+                waited_s=segment.begin_s - run.segments[number - 1].end_s if number else 0.0,
+                before_s=segment.before_s,
+                ranks=int(event["size"]) if "size" in event else None,
+                layout=str(event.get("layout", "")).partition(":")[0],
+                first_step=steps[0] if steps else None,
+                last_step=steps[-1] if steps else None,
+                ended=str(stops[-1].get("reason", "")) if stops else silent,
+            )
+        )
+    return found
+
+
+def _between(rows: Iterable[Row], begin_s: float, end_s: float) -> list[Row]:
+    return [row for row in rows if begin_s <= row.get("time", -1.0) < end_s]
+
+
+def start_rows(run: Run) -> list[tuple[str, ...]]:
+    """Return the starts as rows of a table."""
+    return [
+        (
+            str(start.number),
+            time.strftime("%m-%d %H:%M:%S", time.localtime(start.begin_s)),
+            format_seconds(start.waited_s) if start.number > 1 else "",
+            "" if start.ranks is None else str(start.ranks),
+            start.layout,
+            "none" if start.first_step is None else f"{start.first_step} to {start.last_step}",
+            format_seconds(start.seconds),
+            start.ended,
+        )
+        for start in starts(run)
+    ]
+
+
+START_HEADS = ("start", "began", "after a wait of", "ranks", "layout", "steps", "ran", "ended")
+
+
+def how_it_ended(run: Run) -> str:
+    """Return why a run ended, with rank, host and exit code where they are known."""
+    text, found = run.reason, run.outcome
+    if found.get("host") is not None and run.state in ("failed", "stopped"):
+        rank = f"rank {found['rank']} on " if found.get("rank") is not None else ""
+        text += f" (reported by {rank}{found['host']})"
+    code = found.get("exit_code")
+    return text + (f", exit code {code}" if code is not None else "")
+
+
+def what_came_out(run: Run) -> str:
+    """Return the losses and where the adapter, or else the newest checkpoint, is."""
+    parts = []
+    losses = known(run.steps, "loss")
+    if losses:
+        parts.append(f"training loss {losses[0]:.4f} → {losses[-1]:.4f}")
+    if held_out := known(run.evals, "eval_loss"):
+        parts.append(f"held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}")
+    if adapter := _adapter(run):
+        parts.append(f"the adapter is in {adapter}")
+    elif path := next((e.get("path") for e in reversed(run.of_kind("checkpoint"))), None):
+        parts.append(f"the newest checkpoint is {path}")
+    else:
+        parts.append("no checkpoint")
+    text = "; ".join(parts)
+    return text[0].upper() + text[1:]
+
+
+def _adapter(run: Run) -> str:
+    folder = run.path / "export" / "adapter"
+    return str(folder) if run.state == "done" and folder.is_dir() else ""
+
+
+def command_of(run: Run) -> str:
+    """Return the command that does the newest start again, or nothing."""
+    start = run.start
+    words = shlex.join(map(str, start.get("command", [])))
+    if not words:
+        return ""
+    launcher, size = start.get("launcher"), int(start.get("size") or 1)
+    if launcher in _MPIRUN:
+        words = f"mpirun -np {size} {words}"
+    elif str(launcher).startswith("srun"):
+        words = f"srun --ntasks={size} {words}"
+    elif launcher == "torchrun":
+        words = words.replace(" -m hpc_tune", " -m torch.distributed.run … -m hpc_tune", 1)
+    folder = start.get("folder")
+    return f"cd {shlex.quote(folder)} && {words}" if folder else words
+
+
+def next_command(run: Run) -> str:
+    """Return what to do next with the run, in words."""
+    if run.state == "done":
+        return f"python -m hpc_tune generate --run {shlex.quote(str(run.path))} --prompt …"
+    if run.state == "failed":
+        resumes = ": it resumes" if run.of_kind("checkpoint") else ""
+        return f"mend what is named above, then run the same command{resumes}"
+    if run.state == "running":
+        return f"python -m hpc_tune watch {shlex.quote(str(run.path))}"
+    return "run the same command: it resumes from the newest checkpoint"
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Return the main figures of a run, by name."""
+    steps = run.steps
+    total = f" of {run.total_steps}" if run.total_steps else ""
+    values = {"optimizer steps": f"{int(steps[-1]['step']) if steps else 0}{total}"}
+    if whole_s := running_s(run):
+        more = f" in {len(run.segments)} starts" if len(run.segments) > 1 else ""
+        values["time running"] = format_seconds(whole_s) + more
+        if steps:
+            values["goodput (steps that count)"] = f"{goodput(run):.0%}"
+    losses = known(steps, "loss")
+    if losses:
+        values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
+    if held_out := known(run.evals, "eval_loss"):
+        values["held-out loss, first to last"] = f"{held_out[0]:.4f} → {held_out[-1]:.4f}"
+    speeds = known(steps[1:] or steps, "tokens_per_s")
+    if speeds:
+        values["tokens per second, median"] = format_count(statistics.median(speeds))
+    if mfu := known(steps[1:] or steps, "mfu"):
+        values["MFU, median"] = f"{statistics.median(mfu):.1%}"
+    if seconds := sum(known(steps, "step_s")):
+        values["time in messages"] = f"{sum(known(steps, 'comm_s')) / seconds:.1%}"
+    for kind in ("host", "device"):
+        if used := known(steps, f"{kind}_bytes"):
+            limits = known(steps, f"{kind}_limit_bytes")
+            of = f" of {format_bytes(limits[-1])}" if limits else ""
+            values[f"most {kind} memory"] = f"{format_bytes(max(used))}{of}"
+    values["saves"] = str(len(run.of_kind("checkpoint")))
+    values["governor's actions"] = str(len(run.actions))
+    return values
+
+
+def running_s(run: Run) -> float:
+    """Return how long all starts together ran."""
+    if not run.segments:
+        return 0.0
+    last = run.segments[-1]
+    return last.before_s + last.end_s - last.begin_s
+
+
+def goodput(run: Run) -> float:
+    """Return the share of the running time of all starts that went into steps that count."""
+    return min(1.0, sum(known(run.steps, "step_s")) / max(running_s(run), 1e-9))
+
+
+def what_ran(run: Run) -> Rows:
+    """Return what the newest start logged of itself."""
+    start = run.start
+    tags = run.settings.get("run.tags")
+    rows = [
+        ("model", start.get("model")),
+        ("data", start.get("data")),
+        ("world", start.get("world")),
+        ("layout", start.get("layout")),
+        ("batch", start.get("batch")),
+        ("learning rate", start.get("rate")),
+        ("memory", start.get("memory")),
+        ("slowest rank", straggler(run)),
+        ("tags", ", ".join(map(str, tags if isinstance(tags, list) else []))),
+    ]
+    return [(name, str(value)) for name, value in rows if value]
+
+
+def machine(run: Run) -> Rows:
+    """Return software and hardware of the newest start."""
+    start, last = run.start, run.steps[-1] if run.steps else {}
+    limits = ", ".join(
+        f"{kind} memory {format_bytes(last[key])} per {owner}"
+        for kind, owner in (("host", "node"), ("device", "rank"))
+        if (key := f"{kind}_limit_bytes") in last
+    )
+    hosts = start.get("hosts", {})
+    shown = [f"{host} ({count} ranks)" for host, count in list(hosts.items())[:8]]
+    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    versions = start.get("versions", {})
+    no_links = _NO_LINKS if (start.get("size") or 1) > 1 else ""
+    rows = [
+        ("hardware", start.get("hardware")),
+        ("hosts", ", ".join(shown) + more),
+        ("limits", limits),
+        (
+            "links as measured",
+            start.get("links") or (_NO_LINKS if (start.get("size") or 1) > 1 else ""),
+        ),
+        ("software", ", ".join(f"{name} {number}" for name, number in versions.items())),
+        ("git commit", start.get("commit")),
+    ]
+    return [(name, str(value)) for name, value in rows if value]
+
+
+def what_the_data_gave(run: Run) -> Rows:
+    """Return the documents, tokens, cuts and padding of the training data."""
+    counts = run.start.get("counts", {})
+    rows: Rows = []
+    names = {"held_out_documents": "held-out documents"}
+    for key in ("examples", "documents", "held_out_documents", "tokens"):
+        if key in counts:
+            rows.append((names.get(key, key), f"{counts[key]:,.0f}"))
+    if counts.get("tokens") and "loss_tokens" in counts:
+        learned = counts["loss_tokens"]
+        rows.append(("tokens learned", f"{learned:,.0f} ({learned / counts['tokens']:.1%})"))
+    if "rows" in counts and "padding" in counts:
+        rows.append(("rows of an epoch", f"{counts['rows']:,.0f}, {counts['padding']:.1%} padding"))
+    remarks = [str(remark) for remark in run.start.get("remarks", [])]
+    if counts:
+        rows.append(("cut, dropped, not learned", "; ".join(remarks) or "nothing"))
+    if tokens := sum(known(run.steps, "tokens")):
+        learned = sum(known(run.steps, "loss_tokens"))
+        rows.append(("trained on", f"{tokens:,.0f} tokens, {learned:,.0f} of them learned"))
+    return rows
+
+
+def straggler(run: Run) -> str:
+    """Return which rank the others wait for most often, and how much slower it is, or nothing."""
+    rows = [
+        row for row in run.steps[1:]
+        if row.keys() >= {"slowest_rank", "most_work_s", "least_work_s"}
+    ]  # fmt: skip
+    if not rows or (run.start.get("size") or 1) == 1:
+        return ""
+    rank, times = Counter(int(row["slowest_rank"]) for row in rows).most_common(1)[0]
+    ratios = [row["most_work_s"] / max(row["least_work_s"], 1e-4) for row in rows]
+    ratio = statistics.median(ratios)
+    text = (
+        f"rank {rank} in {times} of {len(rows)} steps; the slowest computed {ratio:.2f} x as long "
+    )
+    text += "as the fastest (median)"
+    if ratio > STRAGGLER and times > MOST_STEPS * len(rows):
+        text += ": check that rank's clocks, its memory and other processes there"
+    return text
+
+
+def where_time_went(run: Run) -> Rows:
+    """Return the seconds of the whole run by kind, all starts together."""
+    if not run.segments:
+        return []
+    whole_s = running_s(run)
+    step_s, data_s, comm_s = (sum(known(run.steps, k)) for k in ("step_s", "data_s", "comm_s"))
+    parts = {
+        "compute": step_s - data_s - comm_s,
+        "messages, waiting for other ranks included": comm_s,
+        "data": data_s,
+        "evaluation": sum(known(run.evals, "eval_s")),
+        "waiting for saves": sum(known(run.of_kind("checkpoint"), "blocked_s")),
+    }
+    parts["starting, and repeated steps"] = max(0.0, whole_s - sum(parts.values()))
+    rows = [
+        (name, f"{format_seconds(seconds)} ({seconds / max(whole_s, 1e-9):.1%})")
+        for name, seconds in parts.items()
+    ]
+    waited_s = sum(start.waited_s for start in starts(run))
+    waits = [("between starts, not in the total", format_seconds(waited_s))] if waited_s else []
+    return [*rows, ("total", format_seconds(whole_s)), *waits]
+
+
+def predictions(run: Run) -> list[tuple[str, ...]]:
+    """Return (of what, predicted, measured, off by): step time, memory by phase, bytes sent."""
+    rows: list[tuple[str, ...]] = []
+    for event in run.of_kind("layout")[-1:]:
+        measured, foreseen = event.get("measured_step_s"), event.get("predicted_step_s")
+        if measured and foreseen:
+            off = f"{measured / foreseen - 1:+.0%}"
+            rows.append(("step time", f"{foreseen:.3g} s", f"{measured:.3g} s", off))
+    for kind, (foreseen, measured) in sent_bytes(run).items():
+        off = f"{measured / foreseen - 1:+.1%}" if foreseen else ""
+        shown = [format_bytes(n) for n in (foreseen, measured)]
+        rows.append((f"sent per step by rank 0: {kind}", *shown, off))
+    for event in run.of_kind("memory")[-1:]:
+        for phase, row in event.get("phases", {}).items():
+            if not (had := row.get("rank_bytes")):
+                continue
+            planned = row.get("planned")
+            off = f"{had / planned - 1:+.0%}" if planned else ""
+            foreseen_text = format_bytes(planned) if planned else _NOT_PLANNED
+            rows.append((f"memory of a rank: {phase}", foreseen_text, format_bytes(had), off))
+    return rows
+
+
+def sent_bytes(run: Run) -> dict[str, tuple[float, float]]:
+    """Return what rank 0 sent per step by kind, as means of all steps: (predicted, measured)."""
+    rows = [row for row in run.steps if "sent_bytes" in row and "expected_bytes" in row]
+    if not rows:
+        return {}
+    sums: dict[str, list[float]] = {}
+    for row in rows:
+        for place, name in enumerate(("expected_bytes", "sent_bytes")):
+            for kind, num_bytes in row[name].items():
+                sums.setdefault(kind, [0.0, 0.0])[place] += num_bytes
+    return {kind: (a / len(rows), b / len(rows)) for kind, (a, b) in sums.items() if a or b}
+
+
+def changed_settings(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yield (setting, its value, its default) of the settings that are not at their defaults."""
+    for name, _, default, _ in describe_fields():
+        if name in run.settings and name not in _SUPPOSED and run.settings[name] != default:
+            yield name, _shown(run.settings[name]), _shown(default)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None or repr(value) == "PydanticUndefined" else str(value)
+
+
+def event_text(event: Row) -> str:
+    """Return an event's text."""
+    match event.get("kind"):
+        case "checkpoint":
+            return (
+                f"{format_bytes(event.get('bytes') or 0)} in {event.get('save_s')} s, of which "
+                f"training waited {event.get('blocked_s')} s"
+            )
+        case "resume":
+            return f"from {event.get('path')}"
+        case "stop":
+            return str(event.get("reason"))
+        case _:
+            return str(event.get("message", ""))
+
+
+def known(rows: Iterable[Row], key: str) -> list[float]:
+    """Return the numbers that rows have under a key."""
+    return [row[key] for row in rows if isinstance(row.get(key), int | float)]

@@ -1,0 +1,67 @@
+"""Rank x step: how long each rank worked beside the median rank of that step."""
+
+import statistics
+from collections.abc import Sequence
+
+from matplotlib import colormaps
+from matplotlib.colors import Colormap
+from matplotlib.figure import Figure
+
+from hpc_tune.report.plots import SIZE, whole_numbers
+from hpc_tune.report.read import Row, Run
+
+_ROWS, _COLUMNS, _COLORS = 128, 200, 12
+_LEAST_TOP = 1.2  # of the scale: ranks that differ by less look alike
+_TOP = 3.0
+
+
+def heatmap(runs: Sequence[Run]) -> Figure | None:
+    """Draw one run's own work of each rank, by that of the median rank at the same step."""
+    [run, *others] = runs
+    if others or not run.ranks or max(len(row["work_s"]) for row in run.ranks) < 2:
+        return None
+    num_ranks = max(len(row["work_s"]) for row in run.ranks)
+    group = -(-num_ranks // _ROWS)
+    cells = _cells(run.ranks, num_ranks, group)
+    highest = max(value for column in cells for value in column if value == value)
+    first, last = run.ranks[0]["step"], run.ranks[-1]["step"]
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(
+        list(zip(*cells, strict=True)),
+        aspect="auto",
+        interpolation="none",
+        cmap=_colors(),
+        vmin=1.0,
+        vmax=min(_TOP, max(_LEAST_TOP, highest)),
+        extent=(first - 0.5, last + 0.5, num_ranks - 0.5, -0.5),
+    )
+    figure.colorbar(image, ax=axes, label="own work, x the median rank's", extend="both")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("rank" if group == 1 else f"rank (the slowest of each {group})")
+    axes.xaxis.set_major_locator(whole_numbers())
+    axes.yaxis.set_major_locator(whole_numbers())
+    return figure
+
+
+def _colors() -> Colormap:
+    return colormaps["YlOrRd"].resampled(_COLORS)
+
+
+def _cells(lines: Sequence[Row], num_ranks: int, group: int) -> list[list[float]]:
+    """Return columns of steps, each with the slowest of every ``group`` ranks; nan: none."""
+    first, last = lines[0]["step"], lines[-1]["step"]
+    num_columns = min(_COLUMNS, len(lines))
+    nothing, num_rows = float("nan"), -(-num_ranks // group)
+    columns: list[list[float]] = [[] for _ in range(num_columns)]
+    for line in lines:
+        place = int((line["step"] - first) / (last - first + 1) * num_columns)
+        median = max(statistics.median(line["work_s"]), 1e-4)
+        values = [work_s / median for work_s in line["work_s"]]
+        rows = [max(values[i : i + group]) for i in range(0, len(values), group)]
+        rows += [nothing] * (num_rows - len(rows))
+        before = columns[place]
+        columns[place] = [max(a, b) for a, b in zip(before, rows, strict=True)] if before else rows
+    for place, column in enumerate(columns):  # after a resume lines may lie further apart
+        columns[place] = column or columns[place - 1]
+    return columns

@@ -1,0 +1,58 @@
+"""All figures of a report as one JSON value, for programs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hpc_tune.report.facts import goodput, running_s, sent_bytes, starts
+from hpc_tune.report.plots import points
+from hpc_tune.report.read import Run
+
+_CURVES = (
+    *("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_s", "data_s", "comm_s"),
+    *("host_bytes", "device_bytes", "most_work_s", "least_work_s"),
+)
+_DIGITS, _POINTS = 5, 150
+
+
+def numbers(runs: Sequence[Run]) -> str:
+    """Return JSON that may stand in a page: it holds no ``<``."""
+    text = json.dumps({"runs": [_numbers(run) for run in runs]}, default=str)
+    without_nan = json.loads(text, parse_constant=str)
+    text = json.dumps(without_nan, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _numbers(run: Run) -> dict[str, Any]:
+    curves = {name: points(run.steps, "step", name, most=_POINTS) for name in _CURVES}
+    return {
+        "name": run.name,
+        "state": run.state,
+        "reason": run.reason,
+        "outcome": run.outcome,
+        "steps": int(run.steps[-1]["step"]) if run.steps else 0,
+        "total_steps": run.total_steps,
+        "running_s": round(running_s(run), 3),
+        "goodput": round(goodput(run), 4),
+        "starts": [asdict(start) for start in starts(run)],
+        "evaluations": [[row["step"], row["eval_loss"]] for row in run.evals],
+        "curves": {
+            name: {"step": list(map(round, steps)), name: [_short(value) for value in values]}
+            for name, (steps, values) in curves.items()
+            if steps
+        },
+        "memory_by_phase": next(
+            (event["phases"] for event in reversed(run.of_kind("memory"))), None
+        ),
+        "sent_bytes_per_step": {
+            kind: {"predicted": round(foreseen), "measured": round(measured)}
+            for kind, (foreseen, measured) in sent_bytes(run).items()
+        },
+        "data": run.start.get("counts"),
+        "settings": run.settings,
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
