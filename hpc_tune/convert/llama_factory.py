@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from convert_outcomes import (
+from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_ADAPTERS,
     Decided,

@@ -1,33 +1,29 @@
-"""Turn a config of torchtune or LLaMA-Factory into one of hpc_tune.
+"""The convert command: a config of another tool becomes one of hpc_tune.
 
-    python tools/convert_config.py THEIRS.yaml [--ranks N] [--out OURS.yaml]
+THEIRS.yaml -> which tool? -> a rule for each key -> taken over | decided | not taken over
+                                                  -> OURS.yaml, checked as a run checks it
 
-    THEIRS.yaml -> which tool? -> a rule for each key -> taken over | decided | not taken over
-                                                      -> OURS.yaml, checked as a run checks it
-
-What became of each key goes to stderr, OURS.yaml to a new file or to stdout. There the number of
-ranks says how many rows a step has: theirs are per rank, batch.global_size is over all of them.
-Tables for other tools are in docs/coming-from.md. Exit codes: 0 written; 2 wrong input.
+There the number of ranks says how many rows a step has: theirs are per rank, batch.global_size is
+over all of them.
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from convert_llama_factory import LLAMA_FACTORY
-from convert_outcomes import Decided, Left, Outcome, Taken, Theirs, Tool
-from convert_torchtune import TORCHTUNE
 from pydantic import ValidationError
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.load import explain
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+from hpc_tune.convert.llama_factory import LLAMA_FACTORY
+from hpc_tune.convert.outcomes import Decided, Left, Outcome, Taken, Theirs, Tool
+from hpc_tune.convert.torchtune import TORCHTUNE
+from hpc_tune.errors import ConfigError
 from hpc_tune.safe_yaml import load_yaml
 
 PLACEHOLDER = "FILL_IN"
@@ -51,34 +47,22 @@ class Converted:
     to_do: tuple[str, ...]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="convert_config.py",
-        description="Turn a config of torchtune or LLaMA-Factory into one of hpc_tune, and say "
-        "what became of each key.",
-    )
-    parser.add_argument("file", metavar="FILE", type=Path, help="their config, YAML")
-    parser.add_argument(
-        "--ranks", type=int, help="the ranks (GPUs) that it was made for; not given: 1"
-    )
-    parser.add_argument("--out", type=Path, help="the file to make; not given: stdout")
-    options = parser.parse_args(argv)
-    try:
-        converted = convert(read(options.file), 1 if options.ranks is None else options.ranks)
-        notes = list(converted.to_do)
-        if options.ranks is None:
-            notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
-        text = render(converted, notes, options.file.name)
-        if options.out is not None:
-            write_new(options.out, text)
-    except ConfigError as error:
-        print(f"convert_config: {error}", file=sys.stderr)
-        return EXIT_USER
-    print("\n".join(report(converted, notes)), file=sys.stderr)
-    if options.out is None:
-        print(text, end="")
-    return EXIT_DONE
+def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[str], str]:
+    """Convert ``file``, made for ``ranks`` ranks (None: 1 is assumed, which is noted).
+
+    Write our YAML to ``out``, a new file; return what became of each key, in lines, and our YAML.
+
+    Raises:
+        ConfigError: if it cannot be converted or written.
+    """
+    converted = convert(read(file), 1 if ranks is None else ranks)
+    notes = list(converted.to_do)
+    if ranks is None:
+        notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
+    text = render(converted, notes, file.name)
+    if out is not None:
+        write_new(out, text)
+    return report(converted, notes), text
 
 
 def convert(theirs: dict[str, Any], ranks: int) -> Converted:
@@ -87,8 +71,6 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
     Raises:
         ConfigError: if it is of no tool that is known, or has values that cannot be.
     """
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: expected a number from 1 on")
     tool, given = recognise(theirs), dict(flatten(theirs))
     values = {key: value for key, value in resolve(given).items() if value is not None}
     defaults = tool.defaults(Theirs(values, ranks))
@@ -182,7 +164,7 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
 
 def render(converted: Converted, notes: Sequence[str], name: str) -> str:
     """Return our YAML, with what is left to do above it."""
-    lines = [f"# From {name}, a config of {converted.tool}, by tools/convert_config.py."]
+    lines = [f"# From {name}, a config of {converted.tool}, by hpc_tune convert."]
     lines += ["# To do before the first run:"] if notes else []
     lines += [f"#   {' '.join(note.split())}" for note in notes]
     return "\n".join(lines) + "\n" + yaml.safe_dump(converted.config, sort_keys=False)
@@ -207,13 +189,12 @@ def write_new(path: Path, text: str) -> None:
     """Write a new file.
 
     Raises:
-        ConfigError: if it is, or cannot be written.
+        ConfigError: if it is there already, or cannot be written.
     """
+    if path.exists():
+        raise ConfigError(f"--out {path} exists; remove it or choose another name")
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"--out {path} exists; remove it or choose another name") from None
+        write_file(path, text)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
 
@@ -283,7 +264,3 @@ def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-if __name__ == "__main__":
-    sys.exit(main())

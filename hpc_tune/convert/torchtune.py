@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from convert_outcomes import (
+from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_ADAPTERS,
     Decided,
