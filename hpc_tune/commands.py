@@ -112,7 +112,9 @@ def init(options: Namespace) -> int:
 
 
 @command(
-    argument("file", Path, "a config of torchtune or LLaMA-Factory, in YAML", metavar="FILE"),
+    argument(
+        "file", Path, "a config of torchtune, LLaMA-Factory or axolotl, in YAML", metavar="FILE"
+    ),
     argument("--ranks", int, "ranks (GPUs) that it was made for (default: 1)", least=1),
     argument("--out", Path, "the file to write (default: print it)"),
 )

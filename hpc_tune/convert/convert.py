@@ -20,6 +20,8 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.load import explain
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.convert.axolotl import AXOLOTL
+from hpc_tune.convert.axolotl_data import LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.outcomes import Decided, Left, Outcome, Taken, Theirs, Tool
 from hpc_tune.convert.torchtune import TORCHTUNE
@@ -29,6 +31,7 @@ from hpc_tune.safe_yaml import load_yaml
 PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password)$")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
     Raises:
         ConfigError: if it is of no tool that is known, or has values that cannot be.
     """
-    tool, given = recognise(theirs), dict(flatten(theirs))
+    tool = recognise(theirs)
+    given = dict(flatten(theirs, tool.lists))
     values = {key: value for key, value in resolve(given).items() if value is not None}
     defaults = tool.defaults(Theirs(values, ranks))
     known = Theirs({**defaults, **values}, ranks)
@@ -81,7 +85,8 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
         outcome = tool.outcome(key, known)
         if outcome is None:
             outcome = Decided(f"put in for ${{{key}}}") if key in named else Left(UNKNOWN)
-        shown = f"{key} = {_shown(known.get(key))}" if key in known.values else key
+        value = "(not shown)" if _SECRET.search(key) else _shown(known.get(key))
+        shown = f"{key} = {value}" if key in known.values else key
         sheet.enter(
             f"{shown} (their default)" if key in defaults.keys() - values else shown, outcome
         )
@@ -97,18 +102,21 @@ def recognise(theirs: dict[str, Any]) -> Tool:
     """Return the tool that a config is for.
 
     Raises:
-        ConfigError: if it is neither.
+        ConfigError: if it is none that is known.
     """
     model = theirs.get("model")
     if isinstance(model, dict) and "_component_" in model and "optimizer" in theirs:
         return TORCHTUNE
     if "model_name_or_path" in theirs and {"stage", "finetuning_type"} & set(theirs):
         return LLAMA_FACTORY
+    if "base_model" in theirs and {*LISTS, "adapter", "micro_batch_size"} & set(theirs):
+        return AXOLOTL
     found = ", ".join(map(str, theirs)) or "nothing"
     raise ConfigError(
         f"found the keys {found}; expected a training config of torchtune (optimizer, and model "
-        "with _component_) or LLaMA-Factory (model_name_or_path, and stage or finetuning_type). "
-        "docs/coming-from.md has tables for LitGPT, axolotl and TorchTitan"
+        "with _component_), LLaMA-Factory (model_name_or_path, and stage or finetuning_type) or "
+        "axolotl (base_model and datasets). docs/coming-from.md has tables for LitGPT and "
+        "TorchTitan"
     )
 
 
@@ -131,13 +139,18 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; a list, and an empty part, is a value."""
-    for key, value in tree.items():
+def flatten(
+    tree: dict[Any, Any], lists: Sequence[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values; an empty part is a value, and so is a list not in ``lists``."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in lists and isinstance(value, list) and all(isinstance(v, dict) for v in value):
+            value = dict(enumerate(value))
         if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, lists, f"{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield key, value
 
 
 def resolve(values: dict[str, Any]) -> dict[str, Any]:

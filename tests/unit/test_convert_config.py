@@ -12,6 +12,7 @@ from hpc_tune.convert.llama_factory import LLAMA_FACTORY
 from hpc_tune.convert.outcomes import Theirs
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+from tests.support.converting import line_of, on_four_ranks, settings, theirs
 from tests.support.ranks import ROOT
 
 TORCHTUNE_LORA = """
@@ -133,34 +134,6 @@ reward_model
 """
 
 
-def theirs(text, **changes):
-    """Return a config with values changed, by key with __ for the dot; None takes one out."""
-    tree = yaml.safe_load(text)
-    for key, value in changes.items():
-        *parts, name = key.split("__")
-        part = tree
-        for step in parts:
-            part = part.setdefault(step, {})
-        if value is None:
-            part.pop(name, None)
-        else:
-            part[name] = value
-    return tree
-
-
-def settings(converted):
-    return {f"{p}.{k}": v for p, part in converted.config.items() for k, v in part.items()}
-
-
-def on_four_ranks(text, changes):
-    return settings(tool.convert(theirs(text, **changes), 4))
-
-
-def line_of(lines, key):
-    found = [line for line in lines if re.match(rf"{re.escape(key)}( =|:|$)", line)]
-    return found[0] if found else None
-
-
 @pytest.mark.parametrize(
     ("text", "ours"), [(TORCHTUNE_LORA, OURS_1), (LLAMA_FACTORY_LORA, OURS_2)], ids=BOTH
 )
@@ -208,6 +181,14 @@ def test_the_keys_of_published_recipes_are_known(rules, keys):
         ),
         ({"dataset__packed": None}, {"data.packing": False}),
         ({"dataset__train_on_input": True}, {"data.loss_on": "all"}),
+        ({"dataset__data_files": "/data/*.csv"}, {"data.path": "/data/*.csv"}),
+        (
+            {"dataset___component_": "torchtune.datasets.instruct_dataset"}
+            | {"dataset__column_map": {"input": "question", "output": "reply"}},
+            {"data.columns": {"question": "prompt", "reply": "completion"}},
+        ),
+        ({"dataset__conversation_column": "dialogue"}, {"data.columns": {"dialogue": "messages"}}),
+        ({"metric_logger": {"_component_": "t.WandBLogger"}}, {"run.wandb": True}),
         (
             {"dataset___component_": "torchtune.datasets.alpaca_dataset"}
             | {"dataset__train_on_input": None},
@@ -253,6 +234,7 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"per_device_train_batch_size": None}, {"batch.global_size": 8 * 8 * 4}),
         ({"disable_gradient_checkpointing": True}, {"parallel.recompute": "none"}),
         ({"report_to": "none"}, {"run.tensorboard": False}),
+        ({"report_to": ["wandb"]}, {"run.tensorboard": False, "run.wandb": True}),
         ({"adapter_name_or_path": "/runs/a/adapter"}, {"tune.init_from": "/runs/a/adapter"}),
     ],
 )
@@ -277,7 +259,8 @@ def test_what_llama_factory_says_elsewhere_or_by_default_counts_too(changes, exp
             "dataset._component_",
             "alpaca_cleaned_dataset",
         ),
-        (TORCHTUNE_LORA, {"dataset__data_files": "/d/a.csv"}, "dataset.data_files", "JSONL"),
+        (TORCHTUNE_LORA, {"dataset__data_files": "/d/a.xlsx"}, "dataset.data_files", "JSONL"),
+        (TORCHTUNE_LORA, {"dataset__column_map": {"a": "b"}}, "dataset.column_map.a", "columns"),
         (TORCHTUNE_LORA, {"dataset__split": "train[:95%]"}, "dataset.split", "cut"),
         (
             TORCHTUNE_LORA,
@@ -315,7 +298,7 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
 @pytest.mark.parametrize(
     ("config", "ranks", "words"),
     [
-        ({"base_model": "x", "adapter": "lora"}, 1, "base_model, adapter; expected"),
+        ({"base_model": "x", "my_key": "lora"}, 1, "base_model, my_key; expected"),
         ({"model": {"_component_": "x"}}, 1, "expected a training config of torchtune"),
         ({}, 1, "found the keys nothing"),
         (theirs(TORCHTUNE_LORA, tensor_parallel_dim=4), 6, "give a multiple of 4"),
@@ -391,7 +374,7 @@ def tables():
 def test_the_page_names_only_settings_that_exist():
     known = {name for name, *_ in describe_fields()}
     found = tables()
-    assert list(found) == ["torchtune", "LLaMA-Factory", "LitGPT", "axolotl", "TorchTitan"]
+    assert list(found) == ["torchtune", "LLaMA-Factory", "axolotl", "LitGPT", "TorchTitan"]
     for name, cells in found.items():
         named = [code for cell in cells for code in re.findall(r"`([^`]*)`", cell)]
         assert [code for code in named if code not in known] == [], name
