@@ -123,6 +123,8 @@ def _type(value: Any, theirs: Theirs) -> Outcome:
 
 def _column(value: Any, theirs: Theirs) -> Outcome:
     columns = _columns(theirs)
+    if not isinstance(value, str):
+        return Left("it is no name of a column", to_do=True)
     if value in columns:
         return Taken({"data.columns": columns})
     if value in (*_FIELD_KEYS.values(), *_READ_AS):

@@ -108,7 +108,7 @@ def _component(value: Any, theirs: Theirs) -> Outcome:
     if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
         return _built_in(_name(value))
     if _name(value) == "instruct_dataset":
-        named = {theirs.get(f"dataset.column_map.{key}", key): ours for key, ours in _PAIR.items()}
+        named = {str(theirs.get(f"dataset.column_map.{k}", k)): ours for k, ours in _PAIR.items()}
         return Taken({"data.columns": named})
     return Decided("the form of a record is found by its keys")
 
@@ -156,6 +156,8 @@ def _column(*names: str) -> Rule:
     def rule(value: Any, theirs: Theirs) -> Outcome:
         if value in names:
             return Decided("the form of a record is found by its keys")
+        if not isinstance(value, str):
+            return Left("it is no name of a column", to_do=True)
         return Taken({"data.columns": {value: names[0]}})
 
     return rule
