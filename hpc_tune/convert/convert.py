@@ -142,9 +142,14 @@ def read(path: Path) -> dict[str, Any]:
 def flatten(
     tree: dict[Any, Any], lists: Sequence[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; an empty part is a value, and so is a list not in ``lists``."""
+    """Yield dotted keys and values; an empty part is a value, and so is a list not in ``lists``.
+
+    A single item of one of ``lists`` may stand without its list.
+    """
     for name, value in tree.items():
         key = f"{prefix}{name}"
+        if key in lists and isinstance(value, dict) and value:
+            value = [value]
         if key in lists and isinstance(value, list) and all(isinstance(v, dict) for v in value):
             value = dict(enumerate(value))
         if isinstance(value, dict) and value:

@@ -444,9 +444,10 @@ def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, text, ours
 
 def test_what_is_learned_from_text_alone_is_taken_over():
     text = theirs(LORA, datasets=None, max_steps=9)
-    text["pretraining_dataset"] = [{"path": "/data/books", "text_column": "body"}]
-    came = settings(command.convert(text, 4))
-    assert (came["data.path"], came["data.columns"]) == ("/data/books", {"body": "text"})
+    dataset = {"path": "/data/books", "text_column": "body"}
+    for text["pretraining_dataset"] in (dataset, [dataset]):
+        came = settings(command.convert(text, 4))
+        assert (came["data.path"], came["data.columns"]) == ("/data/books", {"body": "text"})
 
 
 def test_a_secret_in_a_config_is_not_printed():
