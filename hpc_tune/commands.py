@@ -112,6 +112,24 @@ def init(options: Namespace) -> int:
 
 
 @command(
+    argument(
+        "file", Path, "a config of torchtune, LLaMA-Factory or axolotl, in YAML", metavar="FILE"
+    ),
+    argument("--ranks", int, "ranks (GPUs) that it was made for (default: 1)", least=1),
+    argument("--out", Path, "the file to write (default: print it)"),
+)
+def convert(options: Namespace) -> int:
+    """Turn another tool's config into one of hpc_tune; say what became of each key."""
+    from hpc_tune.convert.convert import convert_file
+
+    lines, text = convert_file(options.file, options.ranks, options.out)
+    print("\n".join(lines), file=sys.stderr)
+    if options.out is None:
+        print(text, end="")
+    return EXIT_DONE
+
+
+@command(
     argument("--launch", shlex.split, "launcher of the ranks, such as srun", required=True),
     argument("--requeue", shlex.split, "command that requeues the job (default: Slurm's own)"),
     argument("--python", shlex.split, "Python of the ranks", default=shlex.quote(sys.executable)),
@@ -313,7 +331,7 @@ def completion(options: Namespace) -> int:
 
 
 _ALL = (
-    *(train, init, show, plan, doctor, prepare, submit, supervise),
+    *(train, init, convert, show, plan, doctor, prepare, submit, supervise),
     *(report, watch, inspect, generate, export, completion),
 )
 COMMANDS = {command.run.__name__: command for command in _ALL}

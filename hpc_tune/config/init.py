@@ -53,8 +53,10 @@ def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -
         flags = " ".join(f"--{name} {DEFAULTS[name]}" for name in missing)
         raise ConfigError(f"nobody to ask here; give what is missing as arguments: {flags}")
     complete = {name: value for name, value in given.items() if value is not None}
-    for name in missing if ask is not None else ():
-        complete[name] = ask(f"{QUESTIONS[name]} [{DEFAULTS[name]}]: ").strip() or DEFAULTS[name]
+    if ask is not None:
+        for name in missing:
+            answer = ask(f"{QUESTIONS[name]} [{DEFAULTS[name]}]: ").strip()
+            complete[name] = answer or DEFAULTS[name]
     return complete
 
 

@@ -1,21 +1,19 @@
 """Configs of other tools become ours, and no key of theirs goes missing on the way."""
 
 import re
-import sys
 
 import pytest
 import yaml
 
+from hpc_tune import cli
 from hpc_tune.config.load import describe_fields, load_config
+from hpc_tune.convert import convert as tool
+from hpc_tune.convert.llama_factory import LLAMA_FACTORY
+from hpc_tune.convert.outcomes import Theirs
+from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+from tests.support.converting import line_of, on_four_ranks, settings, theirs
 from tests.support.ranks import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import convert_config as tool  # noqa: E402 - it lies beside what it imports
-from convert_llama_factory import LLAMA_FACTORY  # noqa: E402
-from convert_outcomes import Theirs  # noqa: E402
-from convert_torchtune import TORCHTUNE  # noqa: E402
 
 TORCHTUNE_LORA = """
 model:
@@ -136,34 +134,6 @@ reward_model
 """
 
 
-def theirs(text, **changes):
-    """Return a config with values changed, by key with __ for the dot; None takes one out."""
-    tree = yaml.safe_load(text)
-    for key, value in changes.items():
-        *parts, name = key.split("__")
-        part = tree
-        for step in parts:
-            part = part.setdefault(step, {})
-        if value is None:
-            part.pop(name, None)
-        else:
-            part[name] = value
-    return tree
-
-
-def settings(converted):
-    return {f"{p}.{k}": v for p, part in converted.config.items() for k, v in part.items()}
-
-
-def on_four_ranks(text, changes):
-    return settings(tool.convert(theirs(text, **changes), 4))
-
-
-def line_of(lines, key):
-    found = [line for line in lines if re.match(rf"{re.escape(key)}( =|:|$)", line)]
-    return found[0] if found else None
-
-
 @pytest.mark.parametrize(
     ("text", "ours"), [(TORCHTUNE_LORA, OURS_1), (LLAMA_FACTORY_LORA, OURS_2)], ids=BOTH
 )
@@ -211,6 +181,14 @@ def test_the_keys_of_published_recipes_are_known(rules, keys):
         ),
         ({"dataset__packed": None}, {"data.packing": False}),
         ({"dataset__train_on_input": True}, {"data.loss_on": "all"}),
+        ({"dataset__data_files": "/data/*.csv"}, {"data.path": "/data/*.csv"}),
+        (
+            {"dataset___component_": "torchtune.datasets.instruct_dataset"}
+            | {"dataset__column_map": {"input": "question", "output": "reply"}},
+            {"data.columns": {"question": "prompt", "reply": "completion"}},
+        ),
+        ({"dataset__conversation_column": "dialogue"}, {"data.columns": {"dialogue": "messages"}}),
+        ({"metric_logger": {"_component_": "t.WandBLogger"}}, {"run.wandb": True}),
         (
             {"dataset___component_": "torchtune.datasets.alpaca_dataset"}
             | {"dataset__train_on_input": None},
@@ -256,6 +234,7 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"per_device_train_batch_size": None}, {"batch.global_size": 8 * 8 * 4}),
         ({"disable_gradient_checkpointing": True}, {"parallel.recompute": "none"}),
         ({"report_to": "none"}, {"run.tensorboard": False}),
+        ({"report_to": ["wandb"]}, {"run.tensorboard": False, "run.wandb": True}),
         ({"adapter_name_or_path": "/runs/a/adapter"}, {"tune.init_from": "/runs/a/adapter"}),
     ],
 )
@@ -280,7 +259,8 @@ def test_what_llama_factory_says_elsewhere_or_by_default_counts_too(changes, exp
             "dataset._component_",
             "alpaca_cleaned_dataset",
         ),
-        (TORCHTUNE_LORA, {"dataset__data_files": "/d/a.csv"}, "dataset.data_files", "JSONL"),
+        (TORCHTUNE_LORA, {"dataset__data_files": "/d/a.xlsx"}, "dataset.data_files", "JSONL"),
+        (TORCHTUNE_LORA, {"dataset__column_map": {"a": "b"}}, "dataset.column_map.a", "columns"),
         (TORCHTUNE_LORA, {"dataset__split": "train[:95%]"}, "dataset.split", "cut"),
         (
             TORCHTUNE_LORA,
@@ -318,10 +298,9 @@ def test_a_second_key_for_the_same_setting_does_not_overwrite_the_first():
 @pytest.mark.parametrize(
     ("config", "ranks", "words"),
     [
-        ({"base_model": "x", "adapter": "lora"}, 1, "base_model, adapter; expected"),
+        ({"base_model": "x", "my_key": "lora"}, 1, "base_model, my_key; expected"),
         ({"model": {"_component_": "x"}}, 1, "expected a training config of torchtune"),
         ({}, 1, "found the keys nothing"),
-        (theirs(TORCHTUNE_LORA), 0, "--ranks 0: expected a number from 1 on"),
         (theirs(TORCHTUNE_LORA, tensor_parallel_dim=4), 6, "give a multiple of 4"),
         (theirs(TORCHTUNE_LORA, batch_size="many"), 1, "batch_size = 'many' in their config"),
         (theirs(TORCHTUNE_LORA, optimizer__lr=-1), 1, "optim.lr=-1: Input should be greater"),
@@ -338,7 +317,7 @@ def test_what_cannot_be_converted_is_one_message(config, ranks, words):
 def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, text):
     source, out = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     source.write_text(text)
-    assert tool.main([str(source), "--ranks", "4", "--out", str(out)]) == EXIT_DONE
+    assert cli.main(["convert", str(source), "--ranks", "4", "--out", str(out)]) == EXIT_DONE
     assert capsys.readouterr().err.startswith("recognised: a config of ")
     config = load_config(str(out))
     tree = yaml.safe_load(text)
@@ -349,7 +328,7 @@ def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, te
 def test_without_ranks_one_is_assumed_and_said_in_the_file_too(tmp_path, capsys):
     source = tmp_path / "theirs.yaml"
     source.write_text(TORCHTUNE_LORA)
-    assert tool.main([str(source)]) == EXIT_DONE
+    assert cli.main(["convert", str(source)]) == EXIT_DONE
     said = capsys.readouterr()
     for text in (said.out, said.err):
         assert "--ranks was not given, so 1 rank is assumed" in text
@@ -364,7 +343,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(tmp_path, capsys, content, w
     source = tmp_path / "theirs.yaml"
     if content is not None:
         source.write_text(content)
-    assert tool.main([str(source)]) == EXIT_USER
+    assert cli.main(["convert", str(source)]) == EXIT_USER
     said = capsys.readouterr()
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
@@ -374,7 +353,7 @@ def test_wrong_input_is_one_message_and_exit_code_2(tmp_path, capsys, content, w
 def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
     source = tmp_path / "theirs.yaml"
     source.write_text(TORCHTUNE_LORA)
-    assert tool.main([str(source), "--out", str(source)]) == EXIT_USER
+    assert cli.main(["convert", str(source), "--out", str(source)]) == EXIT_USER
     assert "exists" in capsys.readouterr().err
     assert source.read_text() == TORCHTUNE_LORA
 
@@ -395,7 +374,7 @@ def tables():
 def test_the_page_names_only_settings_that_exist():
     known = {name for name, *_ in describe_fields()}
     found = tables()
-    assert list(found) == ["torchtune", "LLaMA-Factory", "LitGPT", "axolotl", "TorchTitan"]
+    assert list(found) == ["torchtune", "LLaMA-Factory", "axolotl", "LitGPT", "TorchTitan"]
     for name, cells in found.items():
         named = [code for cell in cells for code in re.findall(r"`([^`]*)`", cell)]
         assert [code for code in named if code not in known] == [], name

@@ -1,38 +1,37 @@
-"""Turn a config of torchtune or LLaMA-Factory into one of hpc_tune.
+"""The convert command: a config of another tool becomes one of hpc_tune.
 
-    python tools/convert_config.py THEIRS.yaml [--ranks N] [--out OURS.yaml]
+THEIRS.yaml -> which tool? -> a rule for each key -> taken over | decided | not taken over
+                                                  -> OURS.yaml, checked as a run checks it
 
-    THEIRS.yaml -> which tool? -> a rule for each key -> taken over | decided | not taken over
-                                                      -> OURS.yaml, checked as a run checks it
-
-What became of each key goes to stderr, OURS.yaml to a new file or to stdout. There the number of
-ranks says how many rows a step has: theirs are per rank, batch.global_size is over all of them.
-Tables for other tools are in docs/coming-from.md. Exit codes: 0 written; 2 wrong input.
+There the number of ranks says how many rows a step has: theirs are per rank, batch.global_size is
+over all of them.
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from convert_llama_factory import LLAMA_FACTORY
-from convert_outcomes import Decided, Left, Outcome, Taken, Theirs, Tool
-from convert_torchtune import TORCHTUNE
 from pydantic import ValidationError
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.load import explain
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
+from hpc_tune.convert.axolotl import AXOLOTL
+from hpc_tune.convert.axolotl_data import LISTS
+from hpc_tune.convert.llama_factory import LLAMA_FACTORY
+from hpc_tune.convert.outcomes import Decided, Left, Outcome, Taken, Theirs, Tool
+from hpc_tune.convert.torchtune import TORCHTUNE
+from hpc_tune.errors import ConfigError
 from hpc_tune.safe_yaml import load_yaml
 
 PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password)$")
 
 
 @dataclass(frozen=True)
@@ -51,34 +50,22 @@ class Converted:
     to_do: tuple[str, ...]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="convert_config.py",
-        description="Turn a config of torchtune or LLaMA-Factory into one of hpc_tune, and say "
-        "what became of each key.",
-    )
-    parser.add_argument("file", metavar="FILE", type=Path, help="their config, YAML")
-    parser.add_argument(
-        "--ranks", type=int, help="the ranks (GPUs) that it was made for; not given: 1"
-    )
-    parser.add_argument("--out", type=Path, help="the file to make; not given: stdout")
-    options = parser.parse_args(argv)
-    try:
-        converted = convert(read(options.file), 1 if options.ranks is None else options.ranks)
-        notes = list(converted.to_do)
-        if options.ranks is None:
-            notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
-        text = render(converted, notes, options.file.name)
-        if options.out is not None:
-            write_new(options.out, text)
-    except ConfigError as error:
-        print(f"convert_config: {error}", file=sys.stderr)
-        return EXIT_USER
-    print("\n".join(report(converted, notes)), file=sys.stderr)
-    if options.out is None:
-        print(text, end="")
-    return EXIT_DONE
+def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[str], str]:
+    """Convert ``file``, made for ``ranks`` ranks (None: 1 is assumed, which is noted).
+
+    Write our YAML to ``out``, a new file; return what became of each key, in lines, and our YAML.
+
+    Raises:
+        ConfigError: if it cannot be converted or written.
+    """
+    converted = convert(read(file), 1 if ranks is None else ranks)
+    notes = list(converted.to_do)
+    if ranks is None:
+        notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
+    text = render(converted, notes, file.name)
+    if out is not None:
+        write_new(out, text)
+    return report(converted, notes), text
 
 
 def convert(theirs: dict[str, Any], ranks: int) -> Converted:
@@ -87,9 +74,8 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
     Raises:
         ConfigError: if it is of no tool that is known, or has values that cannot be.
     """
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: expected a number from 1 on")
-    tool, given = recognise(theirs), dict(flatten(theirs))
+    tool = recognise(theirs)
+    given = dict(flatten(theirs, tool.lists))
     values = {key: value for key, value in resolve(given).items() if value is not None}
     defaults = tool.defaults(Theirs(values, ranks))
     known = Theirs({**defaults, **values}, ranks)
@@ -99,7 +85,8 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
         outcome = tool.outcome(key, known)
         if outcome is None:
             outcome = Decided(f"put in for ${{{key}}}") if key in named else Left(UNKNOWN)
-        shown = f"{key} = {_shown(known.get(key))}" if key in known.values else key
+        value = "(not shown)" if _SECRET.search(key) else _shown(known.get(key))
+        shown = f"{key} = {value}" if key in known.values else key
         sheet.enter(
             f"{shown} (their default)" if key in defaults.keys() - values else shown, outcome
         )
@@ -115,18 +102,21 @@ def recognise(theirs: dict[str, Any]) -> Tool:
     """Return the tool that a config is for.
 
     Raises:
-        ConfigError: if it is neither.
+        ConfigError: if it is none that is known.
     """
     model = theirs.get("model")
     if isinstance(model, dict) and "_component_" in model and "optimizer" in theirs:
         return TORCHTUNE
     if "model_name_or_path" in theirs and {"stage", "finetuning_type"} & set(theirs):
         return LLAMA_FACTORY
+    if "base_model" in theirs and {*LISTS, "adapter", "micro_batch_size"} & set(theirs):
+        return AXOLOTL
     found = ", ".join(map(str, theirs)) or "nothing"
     raise ConfigError(
         f"found the keys {found}; expected a training config of torchtune (optimizer, and model "
-        "with _component_) or LLaMA-Factory (model_name_or_path, and stage or finetuning_type). "
-        "docs/coming-from.md has tables for LitGPT, axolotl and TorchTitan"
+        "with _component_), LLaMA-Factory (model_name_or_path, and stage or finetuning_type) or "
+        "axolotl (base_model and datasets). docs/coming-from.md has tables for LitGPT and "
+        "TorchTitan"
     )
 
 
@@ -149,13 +139,23 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; a list, and an empty part, is a value."""
-    for key, value in tree.items():
+def flatten(
+    tree: dict[Any, Any], lists: Sequence[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values; an empty part is a value, and so is a list not in ``lists``.
+
+    A single item of one of ``lists`` may stand without its list.
+    """
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in lists and isinstance(value, dict) and value:
+            value = [value]
+        if key in lists and isinstance(value, list) and all(isinstance(v, dict) for v in value):
+            value = dict(enumerate(value))
         if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, lists, f"{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield key, value
 
 
 def resolve(values: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def resolve(values: dict[str, Any]) -> dict[str, Any]:
 
 def render(converted: Converted, notes: Sequence[str], name: str) -> str:
     """Return our YAML, with what is left to do above it."""
-    lines = [f"# From {name}, a config of {converted.tool}, by tools/convert_config.py."]
+    lines = [f"# From {name}, a config of {converted.tool}, by hpc_tune convert."]
     lines += ["# To do before the first run:"] if notes else []
     lines += [f"#   {' '.join(note.split())}" for note in notes]
     return "\n".join(lines) + "\n" + yaml.safe_dump(converted.config, sort_keys=False)
@@ -207,13 +207,12 @@ def write_new(path: Path, text: str) -> None:
     """Write a new file.
 
     Raises:
-        ConfigError: if it is, or cannot be written.
+        ConfigError: if it is there already, or cannot be written.
     """
+    if path.exists():
+        raise ConfigError(f"--out {path} exists; remove it or choose another name")
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"--out {path} exists; remove it or choose another name") from None
+        write_file(path, text)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from None
 
@@ -283,7 +282,3 @@ def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _shown(value: Any) -> str:
     text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-if __name__ == "__main__":
-    sys.exit(main())

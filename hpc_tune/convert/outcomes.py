@@ -3,14 +3,15 @@
 key, value -> rule -> Taken | Decided | Left
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from hpc_tune.data.files import KINDS, PACKED
 from hpc_tune.errors import ConfigError
 
-FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md", ".h5")
 LAYOUT = "the layout follows from memory, or from measured links with parallel: auto"
 _OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", [], {})
 
@@ -32,6 +33,14 @@ class Theirs:
     def is_on(self, key: str) -> bool:
         """Return whether a switch is there and on."""
         return str(self.get(key)).lower() == "true"
+
+    def items(self, name: str) -> list[dict[str, Any]]:
+        """Return the items of a list of mappings, each with its values by dotted key."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in self.values.items():
+            if match := re.fullmatch(rf"{name}\.(\d+)\.(.+)", key):
+                found.setdefault(match[1], {})[match[2]] = value
+        return list(found.values())
 
     def whole(self, key: str) -> int:
         """Return a whole number.
@@ -76,8 +85,9 @@ Rule = Outcome | Callable[[Any, Theirs], Outcome]
 
 @dataclass(frozen=True)
 class Tool:
-    """Another tool: its rules by key (``part.*``: all keys below it).
+    """Another tool: its rules by key (``part.*``: all keys below it; of lists without the number).
 
+    ``lists`` names the keys whose lists are taken apart, since they have keys in them.
     ``defaults`` gives what the tool takes for keys that a config leaves out, where hpc_tune would
     take something else.
     """
@@ -85,14 +95,18 @@ class Tool:
     name: str
     rules: dict[str, Rule]
     defaults: Callable[[Theirs], dict[str, Any]]
+    lists: tuple[str, ...] = ()
 
     def outcome(self, key: str, theirs: Theirs) -> Outcome | None:
         """Return what becomes of a key; None: it is not known."""
-        parts = key.split(".")
-        names = [key, *(".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1))]
+        parts = [part for part in key.split(".") if not part.isdecimal()]
+        names = [
+            ".".join(parts),
+            *(".".join(parts[:n]) + ".*" for n in range(len(parts) - 1, 0, -1)),
+        ]
         rule = next((self.rules[name] for name in names if name in self.rules), None)
         if key not in theirs.values:
-            is_part = any(name.startswith(f"{key}.") for name in self.rules)
+            is_part = any(name.startswith(f"{names[0]}.") for name in self.rules)
             return Decided("empty in their config") if rule or is_part else None
         return rule(theirs.values[key], theirs) if callable(rule) else rule
 
@@ -159,15 +173,52 @@ def global_batch(theirs: Theirs, rows: str, accumulation: str, ranks_per_row: in
 
 
 def usable_file(value: Any) -> bool:
-    """Return whether a value names one file, or a folder, of a kind that hpc_tune reads."""
-    if not isinstance(value, str) or "://" in value or "*" in value:
+    """Return whether a value names a file, a pattern or a folder of a kind that hpc_tune reads."""
+    if not isinstance(value, str) or "://" in value:
         return False
-    return PurePosixPath(value).suffix in ("", *FILE_SUFFIXES)
+    path = PurePosixPath(value)
+    path = path.with_suffix("") if path.suffix in PACKED else path
+    return path.suffix in ("", *KINDS, ".h5", ".hdf5")
 
 
 def is_path(name: str) -> bool:
     """Return whether a name is a path rather than one of a hub, such as meta-llama/Llama-3.1-8B."""
     return name.startswith(("/", ".", "~", "$")) or name.count("/") != 1
+
+
+def is_data_path(name: str) -> bool:
+    """Return whether a name is a path to data that hpc_tune reads, rather than one of a hub."""
+    if not usable_file(name):
+        return False
+    return bool(PurePosixPath(name).suffix) or ("/" in name and is_path(name))
+
+
+def hub_data(name: Any, ours: str) -> Left:
+    """Return what to do about a dataset of a hub."""
+    return Left(
+        "compute nodes have no internet: on a login node hf download --repo-type dataset "
+        f"{name} --local-dir DIR, and name DIR in {ours}",
+        to_do=True,
+    )
+
+
+def model_path(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for a model that is a directory or a name of the hub."""
+    if is_path(str(value)):
+        return Taken({"model.path": value}, "a Hugging Face directory")
+    return Left(
+        "it looks like a name of the hub, which compute nodes cannot reach: on a login node "
+        f"hf download {value} --local-dir DIR, then set model.path to DIR (to ./{value} if it is "
+        "a folder)",
+        to_do=True,
+    )
+
+
+def offload_params(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for a switch that keeps sharded weights on the host."""
+    if str(value).lower() == "true":
+        return Taken({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along")
+    return Decided("plan says whether the weights need it: parallel.offload_params")
 
 
 def packing(value: Any, theirs: Theirs) -> Outcome:

@@ -1,10 +1,8 @@
 """The rules for configs of LLaMA-Factory, whose further keys are the Hugging Face Trainer's."""
 
-import math
-import re
 from typing import Any
 
-from convert_outcomes import (
+from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_ADAPTERS,
     Decided,
@@ -18,10 +16,23 @@ from convert_outcomes import (
     dora,
     each,
     global_batch,
-    is_path,
     lacking,
+    model_path,
     packing,
     same,
+)
+from hpc_tune.convert.trainer import (
+    NF4,
+    deepspeed,
+    epochs,
+    first_adapter,
+    max_steps,
+    only,
+    optimizer,
+    rank_stabilized,
+    save_steps,
+    val_size,
+    warmup,
 )
 
 _SCHEDULES = {
@@ -31,8 +42,6 @@ _SCHEDULES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-_NF4 = "NF4 with double quantization, by bitsandbytes"
-_STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 
 
 def _method(theirs: Theirs) -> str:
@@ -67,38 +76,12 @@ def _targets(value: Any, theirs: Theirs) -> Outcome:
     return Taken({"tune.targets": "all-linear" if names == ["all"] else names})
 
 
-def _rank_stabilized(value: Any, theirs: Theirs) -> Outcome:
-    if not theirs.is_on("use_rslora"):
-        return Decided("off in their config")
-    alpha = theirs.whole("lora_alpha") * math.sqrt(theirs.whole("lora_rank"))
-    return Left(f"the same scale is tune.alpha={alpha:g}, which is theirs x sqrt(rank)", to_do=True)
-
-
-def _first_adapter(value: Any, theirs: Theirs) -> Outcome:
-    if _method(theirs) == "full":
-        return Left("merge it into the model first, and name that in model.path", to_do=True)
-    if isinstance(value, str) and "," not in value and is_path(value):
-        return Taken({"tune.init_from": value}, "its rank, alpha and targets must be the config's")
-    return Left("tune.init_from takes the folder of one adapter", to_do=True)
-
-
 def _stage(value: Any, theirs: Theirs) -> Outcome:
     if value == "sft":
         return Decided("supervised fine-tuning is the only kind")
     if value == "pt":
         return Decided("records with text are learned as a whole")
     return Left("there is supervised fine-tuning only, not rewards and preferences", to_do=True)
-
-
-def _model_path(value: Any, theirs: Theirs) -> Outcome:
-    if is_path(str(value)):
-        return Taken({"model.path": value}, "a Hugging Face directory")
-    return Left(
-        "it looks like a name of the hub, which compute nodes cannot reach: on a login node "
-        f"hf download {value} --local-dir DIR, then set model.path to DIR (to ./{value} if it is "
-        "a folder)",
-        to_do=True,
-    )
 
 
 def _dataset(ours: str) -> Rule:
@@ -114,12 +97,6 @@ def _dataset(ours: str) -> Rule:
     return rule
 
 
-def _val_size(value: Any, theirs: Theirs) -> Outcome:
-    if isinstance(value, int | float) and 0 < value < 1:
-        return Taken({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
-    return Left("data.eval_fraction is a share of the documents: set it", to_do=True)
-
-
 def _loss_on(value: Any, theirs: Theirs) -> Outcome:
     return Taken({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
 
@@ -132,37 +109,6 @@ def _batch(value: Any, theirs: Theirs) -> Outcome:
     return global_batch(theirs, "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
-def _has_max_steps(theirs: Theirs) -> bool:
-    steps = theirs.get("max_steps")
-    return isinstance(steps, int) and steps > 0
-
-
-def _max_steps(value: Any, theirs: Theirs) -> Outcome:
-    if _has_max_steps(theirs):
-        return Taken({"train.max_steps": value})
-    return Decided("unset in their config: train.epochs decides")
-
-
-def _epochs(value: Any, theirs: Theirs) -> Outcome:
-    if _has_max_steps(theirs):
-        return Decided("train.max_steps decides, as max_steps does there")
-    return Taken({"train.epochs": value})
-
-
-def _warmup(value: Any, theirs: Theirs) -> Outcome:
-    try:
-        share = float(str(value))
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1e9:
-        return Left("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
-    if share >= 1 or not share:
-        return Taken({"optim.warmup_steps": int(share)})
-    if _has_max_steps(theirs):
-        return Taken({"optim.warmup_steps": math.ceil(share * theirs.whole("max_steps"))})
-    return Taken({"optim.warmup_ratio": share})
-
-
 def _schedule(value: Any, theirs: Theirs) -> Outcome:
     schedule = _SCHEDULES.get(str(value))
     if schedule is None:
@@ -171,14 +117,6 @@ def _schedule(value: Any, theirs: Theirs) -> Outcome:
         return Taken({"optim.schedule": schedule})
     ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", 0.0)
     return Taken({"optim.schedule": schedule, "optim.min_lr_ratio": ratio})
-
-
-def _optimizer(value: Any, theirs: Theirs) -> Outcome:
-    if str(value) in ("adamw_torch", "adamw_torch_fused", "adamw_hf"):
-        return Decided("AdamW is the only optimizer")
-    if "adamw" in str(value):
-        return Left("AdamW's state is neither in 8 bits nor paged; plan says whether it fits")
-    return Left("AdamW is the only optimizer; find optim.lr again")
 
 
 def _bf16(value: Any, theirs: Theirs) -> Outcome:
@@ -196,27 +134,12 @@ def _recompute(value: Any, theirs: Theirs) -> Outcome:
     return Taken({"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits")
 
 
-def _deepspeed(value: Any, theirs: Theirs) -> Outcome:
-    stage = _STAGE.search(str(value).lower())
-    asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
-    return Decided(LAYOUT + asked)
-
-
-def _save_steps(value: Any, theirs: Theirs) -> Outcome:
-    if isinstance(value, float) and value < 1:
-        return Left("checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30")
-    return Taken({"checkpoint.every_steps": value})
-
-
-def _only(value: str, why: str) -> Rule:
-    return lambda given, theirs: Decided(why) if given == value else Left(why)
-
-
 def _report_to(value: Any, theirs: Theirs) -> Outcome:
-    names = value if isinstance(value, list) else [value]
-    if names in (["none"], ["tensorboard"]):
-        return Taken({"run.tensorboard": names == ["tensorboard"]})
-    return Left("metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away")
+    names = _names(value)
+    if not set(names) <= {"none", "tensorboard", "wandb"}:
+        return Left("run.tensorboard and run.wandb are there; metrics.jsonl always has each step")
+    ours = {"run.tensorboard": "tensorboard" in names}
+    return Taken(ours | ({"run.wandb": True} if "wandb" in names else {}))
 
 
 def _defaults(theirs: Theirs) -> dict[str, Any]:
@@ -241,13 +164,13 @@ def _defaults(theirs: Theirs) -> dict[str, Any]:
 
 
 _TAKEN: dict[str, Rule] = {
-    "model_name_or_path": _model_path,
-    "adapter_name_or_path": _first_adapter,
+    "model_name_or_path": model_path,
+    "adapter_name_or_path": first_adapter(_method),
     "quantization_bit": _bits,
     "stage": _stage,
     "finetuning_type": _finetuning_type,
     "use_dora": dora(_method),
-    "use_rslora": _rank_stabilized,
+    "use_rslora": rank_stabilized("lora_alpha", "lora_rank"),
     "lora_rank": adapter("tune.rank", _method),
     "lora_alpha": adapter("tune.alpha", _method),
     "lora_dropout": adapter("tune.dropout", _method),
@@ -260,23 +183,24 @@ _TAKEN: dict[str, Rule] = {
     **each(_batch, "per_device_train_batch_size gradient_accumulation_steps"),
     "learning_rate": same("optim.lr"),
     "lr_scheduler_type": _schedule,
-    **each(_warmup, "warmup_ratio warmup_steps"),
+    **each(warmup, "warmup_ratio warmup_steps"),
     "weight_decay": same("optim.weight_decay"),
     "adam_beta1": same("optim.beta1"),
     "adam_beta2": same("optim.beta2"),
     "adam_epsilon": same("optim.eps"),
     "max_grad_norm": same("optim.clip_norm"),
-    "optim": _optimizer,
-    "num_train_epochs": _epochs,
-    "max_steps": _max_steps,
+    "optim": optimizer,
+    "num_train_epochs": epochs,
+    "max_steps": max_steps,
     **each(_bf16, "bf16 pure_bf16"),
     "disable_gradient_checkpointing": _recompute,
     "torch_compile": same("train.compile"),
-    **each(_deepspeed, "deepspeed deepspeed.*"),
-    "save_steps": _save_steps,
+    **each(deepspeed, "deepspeed deepspeed.*"),
+    "save_steps": save_steps,
     "save_total_limit": same("checkpoint.keep"),
     "output_dir": same("run.dir"),
     "report_to": _report_to,
+    "run_name": same("run.name"),
     "seed": same("train.seed"),
 }
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
@@ -298,7 +222,7 @@ _DECIDED: dict[str, Rule] = {
     **each(
         Decided("metrics.jsonl and tensorboard/ in run.dir have each step"),
         "logging_steps logging_strategy logging_dir logging_first_step plot_loss log_level "
-        "disable_tqdm run_name include_num_input_tokens_seen include_mfu",
+        "disable_tqdm include_num_input_tokens_seen include_mfu",
     ),
     **each(Decided("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
     **each(Decided("the micro-batch is the largest that fits"), "per_device_eval_batch_size"),
@@ -324,17 +248,17 @@ _DECIDED: dict[str, Rule] = {
         "ddp_find_unused_parameters local_rank",
     ),
     **each(Decided(LAYOUT), "fsdp fsdp_config fsdp_config.*"),
-    "double_quantization": Decided(_NF4),
+    "double_quantization": Decided(NF4),
     **each(Decided("optim.min_lr_ratio says it"), "lr_scheduler_kwargs.min_lr_rate"),
     "remove_unused_columns": Decided("the form of a record is found by its keys"),
 }
 _LEFT: dict[str, Rule] = {
-    "quantization_method": _only("bnb", _NF4),
-    "quantization_type": _only("nf4", _NF4),
+    "quantization_method": only("bnb", NF4),
+    "quantization_type": only("nf4", NF4),
     "fp16": lacking("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"),
     "trust_remote_code": lacking("no code of a model directory is run: its type must be known"),
     "max_samples": lacking("cut the file: head -n N", to_do=True),
-    "val_size": _val_size,
+    "val_size": val_size,
     "resume_from_checkpoint": lacking("their state cannot be read; tune.init_from takes adapters"),
     **each(
         lacking("checkpoint.keep_best=true keeps the best one; a run does not stop early"),

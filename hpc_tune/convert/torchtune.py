@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from convert_outcomes import (
+from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_ADAPTERS,
     Decided,
@@ -16,8 +16,10 @@ from convert_outcomes import (
     dora,
     each,
     global_batch,
-    is_path,
+    hub_data,
+    is_data_path,
     lacking,
+    offload_params,
     packing,
     same,
     usable_file,
@@ -25,10 +27,7 @@ from convert_outcomes import (
 
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
-_HUB_DATA = (
-    "compute nodes have no internet: write the records of {name} to a JSONL or Parquet file on a "
-    "login node, and set {ours} to it"
-)
+_PAIR = {"input": "prompt", "output": "completion"}
 _LOSS = ("CrossEntropy", "CEWith")
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
@@ -87,10 +86,6 @@ def _model_path(value: Any, theirs: Theirs) -> Outcome:
     return Taken({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
 
 
-def _hub_data(name: Any, ours: str) -> Left:
-    return Left(_HUB_DATA.format(name=name, ours=ours), to_do=True)
-
-
 def _path_of(part: str, theirs: Theirs) -> Any:
     """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
     files, source = theirs.get(f"{part}.data_files"), str(theirs.get(f"{part}.source", ""))
@@ -98,14 +93,23 @@ def _path_of(part: str, theirs: Theirs) -> Any:
         return None
     if files is not None:
         return files if usable_file(files) else None
-    return source if "/" in source and is_path(source) else None
+    return source if is_data_path(source) else None
+
+
+def _built_in(name: str) -> Left:
+    return Left(
+        f"compute nodes have no internet: on a login node write the records of {name} to a JSONL "
+        "or Parquet file, and set data.path to it",
+        to_do=True,
+    )
 
 
 def _component(value: Any, theirs: Theirs) -> Outcome:
     if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
-        return _hub_data(_name(value), "data.path")
+        return _built_in(_name(value))
     if _name(value) == "instruct_dataset":
-        return Left("name the columns prompt and completion, not input and output", to_do=True)
+        named = {str(theirs.get(f"dataset.column_map.{k}", k)): ours for k, ours in _PAIR.items()}
+        return Taken({"data.columns": named})
     return Decided("the form of a record is found by its keys")
 
 
@@ -114,7 +118,7 @@ def _source(part: str, ours: str) -> Rule:
         if theirs.get(f"{part}.data_files"):
             return Decided("the ending of the file says its kind")
         path = _path_of(part, theirs)
-        return Taken({ours: path}) if path else _hub_data(value, ours)
+        return Taken({ours: path}) if path else hub_data(value, ours)
 
     return rule
 
@@ -152,9 +156,17 @@ def _column(*names: str) -> Rule:
     def rule(value: Any, theirs: Theirs) -> Outcome:
         if value in names:
             return Decided("the form of a record is found by its keys")
-        return Left(f"name that column {' or '.join(names)}", to_do=True)
+        if not isinstance(value, str):
+            return Left("it is no name of a column", to_do=True)
+        return Taken({"data.columns": {value: names[0]}})
 
     return rule
+
+
+def _mapped(value: Any, theirs: Theirs) -> Outcome:
+    if _name(theirs.get("dataset._component_")) == "instruct_dataset":
+        return Decided("data.columns says it")
+    return Left("set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True)
 
 
 def _batch(value: Any, theirs: Theirs) -> Outcome:
@@ -231,15 +243,11 @@ def _recompute(value: Any, theirs: Theirs) -> Outcome:
     return Taken({"parallel.recompute": kind or "none"})
 
 
-def _offload(value: Any, theirs: Theirs) -> Outcome:
-    if str(value).lower() == "true":
-        return Taken({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along")
-    return Decided("plan says whether the weights need it: parallel.offload_params")
-
-
 def _logger(value: Any, theirs: Theirs) -> Outcome:
     if "TensorBoard" in str(value):
         return Taken({"run.tensorboard": True})
+    if "WandB" in str(value):
+        return Taken({"run.wandb": True}, "offline, for wandb sync")
     if _name(value) in ("DiskLogger", "StdoutLogger"):
         return Decided("metrics.jsonl in run.dir has a line for each step")
     return Left("metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away")
@@ -295,6 +303,7 @@ _TAKEN: dict[str, Rule] = {
     **each(_loss_on, "dataset.train_on_input dataset.masking_strategy"),
     "dataset.conversation_column": _column("messages", "conversations"),
     "dataset.column": _column("text"),
+    "dataset.column_map.*": _mapped,
     "run_val_every_n_steps": _eval_every,
     **each(_batch, "batch_size gradient_accumulation_steps"),
     **each(_length, "epochs max_steps_per_epoch"),
@@ -313,7 +322,7 @@ _TAKEN: dict[str, Rule] = {
     "seed": same("train.seed"),
     "shuffle": _shuffle,
     **each(_recompute, "enable_activation_checkpointing ac_mode"),
-    **each(_offload, "fsdp_cpu_offload fsdp.cpu_offload"),
+    **each(offload_params, "fsdp_cpu_offload fsdp.cpu_offload"),
     "metric_logger._component_": _logger,
     "output_dir": same("run.dir"),
     "save_every_n_steps": same("checkpoint.every_steps"),
@@ -353,7 +362,6 @@ _LEFT: dict[str, Rule] = {
     "tokenizer.prompt_template": lacking("write it as a Jinja file; set data.chat_template"),
     "checkpointer.recipe_checkpoint": lacking("their state of a run cannot be read"),
     "checkpointer.adapter_checkpoint": lacking("tune.init_from takes an adapter saved by peft"),
-    "dataset.column_map.*": Left("rename the columns: prompt and completion, or text", to_do=True),
     "dataset.new_system_prompt": lacking("begin each record's messages with a system message"),
     **each(
         lacking("the chat template is applied; data.chat_template names another"),

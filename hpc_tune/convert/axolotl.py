@@ -1,0 +1,272 @@
+"""The rules for configs of axolotl, which trains with the Trainer of Hugging Face."""
+
+from typing import Any
+
+from hpc_tune.convert.axolotl_data import CHAT_TEMPLATE, LISTS, data_rules, files_of
+from hpc_tune.convert.axolotl_others import DECIDED, LEFT
+from hpc_tune.convert.outcomes import (
+    NO_ADAPTERS,
+    Decided,
+    Left,
+    Outcome,
+    Rule,
+    Taken,
+    Theirs,
+    Tool,
+    adapter,
+    dora,
+    each,
+    global_batch,
+    model_path,
+    offload_params,
+    packing,
+    same,
+)
+from hpc_tune.convert.trainer import (
+    deepspeed,
+    epochs,
+    first_adapter,
+    max_steps,
+    optimizer,
+    rank_stabilized,
+    save_steps,
+    val_size,
+    warmup,
+)
+
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
+_SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
+_FULL = "none: all weights are trained"
+# Plugins that change how something is computed, and not what.
+_KERNELS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
+
+
+def _method(theirs: Theirs) -> str:
+    kind = theirs.get("adapter", _FULL)
+    if kind == _FULL:
+        return "full"
+    is_4_bit = theirs.is_on("load_in_4bit") or theirs.get("peft.weight_dtype") in ("nf4", "int4")
+    if kind == "qlora" or is_4_bit:
+        return "qlora"
+    return "dora" if theirs.is_on("peft_use_dora") else "lora"
+
+
+def _adapter(value: Any, theirs: Theirs) -> Outcome:
+    if value in ("lora", "qlora", _FULL):
+        return Taken({"tune.method": _method(theirs)})
+    return Left("tune.method is lora, dora, qlora or full; lora is used", to_do=True)
+
+
+def _4_bit(value: Any, theirs: Theirs) -> Outcome:
+    if str(value).lower() != "true":
+        return Decided("tune.method says it")
+    return Taken({"tune.method": _method(theirs)})
+
+
+def _weight_dtype(value: Any, theirs: Theirs) -> Outcome:
+    if value in ("nf4", "int4") and _method(theirs) == "qlora":
+        remark = "" if value == "nf4" else "in NF4, not in integers"
+        return Taken({"tune.method": "qlora"}, remark)
+    return Left("only tune.method=qlora has a quantized base, of 4 bits", to_do=True)
+
+
+def _targets(value: Any, theirs: Theirs) -> Outcome:
+    if _method(theirs) == "full":
+        return NO_ADAPTERS
+    names = theirs.get("lora_target_modules")
+    is_pattern = isinstance(names, str) and names.replace("_", "-") != "all-linear"
+    names = names if isinstance(names, list) else []
+    if is_pattern or any(not str(name).replace("_", "").isalnum() for name in names):
+        return Left("tune.targets has names of layers, such as [q_proj], no patterns", to_do=True)
+    if not theirs.is_on("lora_target_linear") and names:
+        return Taken({"tune.targets": names})
+    if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
+        return Left(f"all-linear is without {further[0]}; list all names instead", to_do=True)
+    return Taken({"tune.targets": "all-linear"})
+
+
+def _target_linear(value: Any, theirs: Theirs) -> Outcome:
+    if str(value).lower() == "true":
+        return _targets(value, theirs)
+    return Decided("tune.targets says it")
+
+
+def _batch(value: Any, theirs: Theirs) -> Outcome:
+    ranks_per_row = 1
+    for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
+        if theirs.get(key):
+            ranks_per_row *= theirs.whole(key)
+    if theirs.get("batch_size"):
+        rows = Theirs({"rows": theirs.whole("batch_size"), "accumulated": 1}, theirs.ranks)
+        return global_batch(rows, "rows", "accumulated", ranks_per_row)
+    return global_batch(theirs, "micro_batch_size", "gradient_accumulation_steps", ranks_per_row)
+
+
+def _packing(value: Any, theirs: Theirs) -> Outcome:
+    return packing(theirs.is_on("sample_packing"), theirs)
+
+
+def _too_long(value: Any, theirs: Theirs) -> Outcome:
+    if value == "truncate":
+        return Decided("what is longer than data.seq_len loses its end, and is counted")
+    return Left("what is longer than data.seq_len loses its end, and is counted; none is dropped")
+
+
+def _loss_on(value: Any, theirs: Theirs) -> Outcome:
+    return Taken({"data.loss_on": "all" if str(value).lower() == "true" else "answers"})
+
+
+def _has_held_out(theirs: Theirs) -> bool:
+    share = theirs.get("val_set_size")
+    is_share = isinstance(share, int | float) and 0 < share < 1
+    return is_share or bool(files_of("test_datasets", theirs))
+
+
+def _eval_steps(value: Any, theirs: Theirs) -> Outcome:
+    if isinstance(value, float) and value < 1:
+        return Left("train.eval_every_steps is a number of steps: set it", to_do=True)
+    if _has_held_out(theirs):
+        return Taken({"train.eval_every_steps": value})
+    return Left(f"set train.eval_every_steps={value} together with data.eval_path")
+
+
+def _save_strategy(value: Any, theirs: Theirs) -> Outcome:
+    match value:
+        case "best":
+            return Taken({"checkpoint.keep_best": True})
+        case "no":
+            return Left("a run always saves: checkpoint.every_minutes is 30, and one at the end")
+    return Decided("checkpoints go by time and by checkpoint.every_steps, not by epochs")
+
+
+def _schedule(value: Any, theirs: Theirs) -> Outcome:
+    schedule = _SCHEDULES.get(str(value))
+    if schedule is None:
+        return Left("optim.schedule is constant, linear or cosine", to_do=True)
+    if schedule == "constant":
+        return Taken({"optim.schedule": schedule})
+    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", theirs.get("cosine_min_lr_ratio", 0.0))
+    ratio = 0.0 if schedule == "linear" else ratio
+    return Taken({"optim.schedule": schedule, "optim.min_lr_ratio": ratio})
+
+
+def _bf16(value: Any, theirs: Theirs) -> Outcome:
+    if value != "full" and str(value).lower() not in ("true", "auto"):
+        return Decided("model.dtype=auto takes what the device has")
+    if value == "auto" and (theirs.is_on("fp16") or theirs.is_on("float16")):
+        return Decided("fp16 goes before it")
+    ours: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
+    if _method(theirs) != "full":
+        return Taken(ours, "adapters and their state stay in fp32")
+    if theirs.get("deepspeed"):
+        return Taken(ours, "trained weights are kept in fp32, as DeepSpeed does")
+    remark = "as there; tune.param_dtype=fp32 loses no small updates and takes twice the memory"
+    return Taken({**ours, "tune.param_dtype": "bf16"}, remark)
+
+
+def _recompute(value: Any, theirs: Theirs) -> Outcome:
+    if str(value).lower() == "false":
+        return Decided("parallel.recompute=none is the default")
+    remark = "" if str(value).lower() == "true" else "computed again, not moved to the host"
+    return Taken({"parallel.recompute": "full"}, remark)
+
+
+def _compile(value: Any, theirs: Theirs) -> Outcome:
+    return Taken({"train.compile": str(value).lower() in ("true", "auto")})
+
+
+def _float8(value: Any, theirs: Theirs) -> Outcome:
+    if str(value).lower() != "true":
+        return Decided("off in their config")
+    return Left("set train.float8=true with train.compile=true, if the GPU has it")
+
+
+def _profile(value: Any, theirs: Theirs) -> Outcome:
+    first = int(theirs.get("profiler_steps_start", 0)) + 1
+    return Taken({"train.profile": f"{first}:{theirs.whole('profiler_steps')}"})
+
+
+def _wandb(value: Any, theirs: Theirs) -> Outcome:
+    is_on = str(theirs.get("use_wandb", True)).lower() == "true"
+    is_on = is_on and theirs.get("wandb_mode") != "disabled"
+    return Taken({"run.wandb": is_on}, "offline; WANDB_PROJECT and WANDB_MODE in the environment")
+
+
+def _plugins(value: Any, theirs: Theirs) -> Outcome:
+    names = [str(name).rpartition(".")[2] for name in (value if isinstance(value, list) else [])]
+    others = [name for name in names if name not in _KERNELS]
+    if not others:
+        return Decided("attention and loss are PyTorch's own; logits are never held whole")
+    return Left(f"{' and '.join(others)}: there are no plugins", to_do=True)
+
+
+def _defaults(theirs: Theirs) -> dict[str, Any]:
+    """Return what axolotl takes where a config says nothing."""
+    defaults: dict[str, Any] = {
+        "adapter": _FULL,
+        "sequence_len": 512,
+        "sample_packing": False,
+        "lr_scheduler": "cosine",
+        "bf16": "auto",
+    }
+    if not theirs.get("batch_size"):
+        defaults |= {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
+    if theirs.get("max_steps") is None:
+        defaults["num_epochs"] = 1.0
+    if any(theirs.get(key) for key in ("fp16", "float16", "bfloat16", "float32")):
+        del defaults["bf16"]
+    return defaults
+
+
+_TAKEN: dict[str, Rule] = {
+    "base_model": model_path,
+    "adapter": _adapter,
+    "load_in_4bit": _4_bit,
+    "peft.weight_dtype": _weight_dtype,
+    "peft_use_dora": dora(_method),
+    "peft_use_rslora": rank_stabilized("lora_alpha", "lora_r"),
+    "lora_r": adapter("tune.rank", _method),
+    "lora_alpha": adapter("tune.alpha", _method),
+    "lora_dropout": adapter("tune.dropout", _method),
+    "lora_target_modules": _targets,
+    "lora_target_linear": _target_linear,
+    "lora_model_dir": first_adapter(_method),
+    **data_rules(),
+    **CHAT_TEMPLATE,
+    "val_set_size": val_size,
+    "sequence_len": same("data.seq_len", "what is longer is cut and counted; dropped there"),
+    "excess_length_strategy": _too_long,
+    "sample_packing": _packing,
+    "train_on_inputs": _loss_on,
+    **each(_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
+    "num_epochs": epochs,
+    "max_steps": max_steps,
+    "learning_rate": same("optim.lr"),
+    "optimizer": optimizer,
+    "weight_decay": same("optim.weight_decay"),
+    "adam_beta1": same("optim.beta1"),
+    "adam_beta2": same("optim.beta2"),
+    "adam_epsilon": same("optim.eps"),
+    "max_grad_norm": same("optim.clip_norm"),
+    **each(warmup, "warmup_steps warmup_ratio"),
+    "lr_scheduler": _schedule,
+    **each(_bf16, "bf16 bfloat16"),
+    "fp8": _float8,
+    **each(_recompute, "gradient_checkpointing fsdp_config.activation_checkpointing"),
+    **each(offload_params, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"),
+    **each(deepspeed, "deepspeed deepspeed.*"),
+    "torch_compile": _compile,
+    "eval_steps": _eval_steps,
+    "save_steps": save_steps,
+    "save_strategy": _save_strategy,
+    "save_total_limit": same("checkpoint.keep"),
+    "profiler_steps": _profile,
+    "dataset_prepared_path": same("data.cache"),
+    **each(_wandb, "use_wandb wandb_project"),
+    "wandb_name": same("run.name"),
+    "use_tensorboard": same("run.tensorboard"),
+    "plugins": _plugins,
+    "output_dir": same("run.dir"),
+    "seed": same("train.seed"),
+}
+AXOLOTL = Tool("axolotl", {**_TAKEN, **DECIDED, **LEFT}, _defaults, LISTS)

@@ -1,0 +1,247 @@
+"""The rules for the datasets of axolotl's configs: which files, which columns, what is learned.
+
+datasets.0.path, datasets.0.data_files, datasets.1.path ... -> data.path, a list of all files
+field_messages, type.field_output, field ...               -> data.columns, one for all
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpc_tune.convert.outcomes import (
+    Decided,
+    Left,
+    Outcome,
+    Rule,
+    Taken,
+    Theirs,
+    each,
+    hub_data,
+    is_data_path,
+    lacking,
+    usable_file,
+)
+
+LISTS = ("datasets", "test_datasets", "pretraining_dataset")
+_LOADERS = ("json", "csv", "parquet", "arrow", "text")
+_BY_KEYS = Decided("the form of a record is found by its keys")
+_LEARNED = Decided("the assistant's answers are learned, each up to the token that ends it")
+# Types whose records have the fields of ours; axolotl writes some of them in words of its own.
+_CHATS = ("chat_template", "sharegpt", "pygmalion")
+_ALPACA = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", "gpteacher")
+_QUESTIONS = ("jeopardy", "context_qa.load_v2")
+_TEXTS = ("completion", "pretrain")
+# What the columns of other types are read as.
+_COLUMNS = {
+    "oasst": {"INSTRUCTION": "instruction", "RESPONSE": "output"},
+    "summarizetldr": {"article": "prompt", "summary": "completion"},
+    "alpaca_chat.load_camel_ai": {"message_1": "prompt", "message_2": "completion"},
+    "metharme": {"generation": "completion"},
+    "creative_acr.load_answer": {"instruction": "prompt", "revision": "completion"},
+}
+# Which of their keys name a column, and the field that it is read as.
+_FIELD_KEYS = {
+    "field_messages": "messages",
+    "field_tools": "tools",
+    "field_system": "system",
+    "field": "text",
+    "text_column": "text",
+    "type.field_system": "system",
+    "type.field_instruction": "instruction",
+    "type.field_input": "input",
+    "type.field_output": "output",
+}
+_READ_AS = {"conversations": "messages"}  # a name that is known as well as the field's own
+
+
+def data_rules() -> dict[str, Rule]:
+    """Return the rules for all keys of datasets, and of those for evaluation and pretraining."""
+    ours = {"datasets": "data.path", "pretraining_dataset": "data.path"}
+    ours["test_datasets"] = "data.eval_path"
+    rules: dict[str, Rule] = {}
+    for part, setting in ours.items():
+        rules[part] = Left(f"set {setting} to a file, a folder or a list of them", to_do=True)
+        rules[f"{part}.path"] = rules[f"{part}.data_files"] = _path(part, setting)
+        rules |= {f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()}
+    return rules
+
+
+def files_of(part: str, theirs: Theirs) -> list[str]:
+    """Return the files of all datasets of a part that hpc_tune can read."""
+    return [file for item in theirs.items(part) for file in _files(item)]
+
+
+def _files(item: dict[str, Any]) -> list[str]:
+    path = str(item.get("path", ""))
+    named = item.get("data_files")
+    if named is None:
+        return [path] if is_data_path(path) else []
+    names = [str(name) for name in (named if isinstance(named, list) else [named])]
+    if is_data_path(path) and path not in names:
+        names = [name if name.startswith("/") else f"{path.rstrip('/')}/{name}" for name in names]
+    elif path not in (*_LOADERS, *names):
+        return []  # files of a repository of the hub
+    return names if all(usable_file(name) for name in names) else []
+
+
+def _path(part: str, ours: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        named = [i for i in theirs.items(part) if value in (i.get("path"), i.get("data_files"))]
+        item = named[0]
+        if not _files(item):
+            is_file = value == item.get("data_files") and item.get("path") in _LOADERS
+            return _unusable(ours) if is_file else hub_data(value, ours)
+        if value in _LOADERS:
+            return Decided("the ending of a file says its kind")
+        files = files_of(part, theirs)
+        return Taken({ours: files[0] if len(files) == 1 else files})
+
+    return rule
+
+
+def _unusable(ours: str) -> Left:
+    return Left(f"put it as JSONL or Parquet into a folder, and name that in {ours}", to_do=True)
+
+
+def _type(value: Any, theirs: Theirs) -> Outcome:
+    name = str(value)
+    if name in _COLUMNS:
+        return Taken({"data.columns": _columns(theirs)})
+    if name in _TEXTS:
+        return Decided("records with text are learned as a whole")
+    if name in _CHATS or name.startswith("sharegpt"):
+        return Decided("messages are written by the chat template")
+    if name.split(".")[0].split(":")[0] in _ALPACA or name in _QUESTIONS:
+        return Decided(
+            "found by its keys; the chat template writes the prompt, not axolotl's words, or "
+            "alpaca's headings do where the tokenizer has no template"
+        )
+    return Left(
+        "bring the records into a form of docs/data.md: messages, prompt and completion, or text",
+        to_do=True,
+    )
+
+
+def _column(value: Any, theirs: Theirs) -> Outcome:
+    columns = _columns(theirs)
+    if not isinstance(value, str):
+        return Left("it is no name of a column", to_do=True)
+    if value in columns:
+        return Taken({"data.columns": columns})
+    if value in (*_FIELD_KEYS.values(), *_READ_AS):
+        return _BY_KEYS
+    return Left("data.columns reads it as something else for another dataset", to_do=True)
+
+
+def _columns(theirs: Theirs) -> dict[str, str]:
+    """Return data.columns for all datasets together; a field has one column, the first."""
+    columns: dict[str, str] = {}
+    for part in LISTS:
+        for item in theirs.items(part):
+            for name, field in _named(item):
+                if name != field and field not in columns.values():
+                    columns.setdefault(name, field)
+    return columns
+
+
+def _named(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the columns of a dataset that are called something else, with their fields."""
+    yield from _COLUMNS.get(str(item.get("type")), {}).items()
+    for key, field in _FIELD_KEYS.items():
+        name = str(item.get(key, field))
+        if _READ_AS.get(name) != field:
+            yield name, field
+
+
+def _split(value: Any, theirs: Theirs) -> Outcome:
+    if value == "train":
+        return Decided("files are used whole; of a folder those of train are")
+    return Left("files are used whole: cut this part into a file of its own", to_do=True)
+
+
+def _roles_to_train(value: Any, theirs: Theirs) -> Outcome:
+    if value in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
+        return _LEARNED
+    if value == []:
+        return Decided("marks in the data say which answers are learned")
+    return Left("the assistant's answers are learned, or all text: data.loss_on=all", to_do=True)
+
+
+def _turn_end(value: Any, theirs: Theirs) -> Outcome:
+    return _LEARNED if value == "turn" else Left(_LEARNED.why)
+
+
+def _properties(value: Any, theirs: Theirs) -> Outcome:
+    if value in ("role", "content", "from", "value", "tool_calls", "name", "reasoning_content"):
+        return Decided("role and content, and ShareGPT's from and value, are known")
+    return Left("name it role or content in the data", to_do=True)
+
+
+def _training_mark(value: Any, theirs: Theirs) -> Outcome:
+    if value in ("train", "training", "weight", "loss", "loss_mask"):
+        return Decided("answers that their data mark with it are learned or not")
+    return Left("call the mark train in the data", to_do=True)
+
+
+def _template(value: Any, theirs: Theirs) -> Outcome:
+    name = str(value)
+    if name == "jinja":
+        return Decided("data.chat_template says it")
+    if name.startswith("tokenizer_default"):
+        return Decided("the tokenizer's chat template; data.chat_template names another")
+    return Left(
+        f"the chat template of model.path's tokenizer is taken: if that is not {name}'s, write "
+        f"{name}'s as a Jinja file and set data.chat_template",
+        to_do=True,
+    )
+
+
+def _jinja(value: Any, theirs: Theirs) -> Outcome:
+    if "{" in str(value) or "\n" in str(value):
+        return Left("write it into a file and set data.chat_template to that", to_do=True)
+    return Taken({"data.chat_template": value})
+
+
+CHAT_TEMPLATE: dict[str, Rule] = {"chat_template": _template, "chat_template_jinja": _jinja}
+_OF_A_DATASET: dict[str, Rule] = {
+    **CHAT_TEMPLATE,
+    "type": _type,
+    **each(_column, " ".join(_FIELD_KEYS)),
+    "split": _split,
+    "roles_to_train": _roles_to_train,
+    **each(_turn_end, "train_on_eos train_on_eot"),
+    **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
+    "message_field_training": _training_mark,
+    **each(_BY_KEYS, "conversation field_human field_model roles.* input_format"),
+    "ds_type": Decided("the ending of a file says its kind"),
+    **each(Decided("all keys of a message are given to the template"), "field_thinking"),
+    **each(Decided("data are prepared by all ranks, each a part"), "preprocess_shards"),
+    "trust_remote_code": lacking("no code of a data set is run"),
+    **each(
+        lacking("name the files of that configuration or revision"),
+        "name revision",
+    ),
+    **each(lacking("cut the file: head -n N", to_do=True), "shards shards_idx skip"),
+    **each(
+        lacking("write the prompt as a Jinja file; set data.chat_template", to_do=True),
+        "type.format type.no_input_format type.system_format",
+    ),
+    "type.system_prompt": lacking("give each record a system field", to_do=True),
+    "message_field_training_detail": lacking("an answer is learned as a whole", to_do=True),
+    "drop_system_message": lacking("take the system messages out of the data", to_do=True),
+    **each(
+        lacking("the template splits reasoning from answers, if it knows it"),
+        "split_thinking template_thinking_key",
+    ),
+    "input_transform": lacking("change the records beforehand", to_do=True),
+    **each(
+        lacking("there is supervised fine-tuning only, not distillation and preferences"),
+        "logprobs_field temperature type.field_prompt type.field_chosen type.field_rejected "
+        "type.field_completion type.field_label type.prompt_format type.chosen_format "
+        "type.rejected_format type.completion_format step_separator max_completion_length "
+        "train_on_last_step_only",
+    ),
+    **each(
+        Left("there are no random tokens; builtin:pydocs is there to try things out"),
+        "length sequence_length min_input_id max_input_id seed",
+    ),
+}

@@ -1,0 +1,123 @@
+"""Rules for what tools share that are built on the Trainer of Hugging Face."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from hpc_tune.convert.outcomes import (
+    LAYOUT,
+    Decided,
+    Left,
+    Outcome,
+    Rule,
+    Taken,
+    Theirs,
+    is_path,
+)
+
+NF4 = "NF4 with double quantization, by bitsandbytes"
+_STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
+_PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+
+
+def only(value: str, why: str) -> Rule:
+    """Rule for a key of which hpc_tune has one value."""
+    return lambda given, theirs: Decided(why) if str(given).lower() == value else Left(why)
+
+
+def rank_stabilized(alpha: str, rank: str) -> Rule:
+    """Rule for the switch for a scale of alpha / sqrt(rank)."""
+
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if str(value).lower() != "true":
+            return Decided("off in their config")
+        ours = theirs.whole(alpha) * math.sqrt(theirs.whole(rank))
+        return Left(
+            f"the same scale is tune.alpha={ours:g}, which is theirs x sqrt(rank)", to_do=True
+        )
+
+    return rule
+
+
+def first_adapter(method: Callable[[Theirs], str]) -> Rule:
+    """Rule for the adapter to begin with."""
+
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if method(theirs) == "full":
+            return Left("merge it into the model first, and name that in model.path", to_do=True)
+        if isinstance(value, str) and "," not in value and is_path(value):
+            remark = "its rank, alpha and targets must be the config's"
+            return Taken({"tune.init_from": value}, remark)
+        return Left("tune.init_from takes the folder of one adapter", to_do=True)
+
+    return rule
+
+
+def val_size(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for the share of the data that is held out."""
+    if value == 0:
+        return Decided("no data is held out")
+    if isinstance(value, int | float) and 0 < value < 1:
+        return Taken({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
+    return Left("data.eval_fraction is a share of the documents: set it", to_do=True)
+
+
+def has_max_steps(theirs: Theirs) -> bool:
+    """Return whether a number of steps ends the run, not one of epochs."""
+    steps = theirs.get("max_steps")
+    return isinstance(steps, int) and steps > 0
+
+
+def max_steps(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for max_steps, where -1 is none."""
+    if has_max_steps(theirs):
+        return Taken({"train.max_steps": value})
+    return Decided("unset in their config: train.epochs decides")
+
+
+def epochs(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for epochs, over which max_steps wins."""
+    if has_max_steps(theirs):
+        return Decided("train.max_steps decides, as max_steps does there")
+    return Taken({"train.epochs": value})
+
+
+def warmup(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for warmup as steps, or as a share of them."""
+    try:
+        share = float(str(value))
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e9:
+        return Left("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
+    if share >= 1 or not share:
+        return Taken({"optim.warmup_steps": int(share)})
+    if has_max_steps(theirs):
+        return Taken({"optim.warmup_steps": math.ceil(share * theirs.whole("max_steps"))})
+    return Taken({"optim.warmup_ratio": share})
+
+
+def optimizer(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for the optimizer, of which there is one."""
+    if str(value) in _PLAIN_ADAMW:
+        return Decided("AdamW is the only optimizer")
+    if "adamw" in str(value) and re.search("bit|fp8|paged", str(value)):
+        return Left("AdamW's state is neither in 8 bits nor paged; plan says whether it fits")
+    return Left("AdamW is the only optimizer; find optim.lr again", to_do=True)
+
+
+def deepspeed(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for DeepSpeed's own config, or the name of its file."""
+    name = str(value).lower()
+    stage = _STAGE.search(name)
+    asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
+    asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
+    return Decided(LAYOUT + asked)
+
+
+def save_steps(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for the steps between checkpoints; below 1 it is a share of the run."""
+    if isinstance(value, float) and value < 1:
+        return Left("checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30")
+    return Taken({"checkpoint.every_steps": value})
