@@ -109,9 +109,10 @@ def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
 
     read = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
     parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
+    what = f"{file} cannot be read as CSV, whose rows have {CSV_BLOCK_BYTES >> 20} MiB at most"
     with (
-        _as_data_error(f"{file} cannot be read as CSV"),
         open_bytes(file) as opened,
+        _as_data_error(what),
         csv.open_csv(opened, read, parse) as head,
     ):
         names = head.schema.names
@@ -129,7 +130,7 @@ def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
         strings_can_be_null=False,
     )
     with open_bytes(file) as opened:
-        with _as_data_error(f"{file} cannot be read as CSV"):
+        with _as_data_error(what):
             batches = csv.open_csv(opened, read, parse, convert)
         shift = 0
         for number, row in _rows(file, _pieces(batches, columns), 0):

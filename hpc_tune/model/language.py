@@ -12,6 +12,7 @@ in a merged export. Files and adapters name its tensors as parts of the whole mo
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ from hpc_tune.errors import DataError
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
+# Where config.json may name kernels of the hub, as OWNER/NAME.
+_KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 _CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 
 
@@ -52,9 +55,35 @@ def read_config(directory: Path) -> Any:
 
     try:
         with lazy_imports():
-            return AutoConfig.from_pretrained(directory, local_files_only=True)
+            config = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
     except (ValueError, OSError, KeyError, TypeError) as error:
+        refuse_code(directory, "config.json", error)
         raise DataError(f"{directory}/config.json cannot be used: {error}") from None
+    _refuse_kernels(directory)
+    return config
+
+
+def refuse_code(directory: Path, file: str, error: Exception) -> None:
+    """Raise a DataError where transformers' ``error`` is that it needs code of the directory."""
+    if "trust_remote_code" in str(error):
+        raise DataError(
+            f"{directory}/{file} needs Python code that is in the directory (auto_map), and no "
+            "code of a model directory is run; take a model whose type transformers knows itself"
+        ) from None
+
+
+def _refuse_kernels(directory: Path) -> None:
+    """Refuse a config.json that names code of the hub, which transformers would load and run."""
+    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    for key, name in ((key, str(part.get(key))) for part in parts for key in _KERNEL_KEYS):
+        if "/" in name:
+            raise DataError(
+                f"{directory}/config.json: {key} is {name}, code of the Hugging Face hub, which is "
+                f"not run; remove {key} from it"
+            )
 
 
 def read_shape(directory: Path) -> Any:
