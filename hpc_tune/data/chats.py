@@ -28,7 +28,7 @@ _DATE = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)
 # What a template raises that cannot render messages.
 REFUSALS = (
     *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError),
+    *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
 )
 _REASON_CHARS = 120
 

@@ -4,6 +4,7 @@ pyarrow reads them. Each reader yields (number of the row, row), a ``WrongRecord
 row that alone is wrong; what is wrong with the file is an error.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,14 +178,21 @@ def _batches(file: Path) -> Iterator[Any]:
 
 @contextmanager
 def _as_data_error(what: str) -> Iterator[None]:
-    """Turn what pyarrow raises for a damaged file into a DataError."""
+    """Turn what pyarrow raises for a damaged file into a DataError.
+
+    What goes wrong where pyarrow calls back, as at a ragged row that is no UTF-8, is an error of
+    its own soon after; Python would print it with a traceback as well.
+    """
     import pyarrow
 
     known = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, ArithmeticError)
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         yield
     except known as error:
         raise DataError(f"{what}: {error}; write it again") from error
+    finally:
+        sys.unraisablehook = before
 
 
 def _rows(file: Path, batches: Iterator[Any], first: int) -> Rows:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.errors import DataError
+from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
@@ -58,9 +58,10 @@ def read_config(directory: Path) -> Any:
             config = AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever the classes of transformers raise for odd values
         refuse_code(directory, "config.json", error)
-        raise DataError(f"{directory}/config.json cannot be used: {error}") from None
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{directory}/config.json cannot be used: {why}") from None
     _refuse_kernels(directory)
     return config
 
@@ -227,7 +228,13 @@ def language_model(
 def _on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
     with lazy_imports(), torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
-        return auto.from_config(config, dtype=dtype)
+        try:
+            return auto.from_config(config, dtype=dtype)
+        except Exception as error:  # whatever the model's own code raises for odd sizes
+            raise DataError(
+                f"transformers makes no {config.model_type} model of this config.json: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from None
 
 
 def _text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
