@@ -16,6 +16,7 @@ from hpc_tune import __version__
 from hpc_tune.cluster.launchers import rank_hint
 from hpc_tune.commands import COMMANDS, SETTINGS
 from hpc_tune.config.load import describe_fields, load_config
+from hpc_tune.config.secrets import mask
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 
@@ -129,5 +130,6 @@ def _refuse(error: HpcTuneError) -> int:
     if rank:
         time.sleep(OTHER_RANKS_WAIT_S if had_world else _ALONE_AFTER_S)
     if not (rank and had_world):
-        print(f"hpc_tune: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+        who = f"rank {rank}: " if rank else ""
+        print(mask(f"hpc_tune: {who}{error}"), file=sys.stderr, flush=True)
     return error.exit_code

@@ -8,8 +8,8 @@ import torch
 
 from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.data.chats import end_of_answer
-from hpc_tune.errors import ConfigError
+from hpc_tune.data.chats import REFUSALS, end_of_answer
+from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
 from hpc_tune.model.tokenizer import load_tokenizer
@@ -91,5 +91,8 @@ def _encode(tokenizer: Any, prompt: str) -> torch.Tensor:
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt").input_ids
     messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except REFUSALS as error:
+        raise ConfigError(f"the chat template refuses the prompt: {first_line(error)}") from None
     return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids

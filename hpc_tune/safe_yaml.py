@@ -1,10 +1,18 @@
-"""Reads the YAML that people write: by PyYAML's safe loader, and with no key given twice."""
+"""Reads the YAML that people write: by PyYAML's safe loader, and with no key given twice.
 
+No value is an object of Python, and no text stands for more values than a machine can hold.
+"""
+
+import math
 from typing import Any
 
 import yaml
 
 _MERGE = "tag:yaml.org,2002:merge"
+_MOST_VALUES, _MOST_LEVELS = 100_000, 30
+_NOT_FOR_SETTINGS = ("binary", "set", "omap", "pairs")  # neither text, number, list nor mapping
+# What constructors of the safe loader raise for a value that its tag does not fit.
+_MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class _Loader(yaml.SafeLoader):
@@ -20,6 +28,20 @@ class _Loader(yaml.SafeLoader):
             keys.add((key.tag, str(key.value)))
         return node
 
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and _num_values(node, {}, 0) > _MOST_VALUES:
+            problem = f"it stands for over {_MOST_VALUES:,} values; its aliases (*) repeat too much"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
+
+
+_Loader.yaml_constructors = {
+    tag: construct
+    for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+    if str(tag).rpartition(":")[2] not in _NOT_FOR_SETTINGS
+}
+
 
 class _TextLoader(_Loader):
     """Leaves everything that has no quotes as it is written, except null."""
@@ -31,11 +53,26 @@ _TextLoader.yaml_implicit_resolvers = {
 }
 
 
+def _num_values(node: Any, known: dict[int, float], level: int) -> float:
+    """Return how many values a node stands for, infinity where it has itself within it."""
+    if level > _MOST_LEVELS:
+        raise RecursionError
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        pairs = isinstance(node, yaml.MappingNode)
+        inner = [part for pair in node.value for part in pair] if pairs else node.value
+        known[id(node)] = 1 + sum(_num_values(part, known, level + 1) for part in inner)
+    return known[id(node)]
+
+
 def load_yaml(text: str, as_text: bool = False) -> Any:
     """Return the value of a YAML text, or with ``as_text`` all its scalars but null as text.
 
     Raises:
-        ValueError: if it is not YAML, or has a key twice; in one line, with the place.
+        ValueError: if it is not YAML, has a key twice, or is too large or too deep; in one line,
+            with the place where that is known.
     """
     try:
         return yaml.load(text, _TextLoader if as_text else _Loader)
@@ -45,3 +82,7 @@ def load_yaml(text: str, as_text: bool = False) -> Any:
         raise ValueError(f"{error.problem or error.context}{place}") from None
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ValueError(str(error).splitlines()[0]) from None
+    except RecursionError:
+        raise ValueError(f"nested in more than {_MOST_LEVELS} levels") from None
+    except _MISFITS as error:
+        raise ValueError(f"a value does not fit its type ({error})") from None

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Literal
 
 from hpc_tune.cluster.schedulers import job_end, job_of
+from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
 from hpc_tune.log import log
 from hpc_tune.rundir import outcome
@@ -162,7 +163,7 @@ class Supervisor:
     def _start(self) -> Start:
         """Run the ranks once, and return how that ended."""
         before, from_step = _stamp(self._run_dir), _newest(self._run_dir)
-        log.info("from step %d: %s", from_step, shlex.join(self._argv))
+        log.info("from step %d: %s", from_step, shlex.join(map(mask, self._argv)))
         # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
         self._child = subprocess.Popen(
             self._argv,

@@ -76,13 +76,13 @@ def template_of(run_dir: Path, chat_template: str | None) -> str | None:
     """Return the chat template of a run whose data.chat_template named one: the copy it kept."""
     if chat_template is None:
         return None
-    kept, given = run_dir / TEMPLATE_FILE, Path(chat_template)
+    kept = run_dir / TEMPLATE_FILE
     try:
-        return (kept if kept.is_file() else given).read_text(encoding="utf-8")
+        return kept.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the chat template of this run, {given}, cannot be read ({error}), and {run_dir} has "
-            f"no copy of it; put it there as {TEMPLATE_FILE}"
+            f"the run was made with the chat template {chat_template}, and its copy of it, {kept}, "
+            f"cannot be read ({error}); put the template there"
         ) from None
 
 

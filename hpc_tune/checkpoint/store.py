@@ -202,6 +202,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has format {body['format']}, this version of hpc_tune reads {FORMAT}"
         )
+    files, state = body["files"], body["state"]
+    if not isinstance(state, dict) or not isinstance(files, dict):
+        raise CheckpointError(f"{file}: expected mappings as files and state")
+    for name, entry in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+            raise CheckpointError(f"{file} names {name!r}, which is not in the checkpoint")
+        if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
+            raise CheckpointError(f"{file} has no size and hash of {name}")
     return body
 
 

@@ -225,18 +225,37 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
             f"{', '.join(wrong)}: a line of #SBATCH takes letters, digits and "
             "@ % + = : , . / [ ] | & * - _, no space and no quotes"
         )
+    launch = f"{settings.launch} {settings.container}".strip()
+    _require_words(settings, launch, [*arguments, str(folder)])
     lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
     lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "set -eo pipefail"]
     lines.append(f"cd {shlex.quote(str(folder))}")
     if settings.modules:
         lines.append(f"module load {shlex.join(settings.modules)}")
     for file in (settings.env_file, settings.venv and f"{settings.venv}/bin/activate"):
-        lines += [f"source {shlex.quote(file)}"] if file else []
+        # Without a slash bash would look for it along PATH first.
+        there = file if not file or "/" in file else f"./{file}"
+        lines += [f"source {shlex.quote(there)}"] if there else []
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise")
-    launch = f"{settings.launch} {settings.container}".strip()
     words = ["python", "-m", "hpc_tune", "supervise", "--launch", launch]
     words += ["--python", "python"] if settings.container else []
     return "\n".join([*lines, f"exec {shlex.join([*words, *arguments])}", ""])
+
+
+def _require_words(settings: SlurmConfig, launch: str, others: Sequence[str]) -> None:
+    """Refuse what no command line can be made of."""
+    texts = [launch, *settings.modules, settings.env_file or "", settings.venv or "", *others]
+    if any("\0" in text for text in texts):
+        raise ConfigError("a setting has a null character in it, which no script can hold")
+    if any(name.startswith("-") for name in settings.modules):
+        raise ConfigError(f"slurm.modules={settings.modules}: expected names, found an option")
+    try:
+        shlex.split(launch)
+    except ValueError as error:
+        raise ConfigError(
+            f"slurm.launch={settings.launch!r} and slurm.container={settings.container!r} are no "
+            f"words of a command: {error}"
+        ) from None
 
 
 def submit(script: str) -> str:

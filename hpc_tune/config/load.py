@@ -28,6 +28,8 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS, OptimConfig
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.secrets import secrets_in
+from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.safe_yaml import load_yaml
 
@@ -46,6 +48,16 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
     Raises:
         ConfigError: one message that lists all problems found.
     """
+    try:
+        return _load(paths, overrides)
+    except RecursionError:
+        raise ConfigError(
+            "the settings are nested too deeply, or name each other in a circle; a setting is "
+            "part: {key: value}, or part.key=value"
+        ) from None
+
+
+def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunConfig:
     named = [paths] if isinstance(paths, str) else list(paths or ())
     source = ", ".join(named) or "the defaults"
     tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _embedded()
@@ -69,7 +81,8 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_list([*problems, *explain(error.errors(), source)])) from None
-    if problems := [*problems, *check(config)]:
+    secrets = secrets_in(flat(config.model_dump()))
+    if problems := [*problems, *check(config), *secrets]:
         raise ConfigError(_list(problems))
     optim = _with_number_for_lr(config.optim, config.tune.method)
     return config.model_copy(update={"optim": optim})

@@ -25,7 +25,11 @@ LossOn = Literal["answers", "all"]
 # What templates that print today's date get, so that the same data are the same bytes tomorrow.
 TEMPLATE_DATE = datetime(2026, 1, 1)
 _DATE = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+# What a template raises that cannot render messages.
+REFUSALS = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
+)
 _REASON_CHARS = 120
 
 
@@ -79,11 +83,11 @@ class Renderer:
                 " model's"
             )
         typed = example
-        messages = self.stand_ins.hide_in(example.messages)
-        example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
         try:
+            messages = self.stand_ins.hide_in(example.messages)
+            example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
             full = self._apply(messages, False, example.tools)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = f"{kind}{str(error)[:_REASON_CHARS]}"
             return f"the chat template refused the messages ({reason})"
@@ -132,7 +136,7 @@ class Renderer:
         def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
             try:
                 return self._apply(messages, generation, chat.tools)
-            except _REFUSALS:
+            except REFUSALS:
                 return None
 
         return self._answers.find(render, chat.messages, numbers, full)
@@ -174,7 +178,7 @@ class Renderer:
         tools: list[Any] | None,
         template: str | None = None,
     ) -> str:
-        """Render messages; raises one of _REFUSALS if the template refuses them."""
+        """Render messages; raises one of REFUSALS if the template refuses them."""
         text: str = self._tokenizer.apply_chat_template(
             messages,
             tools=tools,

@@ -6,6 +6,7 @@ Each reader yields (position, row). In place of a row that cannot be read there 
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from hpc_tune.data.records import Text, WrongRecord
 from hpc_tune.errors import DataError
 
 READ_BYTES = 1 << 20
+MOST_LINE_BYTES = 128 << 20  # a line is held whole, and takes some times as much where it is parsed
 BOM = b"\xef\xbb\xbf"
+_TOO_LONG = f"a line or element of more than {MOST_LINE_BYTES >> 20} MiB"
 _GAP = re.compile(r"[\s,]*")
 
 
@@ -61,7 +64,9 @@ def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """
     lines = _numbered(file) if is_packed(file) else _lines(file, start, stop)
     for position, line in lines:
-        if not line.isspace() and line:
+        if len(line) > MOST_LINE_BYTES:
+            yield position, WrongRecord(f"{_TOO_LONG}; write it as several")
+        elif not line.isspace() and line:
             yield position, _parse(line)
 
 
@@ -81,29 +86,56 @@ def line_number(file: Path, position: int) -> int:
 
 def _numbered(file: Path) -> Iterator[tuple[int, bytes]]:
     with open_bytes(file) as opened:
-        for number, line in enumerate(opened, 1):
+        number = 1
+        while line := opened.readline(MOST_LINE_BYTES + 1):
             yield number, line.removeprefix(BOM) if number == 1 else line
+            _pass_over(opened, line)
+            number += 1
 
 
 def _lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as opened:
-        position = _line_start(opened, start)
+        position = _line_start(opened, start, stop)
         while position < stop:
-            line = opened.readline()
+            line = opened.readline(MOST_LINE_BYTES + 1)
             if not line:
                 return
             yield position, line.removeprefix(BOM) if position == 0 else line
-            position += len(line)
+            position += len(line) + _pass_over(opened, line)
 
 
-def _line_start(file: BinaryIO, position: int) -> int:
-    """Seek the first line that starts at ``position`` or later; return where it starts."""
+def _pass_over(file: BinaryIO, begun: bytes) -> int:
+    """Read what is left of a line of which ``begun`` was read; return how many bytes that is."""
+    num_bytes, part = 0, begun
+    while part and not part.endswith(b"\n"):
+        part = file.readline(READ_BYTES)
+        num_bytes += len(part)
+    return num_bytes
+
+
+def _line_start(file: BinaryIO, position: int, enough: float = math.inf) -> int:
+    """Seek the first line that starts at ``position`` or later; return where it starts.
+
+    If none starts before ``enough``, any place from there on may be returned.
+    """
     file.seek(max(position - 1, 0))
-    while position:
+    while position and file.tell() < enough:
         part = file.readline(READ_BYTES)
         if not part or part.endswith(b"\n"):
             break
     return file.tell()
+
+
+def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
+    """Return ``_line_start`` of a file of text.
+
+    Raises:
+        DataError: if the line before it is too long.
+    """
+    start = _line_start(opened, position, position + MOST_LINE_BYTES)
+    if start >= position + MOST_LINE_BYTES:
+        raise DataError(f"{file}: {_TOO_LONG}; break its lines")
+    return start
 
 
 def _parse(line: bytes) -> Any:
@@ -148,6 +180,10 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
                 except json.JSONDecodeError:
                     if is_end:
                         raise
+                    if len(text) - position > MOST_LINE_BYTES:
+                        raise DataError(
+                            f"{where} {number}: {_TOO_LONG}; write it as several"
+                        ) from None
                     more = text_file.read(max(READ_BYTES, len(text) - position))
                     text, position, is_end = text[position:] + more, 0, not more
                     continue
@@ -175,18 +211,26 @@ def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[t
     if not is_packed(file):
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
-            stop = _line_start(opened, stop)
-            start = _line_start(opened, start)
+            stop = _text_line_start(file, opened, stop)
+            start = _text_line_start(file, opened, start)
             data = opened.read(stop - start)
         if data:
             yield start, _as_text(file, data, start == 0, stop == size)
         return
     with open_bytes(file) as opened:
-        position, data = 0, opened.read(piece_bytes) + opened.readline()
+        position, data = 0, _read_lines(file, opened, piece_bytes)
         while data:
-            following = opened.read(piece_bytes) + opened.readline()
+            following = _read_lines(file, opened, piece_bytes)
             yield position, _as_text(file, data, position == 0, not following)
             position, data = position + len(data), following
+
+
+def _read_lines(file: Path, opened: BinaryIO, num_bytes: int) -> bytes:
+    """Return whole lines of about ``num_bytes``."""
+    data, rest = opened.read(num_bytes), opened.readline(MOST_LINE_BYTES + 1)
+    if len(rest) > MOST_LINE_BYTES:
+        raise DataError(f"{file}: {_TOO_LONG}; break its lines")
+    return data + rest
 
 
 def _as_text(file: Path, data: bytes, begins: bool, ends: bool) -> Text:

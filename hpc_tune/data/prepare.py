@@ -14,6 +14,7 @@ tokenizer (about 25 MB), whatever the file's size.
 
 import collections
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -320,7 +321,7 @@ def _open_part(work: Plan, number: int) -> Iterator[Any]:
         DataError: if it is missing, or damaged as far as the block reads it.
     """
     try:
-        with np.load(work.part(number)) as part:
+        with np.load(work.part(number), allow_pickle=False) as part:
             yield part
     except FileNotFoundError:
         raise DataError(
@@ -328,7 +329,7 @@ def _open_part(work: Plan, number: int) -> Iterator[Any]:
             " the folder of the prepared file must be on a file system that all nodes share. Set"
             " data.cache to such a folder"
         ) from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, LookupError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{work.part(number)} is damaged ({error}); remove its folder and prepare again"
         ) from error
@@ -343,7 +344,7 @@ def _all_blocks(work: Plan) -> Iterator[Block]:
 
 def _remove_stale(out: Path) -> None:
     """Remove the parts that killed runs with other settings left here a day ago or more."""
-    for folder in out.parent.glob(f".{out.name}.*.parts"):
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.*.parts"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > STALE_S:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ pyarrow reads them. Each reader yields (number of the row, row), a ``WrongRecord
 row that alone is wrong; what is wrong with the file is an error.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,9 +110,10 @@ def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
 
     read = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES)
     parse = csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
+    what = f"{file} cannot be read as CSV, whose rows have {CSV_BLOCK_BYTES >> 20} MiB at most"
     with (
-        _as_data_error(f"{file} cannot be read as CSV"),
         open_bytes(file) as opened,
+        _as_data_error(what),
         csv.open_csv(opened, read, parse) as head,
     ):
         names = head.schema.names
@@ -129,7 +131,7 @@ def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
         strings_can_be_null=False,
     )
     with open_bytes(file) as opened:
-        with _as_data_error(f"{file} cannot be read as CSV"):
+        with _as_data_error(what):
             batches = csv.open_csv(opened, read, parse, convert)
         shift = 0
         for number, row in _rows(file, _pieces(batches, columns), 0):
@@ -176,14 +178,21 @@ def _batches(file: Path) -> Iterator[Any]:
 
 @contextmanager
 def _as_data_error(what: str) -> Iterator[None]:
-    """Turn what pyarrow raises for a damaged file into a DataError."""
+    """Turn what pyarrow raises for a damaged file into a DataError.
+
+    What goes wrong where pyarrow calls back, as at a ragged row that is no UTF-8, is an error of
+    its own soon after; Python would print it with a traceback as well.
+    """
     import pyarrow
 
     known = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, ArithmeticError)
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         yield
     except known as error:
         raise DataError(f"{what}: {error}; write it again") from error
+    finally:
+        sys.unraisablehook = before
 
 
 def _rows(file: Path, batches: Iterator[Any], first: int) -> Rows:

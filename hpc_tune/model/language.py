@@ -12,6 +12,7 @@ in a merged export. Files and adapters name its tensors as parts of the whole mo
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.errors import DataError
+from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
+# Where config.json may name kernels of the hub, as OWNER/NAME.
+_KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 _CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 
 
@@ -52,9 +55,36 @@ def read_config(directory: Path) -> Any:
 
     try:
         with lazy_imports():
-            return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise DataError(f"{directory}/config.json cannot be used: {error}") from None
+            config = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # whatever the classes of transformers raise for odd values
+        refuse_code(directory, "config.json", error)
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{directory}/config.json cannot be used: {why}") from None
+    _refuse_kernels(directory)
+    return config
+
+
+def refuse_code(directory: Path, file: str, error: Exception) -> None:
+    """Raise a DataError where transformers' ``error`` is that it needs code of the directory."""
+    if "trust_remote_code" in str(error):
+        raise DataError(
+            f"{directory}/{file} needs Python code that is in the directory (auto_map), and no "
+            "code of a model directory is run; take a model whose type transformers knows itself"
+        ) from None
+
+
+def _refuse_kernels(directory: Path) -> None:
+    """Refuse a config.json that names code of the hub, which transformers would load and run."""
+    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    for key, name in ((key, str(part.get(key))) for part in parts for key in _KERNEL_KEYS):
+        if "/" in name:
+            raise DataError(
+                f"{directory}/config.json: {key} is {name}, code of the Hugging Face hub, which is "
+                f"not run; remove {key} from it"
+            )
 
 
 def read_shape(directory: Path) -> Any:
@@ -198,7 +228,13 @@ def language_model(
 def _on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
     with lazy_imports(), torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
-        return auto.from_config(config, dtype=dtype)
+        try:
+            return auto.from_config(config, dtype=dtype)
+        except Exception as error:  # whatever the model's own code raises for odd sizes
+            raise DataError(
+                f"transformers makes no {config.model_type} model of this config.json: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from None
 
 
 def _text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:

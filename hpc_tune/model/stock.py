@@ -73,7 +73,9 @@ def stock_losses(
     try:
         model = (
             stock_class(read_config(directory))
-            .from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+            .from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
             .eval()
         )
         losses = []

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import DataError, first_line
-from hpc_tune.model.language import require_directory
+from hpc_tune.model.language import refuse_code, require_directory
 
 
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
@@ -18,8 +18,11 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever transformers and tokenizers raise for odd files
+        refuse_code(directory, "tokenizer_config.json", error)
         files = sorted(file.name for file in directory.glob("*token*"))
         raise DataError(
             f"{directory}: no usable tokenizer (found {', '.join(files) or 'no file of one'}: "
@@ -32,8 +35,8 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            why = error.strerror or error
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or error
             raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
     return tokenizer
 

@@ -13,6 +13,7 @@ import torch
 
 from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
 from hpc_tune.config.schema import DataConfig, OptimConfig, TrainConfig, TuneConfig
+from hpc_tune.config.secrets import mask
 from hpc_tune.data.files import shown
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.engine.mesh import Layout
@@ -57,7 +58,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         size=comm.world.size,
         num_nodes=comm.world.num_nodes,
         total_steps=total_steps,
-        command=[sys.executable, "-m", "hpc_tune", *sys.argv[1:]],
+        command=[sys.executable, "-m", "hpc_tune", *map(mask, sys.argv[1:])],
         launcher=comm.world.launcher,
         folder=os.getcwd(),
         hardware=_hardware(comm),

@@ -4,8 +4,11 @@ MPI's COMM_WORLD where there is one; else rank 0 listens at the launcher's meeti
 others connect to it. Values travel as JSON, never as pickles.
 """
 
+import contextlib
 import hashlib
+import ipaddress
 import json
+import select
 import socket
 import struct
 import threading
@@ -82,7 +85,8 @@ class StarChannel:
         ports = ports if ports is not None else candidate_ports(token)
         deadline_s = time.monotonic() + limit_s
         if world.rank == 0:
-            self._accept_all(ports, deadline_s, limit_s)
+            hosts = ["127.0.0.1"] if world.num_nodes == 1 else _own_addresses(addresses)
+            self._accept_all(hosts, ports, deadline_s, limit_s)
         else:
             self._peers[0] = self._connect(addresses, ports, deadline_s, limit_s)
 
@@ -105,25 +109,27 @@ class StarChannel:
             peer.close()
         self._peers.clear()
 
-    def _accept_all(self, ports: Sequence[int], deadline_s: float, limit_s: float) -> None:
-        host = "127.0.0.1" if self._world.num_nodes == 1 else ""
-        with _listen_on_first_free(host, ports) as listener:
-            listener.settimeout(_LOOK_EVERY_S)
+    def _accept_all(
+        self, hosts: Sequence[str], ports: Sequence[int], deadline_s: float, limit_s: float
+    ) -> None:
+        with contextlib.ExitStack() as open_ones:
+            listeners = [
+                open_ones.enter_context(_listen_on_first_free(host, ports)) for host in hosts
+            ]
             while len(self._peers) < self._world.size - 1:
                 if time.monotonic() > deadline_s:
                     missing = [r for r in range(1, self._world.size) if r not in self._peers]
                     raise WorldError(
                         f"rank 0 on {self._world.hostname} waited {limit_s:.0f} s on port "
-                        f"{listener.getsockname()[1]} and these ranks never connected: "
+                        f"{listeners[0].getsockname()[1]} and these ranks never connected: "
                         f"{missing[:16]}; look at their output, and whether a firewall closes "
                         "that port between the nodes"
                     )
-                try:
+                ready, _, _ = select.select(listeners, [], [], _LOOK_EVERY_S)
+                for listener in ready:
                     peer, _ = listener.accept()
-                except TimeoutError:
-                    continue
-                # A silent client of another kind must keep no rank waiting.
-                threading.Thread(target=self._admit, args=(peer, limit_s), daemon=True).start()
+                    # A silent client of another kind must keep no rank waiting.
+                    threading.Thread(target=self._admit, args=(peer, limit_s), daemon=True).start()
 
     def _admit(self, peer: socket.socket, limit_s: float) -> None:
         """Keep the connection if a rank of this job is at its other end."""
@@ -185,6 +191,21 @@ def candidate_ports(token: str) -> list[int]:
     start = int.from_bytes(hashlib.sha256(token.encode()).digest()[:4], "big")
     span = _LAST_PORT - _FIRST_PORT - NUM_CANDIDATE_PORTS
     return [_FIRST_PORT + start % span + i for i in range(NUM_CANDIDATE_PORTS)]
+
+
+def _own_addresses(addresses: Sequence[str]) -> list[str]:
+    """Return those of ``addresses`` that interfaces of this host have, loopback aside.
+
+    All interfaces where there is none: the host's own name may stand for loopback on itself alone,
+    as Debian has it.
+    """
+    own: list[str] = []
+    for address in addresses:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            ip = str(socket.getaddrinfo(address, None, family=socket.AF_INET)[0][4][0])
+            probe.bind((ip, 0))
+            own += [ip] if ip not in own and not ipaddress.ip_address(ip).is_loopback else []
+    return own or [""]
 
 
 def _listen_on_first_free(host: str, ports: Sequence[int]) -> socket.socket:

@@ -1,5 +1,9 @@
-"""Tests that try what hypothesis draws: few examples in make test, eight times as many in soak."""
+"""Tests that try what hypothesis draws: few examples in make test, eight times as many in soak.
 
+HPC_TUNE_FUZZ=N makes N the number of examples of the latter.
+"""
+
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 FEW = 150
+MANY = int(os.environ.get("HPC_TUNE_FUZZ", "0"))
 SCALARS = (
     st.none()
     | st.booleans()
@@ -34,7 +39,7 @@ def fuzz(strategy: st.SearchStrategy, few: int = FEW):
     def decorate(check):
         @pytest.mark.timeout(1800)
         @pytest.mark.parametrize(
-            "num", [few, pytest.param(8 * few, marks=pytest.mark.soak)], ids=["few", "many"]
+            "num", [few, pytest.param(MANY or 8 * few, marks=pytest.mark.soak)], ids=["few", "many"]
         )
         def test(num, tmp_path):
             quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -58,6 +63,18 @@ def fuzz(strategy: st.SearchStrategy, few: int = FEW):
         return test
 
     return decorate
+
+
+# Pieces of YAML that are more than trees of scalars.
+YAML_PIECES = (
+    *("a: ", "model: ", "path: ", "x", "1", "\n", "\n  ", "\n    ", "- ", "[", "]", "{", "}", ", "),
+    *(": ", "? ", "&a ", "*a", "<<: ", "!!int ", "!!float ", "!!bool ", "!!null ", "!!timestamp "),
+    *("!!binary ", "!!set ", "!!omap ", "!!str ", "!!map ", "!!seq ", "!x ", "!!python/name:os "),
+    *("'", '"', "|\n", ">\n", "---\n", "...", "%YAML 9.9\n", "~", "${a}", "${model.path}", "${"),
+    *("2020-01-01", "2020-99-99", "0x", "0b1", "1:99", ".inf", ".nan", "1e9", "\\x00", "\t", "#"),
+    *("train: ", "data: ", "run: ", "[" * 400, "${oc.env:HOME}", "${oc.env:NONE,1}", "?"),
+)
+YAML_TEXTS = st.lists(st.sampled_from(YAML_PIECES), max_size=14).map("".join)
 
 
 def said(error: Exception, word: str = "") -> None:

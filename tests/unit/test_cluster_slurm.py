@@ -53,7 +53,7 @@ def test_all_that_is_set_stands_in_the_script(tmp_path):
         "set -eo pipefail",
         f"cd '{tmp_path}/my run'",
         "module load python/3.11 openmpi",
-        "source 'site env.sh'",
+        "source './site env.sh'",
         "source '/home/me/my venv/bin/activate'",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise",
         "exec python -m hpc_tune supervise --launch 'srun --mpi=pmix apptainer exec --nv "

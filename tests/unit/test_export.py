@@ -242,7 +242,9 @@ def test_a_base_that_has_moved_can_be_named_and_no_other(bases, tmp_path):
     identity = build(bases / "llama", torch.float32, tune, 0).identity
     words = ["model.path=/gone/away", "data.chat_template=/gone/too"]
     give_manifest(checkpoint, *words, model_identity=identity)
-    with pytest.raises(ConfigError, match=r"chat template of this run, /gone/too, cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"made with the chat template /gone/too, and its copy of it"
+    ):
         locate(run)
     (run / "chat_template.jinja").write_text("kept")
     found = locate(run)

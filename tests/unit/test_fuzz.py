@@ -3,25 +3,45 @@
 What stands in data has a file of its own.
 """
 
+import contextlib
+import hashlib
+import io
 import json
 import subprocess
+import sys
+from pathlib import Path
 
 import yaml
 from hypothesis import strategies as st
 
 from hpc_tune.checkpoint.locate import list_checkpoints, locate
-from hpc_tune.checkpoint.store import Store
+from hpc_tune.checkpoint.store import (
+    FORMAT,
+    MANIFEST,
+    Store,
+    _hash_of,
+    damage_of,
+    read_state,
+    verify,
+)
 from hpc_tune.cluster.launchers import claim_of, rank_hint
 from hpc_tune.cluster.slurm import render
 from hpc_tune.config.load import field_names, load_config
 from hpc_tune.errors import CheckpointError, ConfigError, WorldError
+from hpc_tune.report.watch import watch
 from hpc_tune.report.write import write_report
 from hpc_tune.rundir import heartbeat, outcome
 from hpc_tune.train.metrics import drop_after
 from hpc_tune.units import parse_bytes, parse_seconds
 from hpc_tune.world.discover import World, discover
-from tests.support.fuzz import JSON, damaged, flips, fuzz, said
+from tests.support.fuzz import JSON, YAML_TEXTS, damaged, flips, fuzz, said
 from tests.support.training import give_manifest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import convert_config  # noqa: E402
+from convert_llama_factory import LLAMA_FACTORY  # noqa: E402
+from convert_torchtune import TORCHTUNE  # noqa: E402
 
 NAMES = sorted(field_names())
 TREES = st.dictionaries(
@@ -36,7 +56,11 @@ TREES = st.dictionaries(
 )
 
 
-@fuzz(TREES.map(lambda tree: yaml.safe_dump(tree).encode()) | st.binary(max_size=80))
+@fuzz(
+    TREES.map(lambda tree: yaml.safe_dump(tree).encode())
+    | st.binary(max_size=80)
+    | YAML_TEXTS.map(str.encode)
+)
 def test_configurations(folder, data):
     file = folder / "c.yaml"
     file.write_bytes(data)
@@ -50,7 +74,8 @@ def test_configurations(folder, data):
     assert load_config(str(folder / "again.yaml")) == config
 
 
-OVERRIDES = st.tuples(st.sampled_from(NAMES), JSON | st.text(max_size=12)).map(
+KEYS = st.sampled_from([*NAMES, "model", "x.y", "a[0]", ".", "a." * 600 + "b", "train.seed.x"])
+OVERRIDES = st.tuples(KEYS, JSON | st.text(max_size=12) | YAML_TEXTS).map(
     lambda pair: f"{pair[0]}={json.dumps(pair[1]) if not isinstance(pair[1], str) else pair[1]}"
 )
 
@@ -106,6 +131,95 @@ def test_manifests(folder, drawn):
         except (CheckpointError, ConfigError) as error:
             said(error)
     Store(folder / "run" / "checkpoints", 1, None, True).prune(checkpoint)
+
+
+ENTRIES = st.dictionaries(
+    st.sampled_from(["rank-0-of-1.safetensors", "manifest.json", "../x", "/etc/passwd", ""])
+    | st.text(max_size=6),
+    st.fixed_dictionaries({"bytes": JSON, "sha256": JSON}) | JSON,
+    max_size=3,
+)
+
+
+@fuzz(
+    st.fixed_dictionaries(
+        {"format": st.just(FORMAT) | JSON, "files": ENTRIES | JSON, "state": JSON}
+    )
+)
+def test_what_manifests_say_of_files(folder, body):
+    """Sealed by their own hash, as whoever writes one can seal it."""
+    (folder / MANIFEST).write_text(json.dumps(body | {"sha256": _hash_of(body)}))
+    for look in (verify, read_state, damage_of):
+        try:
+            look(folder)
+        except CheckpointError as error:
+            said(error)
+
+
+@fuzz(st.binary(max_size=60) | flips(2000))
+def test_damaged_checkpoints(folder, drawn):
+    """A checkpoint of a run, with any file of it damaged, is refused and left as it is."""
+    checkpoint = folder / "run" / "checkpoints" / "step-00000007"
+    checkpoint.mkdir(parents=True)
+    data = bytes(range(256)) * 8
+    for file in ("rank-0-of-1.safetensors", "weights-0.safetensors"):
+        (checkpoint / file).write_bytes(data)
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    body = {"format": FORMAT, "files": {"rank-0-of-1.safetensors": entry}, "state": {}}
+    (checkpoint / MANIFEST).write_text(json.dumps(body | {"sha256": _hash_of(body)}))
+    verify(checkpoint)
+    changed = drawn if isinstance(drawn, bytes) else damaged(data, drawn)
+    (checkpoint / "rank-0-of-1.safetensors").write_bytes(changed)
+    store = Store(checkpoint.parent, 1)
+    assert store.latest() == (checkpoint if changed == data else None)
+    assert (checkpoint / "rank-0-of-1.safetensors").read_bytes() == changed
+
+
+def nested(values):
+    tree = {}
+    for key, value in values.items():
+        *parts, last = key.removesuffix(".*").split(".")
+        inside = tree
+        for part in parts:
+            inside = inside.setdefault(part, {})
+            if not isinstance(inside, dict):
+                break
+        else:
+            inside[last] = value
+    return tree
+
+
+THEIRS = st.one_of(
+    st.dictionaries(
+        st.sampled_from(sorted(tool.rules)),
+        JSON | st.sampled_from(["${seed}", "${x.y}", "a_b", "torch.optim.AdamW", "lora"]),
+        max_size=8,
+    ).map(lambda values, start=start: start | nested(values))
+    for tool, start in (
+        (LLAMA_FACTORY, {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "lora"}),
+        (TORCHTUNE, {"optimizer": {}, "model": {"_component_": "torchtune.models.x.lora_x"}}),
+    )
+)
+
+
+@fuzz(
+    st.tuples(
+        THEIRS.map(lambda tree: yaml.safe_dump(tree).encode())
+        | YAML_TEXTS.map(str.encode)
+        | st.binary(max_size=60),
+        st.integers(-1, 9),
+    )
+)
+def test_configs_of_other_tools(folder, drawn):
+    data, ranks = drawn
+    (folder / "theirs.yaml").write_bytes(data)
+    words = [str(folder / "theirs.yaml"), "--ranks", str(ranks), "--out", str(folder / "ours.yaml")]
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = convert_config.main(words)
+    assert code in (0, 2)
+    assert told.getvalue().strip()
+    assert "Traceback" not in told.getvalue()
+    assert (folder / "ours.yaml").exists() == (code == 0)
 
 
 VARIABLES = st.dictionaries(
@@ -186,5 +300,7 @@ def test_what_lies_in_run_directories(folder, drawn):
     outcome.read(folder)
     heartbeat.read(folder)
     write_report([folder])
+    with contextlib.redirect_stdout(io.StringIO()):
+        watch(folder, 1.0, once=True)
     drop_after(folder / "metrics.jsonl", 3)
     assert not [f for f in folder.rglob("*") if f.suffix == ".tmp"]

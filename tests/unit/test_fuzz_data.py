@@ -9,15 +9,18 @@ import h5py
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import yaml
 from hypothesis import strategies as st
 from test_data_support import byte_tokenizer, store_of_lengths
 
+from hpc_tune.data.chats import end_of_answer
+from hpc_tune.data.files import find
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import KNOWN
 from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model.weights import TensorIndex, index_model_directory
-from tests.support.fuzz import JSON, damaged, flips, fuzz, said
+from tests.support.fuzz import JSON, YAML_TEXTS, damaged, flips, fuzz, said
 
 MESSAGES = st.lists(
     st.dictionaries(
@@ -37,17 +40,20 @@ RECORDS = st.dictionaries(
 TOKENIZER = byte_tokenizer()
 HARD_LINES = [
     b"[" * 100_000,
+    b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * 400 + b"]" * 400),
+    b'{"text": 1, "weight": 1e999}',
+    b'{"text": "a", "text": "b"}',
     b'{"text": "\\ud800 half a character"}',
     b'{"messages": [{"role": "user", "content": "\\udfff"}, {"role": "assistant", "content": 1}]}',
     b'{"prompt": "a\\u0000b", "completion": "<|im_end|>"}',
 ]
 
 
-def prepare_all(path):
+def prepare_all(path, tokenizer=TOKENIZER):
     """Prepare ``path`` and read what came of it; nothing half-written may be left."""
     out = path.with_name(f"{path.name}.h5")
     try:
-        prepare(str(path), out, TOKENIZER, PrepareSettings(64))
+        prepare(str(path), out, tokenizer, PrepareSettings(64))
         store = TokenStore.open(out)
         for document in range(store.num_documents):
             tokens, mask = store.document(document)
@@ -70,6 +76,102 @@ def test_lines_of_json(folder, data):
     for name in ("d.jsonl", "d.json", "d.txt", "d.csv", "d.jsonl.gz", "d.csv.zst"):
         (folder / name).write_bytes(data)
         prepare_all(folder / name)
+
+
+TEMPLATE_PIECES = (
+    *("{% for m in messages %}", "{% endfor %}", "{% if add_generation_prompt %}", "{% endif %}"),
+    *("{{ m.content }}", "{{ m['role'] }}", "{{ m }}", "{{ messages[9] }}", "{{ tools | tojson }}"),
+    *("<|im_start|>", "<|im_end|>", "assistant\n", "\n", "x", "{{ 1 / 0 }}", "{{ 2 ** 2000 }}"),
+    *("{{ raise_exception('no') }}", '{{ strftime_now("%Y") }}', "{{ strftime_now('%') }}"),
+    *("{% generation %}", "{% endgeneration %}", "{% set m = messages[0] %}", "{{ ", "{%", "%}"),
+    *(
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ ''.__class__ }}",
+        "{# #}",
+        "{%- else %}",
+    ),
+    *("{% include 'x' %}", "{{ range(999999999) }}", "{{ '%s' % m }}", "{{ '%d' % m }}", "\ud800"),
+    *("{{ m.content | int }}", "{{ m.content.split('a')[3] }}", "{{ bos_token + eos_token }}"),
+    *("{{ '{0.x}'.format(m) }}", "{% break %}", "{{ m.content | nosuch }}", "{% if m is nosuch %}"),
+    *("{{ none + 1 }}", "{{ messages | sum }}", "{{ 'a' | indent(99999) }}", "{{ lipsum() }}"),
+)
+CHATS = "".join(
+    f"{json.dumps({'messages': turns})}\n"
+    for turns in (
+        [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}],
+        [{"role": "user", "content": "1"}, {"role": "assistant", "content": "a" * 90}] * 2,
+    )
+)
+
+
+@fuzz(
+    st.lists(st.sampled_from(TEMPLATE_PIECES) | st.text(max_size=4), max_size=9)
+    .map("".join)
+    .filter(bool)
+)
+def test_chat_templates(folder, template):
+    (folder / "d.jsonl").write_text(CHATS)
+    (folder / "t.jinja").write_text(template, encoding="utf-8", errors="surrogatepass")
+    tokenizer = byte_tokenizer(template)
+    prepare_all(folder / "d.jsonl", tokenizer)
+    end_of_answer(tokenizer)
+
+
+PATTERNS = st.sampled_from(
+    ["*", "**", "**/*", "data/*", "*.jsonl", "train.jsonl", "../*", "/etc/*", "[", "data/train-*"]
+) | st.text(max_size=6)
+SPLIT_FILES = PATTERNS | st.lists(
+    PATTERNS | st.fixed_dictionaries({"split": JSON, "path": PATTERNS | JSON}), max_size=3
+)
+CONFIGS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "config_name": JSON,
+            "data_files": SPLIT_FILES | st.dictionaries(PATTERNS, SPLIT_FILES, max_size=2) | JSON,
+            "data_dir": PATTERNS | JSON,
+            "default": JSON,
+        },
+    )
+    | JSON,
+    max_size=3,
+)
+CARDS = (
+    st.fixed_dictionaries({"configs": CONFIGS | JSON}).map(lambda head: yaml.safe_dump(head))
+    | YAML_TEXTS
+).map(lambda head: f"---\n{head}\n---\n".encode()) | st.binary(max_size=60)
+
+
+@fuzz(st.tuples(CARDS, st.booleans()))
+def test_cards_of_datasets(folder, drawn):
+    card, in_folder = drawn
+    (folder / "secret.jsonl").write_text(CHATS)
+    data = folder / "data"
+    for name in ("train.jsonl", "data/train-0.jsonl", "data/test-0.jsonl")[: 1 + 2 * in_folder]:
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_text(CHATS)
+    (data / "README.md").write_bytes(card)
+    try:
+        found = find(str(data))
+    except DataError as error:
+        said(error, "data")
+        return
+    assert all(file.is_relative_to(data) and ".." not in file.parts for file in found.files)
+
+
+@fuzz(st.tuples(JSON, st.sampled_from(["dataset_dict.json", "state.json"]), st.binary(max_size=40)))
+def test_descriptions_of_saved_datasets(folder, drawn):
+    value, name, data = drawn
+    data_files = {"_data_files": [{"filename": value}], "splits": ["train", value]}
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    (folder / "a" / name).write_text(json.dumps(data_files))
+    (folder / "b" / name).write_bytes(data)
+    for path in ("a", "b"):
+        try:
+            find(str(folder / path))
+        except DataError as error:
+            said(error, str(folder / path))
 
 
 def table_bytes(write):

@@ -1,0 +1,564 @@
+"""What somebody else may have put into a file, a setting, a port or the environment: each is tried.
+
+Data and models are downloaded, run directories are shared, ports and logs are open to a cluster.
+"""
+
+import gzip
+import json
+import os
+import pickle
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from test_data_support import byte_tokenizer, chat, store_of_lengths, write_jsonl
+from test_world_rendezvous import on_threads, world_of
+
+from hpc_tune import cli
+from hpc_tune.checkpoint import store
+from hpc_tune.checkpoint.locate import locate
+from hpc_tune.cluster.slurm import render
+from hpc_tune.config.load import load_config
+from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.config.secrets import mask
+from hpc_tune.data import lines
+from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.prepare import PrepareSettings, Ranks, prepare
+from hpc_tune.data.seal import seal
+from hpc_tune.errors import CheckpointError, ConfigError, DataError
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.language import read_config
+from hpc_tune.model.tokenizer import load_tokenizer
+from hpc_tune.model.weights import index_model_directory
+from hpc_tune.report.write import write_report
+from hpc_tune.safe_yaml import load_yaml
+from hpc_tune.world import json_channel
+from hpc_tune.world.json_channel import StarChannel
+from hpc_tune.world.rendezvous import local_addresses
+from tests.support.training import give_manifest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import convert_config  # noqa: E402
+
+
+class Evil:
+    """Makes the file ``ran`` where a pickle of it is loaded."""
+
+    def __init__(self, ran):
+        self._ran = str(ran)
+
+    def __reduce__(self):
+        return Path.touch, (Path(self._ran),)
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """The file that exists once code of somebody else has run."""
+    file = tmp_path / "ran"
+    yield file
+    assert not file.exists(), "code of somebody else has run"
+
+
+@pytest.fixture
+def model(tmp_path):
+    write_tiny(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_no_code_of_ours_reads_a_pickle_from_a_disk():
+    loads = (
+        r"\b(torch\.load|pickle\.loads?|joblib\.load|allow_pickle=True|np\.load\((?!.*allow_pi))"
+    )
+    code = [*(ROOT / "hpc_tune").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+    assert not [file.name for file in code if re.search(loads, file.read_text(encoding="utf-8"))]
+
+
+def test_weights_and_adapters_that_are_pickles_are_refused_unread(tmp_path, ran):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(ran)))
+    with pytest.raises(DataError, match=r"only \.bin \(pickle\) weights"):
+        index_model_directory(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(pickle.dumps(Evil(ran)))
+    with pytest.raises(DataError, match="not a whole safetensors file"):
+        index_model_directory(tmp_path)
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_a_pickle_among_the_parts_that_prepare_left_is_refused_unread(tmp_path, ran, is_member):
+    """Its folder may be on a file system that others write to."""
+    source, replaced = write_jsonl(tmp_path / "d.jsonl", [chat("Hi?", "Yes.")]), []
+
+    def plant(error):
+        if error is not None:
+            raise error
+        for part in tmp_path.glob(".out.h5.*.parts/*.part"):
+            with part.open("wb") as file:
+                if is_member:
+                    np.savez(file, **{"facts.json": np.array([Evil(ran)], dtype=object)})
+                else:
+                    pickle.dump(Evil(ran), file)
+            replaced.append(part)
+
+    with pytest.raises(DataError, match=r"\.part is damaged"):
+        prepare(
+            str(source),
+            tmp_path / "out.h5",
+            byte_tokenizer(),
+            PrepareSettings(64),
+            Ranks(agree=plant),
+        )
+    assert replaced
+
+
+REMOTE = """
+import pathlib, transformers
+pathlib.Path({ran!r}).touch()
+class Config(transformers.PretrainedConfig):
+    model_type = "evil"
+class Tokenizer(transformers.PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def remote(model, ran, monkeypatch):
+    """A model directory with code in it, and a user who says yes to all that asks."""
+    (model / "evil.py").write_text(REMOTE.format(ran=str(ran)))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return model
+
+
+def test_code_of_a_model_directory_is_not_run_and_that_is_said(remote):
+    change(remote / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.Config"})
+    with pytest.raises(DataError, match="no code of a model directory is run"):
+        read_config(remote)
+
+
+def test_code_of_a_tokenizer_is_not_run_and_that_is_said(remote):
+    named = {"AutoTokenizer": [None, "evil.Tokenizer"]}
+    change(remote / "tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=named)
+    with pytest.raises(DataError, match="no code of a model directory is run"):
+        load_tokenizer(remote)
+
+
+def test_code_beside_a_model_that_transformers_knows_is_left_alone(remote):
+    change(remote / "config.json", auto_map={"AutoConfig": "evil.Config"})
+    assert type(read_config(remote)).__name__ == "LlamaConfig"
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "experts_implementation"])
+def test_a_kernel_of_the_hub_that_a_config_names_is_not_fetched_and_run(model, key):
+    change(model / "config.json", **{key: "somebody/kernel"})
+    with pytest.raises(DataError, match=f"{key} is somebody/kernel, code of the Hugging Face hub"):
+        read_config(model)
+
+
+OBJECT = "!!python/object/apply:os.system ['touch {ran}']"
+
+
+def test_no_yaml_that_we_read_makes_an_object_of_python(tmp_path, ran):
+    text = OBJECT.format(ran=ran)
+    file, folder = tmp_path / "c.yaml", tmp_path / "data"
+    file.write_text(f"run:\n  name: {text}\n")
+    with pytest.raises(ConfigError, match="not valid YAML: could not determine a constructor"):
+        load_config(str(file))
+    with pytest.raises(ConfigError, match="cannot be applied"):
+        load_config(None, [f"run.name={text}"])
+    file.write_text(f"model_name_or_path: {text}\nstage: sft\n")
+    assert convert_config.main([str(file)]) == 2
+    folder.mkdir()
+    write_jsonl(folder / "d.jsonl", [chat("Hi?", "Yes.")])
+    (folder / "README.md").write_text(f"---\nconfigs: {text}\n---\n")
+    prepare(str(folder), tmp_path / "out.h5", byte_tokenizer(), PrepareSettings(64))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.resolved.yaml").write_text(f"run:\n  name: {text}\n")
+    write_report([run])
+
+
+def bomb(levels):
+    """Return YAML of a few lines that stands for 10 ** levels values."""
+    rows = ["a0: &a0 [x]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, levels + 1)]
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("text", [bomb(9), "&a [*a]", "a: &a {b: *a}"])
+def test_yaml_whose_aliases_stand_for_more_than_a_machine_holds_is_refused(text):
+    with pytest.raises(ValueError, match="over 100,000 values"):
+        load_yaml(text)
+    assert len(load_yaml(bomb(3))["a3"]) == 10
+
+
+@pytest.mark.parametrize("text", ["[" * 9999, "{a: " * 9999, "- " * 9999, "a: [" * 40 + "]" * 40])
+def test_yaml_that_is_nested_too_deeply_is_refused(text):
+    with pytest.raises(ValueError, match="nested in more than|expected|not allowed"):
+        load_yaml(text)
+
+
+TYPES = {"tokens": "uint16", "documents/offsets": "int64"}
+
+
+def external_link(file, name, elsewhere):
+    file[name] = h5py.ExternalLink(elsewhere, "/secret")
+
+
+def external_storage(file, name, elsewhere):
+    file.create_dataset(name, (4,), TYPES[name], external=[(elsewhere, 0, 32)])
+
+
+def virtual(file, name, elsewhere):
+    layout = h5py.VirtualLayout((4,), TYPES[name])
+    layout[:] = h5py.VirtualSource(elsewhere, "secret", (4,))
+    file.create_virtual_dataset(name, layout)
+
+
+def soft_link(file, name, elsewhere):
+    file[name] = h5py.SoftLink("/loss_mask")
+
+
+@pytest.mark.parametrize("plant", [external_link, external_storage, virtual, soft_link])
+@pytest.mark.parametrize("name", TYPES)
+def test_a_prepared_file_whose_data_are_in_another_file_is_refused(tmp_path, plant, name):
+    """It would bring what only its reader may read into a model; sealed, as by who wrote it."""
+    with h5py.File(tmp_path / "elsewhere.h5", "w") as file:
+        file["secret"] = np.arange(4, dtype="uint16")
+    path = tmp_path / "s.h5"
+    store_of_lengths(path, [5, 9])
+    with h5py.File(path, "r+") as file:
+        del file[name]
+        plant(file, name, str(tmp_path / "elsewhere.h5"))
+    seal(path)
+    with pytest.raises(DataError, match=r"s\.h5: .* (to another place|in another file)"):
+        TokenStore.open(path)
+
+
+def test_a_prepared_file_that_is_in_a_group_of_another_file_is_refused(tmp_path):
+    path = tmp_path / "s.h5"
+    store_of_lengths(path, [5, 9])
+    (tmp_path / "other.h5").write_bytes(path.read_bytes())
+    with h5py.File(path, "r+") as file:
+        del file["documents"]
+        file["documents"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "/documents")
+    seal(path)
+    with pytest.raises(DataError, match="ExternalLink to another place"):
+        TokenStore.open(path)
+
+
+OUTSIDE = ["../secret", "/etc/passwd", "a/../../secret"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_of_weights_does_not_lead_out_of_its_folder(tmp_path, name):
+    folder = tmp_path / "a" / "model"
+    folder.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, tmp_path / "secret")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(DataError, match="not in this folder"):
+        index_model_directory(folder)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_manifest_does_not_lead_out_of_its_checkpoint(tmp_path, name):
+    body = {"format": store.FORMAT, "files": {name: {"bytes": 1, "sha256": "0"}}, "state": {}}
+    manifest = body | {"sha256": store._hash_of(body)}
+    (tmp_path / store.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="which is not in the checkpoint"):
+        store.verify(tmp_path)
+
+
+def test_a_run_of_somebody_else_does_not_export_a_file_of_mine_as_its_template(tmp_path):
+    (tmp_path / "id_rsa").write_text("my key")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000007"
+    checkpoint.mkdir(parents=True)
+    give_manifest(checkpoint, f"data.chat_template={tmp_path / 'id_rsa'}")
+    with pytest.raises(ConfigError, match=r"its copy of it, .*/run/chat_template\.jinja"):
+        locate(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "name", ["../*.jsonl", "{tmp}/*.jsonl", "x/../../*.jsonl", "file://{tmp}/*"]
+)
+def test_a_card_of_a_dataset_does_not_lead_out_of_its_folder(tmp_path, name):
+    write_jsonl(tmp_path / "secret.jsonl", [chat("Key?", "my key")])
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "d.jsonl", [chat("Hi?", "Yes.")])
+    head = {"configs": [{"config_name": "x", "data_files": name.format(tmp=tmp_path)}]}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(head)}---\n")
+    prepare(str(folder), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64))
+    assert b"my key" not in bytes(TokenStore.open(tmp_path / "o.h5").tokens[:].astype("uint8"))
+    assert TokenStore.open(tmp_path / "o.h5").num_documents == 1
+
+
+def test_the_name_of_a_prepared_file_is_no_pattern_of_what_is_removed(tmp_path):
+    theirs = tmp_path / ".mine.h5.abc.parts"
+    theirs.mkdir()
+    os.utime(theirs, (0, 0))
+    source = write_jsonl(tmp_path / "d.jsonl", [chat("Hi?", "Yes.")])
+    prepare(str(source), tmp_path / "*.h5", byte_tokenizer(), PrepareSettings(64))
+    assert theirs.is_dir()
+
+
+NASTY = [
+    "a b",
+    "$(touch {ran})",
+    "`touch {ran}`",
+    "'; touch {ran} #",
+    '"; touch {ran} "',
+    "\ntouch {ran}\n",
+]
+TEXTS = [name for name, field in SlurmConfig.model_fields.items() if "str" in str(field.annotation)]
+LINES_OF_SBATCH = ("account", "partition", "qos", "memory", "time", "job_name", "output")
+
+
+@pytest.fixture
+def cluster(tmp_path, ran):
+    """The commands of a cluster: they print their arguments, and run in an empty folder."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (bin / "python").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    (bin / "python").chmod(0o755)
+    env = {"PATH": f"{bin}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "1"}
+    env["BASH_FUNC_module%%"] = "() { :; }"
+    return env
+
+
+@pytest.mark.parametrize("text", NASTY)
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ran, name, text):
+    text = text.format(ran=ran)
+    value = [text] if name == "modules" else text
+    wanted, words = SlurmConfig(**{name: value}), [text, f"run.name={text}"]
+    if name in LINES_OF_SBATCH or (name in ("launch", "container") and text.count("'") == 1):
+        with pytest.raises(ConfigError, match=f"slurm.{name}="):
+            render(wanted, words, ran.parent)
+        return
+    script = render(wanted, words, ran.parent)
+    subprocess.run(["bash", "-n"], input=script.encode(), check=True)
+    file = ran.parent / f"./{text}"
+    if name in ("env_file", "venv"):
+        file = file / "bin/activate" if name == "venv" else file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    done = subprocess.run(
+        ["bash"], input=script.encode(), env=cluster, capture_output=True, check=True
+    )
+    told = done.stdout.decode().split("\0")[:-1]
+    assert told[-2:] == words
+    if name == "launch":
+        assert shlex.split(told[4]) == shlex.split(text)
+
+
+@pytest.mark.parametrize("field", ["launch", "container"])
+def test_a_launcher_that_is_no_words_of_a_command_is_refused_before_the_job_waits(field):
+    with pytest.raises(ConfigError, match="no words of a command: No closing quotation"):
+        render(SlurmConfig(**{field: "srun 'x"}), [], Path("/"))
+
+
+def test_a_null_character_which_no_script_can_hold_is_refused():
+    with pytest.raises(ConfigError, match="null character"):
+        render(SlurmConfig(), ["run.name=a\0b"], Path("/"))
+
+
+def test_no_setting_of_a_pbs_job_is_run_by_the_shell_or_taken_for_names_of_files(
+    cluster, tmp_path, ran
+):
+    here = tmp_path / "here"
+    (here / "env/bin").mkdir(parents=True)
+    (here / "env/bin/activate").touch()
+    (here / "run.name=x").touch()
+    words = [f"a=$(touch${{IFS}}{ran})", f"b=`touch${{IFS}}{ran}`", f"c=;touch<{ran}", "run.name=*"]
+    given = {
+        "PBS_O_WORKDIR": str(here),
+        "PBS_NODEFILE": "/dev/null",
+        "PBS_JOBID": f"$(touch {ran})",
+    }
+    given |= {"SETTINGS": " ".join(words), "HPC_TUNE_VENV": "env"}
+    script = str(ROOT / "pbs" / "70b_lora.pbs")
+    done = subprocess.run(["bash", script], env=cluster | given, capture_output=True, check=True)
+    assert done.stdout.decode().split("\0")[:-1][-4:] == words, done.stderr
+
+
+TOKEN = "hf_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3"
+SECRETS = [
+    ("my-wandb-key-0123", {"WANDB_API_KEY": "my-wandb-key-0123"}),
+    ("https://me:pass0word@host/x", {}),
+    ("mpirun -x HF_TOKEN=pass0word", {}),
+    ("https://host/x?access_token=pass0word", {}),
+    (f"x {TOKEN}", {}),
+]
+
+
+@pytest.mark.parametrize(("text", "environ"), SECRETS)
+def test_a_secret_in_a_setting_is_refused_and_not_repeated(monkeypatch, capsys, text, environ):
+    """Settings are written into run directories, checkpoints, cards and reports."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    for setting in (f"run.name={text}", f"run.tags=[a, '{text}']", f"slurm.launch={text}"):
+        assert cli.main(["submit", "--dry-run", setting]) == 2
+        said = capsys.readouterr().err
+        assert "there is a secret in it" in said
+        assert not [part for part in ("pass0word", "0123", TOKEN) if part in said]
+
+
+@pytest.mark.parametrize(("text", "environ"), SECRETS)
+def test_a_secret_is_masked_where_a_command_is_recorded(text, environ):
+    masked = mask(text, environ)
+    assert "***" in masked
+    assert not [part for part in ("pass0word", "0123", TOKEN) if part in masked]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["runs/a-token-model", "data/token=gpt2/x.jsonl", "ssh://git@host/x", "TOKENIZERS=1", "a:b@c"],
+)
+def test_what_only_looks_like_a_secret_is_none(text):
+    assert mask(text, {"TOKENIZERS_PARALLELISM": text, "HF_TOKEN": "short"}) == text
+    load_config(None, [f"run.name='{text}'"])
+
+
+def test_ranks_meet_at_the_interface_that_is_named_and_at_no_other():
+    ips = [a.ip for a in local_addresses() if ":" not in a.ip and not a.ip.startswith("127.")]
+    if not ips:
+        pytest.skip("this host has loopback alone")
+    own = json_channel._own_addresses([ips[0], "no.such.host.invalid", ips[0], "127.0.0.1"])
+    assert own == [ips[0]]
+    with json_channel._listen_on_first_free(own[0], [0]) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection((ips[0], port), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+STRANGERS = [
+    b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n",
+    json_channel._message({"token": "guessed", "rank": 1}),
+    json_channel._message([1]),
+    json_channel._message({"rank": 1}),
+    b"\xff" * 64,
+    b"\0\0\0\2{]",
+]
+
+
+@pytest.mark.parametrize("greeting", STRANGERS)
+def test_a_stranger_on_the_port_of_the_rendezvous_is_turned_away(greeting):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    turned_away = threading.Event()
+
+    def rank(number):
+        if number == 1:
+            turned_away.wait(60)
+        star = StarChannel(world_of(number, 2), ["127.0.0.1"], "ours", 60, [port])
+        told = star.all_gather(number)
+        star.close()
+        return told
+
+    def stranger():
+        while True:
+            try:
+                peer = socket.create_connection(("127.0.0.1", port), timeout=60)
+                break
+            except ConnectionRefusedError:
+                continue
+        with peer:
+            peer.sendall(greeting)
+            try:
+                answer = peer.recv(100)
+            except ConnectionResetError:
+                answer = b""
+        turned_away.set()
+        return answer
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(stranger)
+        assert on_threads(2, rank) == [[0, 1], [0, 1]]
+        assert answer.result() == b""
+
+
+TEMPLATES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.system('touch {ran}') }}",
+    "{% include '/etc/passwd' %}",
+    "{% import '/etc/passwd' as p %}{{ p }}",
+    "{% for n in range(10 ** 9) %}x{% endfor %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ 1 / 0 }}",
+    "{{ messages.append(1) }}",
+    "{% if %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_reaches_neither_python_nor_files(tmp_path, ran, template):
+    tokenizer = byte_tokenizer(template.replace("{ran}", str(ran)))
+    source = write_jsonl(tmp_path / "d.jsonl", [chat("Hi?", "Yes.")])
+    with pytest.raises(DataError, match="the chat template (refused|does not show)"):
+        prepare(str(source), tmp_path / "o.h5", tokenizer, PrepareSettings(64))
+
+
+def test_a_line_of_a_gigabyte_is_named_and_not_held_in_memory(tmp_path):
+    with (tmp_path / "d.jsonl").open("wb") as file:
+        file.write(b'{"text": "')
+        file.truncate(1 << 30)
+        file.seek(0, 2)
+        file.write(b'\n{"text": "short"}\n')
+    tracemalloc.start()
+    try:
+        rows = list(lines.read_lines(tmp_path / "d.jsonl", 0, 4 << 20))
+        rows += list(lines.read_lines(tmp_path / "d.jsonl", 1 << 30, (1 << 30) + 99))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "a line or element of more than 128 MiB" in str(rows[0][1])
+    assert [row for _, row in rows[1:]] == [{"text": "short"}]
+    assert peak < 300 << 20
+
+
+@pytest.mark.parametrize(
+    "name", ["d.jsonl.gz", "d.json.gz", "d.txt.gz", "d.csv.gz", "d.md", "d.json"]
+)
+def test_a_bomb_that_unpacks_to_one_line_is_refused_with_a_message(tmp_path, name, monkeypatch):
+    """By a lower limit than the real one, which takes seconds to reach."""
+    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 8 << 20)
+    begin = {"d.json.gz": b'[{"text": "', "d.json": b'[{"text": "', "d.csv.gz": b'text\n"'}
+    text = begin.get(name, b'{"text": "') + b"x" * (40 << 20)
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(pack(text))
+    with pytest.raises(DataError, match=rf"{name}.*(128 MiB|cannot be read as CSV)"):
+        prepare(str(tmp_path / name), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64))
+    assert not [f for f in tmp_path.rglob("*") if f.name.endswith((".tmp", ".h5", ".part"))]
+
+
+@pytest.mark.parametrize("depth", [300, 900, 3_000, 100_000])
+@pytest.mark.parametrize("where", ["row", "content", "tools"])
+def test_json_that_is_nested_too_deeply_is_a_message(tmp_path, depth, where):
+    deep = "[" * depth + "]" * depth
+    text = {
+        "row": deep,
+        "content": f'{{"messages": [{{"role": "user", "content": {deep}}}]}}',
+        "tools": f'{{"messages": [{{"role": "user", "content": "a"}}, '
+        f'{{"role": "assistant", "content": "b"}}], "tools": {deep}}}',
+    }[where]
+    (tmp_path / "d.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"d\.jsonl"):
+        prepare(str(tmp_path / "d.jsonl"), tmp_path / "o.h5", byte_tokenizer(), PrepareSettings(64))
