@@ -10,6 +10,7 @@ from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.schema import BatchConfig, DataConfig, OptimConfig, TrainConfig, TuneConfig
 from hpc_tune.data.files import as_list
+from hpc_tune.safe_yaml import load_yaml
 
 CARD, CONFIG = "README.md", "training_config.yaml"
 _CAUSAL = "AutoModelForCausalLM"
@@ -22,13 +23,19 @@ model = PeftModel.from_pretrained({auto}.from_pretrained("the base model"), "thi
     "merged": """from transformers import {auto}
 
 model = {auto}.from_pretrained("this folder")""",
+    "gguf": """from transformers import {auto}
+
+# or: llama-cli -m model.gguf
+model = {auto}.from_pretrained("this folder", gguf_file="model.gguf")""",
 }
+_LIBRARY = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}
+_UNKNOWN_LICENSE = {"license": "unknown"}
 
 
 def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool = True) -> None:
     """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
 
-    ``kind`` is ``"adapter"`` or ``"merged"``; ``base`` is the base model's directory.
+    ``kind`` is ``"adapter"``, ``"merged"`` or ``"gguf"``; ``base`` is the base model's directory.
     ``whole``: it is loaded with all parts of the base, not with its language model alone.
 
     Raises:
@@ -41,7 +48,8 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     base_name = base.resolve().name
     head = {
         "base_model": base_name,
-        "library_name": "peft" if kind == "adapter" else "transformers",
+        **_license_of(base),
+        "library_name": _LIBRARY[kind],
         "pipeline_tag": "text-generation",
         "tags": ["hpc_tune", config.tune.method, *config.run.tags],
     }
@@ -53,12 +61,27 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {name}\n\n"
         f"{'A LoRA-type adapter of' if kind == 'adapter' else 'Tuned from'} {base_name}, made with "
         f"hpc_tune {__version__}. What the base model's licence and card say holds here too.\n\n"
+        f"{config.run.notes + chr(10) * 2 if config.run.notes else ''}"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
         f"```python\n{_USE[kind].format(auto=auto)}\n```\n"
     )
     (out / CARD).write_text(card, encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     (out / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _license_of(base: Path) -> dict[str, str]:
+    """Return what the head of the base model's card says of its licence."""
+    card = base / CARD
+    if not card.is_file():
+        return _UNKNOWN_LICENSE
+    parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    try:
+        head = load_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except ValueError:
+        head = None
+    found = {k: str(v) for k, v in head.items() if "license" in k} if isinstance(head, dict) else {}
+    return found or _UNKNOWN_LICENSE
 
 
 def _class_of(config: Path) -> str:
@@ -94,4 +117,6 @@ def _rows(
     if evals.first is not None and evals.last is not None:
         (first_step, first), (last_step, last) = evals.first, evals.last
         rows["held-out loss"] = f"{first:.4f} (step {first_step}) → {last:.4f} (step {last_step})"
+        if evals.best is not None and evals.best[0] != last_step:
+            rows["lowest held-out loss"] = f"{evals.best[1]:.4f} (step {evals.best[0]})"
     return rows

@@ -1,7 +1,6 @@
 """What a run logs about itself before it trains: a line for each part, and the start event."""
 
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.log import log
 from hpc_tune.plan.resolve import Resolved
-from hpc_tune.probe.software import versions
+from hpc_tune.probe.software import git_commit, versions
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -24,7 +23,6 @@ from hpc_tune.units import format_count
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
 
-_GIT_LIMIT_S = 5.0
 _FEW_STEPS = 5  # updates in an epoch
 
 
@@ -56,7 +54,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         total_steps=total_steps,
         command=[sys.executable, "-m", "hpc_tune", *sys.argv[1:]],
         versions=versions(),
-        commit=_commit(),
+        commit=git_commit(),
     )
     if comm.device.type == "cpu" and model.built.dtype == torch.bfloat16 and not cpu_has_bf16():
         log.warning(
@@ -143,13 +141,3 @@ def _batch(rows: int, layout: Layout, data: Data) -> str:
         f"{rows} rows per step over {ranks} {who}: {fewest} each{uneven}; "
         f"{data.total_steps} steps = {epochs:.2f} epochs"
     )
-
-
-def _commit() -> str | None:
-    """Return the git commit of the working directory, None outside of a clone."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
