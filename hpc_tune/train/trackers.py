@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import secrets
 import time
@@ -150,6 +151,8 @@ class Wandb:
                 init_timeout=_LIMIT_S, finish_timeout=_LIMIT_S, console="off", silent=True
             ),
         )
+        # Its log file's errors, as on a full disk, would come out as tracebacks.
+        logging.getLogger("wandb").setLevel(logging.CRITICAL)
         if mode == "offline":
             folder = Path(self._run.dir).parent
             log.info("wandb   offline; where there is a network: wandb sync %s", folder)
@@ -241,6 +244,7 @@ class Trackio:
         with contextlib.redirect_stdout(io.StringIO()):  # how to open a dashboard
             import trackio
 
+            self._finish = trackio.finish
             self._run: Any = trackio.init(
                 os.environ.get("TRACKIO_PROJECT", PROJECT),
                 name=facts.name,
@@ -258,7 +262,7 @@ class Trackio:
     def close(self) -> None:
         """Write what is left."""
         with contextlib.redirect_stdout(io.StringIO()):
-            self._run.finish()
+            self._finish()
 
 
 def _shown_by_trackio(facts: Facts) -> dict[str, Any]:
