@@ -45,6 +45,9 @@ setup(
         "demo": ["gguf>=0.10"],
         "float8": ["torchao>=0.10"],
         "qlora": ["bitsandbytes>=0.45"],
+        "gguf": ["gguf>=0.10"],
+        "mlflow": ["mlflow-skinny>=3"],
+        "trackio": ["trackio>=0.43"],
         "wandb": ["wandb>=0.31"],
         "test": [
             "accelerate>=1.1",

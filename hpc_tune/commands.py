@@ -237,19 +237,26 @@ def plan(options: Namespace) -> int:
 
 @command(
     RUN,
-    argument("--to", ("adapter", "merged"), "a PEFT adapter, or the whole model", required=True),
-    argument("--out", Path, "directory to write (default: RUN/export/adapter, or .../merged)"),
+    argument(
+        "--to",
+        ("adapter", "merged", "gguf"),
+        "a PEFT adapter, the whole model, or the whole model as a file for llama.cpp",
+        required=True,
+    ),
+    argument("--out", Path, "directory to write (default: RUN/export/ and the kind)"),
     argument("--base", Path, "directory of the base model, if it has moved"),
 )
 def export(options: Namespace) -> int:
-    """Export a checkpoint as a PEFT adapter or as a merged model."""
+    """Export a checkpoint as a PEFT adapter, or merged with its base."""
     from hpc_tune.checkpoint.export import export_adapter, export_merged
+    from hpc_tune.checkpoint.gguf_file import export_gguf
     from hpc_tune.checkpoint.locate import locate, require_base
 
     run = locate(options.run, options.base)
     base = require_base(run, "--base")
     out = options.out or run.run_dir / "export" / options.to
-    write = export_adapter if options.to == "adapter" else export_merged
+    kinds = {"adapter": export_adapter, "merged": export_merged, "gguf": export_gguf}
+    write = kinds[options.to]
     print(write(run.checkpoint, run.config.tune, base, out, run.template))
     return EXIT_DONE
 

@@ -71,6 +71,6 @@ def _case(pattern: str, words: Sequence[str], files: bool) -> str:
 
 def _words(kind: str) -> list[str]:
     """Return the literal values of a field's type; a field of one type has none."""
-    types = kind.split(" | ")
+    types = [] if kind.startswith("list[") else kind.split(" | ")
     literals = [text for text in types if text not in ("int", "str", "float") and "[" not in text]
     return literals if len(types) > 1 else []

@@ -9,6 +9,7 @@ from hpc_tune import __version__
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.data.files import as_list
+from hpc_tune.safe_yaml import load_yaml
 
 CARD, CONFIG = "README.md", "training_config.yaml"
 _CAUSAL = "AutoModelForCausalLM"
@@ -21,13 +22,19 @@ model = PeftModel.from_pretrained({auto}.from_pretrained("the base model"), "thi
     "merged": """from transformers import {auto}
 
 model = {auto}.from_pretrained("this folder")""",
+    "gguf": """from transformers import {auto}
+
+# or: llama-cli -m model.gguf
+model = {auto}.from_pretrained("this folder", gguf_file="model.gguf")""",
 }
+_LIBRARY = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}
+_UNKNOWN_LICENSE = {"license": "unknown"}
 
 
 def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool = True) -> None:
     """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
 
-    ``kind`` is ``"adapter"`` or ``"merged"``; ``base`` is the base model's directory.
+    ``kind`` is ``"adapter"``, ``"merged"`` or ``"gguf"``; ``base`` is the base model's directory.
     ``whole``: it is loaded with all parts of the base, not with its language model alone.
 
     Raises:
@@ -36,9 +43,9 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     """
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     config, evals = state.run_config(str(checkpoint)), Evals.from_json(state.evals)
-    tune, optim, name = config.tune, config.optim, base.resolve().name
+    tune, optim, run = config.tune, config.optim, config.run
     warmup = optim.num_warmup_steps(state.total_steps)
-    rows = {"base model": name, "method": str(tune.method)}
+    rows = {"base model": base.resolve().name, "method": str(tune.method)}
     if tune.method != "full":
         targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
         rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}, on {targets}"
@@ -52,31 +59,50 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     if evals.first is not None and evals.last is not None:
         (first_step, first), (last_step, last) = evals.first, evals.last
         rows["held-out loss"] = f"{first:.4f} (step {first_step}) → {last:.4f} (step {last_step})"
-    title = config.run.name or Path(config.run.dir).absolute().name
+        if evals.best is not None and evals.best[0] != last_step:
+            rows["lowest held-out loss"] = f"{evals.best[1]:.4f} (step {evals.best[0]})"
+    title = f"# {run.name or Path(run.dir).absolute().name}"
     auto = _class_of(base / "config.json") if whole else _CAUSAL
-    card = _card(title, name, [tune.method, *config.run.tags], rows, kind, auto)
+    about = f"{title}\n\n{run.notes}" if run.notes else title
+    card = _card(about, base, [tune.method, *run.tags], rows, kind, auto)
     (out / CARD).write_text(card, encoding="utf-8")
     text = yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
     (out / CONFIG).write_text(text, encoding="utf-8")
 
 
 def _card(
-    title: str, base: str, tags: list[str], rows: dict[str, str], kind: str, auto: str
+    about: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, auto: str
 ) -> str:
     head = {
-        "base_model": base,
-        "library_name": "peft" if kind == "adapter" else "transformers",
+        "base_model": base.resolve().name,
+        **_license_of(base),
+        "library_name": _LIBRARY[kind],
         "pipeline_tag": "text-generation",
         "tags": ["hpc_tune", *tags],
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {title}\n\n"
-        f"{'A LoRA-type adapter of' if kind == 'adapter' else 'Tuned from'} {base}, made with "
-        f"hpc_tune {__version__}. What the base model's licence and card say holds here too.\n\n"
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{about}\n\n"
+        f"{'A LoRA-type adapter of' if kind == 'adapter' else 'Tuned from'} {rows['base model']}, "
+        f"made with hpc_tune {__version__}. What the base model's licence and card say holds here "
+        f"too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
         f"```python\n{_USE[kind].format(auto=auto)}\n```\n"
     )
+
+
+def _license_of(base: Path) -> dict[str, str]:
+    """Return what the head of the base model's card says of its licence."""
+    card = base / CARD
+    if not card.is_file():
+        return _UNKNOWN_LICENSE
+    parts = card.read_text(encoding="utf-8", errors="replace").split("---\n", 2)
+    try:
+        head = load_yaml(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except ValueError:
+        head = None
+    found = {k: str(v) for k, v in head.items() if "license" in k} if isinstance(head, dict) else {}
+    return found or _UNKNOWN_LICENSE
 
 
 def _class_of(config: Path) -> str:

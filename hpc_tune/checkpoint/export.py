@@ -35,7 +35,8 @@ from hpc_tune.model.weights import (
 from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
-_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
+GGUF_FILE = "model.gguf"
+_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".gguf")
 _ADAPTER_PREFIX = "base_model.model."
 _LANGUAGE_MODEL = re.compile(r"(\w+\.)*(language_model|text_model)\.")  # as a part of a model
 
@@ -54,10 +55,10 @@ def export_adapter(
     if tune.method == "full":
         raise ConfigError("tune.method=full has no adapter; export --to merged writes the model")
     index = index_checkpoint(checkpoint)
-    with _replacing(out, base) as temporary:
+    with replacing(out, base) as temporary:
         write_adapter(index, tune, base, temporary)
-        _copy_tokenizer(base, temporary)
-        _write_template(template, temporary)
+        copy_tokenizer(base, temporary)
+        write_template(template, temporary)
         named = (name.removeprefix(_ADAPTER_PREFIX) for name in index.pieces)
         whole = any(map(_LANGUAGE_MODEL.match, named))
         write_card(checkpoint, base, temporary, "adapter", whole)
@@ -108,13 +109,13 @@ def export_merged(
         for one tensor.
     """
     trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
-    _check_room(stored)
-    merged = _Merged(trained, stored, tune, base)
-    shards = _shards(stored, merged.copied_head)
+    check_room(stored)
+    merged = Merged(trained, stored, tune, base)
+    shards = _shards(stored, merged.names)
     num_tensors = sum(map(len, shards))
     progress = Progress("merging", num_tensors)
     weight_map: dict[str, str] = {}
-    with _replacing(out, base) as temporary:
+    with replacing(out, base) as temporary:
         for number, names in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             write_regions(temporary / file, [merged.region(name) for name in names])
@@ -128,7 +129,7 @@ def export_merged(
                 shutil.copyfile(file_path, temporary / file_path.name)
         if stored.scales:
             _drop_quantization(temporary / "config.json")
-        _write_template(template, temporary)
+        write_template(template, temporary)
         write_card(checkpoint, base, temporary, "merged")
     progress.close()
     return out
@@ -167,7 +168,7 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
     return largest_tensor_bytes + PIECE_BYTES
 
 
-class _Merged:
+class Merged:
     """The tensors of the merged model, each computed on demand."""
 
     def __init__(
@@ -210,7 +211,13 @@ class _Merged:
         """An output head that is stored beside the embedding it equals, from before tuning."""
         return self._storage.copied_head if "head" in " ".join(self._stored.pieces) else None
 
+    @property
+    def names(self) -> list[str]:
+        """The tensors of the merged model, in name order."""
+        return sorted(self._stored.pieces.keys() - {self.copied_head})
+
     def region(self, name: str) -> Region:
+        """Return a tensor, computed when it is asked for its values."""
         shape, dtype = self._stored.shapes[name], self._stored.dtypes[name]
         return Region(name, dtype, shape, (0,) * len(shape), shape, lambda: self._tensor(name))
 
@@ -246,7 +253,7 @@ class _Merged:
             out[start : start + rows] = block
 
 
-def _check_room(stored: TensorIndex) -> None:
+def check_room(stored: TensorIndex) -> None:
     """Refuse to merge where memory is short, before the kernel kills the process."""
     needed = merge_bytes(max(map(stored.bytes_of, stored.pieces)))
     limit = find_limit()
@@ -265,11 +272,11 @@ def _read(index: TensorIndex, name: str) -> torch.Tensor:
     return tensor
 
 
-def _shards(stored: TensorIndex, left_out: str | None) -> list[list[str]]:
-    """Cut the tensors, but one, into files of about SHARD_BYTES, in name order."""
+def _shards(stored: TensorIndex, names: Sequence[str]) -> list[list[str]]:
+    """Cut the tensors into files of about SHARD_BYTES."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name in sorted(stored.pieces.keys() - {left_out}):
+    for name in names:
         num_bytes = stored.bytes_of(name)
         if shards[-1] and filled + num_bytes > SHARD_BYTES:
             shards.append([])
@@ -293,13 +300,14 @@ def _drop_quantization(file: Path) -> None:
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def _copy_tokenizer(base: Path, out: Path) -> None:
+def copy_tokenizer(base: Path, out: Path) -> None:
+    """Copy the files of a tokenizer."""
     for file in sorted(base.iterdir()):
         if _is_companion(file) and file.name.startswith(("tokenizer", "special", "chat_template")):
             shutil.copyfile(file, out / file.name)
 
 
-def _write_template(template: str | None, out: Path) -> None:
+def write_template(template: str | None, out: Path) -> None:
     """Put a chat template into an export, also where older transformers look for it."""
     if template is None:
         return
@@ -315,7 +323,7 @@ def _is_export(out: Path) -> bool:
     if not out.is_dir():
         return False
     entries = list(out.iterdir())
-    weights = (ADAPTER_FILE, "model.safetensors.index.json")
+    weights = (ADAPTER_FILE, "model.safetensors.index.json", GGUF_FILE)
     return not entries or (
         any(entry.name in weights for entry in entries)
         and all(e.suffix in _SUFFIXES or e.name in (CARD, CONFIG) for e in entries)
@@ -323,7 +331,7 @@ def _is_export(out: Path) -> bool:
 
 
 @contextmanager
-def _replacing(out: Path, base: Path) -> Iterator[Path]:
+def replacing(out: Path, base: Path) -> Iterator[Path]:
     """Give a temporary folder that becomes ``out`` when the block ends well, else is removed.
 
     Raises:

@@ -38,6 +38,7 @@ _PATHS = (
     "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
     "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
 )  # fmt: skip
+_GONE = {"run.wandb": "; use run.trackers=[wandb]"}
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
@@ -183,7 +184,8 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
         if error["type"] == "extra_forbidden":
-            unknown.append(f"{name}: no such key in {source} or its overrides{_near(name, known)}")
+            hint = _GONE.get(name) or _near(name, known)
+            unknown.append(f"{name}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
         message = error["msg"].removeprefix("Value error, ")
@@ -293,6 +295,8 @@ def _type_name(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type_name(args[0])
+    if origin is list:
+        return f"list[{_type_name(args[0])}]"
     if origin is typing.Literal:
         return " | ".join(str(a) for a in args)
     if origin in (typing.Union, types.UnionType):

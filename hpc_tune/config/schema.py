@@ -275,10 +275,16 @@ class RunSettings(Section):
         "reuses; jobs of one model may share it. Unset: compile-cache/ in the run directory.",
     )
     name: str | None = Field(
-        None, description="The run's name in reports and W&B. Unset: the run directory's name."
+        None,
+        description="The run's name in reports, trackers and model cards. Unset: the run "
+        "directory's name.",
     )
     tags: list[str] = Field(
-        [], description="Words to find the run by, in reports and W&B, such as [lora, first-try]."
+        [], description="Words to find the run by, in trackers, such as [lora, first-try]."
+    )
+    notes: str | None = Field(
+        None,
+        description="What the run is for, in a sentence or more; trackers and model cards keep it.",
     )
     report: bool = Field(
         True,
@@ -288,13 +294,14 @@ class RunSettings(Section):
     tensorboard: bool = Field(
         True,
         description="Write metrics for TensorBoard into tensorboard/ of the run directory. false: "
-        "metrics.jsonl alone has them.",
+        "not, unless run.trackers has tensorboard.",
     )
-    wandb: bool = Field(
-        False,
-        description="Log to Weights & Biases too: into wandb/ of the run directory, for `wandb "
-        "sync` where there is a network; with WANDB_MODE=online in the environment at once. Needs "
-        "pip install 'hpc_tune[wandb]'.",
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        [],
+        description="Where metrics go besides metrics.jsonl, such as [wandb, mlflow]: each into a "
+        "folder of its name in the run directory, or where its variables say (WANDB_MODE=online; "
+        "MLFLOW_TRACKING_URI; TRACKIO_SPACE_ID). All but tensorboard need an extra of their name, "
+        "such as pip install 'hpc_tune[wandb]'. One that fails is reported once and left out.",
     )
 
 

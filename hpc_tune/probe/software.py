@@ -52,6 +52,16 @@ def for_a_bug_report() -> list[str]:
     return [f"{name} {text}" for name, text in facts.items()]
 
 
+def git_commit() -> str | None:
+    """Return the git commit of the working directory, None outside of a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_LIMIT_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
 def mpi_library() -> str:
     """Return the name of the MPI library that is loaded, if any is."""
     mpi = sys.modules.get("mpi4py.MPI")

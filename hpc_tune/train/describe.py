@@ -3,7 +3,6 @@
 import math
 import os
 import platform
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ from hpc_tune.data.files import shown
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.log import log
+from hpc_tune.plan.model_size import ModelSize
 from hpc_tune.plan.resolve import Resolved
-from hpc_tune.probe.software import versions
+from hpc_tune.probe.software import git_commit, versions
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -28,13 +28,14 @@ from hpc_tune.units import format_count
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
 
-_GIT_LIMIT_S = 5.0
 _FEW_STEPS = 5  # updates in an epoch
 
 
 def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, data: Data) -> None:
-    """Log the world, the model, the data, the layout, the batch and the learning rate, a line each,
-    and write them into events.jsonl with what a bug report needs (kind ``start``).
+    """Log the model, method, data, layout, memory, batch and learning rate, a line each, and write
+    them into events.jsonl with what a bug report needs (kind ``start``).
+
+    Where parallel=auto has chosen among the ranks that joined, also the world that is left.
     """
     if not job.comm.is_rank_0:
         return
@@ -43,7 +44,9 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     total_steps = data.total_steps
     lines: dict[str, Any] = {
         "world": _world(comm),
-        "model": _model(model),
+        "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
+        + str(model.built.dtype).removeprefix("torch."),
+        "method": method_of(config.tune, model.size),
         "data": _data(config.data, data),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict,
@@ -51,7 +54,8 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
     for name, text in lines.items():
-        log.info("%-7s %s", name, text)
+        if name != "world" or job.chosen is not None:
+            log.info("%-7s %s", name, text)
     job.events.write(
         "start",
         **lines,
@@ -67,7 +71,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         counts=_counts(data),
         remarks=data.store.attributes.counters.remarks(),
         versions=versions(),
-        commit=_commit(),
+        commit=git_commit(),
     )
     if comm.device.type == "cpu" and model.built.dtype == torch.bfloat16 and not cpu_has_bf16():
         log.warning(
@@ -121,17 +125,26 @@ def _world(comm: Comm) -> str:
     world = comm.world
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
-    return f"{ranks} on {nodes} via {world.launcher}, {comm.device.type}"
+    return f"{ranks} on {nodes}, via {world.launcher}, {comm.device.type}"
 
 
-def _model(model: Model) -> str:
-    config, size, tune = model.config, model.size, model.config.tune
-    adapter = f" r={tune.rank} alpha={tune.alpha:g}" if tune.method != "full" else ""
-    return (
-        f"{config.model.path}: {format_count(size.num_parameters)} parameters, "
-        f"{format_count(size.num_trained)} trained ({tune.method}{adapter}), "
-        f"{str(model.built.dtype).removeprefix('torch.')}"
-    )
+def method_of(tune: TuneConfig, size: ModelSize) -> str:
+    """Return the method with its settings, and how many parameters it trains of each kind."""
+    is_full = tune.method == "full"
+    vectors = "norms and biases" if is_full else "magnitudes"
+    parts = {
+        "blocks": "blocks" if is_full else "adapters",
+        "embedding": "embeddings",
+        "end": "head",
+    }
+    kinds: Counter[str] = Counter()
+    for weights in size.weights:
+        if weights.is_trained:
+            kinds[vectors if weights.is_vector else parts[weights.part]] += weights.num_values
+    adapter = "" if is_full else f" r={tune.rank} alpha={tune.alpha:g}"
+    share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"
+    each = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
+    return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {each}"
 
 
 def _data(config: DataConfig, data: Data) -> str:
@@ -152,6 +165,7 @@ def _batch(rows: int, layout: Layout, data: Data) -> str:
     who += "" if ranks == layout.size else " of ranks"
     return (
         f"{rows} rows per step over {ranks} {who}: {fewest} each{uneven}; "
+        f"{math.ceil(data.loader.num_rows_per_epoch / rows)} updates per epoch, "
         f"{data.total_steps} steps = {epochs:.2f} epochs"
     )
 
@@ -171,13 +185,3 @@ def _counts(data: Data) -> dict[str, float]:
     if data.eval_store is not None:
         counts["held_out_documents"] = data.eval_store.num_documents
     return counts | {"padding": round(loader.padding, 6)}
-
-
-def _commit() -> str | None:
-    """Return the git commit of the working directory, None outside of a clone."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -41,6 +41,17 @@ class EventFile:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._append(Event(step=step, summary=Summary(value=values)))
 
+    def describe(self, step: int, markdown: str) -> None:
+        """Append a text for TensorBoard's page of texts."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        text = TensorProto(dtype="DT_STRING", string_val=[markdown.encode()])
+        value = Summary.Value(tag="run", metadata=kind, tensor=text)
+        self._append(Event(step=step, summary=Summary(value=[value])))
+
     def close(self) -> None:
         """Close the file; later values are dropped."""
         self._file.close()

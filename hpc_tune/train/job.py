@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_tune.autotune.candidates import Candidate
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import write_resolved
-from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.schema import RunConfig, RunSettings
 from hpc_tune.errors import ConfigError
 from hpc_tune.faults import Faults
 from hpc_tune.log import log
@@ -20,7 +20,7 @@ from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
 from hpc_tune.train.exit import ResumePoint, StartupWatchdog, fail, startup_watchdog, translating
 from hpc_tune.train.memory_exit import MemoryExit, make_monitor
-from hpc_tune.train.wandb_log import require_wandb
+from hpc_tune.train.trackers import require_trackers
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.hang import HangWatch
 from hpc_tune.world.stop import StopFlag
@@ -73,7 +73,7 @@ def open_job(
         owner = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
         last = comm.on_rank_0(
             "making the run directory",
-            lambda: _make_run_dir(run_dir, owner, config.run.wandb, write_settings),
+            lambda: _make_run_dir(run_dir, owner, config.run, write_settings),
         )
         _require_shared(comm, run_dir)
         events = Events(run_dir / EVENTS if is_rank_0 else None)
@@ -96,10 +96,10 @@ def open_job(
 
 
 def _make_run_dir(
-    run_dir: Path, owner: LiveMark, wandb: bool, write_settings: Callable[[], None]
+    run_dir: Path, owner: LiveMark, run: RunSettings, write_settings: Callable[[], None]
 ) -> Previous:
     """Make and take the run directory; fail now, not at the first save, if it is not writable."""
-    require_wandb(wandb)
+    require_trackers(run)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         owner.take()

@@ -1,17 +1,16 @@
-"""What a run reports of each step: metrics.jsonl, TensorBoard, W&B and the progress display."""
+"""What a run reports of each step: metrics.jsonl, the trackers and the progress display."""
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.log import Progress, log
 from hpc_tune.rundir.json_lines import METRICS, JsonLines, drop_after
-from hpc_tune.train.event_file import EventFile
-from hpc_tune.train.wandb_log import WandbLog
+from hpc_tune.train.trackers import Trackers
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
 _REMEMBERED = 1000
@@ -71,7 +70,7 @@ class Metrics:
         run_dir: Path | None,
         total_steps: int,
         start_step: int,
-        plots: Sequence[EventFile | WandbLog] = (),
+        trackers: Trackers | None = None,
         advise: bool = False,
     ) -> None:
         self._advise = advise and run_dir is not None
@@ -81,14 +80,14 @@ class Metrics:
         if run_dir is not None:
             drop_after(run_dir / METRICS, start_step)
         self._lines = JsonLines(run_dir / METRICS if run_dir else None)
-        self._plots = plots
+        self._trackers = trackers or Trackers()
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
         row = asdict(metrics)
         self.steps_s.append(metrics.step_s)
         self._lines.write(**row)
-        self._plot(metrics.step, row)
+        self._track(metrics.step, row)
         note = f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tokens/s"
         if metrics.comm_s > NOTEWORTHY * metrics.step_s:
             note += f"  {metrics.comm_s / metrics.step_s:.0%} in messages"
@@ -108,7 +107,7 @@ class Metrics:
         """Record one evaluation: the mean loss over the held-out loss tokens."""
         row = {"step": step, "eval_loss": eval_loss, "eval_tokens": eval_tokens, "eval_s": eval_s}
         self._lines.write(**row)
-        self._plot(step, row)
+        self._track(step, row)
         self._progress.exclude(eval_s)
 
     def _log_time(self, steps: int) -> None:
@@ -125,16 +124,12 @@ class Metrics:
         """Close the files and the progress bar."""
         self._progress.close()
         self._lines.close()
-        for plots in self._plots:
-            plots.close()
+        self._trackers.close()
 
-    def _plot(self, step: int, row: Mapping[str, Any]) -> None:
-        if not self._plots:
-            return
+    def _track(self, step: int, row: Mapping[str, Any]) -> None:
         scalars = {}
         for name, value in row.items():
             for kind, number in value.items() if isinstance(value, dict) else (("", value),):
                 if name not in ("step", "time") and number is not None:
                     scalars[f"{name}/{kind}" if kind else name] = number
-        for plots in self._plots:
-            plots.write(step, scalars)
+        self._trackers.write(step, scalars)

@@ -18,9 +18,9 @@ from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.plan.messages import expected_bytes
 from hpc_tune.plan.model_size import flops_per_token
 from hpc_tune.plan.resolve import Resolved, most_micro_rows, rows_per_rank
+from hpc_tune.probe.software import git_commit
 from hpc_tune.train.checkpointing import Checkpointer, Writing
 from hpc_tune.train.data import Data
-from hpc_tune.train.event_file import EventFile
 from hpc_tune.train.governor import Governor
 from hpc_tune.train.job import Job
 from hpc_tune.train.levers import loader_levers
@@ -30,7 +30,7 @@ from hpc_tune.train.micro import largest_micro_size
 from hpc_tune.train.model import Model
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.rank_work import RankWork
-from hpc_tune.train.wandb_log import WandbLog
+from hpc_tune.train.trackers import Facts, Trackers, open_trackers
 from hpc_tune.units import format_bytes
 
 Expected = Callable[..., dict[str, int]]
@@ -133,13 +133,8 @@ def _metrics(job: Job, model: Model, total_steps: int, step: int) -> Metrics:
     def make() -> Metrics:
         if not job.comm.is_rank_0:
             return Metrics(None, total_steps, step)
-        run = job.config.run
-        plots: list[EventFile | WandbLog] = []
-        if run.tensorboard:
-            plots.append(EventFile(job.dir / "tensorboard", step))
-        if run.wandb:
-            plots.append(WandbLog(job.dir, run, model.config.model_dump(mode="json")))
-        return Metrics(job.dir, total_steps, step, plots, advise=job.chosen is None)
+        trackers = _trackers(job, model, step)
+        return Metrics(job.dir, total_steps, step, trackers, advise=job.chosen is None)
 
     return job.comm.together("opening the metrics", make)
 
@@ -149,6 +144,13 @@ def _rank_work(job: Job, total_steps: int, step: int) -> RankWork:
     return job.comm.together(
         "opening ranks.jsonl", lambda: RankWork(job.training, run_dir, step, total_steps)
     )
+
+
+def _trackers(job: Job, model: Model, step: int) -> Trackers:
+    run, settings = job.config.run, model.config.model_dump(mode="json")
+    name = run.name or job.dir.absolute().name
+    facts = Facts(job.dir, name, run.tags, run.notes, git_commit(), settings, step)
+    return open_trackers(run, facts)
 
 
 def _expected(model: Model, resolved: Resolved, data: Data) -> Expected:

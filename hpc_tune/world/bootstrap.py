@@ -101,7 +101,8 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
         watch = HostWatch(comm, address, settings.host_timeout, lost)
         comm = replace(comm, watch=watch)
     if world.rank == 0:
-        log.info(affinity.describe([f["cores"] for f in all_facts], world.num_nodes))
+        place = affinity.describe([f["cores"] for f in all_facts], world.num_nodes)
+        log.info("world   %s, via %s, %s", place, world.launcher, device.type)
         _log_warnings([note for f in all_facts for note in f["notes"]] + [warning or ""])
     return comm
 

@@ -57,7 +57,10 @@ OWNERS = {
     "yaml": ("safe_yaml.py", "config/", "checkpoint/", "report/", "convert/"),
     "psutil": ("world/processes.py", "world/hang.py", "world/rendezvous.py"),
     "matplotlib": ("report/",),
-    "wandb": ("train/wandb_log.py",),
+    "gguf": ("checkpoint/gguf_file.py",),
+    "wandb": ("train/trackers.py",),
+    "mlflow": ("train/trackers.py",),
+    "trackio": ("train/trackers.py",),
     "pynvml": ("probe/topology.py",),
 }
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

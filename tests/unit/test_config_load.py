@@ -58,7 +58,7 @@ PROMISED = [
     "run.dir",
     "run.device",
     "run.tensorboard",
-    "run.wandb",
+    "run.trackers",
 ]
 
 SOME = "train: {seed: 0}\n"  # a file that changes nothing

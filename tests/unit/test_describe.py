@@ -4,7 +4,8 @@ import pytest
 
 from hpc_tune import cli
 from hpc_tune.config.load import load_config
-from hpc_tune.train.describe import few_steps, rate_of
+from hpc_tune.plan.model_size import ModelSize, Weights
+from hpc_tune.train.describe import few_steps, method_of, rate_of
 
 
 def warnings_of(settings, total_steps, rows_per_epoch):
@@ -62,6 +63,32 @@ def test_the_learning_rate_is_told_with_where_it_comes_from(settings, said):
     config = load_config(None, ["model.path=/m", *settings])
     text = rate_of(config.optim, config.tune, config.batch.global_size, 100)
     assert text.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("method", "trained", "said"),
+    [
+        (
+            "full",
+            [("blocks", False, 9000), ("embedding", False, 2000), ("blocks", True, 500)],
+            "full: 11.5k trained, 9.0k in blocks, 2.0k in embeddings, 500 in norms and biases",
+        ),
+        (
+            "dora",
+            [("blocks", False, 1000), ("blocks", True, 250)],
+            "dora r=16 alpha=32: 1.2k trained (1.25%), 1.0k in adapters, 250 in magnitudes",
+        ),
+    ],
+)
+def test_the_method_is_told_with_what_it_trains_of_each_kind(method, trained, said):
+    weights = tuple(
+        Weights(part, "whole", True, is_vector, num) for part, is_vector, num in trained
+    )
+    num = sum(weights.num_values for weights in weights)
+    frozen = 0 if method == "full" else 100_000 - num
+    size = ModelSize(frozen, num, 4 * frozen, 4 * num, weights=weights)
+    config = load_config(None, ["model.path=/m", f"tune.method={method}"])
+    assert method_of(config.tune, size) == said
 
 
 @pytest.mark.parametrize(

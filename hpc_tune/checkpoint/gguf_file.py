@@ -1,0 +1,262 @@
+"""A checkpoint -> one GGUF file, which llama.cpp and what builds on it read.
+
+    config.json     -> the model's figures; what llama.cpp would compute otherwise is refused
+    tokenizer.json  -> tokens, their kinds, merges, and the rule by which text is cut
+    merged tensors  -> by GGUF's names, one at a time
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written by the gguf package.
+"""
+
+import importlib.util
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_tune.checkpoint.card import write_card
+from hpc_tune.checkpoint.export import (
+    GGUF_FILE,
+    Merged,
+    check_room,
+    copy_tokenizer,
+    replacing,
+    write_template,
+)
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.log import Progress
+from hpc_tune.model.weights import index_checkpoint, index_model_directory
+
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_INSTEAD = "export --to merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+# The rules by which byte-level tokenizers cut text, by the name that llama.cpp has for each.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CUTS = {_WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # GGUF's kinds of token
+
+
+def export_gguf(
+    checkpoint: Path, tune: TuneConfig, base: Path, out: Path, template: str | None = None
+) -> Path:
+    """Write base plus adapter (or the fully tuned weights) as a folder with one GGUF file.
+
+    Each matrix keeps the dtype it has in the base, vectors are fp32, as llama.cpp has them. One
+    tensor is held at a time. ``template``: the chat template that was trained with, where it is
+    not the base's.
+
+    Raises:
+        CheckpointError, DataError: if files are damaged or belong to another model. ConfigError:
+        if gguf is not installed, the model is of a shape or has a tokenizer that is not written,
+        or ``out`` holds something that is not an export. MemoryBudgetError: if there is no room
+        for one tensor.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(
+            "--to gguf needs gguf, which is not installed; pip install 'hpc_tune[gguf]'"
+        )
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    architecture = _architecture_of(config)
+    trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
+    check_room(stored)
+    merged = Merged(trained, stored, tune, base)
+    names = _gguf_names(architecture, config, merged)
+    from gguf import GGUFWriter
+
+    with replacing(out, base) as temporary:
+        writer = GGUFWriter(temporary / GGUF_FILE, architecture)
+        writer.add_name(base.resolve().name)
+        _add_shape(writer, config)
+        with tempfile.TemporaryDirectory() as folder:
+            copy_tokenizer(base, Path(folder))
+            write_template(template, Path(folder))
+            num_tokens = stored.shapes["model.embed_tokens.weight"][0]
+            _add_tokenizer(writer, Path(folder), num_tokens, config)
+        _write_tensors(writer, merged, names, config, architecture)
+        write_card(checkpoint, base, temporary, "gguf")
+    return out
+
+
+def _architecture_of(config: dict[str, Any]) -> str:
+    """Return llama.cpp's name of the architecture.
+
+    Raises:
+        ConfigError: if llama.cpp would compute another model than transformers.
+    """
+    kind = config.get("model_type")
+    rope = _rope_of(config)
+    sliding = config.get("use_sliding_window", True) and config.get("sliding_window")
+    why = None
+    if kind not in _ARCHITECTURES:
+        why = f"model_type={kind}, expected one of {', '.join(_ARCHITECTURES)}"
+    elif rope.get("rope_type", "default") != "default":
+        why = f"its rotary positions are scaled ({rope['rope_type']})"
+    elif sliding and sliding < config.get("max_position_embeddings", 0):
+        why = f"its attention sees {sliding} tokens only (sliding_window)"
+    elif config.get("hidden_act", "silu") != "silu":
+        why = f"hidden_act={config['hidden_act']}, expected silu"
+    if why is not None:
+        raise ConfigError(f"--to gguf does not write this model: {why}; {_INSTEAD}")
+    return _ARCHITECTURES[str(kind)]
+
+
+def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary parameters, from where transformers 4 and 5 write them."""
+    old = {"rope_theta": config.get("rope_theta", 10000.0)}
+    scaling = config.get("rope_scaling") or {}
+    if "type" in scaling:
+        scaling = {"rope_type": scaling["type"]} | scaling
+    return old | scaling | (config.get("rope_parameters") or {})
+
+
+def _add_shape(writer: Any, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(float(_rope_of(config)["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _gguf_names(architecture: str, config: dict[str, Any], merged: Merged) -> dict[str, str]:
+    """Return GGUF's name of each tensor to write, by the name it has in the base.
+
+    Raises:
+        ConfigError: if GGUF has none for one.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    known = get_tensor_name_map(key, config["num_hidden_layers"])
+    names = {}
+    for name in merged.names:
+        if name.endswith("rotary_emb.inv_freq"):  # computed from the shape
+            continue
+        found = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None or (architecture == "llama" and name.endswith(".bias")):
+            raise ConfigError(
+                f"--to gguf does not write this model: it has {name}, which llama.cpp's "
+                f"{architecture} has no place for; {_INSTEAD}"
+            )
+        names[name] = found
+    return names
+
+
+def _write_tensors(
+    writer: Any,
+    merged: Merged,
+    names: dict[str, str],
+    config: dict[str, Any],
+    architecture: str,
+) -> None:
+    from gguf import GGMLQuantizationType, LlamaFileType
+
+    kinds = {
+        torch.float32: (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+        torch.float16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+        torch.bfloat16: (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    }
+    regions = [merged.region(name) for name in names]
+    matrices = {region.name: region.dtype for region in regions if len(region.full_shape) > 1}
+    writer.add_file_type(kinds[next(iter(matrices.values()))][1])
+    for region in regions:
+        dtype = matrices.get(region.name, torch.float32)
+        shape, num_bytes = region.full_shape, dtype.itemsize * int(np.prod(region.full_shape))
+        values = np.dtype(f"u{dtype.itemsize}")
+        writer.add_tensor_info(names[region.name], shape, values, num_bytes, kinds[dtype][0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    progress = Progress("writing", len(regions))
+    num_heads = config["num_attention_heads"]
+    heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads") or num_heads}
+    for done, region in enumerate(regions, 1):
+        tensor = region.values().to(matrices.get(region.name, torch.float32))
+        kind = region.name.split(".")[-2]
+        if architecture == "llama" and kind in heads:
+            tensor = _in_pairs(tensor, heads[kind])
+        integers = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+        writer.write_tensor_data(tensor.contiguous().view(integers).numpy())
+        progress.update(done)
+    progress.close()
+    for file in writer.fout:
+        file.flush()
+        os.fsync(file.fileno())
+    writer.close()
+
+
+def _in_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Put the rows that a rotation turns together side by side, as llama.cpp's llama has them.
+
+    transformers has the halves of a head one after the other: 0 1 2 3 -> 0 2 1 3.
+    """
+    by_half = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
+    return by_half.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str, Any]) -> None:
+    """Add the tokenizer of ``folder``; embeddings without a token get an unused one.
+
+    Raises:
+        ConfigError: if it is not a byte-level BPE, or cuts text by a rule without a name.
+    """
+    from gguf import SpecialVocab
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"--to gguf needs the base model's tokenizer.json; {_INSTEAD}")
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    cut = _cut_of(tokenizer)
+    tokens = [f"[PAD{i}]" for i in range(num_tokens)]
+    kinds = [_UNUSED] * num_tokens
+    found = [(number, text, _NORMAL) for text, number in tokenizer["model"]["vocab"].items()]
+    for token in tokenizer.get("added_tokens", []):
+        kind = _CONTROL if token["special"] else _USER_DEFINED
+        found.append((token["id"], token["content"], kind))
+    for number, text, kind in found:
+        if number < num_tokens:
+            tokens[number], kinds[number] = text, kind
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(cut)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    has_merges = bool(tokenizer["model"].get("merges"))
+    SpecialVocab(folder, load_merges=has_merges, n_vocab=num_tokens).add_to_gguf(writer, quiet=True)
+
+
+def _cut_of(tokenizer: dict[str, Any]) -> str:
+    """Return llama.cpp's name for the rule by which a byte-level BPE tokenizer cuts text."""
+    model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
+    steps = before.get("pretokenizers", [before])
+    types = [step.get("type") for step in steps]
+    is_bytes = model.get("type") == "BPE" and types[-1:] == ["ByteLevel"]
+    if is_bytes and not model.get("merges"):
+        return "gpt-2"  # each byte is a token, however the text is cut
+    if is_bytes and types == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    if is_bytes and types == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        return "smollm"
+    if is_bytes and types == ["Split", "ByteLevel"]:
+        rule = steps[0].get("pattern", {}).get("Regex")
+        if rule in _CUTS:
+            return _CUTS[rule]
+    kind = "byte-level BPE that cuts text by another rule" if is_bytes else model.get("type")
+    raise ConfigError(
+        f"--to gguf does not write this tokenizer ({kind}): expected a byte-level BPE that cuts "
+        f"text as those of GPT-2, Llama 3, Qwen or SmolLM do; {_INSTEAD}"
+    )

@@ -1,0 +1,303 @@
+"""Where the figures of a run go beside metrics.jsonl: the trackers of ``run.trackers``.
+
+    require_trackers   before anything takes time: refused if one is not installed
+    open_trackers      on rank 0: each gets the run's name, tags, notes, git commit and settings
+    Trackers           each step's values to all of them; one that fails is left out from there on
+
+Compute nodes have no network: each tracker writes into the run directory, unless its own variables
+say otherwise (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL).
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.config.section import flat
+from hpc_tune.errors import ConfigError
+from hpc_tune.log import log
+from hpc_tune.train.event_file import EventFile
+
+PROJECT = "hpc_tune"  # where a tracker groups runs, and its variable does not name another
+_WANDB_MODES = ("online", "offline", "disabled", "shared")
+_LIMIT_S = 60.0  # for W&B to begin, and at the end to send what is left
+_MLFLOW_PARAMS = 50  # of one call; servers take up to 100
+_MLFLOW_VALUE = 5000  # characters of a parameter or tag
+
+
+class Tracker(Protocol):
+    """What a run writes its figures to. Any method may raise anything."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the values of one step by name."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a tracker records of a run besides its figures; ``settings`` is the whole dumped
+    configuration, ``start_step`` the one that the run resumes from.
+    """
+
+    dir: Path
+    name: str
+    tags: list[str]
+    notes: str | None
+    commit: str | None
+    settings: dict[str, Any]
+    start_step: int
+
+
+def trackers_of(run: RunSettings) -> list[str]:
+    """Return the names of the trackers that are asked for, each once."""
+    return list(dict.fromkeys([*(["tensorboard"] if run.tensorboard else []), *run.trackers]))
+
+
+def require_trackers(run: RunSettings) -> None:
+    """Check that each tracker can be had, before anything takes time.
+
+    Raises:
+        ConfigError: if one is not installed, or WANDB_MODE is not a mode.
+    """
+    for name in trackers_of(run):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of that name is no package
+            raise ConfigError(
+                f"run.trackers has {name}, which is not installed; pip install "
+                f"'hpc_tune[{name}]', or remove it from run.trackers"
+            )
+    mode = os.environ.get("WANDB_MODE", "offline")
+    if "wandb" in run.trackers and mode not in _WANDB_MODES:
+        raise ConfigError(
+            f"WANDB_MODE={mode}: expected one of {', '.join(_WANDB_MODES)}; unset it to write "
+            "files for `wandb sync`"
+        )
+
+
+def open_trackers(run: RunSettings, facts: Facts) -> "Trackers":
+    """Open the trackers that are asked for; one that fails is reported and left out."""
+    opened = Trackers()
+    for name in trackers_of(run):
+        opened.open(name, lambda name=name: OPENERS[name](facts))  # type: ignore[misc]
+    return opened
+
+
+class Trackers:
+    """Open trackers by name. What one raises is reported once and costs its figures, not the run.
+
+    They run in the process of rank 0, so nothing that a library of theirs does may end it.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Tracker] = {}
+
+    def open(self, name: str, make: Callable[[], Tracker]) -> None:
+        """Add what ``make`` returns."""
+        try:
+            self._open[name] = make()
+        except Exception as error:
+            _report(name, "cannot be opened", error)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Give the values of one step to all."""
+        for name, tracker in list(self._open.items()):
+            try:
+                tracker.write(step, scalars)
+            except Exception as error:
+                del self._open[name]
+                _report(name, "fails", error)
+                with contextlib.suppress(Exception):
+                    tracker.close()
+
+    def close(self) -> None:
+        """Close all."""
+        while self._open:
+            name, tracker = self._open.popitem()
+            try:
+                tracker.close()
+            except Exception as error:
+                _report(name, "may lack the last figures", error)
+
+
+class Wandb:
+    """One W&B run per run directory: a resumed run continues it."""
+
+    def __init__(self, facts: Facts) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE", "offline")
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            dir=facts.dir,
+            id=_kept_id(facts.dir / "wandb", lambda: secrets.token_hex(4)),
+            resume=None if mode == "offline" else "allow",
+            name=facts.name,
+            tags=facts.tags,
+            notes=facts.notes,
+            config=facts.settings | {"git_commit": facts.commit},
+            mode=mode,  # type: ignore[arg-type]
+            settings=wandb.Settings(
+                init_timeout=_LIMIT_S, finish_timeout=_LIMIT_S, console="off", silent=True
+            ),
+        )
+        # Its log file's errors, as on a full disk, would come out as tracebacks.
+        logging.getLogger("wandb").setLevel(logging.CRITICAL)
+        if mode == "offline":
+            folder = Path(self._run.dir).parent
+            log.info("wandb   offline; where there is a network: wandb sync %s", folder)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the values of one step by name."""
+        self._run.log({**scalars, "step": step}, step=step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+class Mlflow:
+    """One MLflow run per run directory, in files there unless MLFLOW_TRACKING_URI names a server.
+
+    A server that does not answer is given up after seconds, not after MLflow's minutes.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        for name, value in _MLFLOW_ENV.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric, folder = Metric, facts.dir / "mlflow"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or folder.absolute().as_uri()
+        self._client = MlflowClient(tracking_uri=uri)
+        self._run_id = _kept_id(folder, lambda: self._begin(facts))
+        for name, value in _mlflow_tags(facts).items():
+            self._client.set_tag(self._run_id, name, value[:_MLFLOW_VALUE])
+        self._client.update_run(self._run_id, status="RUNNING", name=facts.name)
+
+    def _begin(self, facts: Facts) -> str:
+        """Make the run, and return its id; a parameter cannot be changed later."""
+        from mlflow.entities import Param
+
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        id_ = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        run_id: str = self._client.create_run(id_, run_name=facts.name).info.run_id
+        items = flat(facts.settings).items()
+        params = [Param(key, str(value)[:_MLFLOW_VALUE]) for key, value in items]
+        for start in range(0, len(params), _MLFLOW_PARAMS):
+            self._client.log_batch(run_id, params=params[start : start + _MLFLOW_PARAMS])
+        return run_id
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the values of one step by name."""
+        now_ms = int(1000 * time.time())
+        metrics = [self._metric(name, value, now_ms, step) for name, value in scalars.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        """Mark the run as ended."""
+        self._client.set_terminated(self._run_id)
+
+
+_MLFLOW_ENV = {
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # else version 3 wants a database
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
+}
+
+
+def _mlflow_tags(facts: Facts) -> dict[str, str]:
+    """Return the tags of a run; the dotted ones are those that MLflow's own pages show."""
+    tags = {"tags": ", ".join(facts.tags)}
+    return tags | {
+        name: text
+        for name, text in (
+            ("mlflow.note.content", facts.notes),
+            ("mlflow.source.git.commit", facts.commit),
+            ("mlflow.source.name", PROJECT),
+        )
+        if text
+    }
+
+
+class Trackio:
+    """A trackio run in the run directory, or in the Space or on the server of its variables.
+
+    trackio itself warns once of what it cannot write, and goes on.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str((facts.dir / "trackio").absolute()))
+        with contextlib.redirect_stdout(io.StringIO()):  # how to open a dashboard
+            import trackio
+
+            self._finish = trackio.finish
+            self._run: Any = trackio.init(
+                os.environ.get("TRACKIO_PROJECT", PROJECT),
+                name=facts.name,
+                resume="allow" if facts.start_step else "never",
+                config=_shown_by_trackio(facts),
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+                embed=False,
+            )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the values of one step by name."""
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._finish()
+
+
+def _shown_by_trackio(facts: Facts) -> dict[str, Any]:
+    about = {"tags": ", ".join(facts.tags), "notes": facts.notes, "git_commit": facts.commit}
+    return flat(facts.settings) | about
+
+
+def _tensorboard(facts: Facts) -> Tracker:
+    file = EventFile(facts.dir / "tensorboard", facts.start_step)
+    about = {"name": facts.name, "tags": ", ".join(facts.tags), "notes": facts.notes}
+    rows = about | {"git commit": facts.commit} | flat(facts.settings)
+    file.describe(
+        facts.start_step,
+        "".join(f"    {name}: {json.dumps(value)}\n" for name, value in rows.items()),
+    )
+    return file
+
+
+OPENERS: dict[str, Callable[[Facts], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+}
+
+
+def _kept_id(folder: Path, make: Callable[[], str]) -> str:
+    """Return the run directory's id for a tracker, made at its first start."""
+    file = folder / "run-id"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(make(), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def _report(name: str, what: str, error: Exception) -> None:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    log.warning("tracker %s %s, and the run goes on without it: %s", name, what, reason)
