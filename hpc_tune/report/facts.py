@@ -230,10 +230,7 @@ def machine(run: Run) -> Rows:
         ("hardware", start.get("hardware")),
         ("hosts", ", ".join(shown) + more),
         ("limits", limits),
-        (
-            "links as measured",
-            start.get("links") or (_NO_LINKS if (start.get("size") or 1) > 1 else ""),
-        ),
+        ("links as measured", start.get("links") or no_links),
         ("software", ", ".join(f"{name} {number}" for name, number in versions.items())),
         ("git commit", start.get("commit")),
     ]
