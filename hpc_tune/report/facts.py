@@ -106,7 +106,7 @@ def what_came_out(run: Run) -> str:
         parts.append(f"training loss {losses[0]:.4f} → {losses[-1]:.4f}")
     if held_out := known(run.evals, "eval_loss"):
         parts.append(f"held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}")
-    if adapter := _adapter(run):
+    if adapter := adapter_of(run):
         parts.append(f"the adapter is in {adapter}")
     elif path := next((e.get("path") for e in reversed(run.of_kind("checkpoint"))), None):
         parts.append(f"the newest checkpoint is {path}")
@@ -116,7 +116,8 @@ def what_came_out(run: Run) -> str:
     return text[0].upper() + text[1:]
 
 
-def _adapter(run: Run) -> str:
+def adapter_of(run: Run) -> str:
+    """Return where the adapter of a finished run is, or nothing."""
     folder = run.path / "export" / "adapter"
     return str(folder) if run.state == "done" and folder.is_dir() else ""
 
