@@ -3,6 +3,7 @@
 import shlex
 import statistics
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,33 +40,38 @@ class Start:
 
 def starts(run: Run) -> list[Start]:
     """Return the starts of a run, the first one first."""
-    found, events = [], run.of_kind("start")
-    for number, segment in enumerate(run.segments):
-        is_last = number + 1 == len(run.segments)
-        next_s = float("inf") if is_last else run.segments[number + 1].begin_s
-        steps = [int(row["step"]) for row in _between(run.steps, segment.begin_s, next_s)]
-        event = next(reversed(_between(events, segment.begin_s, next_s)), {})
-        stops = _between(run.of_kind("stop"), segment.begin_s, next_s)
-        silent = str(run.state) if is_last else "killed, or failed"
+    found, segments = [], run.segments
+    steps = _by_segment(run, run.steps)
+    events = _by_segment(run, run.of_kind("start"))
+    stops = _by_segment(run, run.of_kind("stop"))
+    for place, segment in enumerate(segments):
+        event = events[place][-1] if events[place] else {}
+        silent = str(run.state) if place + 1 == len(segments) else "killed, or failed"
         found.append(
             Start(
-                number=number + 1,
+                number=place + 1,
                 begin_s=segment.begin_s,
                 seconds=segment.end_s - segment.begin_s,
-                waited_s=segment.begin_s - run.segments[number - 1].end_s if number else 0.0,
+                waited_s=segment.begin_s - segments[place - 1].end_s if place else 0.0,
                 before_s=segment.before_s,
                 ranks=int(event["size"]) if "size" in event else None,
                 layout=str(event.get("layout", "")).partition(":")[0],
-                first_step=steps[0] if steps else None,
-                last_step=steps[-1] if steps else None,
-                ended=str(stops[-1].get("reason", "")) if stops else silent,
+                first_step=int(steps[place][0]["step"]) if steps[place] else None,
+                last_step=int(steps[place][-1]["step"]) if steps[place] else None,
+                ended=str(stops[place][-1].get("reason", "")) if stops[place] else silent,
             )
         )
     return found
 
 
-def _between(rows: Iterable[Row], begin_s: float, end_s: float) -> list[Row]:
-    return [row for row in rows if begin_s <= row.get("time", -1.0) < end_s]
+def _by_segment(run: Run, rows: Iterable[Row]) -> list[list[Row]]:
+    """Return the rows that were written in each segment."""
+    begins = [segment.begin_s for segment in run.segments]
+    found: list[list[Row]] = [[] for _ in begins]
+    for row in rows:
+        if (place := bisect(begins, row.get("time", -1.0)) - 1) >= 0:
+            found[place].append(row)
+    return found
 
 
 def start_rows(run: Run) -> list[tuple[str, ...]]:

@@ -30,7 +30,7 @@ from hpc_tune.report.numbers import numbers
 from hpc_tune.report.read import Run, differences
 from hpc_tune.units import format_bytes
 
-_SHOWN_EVENTS = 200
+_SHOWN_EVENTS, _SHOWN_STARTS = 200, 50
 
 _STYLE = """
 *{box-sizing:border-box}
@@ -97,8 +97,10 @@ def _folded(run: Run) -> str:
 def _details(run: Run) -> Iterator[str]:
     """Yield the cards of one run below the figures."""
     heads = ("", "predicted", "measured", "off by")
+    all_starts = start_rows(run)
+    left = _left_out(len(all_starts), _SHOWN_STARTS)
     for name, body in (
-        ("Starts", _table(START_HEADS, start_rows(run), "")),
+        (f"Starts{left}", _table(START_HEADS, all_starts[-_SHOWN_STARTS:], "")),
         ("Predicted and measured", _table(heads, predictions(run), "")),
         ("What ran", _table(None, what_ran(run), "")),
         ("What the data gave", _table(None, what_the_data_gave(run), "")),
@@ -170,9 +172,13 @@ def _events(run: Run) -> str:
         )
         for event in kept[-_SHOWN_EVENTS:]
     ]
-    left = f" (the last {_SHOWN_EVENTS} of {len(kept)})" if len(kept) > _SHOWN_EVENTS else ""
+    left = _left_out(len(kept), _SHOWN_EVENTS)
     table = _table(("time", "step", "kind", "what"), rows, "nothing but steps")
     return _card(f"What happened{left}", table)
+
+
+def _left_out(num: int, shown: int) -> str:
+    return f" (the last {shown} of {num})" if num > shown else ""
 
 
 def _figure(caption: str, svg: str) -> str:
