@@ -288,9 +288,9 @@ def straggler(run: Run) -> str:
 
 def where_time_went(run: Run) -> Rows:
     """Return the seconds of the whole run by kind, all starts together."""
-    if not run.segments:
-        return []
     whole_s = running_s(run)
+    if not whole_s:
+        return []
     step_s, data_s, comm_s = (sum(known(run.steps, k)) for k in ("step_s", "data_s", "comm_s"))
     parts = {
         "compute": step_s - data_s - comm_s,

@@ -84,7 +84,8 @@ def page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _grid(cards: Iterable[str]) -> str:
-    return f'<div class="plots">{"".join(cards)}</div>'
+    body = "".join(cards)
+    return f'<div class="plots">{body}</div>' if body else ""
 
 
 def _folded(run: Run) -> str:
@@ -128,7 +129,11 @@ def _all_settings(run: Run) -> str:
 def _heading(run: Run) -> str:
     """Return the first screen: what came out, how it ended, what to do; then the main figures."""
     told = ("status", "reason", "step", "exit_code", "rank", "host")
-    rows = [("How it ended", how_it_ended(run)), ("What came out", what_came_out(run))]
+    is_over = run.state != "running"
+    rows = [
+        ("How it ended" if is_over else "Now", how_it_ended(run)),
+        ("What came out" if is_over else "So far", what_came_out(run)),
+    ]
     rows += [(key, _shown(key, value)) for key, value in run.outcome.items() if key not in told]
     rows.append(("Next", next_command(run)))
     if command := command_of(run):

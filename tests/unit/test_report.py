@@ -428,6 +428,9 @@ def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypa
     word = heartbeat.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
     heartbeat.write(word, heartbeat.path_of(run, 0))
     assert read_run(run).reason == "it is training step 3"
+    text = checked(write_report([run]))
+    assert re.search(r"Now +it is training step 3 +So far +Training loss", text)
+    assert f"python -m hpc_tune watch {run}" in text
 
 
 def test_watch_ends_with_the_run(make, monkeypatch):
