@@ -3,6 +3,7 @@
 import shlex
 import statistics
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,33 +40,38 @@ class Start:
 
 def starts(run: Run) -> list[Start]:
     """Return the starts of a run, the first one first."""
-    found, events = [], run.of_kind("start")
-    for number, segment in enumerate(run.segments):
-        is_last = number + 1 == len(run.segments)
-        next_s = float("inf") if is_last else run.segments[number + 1].begin_s
-        steps = [int(row["step"]) for row in _between(run.steps, segment.begin_s, next_s)]
-        event = next(reversed(_between(events, segment.begin_s, next_s)), {})
-        stops = _between(run.of_kind("stop"), segment.begin_s, next_s)
-        silent = str(run.state) if is_last else "killed, or failed"
+    found, segments = [], run.segments
+    steps = _by_segment(run, run.steps)
+    events = _by_segment(run, run.of_kind("start"))
+    stops = _by_segment(run, run.of_kind("stop"))
+    for place, segment in enumerate(segments):
+        event = events[place][-1] if events[place] else {}
+        silent = str(run.state) if place + 1 == len(segments) else "killed, or failed"
         found.append(
             Start(
-                number=number + 1,
+                number=place + 1,
                 begin_s=segment.begin_s,
                 seconds=segment.end_s - segment.begin_s,
-                waited_s=segment.begin_s - run.segments[number - 1].end_s if number else 0.0,
+                waited_s=segment.begin_s - segments[place - 1].end_s if place else 0.0,
                 before_s=segment.before_s,
                 ranks=int(event["size"]) if "size" in event else None,
                 layout=str(event.get("layout", "")).partition(":")[0],
-                first_step=steps[0] if steps else None,
-                last_step=steps[-1] if steps else None,
-                ended=str(stops[-1].get("reason", "")) if stops else silent,
+                first_step=int(steps[place][0]["step"]) if steps[place] else None,
+                last_step=int(steps[place][-1]["step"]) if steps[place] else None,
+                ended=str(stops[place][-1].get("reason", "")) if stops[place] else silent,
             )
         )
     return found
 
 
-def _between(rows: Iterable[Row], begin_s: float, end_s: float) -> list[Row]:
-    return [row for row in rows if begin_s <= row.get("time", -1.0) < end_s]
+def _by_segment(run: Run, rows: Iterable[Row]) -> list[list[Row]]:
+    """Return the rows that were written in each segment."""
+    begins = [segment.begin_s for segment in run.segments]
+    found: list[list[Row]] = [[] for _ in begins]
+    for row in rows:
+        if (place := bisect(begins, row.get("time", -1.0)) - 1) >= 0:
+            found[place].append(row)
+    return found
 
 
 def start_rows(run: Run) -> list[tuple[str, ...]]:
@@ -106,7 +112,7 @@ def what_came_out(run: Run) -> str:
         parts.append(f"training loss {losses[0]:.4f} → {losses[-1]:.4f}")
     if held_out := known(run.evals, "eval_loss"):
         parts.append(f"held-out loss {held_out[0]:.4f} → {held_out[-1]:.4f}")
-    if adapter := _adapter(run):
+    if adapter := adapter_of(run):
         parts.append(f"the adapter is in {adapter}")
     elif path := next((e.get("path") for e in reversed(run.of_kind("checkpoint"))), None):
         parts.append(f"the newest checkpoint is {path}")
@@ -116,7 +122,8 @@ def what_came_out(run: Run) -> str:
     return text[0].upper() + text[1:]
 
 
-def _adapter(run: Run) -> str:
+def adapter_of(run: Run) -> str:
+    """Return where the adapter of a finished run is, or nothing."""
     folder = run.path / "export" / "adapter"
     return str(folder) if run.state == "done" and folder.is_dir() else ""
 
@@ -281,9 +288,9 @@ def straggler(run: Run) -> str:
 
 def where_time_went(run: Run) -> Rows:
     """Return the seconds of the whole run by kind, all starts together."""
-    if not run.segments:
-        return []
     whole_s = running_s(run)
+    if not whole_s:
+        return []
     step_s, data_s, comm_s = (sum(known(run.steps, k)) for k in ("step_s", "data_s", "comm_s"))
     parts = {
         "compute": step_s - data_s - comm_s,

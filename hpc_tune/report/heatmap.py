@@ -22,9 +22,10 @@ def heatmap(runs: Sequence[Run]) -> Figure | None:
         return None
     num_ranks = max(len(row["work_s"]) for row in run.ranks)
     group = -(-num_ranks // _ROWS)
-    cells = _cells(run.ranks, num_ranks, group)
+    lines = sorted(run.ranks, key=lambda line: line["step"])
+    cells = _cells(lines, num_ranks, group)
     highest = max(value for column in cells for value in column if value == value)
-    first, last = run.ranks[0]["step"], run.ranks[-1]["step"]
+    first, last = lines[0]["step"], lines[-1]["step"]
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(
@@ -55,7 +56,8 @@ def _cells(lines: Sequence[Row], num_ranks: int, group: int) -> list[list[float]
     nothing, num_rows = float("nan"), -(-num_ranks // group)
     columns: list[list[float]] = [[] for _ in range(num_columns)]
     for line in lines:
-        place = int((line["step"] - first) / (last - first + 1) * num_columns)
+        share = (line["step"] - first) / (last - first + 1)
+        place = min(num_columns - 1, int(share * num_columns))
         median = max(statistics.median(line["work_s"]), 1e-4)
         values = [work_s / median for work_s in line["work_s"]]
         rows = [max(values[i : i + group]) for i in range(0, len(values), group)]

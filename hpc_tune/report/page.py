@@ -11,6 +11,7 @@ from hpc_tune import __version__
 from hpc_tune.report.checkpoints import checkpoints
 from hpc_tune.report.facts import (
     START_HEADS,
+    adapter_of,
     changed_settings,
     command_of,
     event_text,
@@ -29,7 +30,7 @@ from hpc_tune.report.numbers import numbers
 from hpc_tune.report.read import Run, differences
 from hpc_tune.units import format_bytes
 
-_SHOWN_EVENTS = 200
+_SHOWN_EVENTS, _SHOWN_STARTS = 200, 50
 
 _STYLE = """
 *{box-sizing:border-box}
@@ -37,7 +38,7 @@ body{margin:0;background:#f4f5f7;color:#1d2129;font:15px/1.45 system-ui,sans-ser
 main{max-width:1500px;margin:0 auto;padding:20px}
 h1{font-size:24px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:17px;margin:0 0 10px}
 .card{background:#fff;border:1px solid #dfe2e7;border-radius:8px;padding:14px 16px;
-margin:0 0 16px}
+margin:0 0 16px}details.card>.card{margin:12px 0 0}
 .facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(185px,1fr));gap:12px 20px}
 .facts b{display:block;font-size:17px;overflow-wrap:anywhere}
 .facts span{color:#5b6472;font-size:13px}
@@ -61,16 +62,15 @@ summary{cursor:pointer;font-weight:600}footer{color:#5b6472;font-size:13px}
 def page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
     """Return the page; ``figures`` are (name, caption, SVG)."""
     title = ", ".join(run.name for run in runs)
-    parts = [_heading(run) for run in runs] if len(runs) == 1 else [*_heading_of_many(runs)]
     shown = [_figure(caption, svg) for _, caption, svg in figures]
-    has_gap = len(figures) % 2 == 1 and len(runs) == 1
-    if has_gap:  # beside the last figure
-        shown.append(_time_card(runs[0]))
-    parts.append(f'<div class="plots">{"".join(shown)}</div>')
-    for run in runs:
-        if not has_gap:
-            parts.append(_time_card(run, f"{run.name}: " if len(runs) > 1 else ""))
-        parts += _details(run, f"{run.name}: " if len(runs) > 1 else "")
+    if len(runs) > 1:
+        parts = [*_heading_of_many(runs), _grid(shown)]
+        parts += [_folded(run) for run in runs]
+    else:
+        [run] = runs
+        has_gap = len(shown) % 2 == 1  # beside the last figure
+        beside, below = ([_time_card(run)], []) if has_gap else ([], [_time_card(run)])
+        parts = [_heading(run), _grid([*shown, *beside]), *below, *_details(run)]
     when = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -83,11 +83,25 @@ def page(runs: Sequence[Run], figures: Sequence[tuple[str, str, str]]) -> str:
     )
 
 
-def _details(run: Run, prefix: str) -> Iterator[str]:
+def _grid(cards: Iterable[str]) -> str:
+    body = "".join(cards)
+    return f'<div class="plots">{body}</div>' if body else ""
+
+
+def _folded(run: Run) -> str:
+    """Return the details of one run of several, to be opened."""
+    cards = "".join([_time_card(run), *_details(run)])
+    name = _text(f"{run.name}: where the time went, starts, data, settings and what happened")
+    return f'<details class="card"><summary>{name}</summary>{cards}</details>'
+
+
+def _details(run: Run) -> Iterator[str]:
     """Yield the cards of one run below the figures."""
     heads = ("", "predicted", "measured", "off by")
+    all_starts = start_rows(run)
+    left = _left_out(len(all_starts), _SHOWN_STARTS)
     for name, body in (
-        ("Starts", _table(START_HEADS, start_rows(run), "")),
+        (f"Starts{left}", _table(START_HEADS, all_starts[-_SHOWN_STARTS:], "")),
         ("Predicted and measured", _table(heads, predictions(run), "")),
         ("What ran", _table(None, what_ran(run), "")),
         ("What the data gave", _table(None, what_the_data_gave(run), "")),
@@ -95,18 +109,16 @@ def _details(run: Run, prefix: str) -> Iterator[str]:
         ("Checkpoints", _table(("checkpoint", "size", "now"), checkpoints(run.path), "")),
     ):
         if body:
-            yield _card(prefix + name, body)
-    yield _events(run, prefix)
+            yield _card(name, body)
+    yield _events(run)
     yield _card(
-        f"{prefix}Settings that are not at their defaults",
+        "Settings that are not at their defaults",
         _table(("setting", "here", "default"), changed_settings(run), "none") + _all_settings(run),
     )
 
 
-def _time_card(run: Run, prefix: str = "") -> str:
-    return _card(
-        f"{prefix}Where the time went", _table(None, where_time_went(run), "nothing is known")
-    )
+def _time_card(run: Run) -> str:
+    return _card("Where the time went", _table(None, where_time_went(run), "nothing is known"))
 
 
 def _all_settings(run: Run) -> str:
@@ -117,7 +129,11 @@ def _all_settings(run: Run) -> str:
 def _heading(run: Run) -> str:
     """Return the first screen: what came out, how it ended, what to do; then the main figures."""
     told = ("status", "reason", "step", "exit_code", "rank", "host")
-    rows = [("How it ended", how_it_ended(run)), ("What came out", what_came_out(run))]
+    is_over = run.state != "running"
+    rows = [
+        ("How it ended" if is_over else "Now", how_it_ended(run)),
+        ("What came out" if is_over else "So far", what_came_out(run)),
+    ]
     rows += [(key, _shown(key, value)) for key, value in run.outcome.items() if key not in told]
     rows.append(("Next", next_command(run)))
     if command := command_of(run):
@@ -146,10 +162,11 @@ def _heading_of_many(runs: Sequence[Run]) -> Iterator[str]:
     fact_names = dict.fromkeys(name for values in all_facts for name in values)
     rows = [("how it ended", *(f"{run.state}: {how_it_ended(run)}" for run in runs))]
     rows += [(name, *(values.get(name, "") for values in all_facts)) for name in fact_names]
+    rows += [("adapter", *map(adapter_of, runs))]
     yield _card("What came out", _table(names, rows, ""))
 
 
-def _events(run: Run, prefix: str) -> str:
+def _events(run: Run) -> str:
     kept = [e for e in run.events if e.get("kind") not in ("start", "memory", "layout")]
     rows = [
         (
@@ -160,9 +177,13 @@ def _events(run: Run, prefix: str) -> str:
         )
         for event in kept[-_SHOWN_EVENTS:]
     ]
-    left = f" (the last {_SHOWN_EVENTS} of {len(kept)})" if len(kept) > _SHOWN_EVENTS else ""
+    left = _left_out(len(kept), _SHOWN_EVENTS)
     table = _table(("time", "step", "kind", "what"), rows, "nothing but steps")
-    return _card(f"{prefix}What happened{left}", table)
+    return _card(f"What happened{left}", table)
+
+
+def _left_out(num: int, shown: int) -> str:
+    return f" (the last {shown} of {num})" if num > shown else ""
 
 
 def _figure(caption: str, svg: str) -> str:

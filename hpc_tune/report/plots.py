@@ -322,7 +322,7 @@ def finished(figure: Figure, *all_axes: Any) -> Figure | None:
             axes.xaxis.set_major_locator(whole_numbers())
         for line in axes.lines:
             if len(line.get_xdata()) == 1 and line.get_marker() == "None":  # type: ignore[arg-type]
-                line.set_marker("o")
+                line.set_marker("o" if line.get_linestyle() == "-" else "x")
     handles, labels = all_axes[0].get_legend_handles_labels()
     if any(labels) and len(labels) > 1:
         # A letter is a little over half as wide as high; the line before it takes four.

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,10 +119,11 @@ class Run:
 
     def elapsed_s(self, at_s: float) -> float:
         """Return the seconds that the run had been running at a time, without waits in a queue."""
-        for segment in reversed(self.segments):
-            if at_s >= segment.begin_s:
-                return segment.before_s + min(at_s, segment.end_s) - segment.begin_s
-        return 0.0
+        place = bisect(self.segments, at_s, key=lambda segment: segment.begin_s) - 1
+        if place < 0:
+            return 0.0
+        segment = self.segments[place]
+        return segment.before_s + min(at_s, segment.end_s) - segment.begin_s
 
 
 class Lines:
@@ -264,6 +266,8 @@ def _event(event: Row) -> Row:
     for name, value in event.items():
         if isinstance(value, _PARTS.get(name, str)) and name not in _NUMBERS:
             kept[name] = value
+    if "counts" in kept:
+        kept["counts"] = _numbers(kept["counts"])
     phases = kept.get("phases", {})
     kept["phases"] = {k: _numbers(v) for k, v in phases.items() if isinstance(v, dict)}
     return kept

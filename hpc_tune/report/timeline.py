@@ -33,7 +33,11 @@ def timeline(runs: Sequence[Run]) -> Figure | None:
     unit, factor = time_unit(max(elapsed(run, row) for row in run.steps[-1:]))
     figure = Figure(figsize=SIZE, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    rows = [{**row, "at": elapsed(run, row) / factor} for row in run.steps if "time" in row]
+    rows = [
+        {"step": row["step"], "loss": row.get("loss"), "at": elapsed(run, row) / factor}
+        for row in run.steps
+        if "time" in row
+    ]
     above.plot(*points(rows, "at", "loss"), color=COLORS[0], lw=1.3, label="training loss")
     ends = {row["step"]: row["at"] for row in rows}
     evals = [{**row, "at": ends.get(row["step"], 0.0)} for row in run.evals]

@@ -22,6 +22,7 @@ from hpc_tune.units import format_bytes, format_count, format_seconds
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDE, _EVENTS, _RECENT = 48, 6, 20
+_SILENT = ("memory", "start", "layout")  # events without a text of their own
 _COLORS = {"done": "green", "running": "cyan", "stopped": "yellow"}
 
 
@@ -131,7 +132,8 @@ def _memory(row: Row, kind: str) -> list[RenderableType]:
 
 def _events(run: Run) -> list[RenderableType]:
     table = Table.grid(padding=(0, 2))
-    for event in [e for e in run.events if e.get("kind") not in ("memory", "start")][-_EVENTS:]:
+    told = [event for event in run.events if event.get("kind") not in _SILENT]
+    for event in told[-_EVENTS:]:
         when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         step = "" if event.get("step") is None else f"step {event['step']}"
         table.add_row(when, step, str(event.get("kind", "")), Text(event_text(event)))

@@ -174,7 +174,8 @@ def _hardware(comm: Comm) -> str:
     """Return what rank 0 computes on."""
     if comm.device.type == "cuda":
         return torch.cuda.get_device_name(comm.device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads per rank"
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''} per rank"
 
 
 def _counts(data: Data) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """``mpirun -np N python -m hpc_tune``, literally, with no arguments."""
 
+import json
 import time
 
 import pytest
@@ -27,6 +28,14 @@ def test_16_ranks_without_arguments_give_the_losses_of_one(tmp_path):
     done = train(words)
     assert done.returncode == 0, done.stderr
     assert worst_gap(losses(tiny), losses(tmp_path / "one")) < 1e-5
+    most, slowest = rows(tiny, "most_work_s"), rows(tiny, "slowest_rank")
+    lines = [json.loads(line) for line in (tiny / "ranks.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    for line in lines:
+        step, work_s = line["step"], line["work_s"]
+        assert len(work_s) == 16
+        assert max(work_s) == pytest.approx(most[step], abs=2e-4)
+        assert work_s[slowest[step]] == pytest.approx(max(work_s), abs=2e-4)
 
 
 @pytest.mark.full

@@ -73,7 +73,9 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
 
     monkeypatch.setattr(train_exit, "die", die)
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: str(error))
-    comm = SimpleNamespace(world=SimpleNamespace(rank=rank), is_rank_0=rank == 0, nonce="1")
+    comm = SimpleNamespace(
+        world=SimpleNamespace(rank=rank, hostname="n1"), is_rank_0=rank == 0, nonce="1"
+    )
     for before in (None, outcome.Outcome("failed", "said before", None, 1)):
         if before is not None:
             outcome.write(before, tmp_path)
@@ -87,10 +89,12 @@ def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, mon
     """A launcher ends the other ranks, and the one that hangs, with SIGTERM."""
     monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: str(error))
-    comm, codes = SimpleNamespace(world=SimpleNamespace(rank=0), is_rank_0=True, nonce="1"), []
+    world, codes = SimpleNamespace(rank=0, hostname="n1"), []
+    comm = SimpleNamespace(world=world, is_rank_0=True, nonce="1")
     train_exit.fail(comm, ConfigError("a disk hangs"), tmp_path)
     train_exit.fail(comm, LeavingError("SIGTERM", 3), tmp_path)
-    assert outcome.read(tmp_path)["reason"] == "a disk hangs"
+    found = outcome.read(tmp_path)
+    assert [found[name] for name in ("reason", "rank", "host")] == ["a disk hangs", 0, "n1"]
     assert codes == [2, 2]
 
 

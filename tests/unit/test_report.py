@@ -334,6 +334,30 @@ def test_a_hundred_thousand_steps_on_512_ranks_are_drawn_in_ten_seconds(make):
     assert took_s < 10
 
 
+def test_odd_lines_of_any_file_still_give_a_page(make):
+    run = make(outcome=DONE)
+    odd = [{"step": 5, "work_s": [1.0]}, {"step": 3, "work_s": [2.0, "x"]}, {"step": -7}]
+    odd += [{"step": 1e299, "work_s": [1e299, 0, -1]}, {"work_s": [1]}, {"step": 2, "work_s": {}}]
+    with (run / "ranks.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in odd)
+    begun = event("start", BEGAN_S, counts={"tokens": "many", "rows": None}, remarks="none")
+    begun |= {"hosts": ["n1"], "launcher": 3, "links": {}, "command": {"a": 1}}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(begun) + "\n")
+    checked(write_report([run]))
+
+
+def test_a_manifest_leads_to_no_file_outside_of_its_checkpoint(tmp_path):
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    folder.mkdir(parents=True)
+    empty = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    (tmp_path / "outside").write_bytes(b"")
+    for name in ("/dev/zero", "../../outside", f"{tmp_path}/outside"):
+        (folder / "manifest.json").write_text(json.dumps({"files": {name: empty}}))
+        [(_, _, told)] = checkpoints(tmp_path)
+        assert told.startswith("DAMAGED"), name
+
+
 def test_the_slow_rank_is_the_dark_one(make):
     """Rank 1 works 1.4 s beside 1.0 s: 1.17 and 0.83 of the median."""
     figures = {name: figure for name, _, figure in all_figures([read_run(make())])}
@@ -404,6 +428,9 @@ def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypa
     word = heartbeat.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
     heartbeat.write(word, heartbeat.path_of(run, 0))
     assert read_run(run).reason == "it is training step 3"
+    text = checked(write_report([run]))
+    assert re.search(r"Now +it is training step 3 +So far +Training loss", text)
+    assert f"python -m hpc_tune watch {run}" in text
 
 
 def test_watch_ends_with_the_run(make, monkeypatch):

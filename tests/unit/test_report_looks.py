@@ -35,7 +35,7 @@ for (const e of document.querySelectorAll("body *")) {
     wrong.push("squeezed: " + e.outerHTML.slice(0, 90));
   if (e.tagName === "svg" && shown(e).height < 100) wrong.push("no picture");
 }
-const cards = [...document.querySelectorAll(".card")];
+const cards = [...document.querySelectorAll(".card")].filter(e => e.checkVisibility());
 for (const [i, a] of cards.entries()) for (const b of cards.slice(i + 1)) {
   const p = shown(a), q = shown(b);
   if (p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 1 && q.top < p.bottom - 1)
