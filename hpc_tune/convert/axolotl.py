@@ -93,7 +93,9 @@ def _target_linear(value: Any, theirs: Theirs) -> Outcome:
 
 def _batch(value: Any, theirs: Theirs) -> Outcome:
     ranks_per_row = 1
-    for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
+    context = "context_parallel_size"
+    context = context if theirs.get(context) else "sequence_parallel_degree"  # its older name
+    for key in ("tensor_parallel_size", context):
         if theirs.get(key):
             ranks_per_row *= theirs.whole(key)
     if theirs.get("batch_size"):
@@ -151,8 +153,9 @@ def _schedule(value: Any, theirs: Theirs) -> Outcome:
 
 
 def _bf16(value: Any, theirs: Theirs) -> Outcome:
-    if value != "full" and str(value).lower() not in ("true", "auto"):
-        return Decided("model.dtype=auto takes what the device has")
+    halves = [key for key in ("bf16", "bfloat16", "fp16", "float16") if theirs.is_on(key)]
+    if str(value).lower() == "false":
+        return Decided(f"{halves[0]} says it") if halves else Taken({"model.dtype": "fp32"})
     if value == "auto" and (theirs.is_on("fp16") or theirs.is_on("float16")):
         return Decided("fp16 goes before it")
     ours: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}

@@ -204,6 +204,7 @@ def _jinja(value: Any, theirs: Theirs) -> Outcome:
 CHAT_TEMPLATE: dict[str, Rule] = {"chat_template": _template, "chat_template_jinja": _jinja}
 _OF_A_DATASET: dict[str, Rule] = {
     **CHAT_TEMPLATE,
+    "conversation": _template,
     "type": _type,
     **each(_column, " ".join(_FIELD_KEYS)),
     "split": _split,
@@ -211,7 +212,7 @@ _OF_A_DATASET: dict[str, Rule] = {
     **each(_turn_end, "train_on_eos train_on_eot"),
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
     "message_field_training": _training_mark,
-    **each(_BY_KEYS, "conversation field_human field_model roles.* input_format"),
+    **each(_BY_KEYS, "field_human field_model roles.* input_format"),
     "ds_type": Decided("the ending of a file says its kind"),
     **each(Decided("all keys of a message are given to the template"), "field_thinking"),
     **each(Decided("data are prepared by all ranks, each a part"), "preprocess_shards"),

@@ -111,7 +111,8 @@ def recognise(theirs: dict[str, Any]) -> Tool:
         return LLAMA_FACTORY
     if "base_model" in theirs and {*LISTS, "adapter", "micro_batch_size"} & set(theirs):
         return AXOLOTL
-    found = ", ".join(map(str, theirs)) or "nothing"
+    found = ", ".join(map(str, list(theirs)[:12])) or "nothing"
+    found += " and more" if len(theirs) > 12 else ""
     raise ConfigError(
         f"found the keys {found}; expected a training config of torchtune (optimizer, and model "
         "with _component_), LLaMA-Factory (model_name_or_path, and stage or finetuning_type) or "

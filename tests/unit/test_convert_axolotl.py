@@ -296,6 +296,9 @@ def test_no_rule_is_for_a_key_that_the_tables_have_twice():
         ({"adapter": None}, {"tune.param_dtype": None}),  # DeepSpeed keeps fp32
         ({"bf16": "auto"}, {"model.dtype": "auto"}),
         ({"bf16": None, "float32": True}, {"model.dtype": None}),
+        ({"bf16": False}, {"model.dtype": "fp32"}),
+        ({"bf16": False, "bfloat16": True}, {"model.dtype": "bf16"}),
+        ({"bf16": False, "fp16": True}, {"model.dtype": None}),
         ({"sequence_len": None}, {"data.seq_len": 512}),
         ({"sample_packing": None}, {"data.packing": False}),
         ({"train_on_inputs": True}, {"data.loss_on": "all"}),
@@ -306,6 +309,10 @@ def test_no_rule_is_for_a_key_that_the_tables_have_twice():
             {"batch.global_size": 24 * 4},
         ),
         ({"sequence_parallel_degree": 4}, {"batch.global_size": 2 * 8}),
+        (
+            {"sequence_parallel_degree": 4, "context_parallel_size": 4},
+            {"batch.global_size": 2 * 8},
+        ),
         ({"tensor_parallel_size": 2}, {"batch.global_size": 2 * 8 * 2}),
         ({"max_steps": 40}, {"train.max_steps": 40, "train.epochs": None}),
         ({"num_epochs": None}, {"train.epochs": 1.0}),
@@ -353,7 +360,7 @@ def test_what_axolotl_says_elsewhere_or_by_default_counts_too(changes, expected)
         ({"chat_template": "chatml"}, "chat_template", "Jinja file"),
         ({"chat_template_jinja": "{{ bos_token }}"}, "chat_template_jinja", "into a file"),
         ({"tokens": ["<x>"]}, "tokens", "no tokens are added"),
-        ({"special_tokens__eos_token": "<x>"}, "special_tokens.eos_token", "no tokens are added"),
+        ({"special_tokens__eos_token": "<x>"}, "special_tokens.eos_token", "tokenizer's own"),
         ({"plugins": ["my.Plugin"]}, "plugins", "Plugin: there are no plugins"),
         (
             {"model_config": {"rope_scaling": {"factor": 2}}},
@@ -379,6 +386,7 @@ def test_what_must_be_seen_to_first_is_marked(changes, key, words):
         ({"path": "a.jsonl", "split": "train[:20%]"}, "a.jsonl", "split", "cut this part"),
         ({"path": "a.jsonl", "type": "input_output"}, "a.jsonl", "type", "docs/data.md"),
         ({"path": "a.jsonl", "type": "context_qa"}, "a.jsonl", "type", "docs/data.md"),
+        ({"path": "a.jsonl", "conversation": "chatml"}, "a.jsonl", "conversation", "Jinja"),
         (
             {"path": "a.jsonl", "type": {"format": "Q: {instruction}"}},
             "a.jsonl",
