@@ -23,19 +23,20 @@ from hpc_tune.convert.outcomes import (
     same,
 )
 from hpc_tune.convert.trainer import (
+    SCHEDULES,
     deepspeed,
     epochs,
+    eval_steps,
     first_adapter,
     max_steps,
     optimizer,
     rank_stabilized,
     save_steps,
+    save_strategy,
     val_size,
     warmup,
 )
 
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
-_SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 _FULL = "none: all weights are trained"
 # Plugins that change how something is computed, and not what.
 _KERNELS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
@@ -118,31 +119,8 @@ def _loss_on(value: Any, theirs: Theirs) -> Outcome:
     return Taken({"data.loss_on": "all" if str(value).lower() == "true" else "answers"})
 
 
-def _has_held_out(theirs: Theirs) -> bool:
-    share = theirs.get("val_set_size")
-    is_share = isinstance(share, int | float) and 0 < share < 1
-    return is_share or bool(files_of("test_datasets", theirs))
-
-
-def _eval_steps(value: Any, theirs: Theirs) -> Outcome:
-    if isinstance(value, float) and value < 1:
-        return Left("train.eval_every_steps is a number of steps: set it", to_do=True)
-    if _has_held_out(theirs):
-        return Taken({"train.eval_every_steps": value})
-    return Left(f"set train.eval_every_steps={value} together with data.eval_path")
-
-
-def _save_strategy(value: Any, theirs: Theirs) -> Outcome:
-    match value:
-        case "best":
-            return Taken({"checkpoint.keep_best": True})
-        case "no":
-            return Left("a run always saves: checkpoint.every_minutes is 30, and one at the end")
-    return Decided("checkpoints go by time and by checkpoint.every_steps, not by epochs")
-
-
 def _schedule(value: Any, theirs: Theirs) -> Outcome:
-    schedule = _SCHEDULES.get(str(value))
+    schedule = SCHEDULES.get(str(value))
     if schedule is None:
         return Left("optim.schedule is constant, linear or cosine", to_do=True)
     if schedule == "constant":
@@ -259,9 +237,11 @@ _TAKEN: dict[str, Rule] = {
     **each(offload_params, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"),
     **each(deepspeed, "deepspeed deepspeed.*"),
     "torch_compile": _compile,
-    "eval_steps": _eval_steps,
+    "eval_steps": eval_steps(
+        "val_set_size", lambda theirs: bool(files_of("test_datasets", theirs))
+    ),
     "save_steps": save_steps,
-    "save_strategy": _save_strategy,
+    "save_strategy": save_strategy,
     "save_total_limit": same("checkpoint.keep"),
     "profiler_steps": _profile,
     "dataset_prepared_path": same("data.cache"),

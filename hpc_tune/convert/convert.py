@@ -31,7 +31,7 @@ from hpc_tune.safe_yaml import load_yaml
 PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password)$")
+_SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password|secret|webhook_url)$")
 
 
 @dataclass(frozen=True)

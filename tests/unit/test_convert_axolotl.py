@@ -273,14 +273,6 @@ def test_every_key_of_the_reference_is_known():
     assert AXOLOTL.outcome("no_such_key", nothing) is None
 
 
-def test_no_rule_is_for_a_key_that_the_tables_have_twice():
-    """A table that comes later would win unseen."""
-    from hpc_tune.convert import axolotl, axolotl_others
-
-    tables = (axolotl._TAKEN, axolotl_others.DECIDED, axolotl_others.LEFT)
-    assert len(AXOLOTL.rules) == sum(map(len, tables))
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
