@@ -8,6 +8,7 @@ over all of them.
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,10 +63,12 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     notes = list(converted.to_do)
     if ranks is None:
         notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
-    text = render(converted, notes, file.name)
+    text, lines = render(converted, notes, file.name), report(converted, notes)
     if out is not None:
         write_new(out, text)
-    return report(converted, notes), text
+        lines += [f"wrote {out}. After what has a star:"] if notes else [f"wrote {out}. Next:"]
+        lines.append(f"  python -m hpc_tune plan --config {shlex.quote(str(out))}")
+    return lines, text
 
 
 def convert(theirs: dict[str, Any], ranks: int) -> Converted:

@@ -377,6 +377,7 @@ def test_what_must_be_seen_to_first_is_marked(changes, key, words):
         ({"path": "json", "data_files": "a.xlsx"}, None, "data_files", "JSONL or Parquet"),
         ({"path": "a.jsonl", "split": "train[:20%]"}, "a.jsonl", "split", "cut this part"),
         ({"path": "a.jsonl", "type": "input_output"}, "a.jsonl", "type", "docs/data.md"),
+        ({"path": "a.jsonl", "type": "pygmalion"}, "a.jsonl", "type", "docs/data.md"),
         ({"path": "a.jsonl", "type": "context_qa"}, "a.jsonl", "type", "docs/data.md"),
         ({"path": "a.jsonl", "conversation": "chatml"}, "a.jsonl", "conversation", "Jinja"),
         (
@@ -432,10 +433,11 @@ def test_files_and_columns_of_datasets_are_taken_over(datasets, expected):
 
 
 @EXAMPLES
-def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, text, ours):
+def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, text, ours):
     source, out = tmp_path / "theirs.yml", tmp_path / "ours.yaml"
     source.write_text(text)
     assert cli.main(["convert", str(source), "--ranks", "4", "--out", str(out)]) == EXIT_DONE
+    assert capsys.readouterr().err.endswith(f"  python -m hpc_tune plan --config {out}\n")
     expected = yaml.safe_load(ours)
     config = load_config(str(out))
     assert config.batch.global_size == expected["batch"]["global_size"]
@@ -448,6 +450,12 @@ def test_what_is_learned_from_text_alone_is_taken_over():
     for text["pretraining_dataset"] in (dataset, [dataset]):
         came = settings(command.convert(text, 4))
         assert (came["data.path"], came["data.columns"]) == ("/data/books", {"body": "text"})
+
+
+def test_the_name_of_a_loader_is_not_taken_for_one_of_a_hub():
+    dataset = {"path": "json", "data_files": "a.xlsx"}
+    converted = command.convert(theirs(LORA, datasets=[dataset]), 1)
+    assert line_of(converted.decided, "datasets.0.path") is not None
 
 
 def test_a_secret_in_a_config_is_not_printed():
