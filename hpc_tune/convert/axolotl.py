@@ -23,19 +23,20 @@ from hpc_tune.convert.outcomes import (
     same,
 )
 from hpc_tune.convert.trainer import (
+    SCHEDULES,
     deepspeed,
     epochs,
+    eval_steps,
     first_adapter,
     max_steps,
     optimizer,
     rank_stabilized,
     save_steps,
+    save_strategy,
     val_size,
     warmup,
 )
 
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
-_SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 _FULL = "none: all weights are trained"
 # Plugins that change how something is computed, and not what.
 _KERNELS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
@@ -93,7 +94,9 @@ def _target_linear(value: Any, theirs: Theirs) -> Outcome:
 
 def _batch(value: Any, theirs: Theirs) -> Outcome:
     ranks_per_row = 1
-    for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
+    context = "context_parallel_size"
+    context = context if theirs.get(context) else "sequence_parallel_degree"  # its older name
+    for key in ("tensor_parallel_size", context):
         if theirs.get(key):
             ranks_per_row *= theirs.whole(key)
     if theirs.get("batch_size"):
@@ -116,31 +119,8 @@ def _loss_on(value: Any, theirs: Theirs) -> Outcome:
     return Taken({"data.loss_on": "all" if str(value).lower() == "true" else "answers"})
 
 
-def _has_held_out(theirs: Theirs) -> bool:
-    share = theirs.get("val_set_size")
-    is_share = isinstance(share, int | float) and 0 < share < 1
-    return is_share or bool(files_of("test_datasets", theirs))
-
-
-def _eval_steps(value: Any, theirs: Theirs) -> Outcome:
-    if isinstance(value, float) and value < 1:
-        return Left("train.eval_every_steps is a number of steps: set it", to_do=True)
-    if _has_held_out(theirs):
-        return Taken({"train.eval_every_steps": value})
-    return Left(f"set train.eval_every_steps={value} together with data.eval_path")
-
-
-def _save_strategy(value: Any, theirs: Theirs) -> Outcome:
-    match value:
-        case "best":
-            return Taken({"checkpoint.keep_best": True})
-        case "no":
-            return Left("a run always saves: checkpoint.every_minutes is 30, and one at the end")
-    return Decided("checkpoints go by time and by checkpoint.every_steps, not by epochs")
-
-
 def _schedule(value: Any, theirs: Theirs) -> Outcome:
-    schedule = _SCHEDULES.get(str(value))
+    schedule = SCHEDULES.get(str(value))
     if schedule is None:
         return Left("optim.schedule is constant, linear or cosine", to_do=True)
     if schedule == "constant":
@@ -151,8 +131,9 @@ def _schedule(value: Any, theirs: Theirs) -> Outcome:
 
 
 def _bf16(value: Any, theirs: Theirs) -> Outcome:
-    if value != "full" and str(value).lower() not in ("true", "auto"):
-        return Decided("model.dtype=auto takes what the device has")
+    halves = [key for key in ("bf16", "bfloat16", "fp16", "float16") if theirs.is_on(key)]
+    if str(value).lower() == "false":
+        return Decided(f"{halves[0]} says it") if halves else Taken({"model.dtype": "fp32"})
     if value == "auto" and (theirs.is_on("fp16") or theirs.is_on("float16")):
         return Decided("fp16 goes before it")
     ours: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
@@ -256,9 +237,11 @@ _TAKEN: dict[str, Rule] = {
     **each(offload_params, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"),
     **each(deepspeed, "deepspeed deepspeed.*"),
     "torch_compile": _compile,
-    "eval_steps": _eval_steps,
+    "eval_steps": eval_steps(
+        "val_set_size", lambda theirs: bool(files_of("test_datasets", theirs))
+    ),
     "save_steps": save_steps,
-    "save_strategy": _save_strategy,
+    "save_strategy": save_strategy,
     "save_total_limit": same("checkpoint.keep"),
     "profiler_steps": _profile,
     "dataset_prepared_path": same("data.cache"),

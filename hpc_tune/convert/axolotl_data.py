@@ -26,7 +26,7 @@ _LOADERS = ("json", "csv", "parquet", "arrow", "text")
 _BY_KEYS = Decided("the form of a record is found by its keys")
 _LEARNED = Decided("the assistant's answers are learned, each up to the token that ends it")
 # Types whose records have the fields of ours; axolotl writes some of them in words of its own.
-_CHATS = ("chat_template", "sharegpt", "pygmalion")
+_CHATS = ("chat_template", "sharegpt")
 _ALPACA = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", "gpteacher")
 _QUESTIONS = ("jeopardy", "context_qa.load_v2")
 _TEXTS = ("completion", "pretrain")
@@ -85,13 +85,12 @@ def _files(item: dict[str, Any]) -> list[str]:
 
 def _path(part: str, ours: str) -> Rule:
     def rule(value: Any, theirs: Theirs) -> Outcome:
+        if value in _LOADERS:
+            return Decided("the ending of a file says its kind")
         named = [i for i in theirs.items(part) if value in (i.get("path"), i.get("data_files"))]
         item = named[0]
         if not _files(item):
-            is_file = value == item.get("data_files") and item.get("path") in _LOADERS
-            return _unusable(ours) if is_file else hub_data(value, ours)
-        if value in _LOADERS:
-            return Decided("the ending of a file says its kind")
+            return _unusable(ours) if item.get("path") in _LOADERS else hub_data(value, ours)
         files = files_of(part, theirs)
         return Taken({ours: files[0] if len(files) == 1 else files})
 
@@ -204,6 +203,7 @@ def _jinja(value: Any, theirs: Theirs) -> Outcome:
 CHAT_TEMPLATE: dict[str, Rule] = {"chat_template": _template, "chat_template_jinja": _jinja}
 _OF_A_DATASET: dict[str, Rule] = {
     **CHAT_TEMPLATE,
+    "conversation": _template,
     "type": _type,
     **each(_column, " ".join(_FIELD_KEYS)),
     "split": _split,
@@ -211,7 +211,7 @@ _OF_A_DATASET: dict[str, Rule] = {
     **each(_turn_end, "train_on_eos train_on_eot"),
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
     "message_field_training": _training_mark,
-    **each(_BY_KEYS, "conversation field_human field_model roles.* input_format"),
+    **each(_BY_KEYS, "field_human field_model roles.* input_format"),
     "ds_type": Decided("the ending of a file says its kind"),
     **each(Decided("all keys of a message are given to the template"), "field_thinking"),
     **each(Decided("data are prepared by all ranks, each a part"), "preprocess_shards"),

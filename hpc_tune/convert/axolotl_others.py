@@ -153,8 +153,12 @@ LEFT: dict[str, Rule] = {
         lacking(
             "no tokens are added; save the model and its tokenizer with them first", to_do=True
         ),
-        "tokens added_tokens_overrides special_tokens.bos_token special_tokens.eos_token "
-        "special_tokens.unk_token special_tokens.additional_special_tokens fix_untrained_tokens",
+        "tokens added_tokens_overrides special_tokens.additional_special_tokens "
+        "fix_untrained_tokens",
+    ),
+    **each(
+        lacking("the tokenizer's own is taken: if that is another, change it there", to_do=True),
+        "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token",
     ),
     **each(
         lacking("embeddings keep their size"),

@@ -8,6 +8,7 @@ over all of them.
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from hpc_tune.safe_yaml import load_yaml
 PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password)$")
+_SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password|secret|webhook_url)$")
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,12 @@ def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[
     notes = list(converted.to_do)
     if ranks is None:
         notes.insert(0, "batch.global_size: --ranks was not given, so 1 rank is assumed")
-    text = render(converted, notes, file.name)
+    text, lines = render(converted, notes, file.name), report(converted, notes)
     if out is not None:
         write_new(out, text)
-    return report(converted, notes), text
+        lines += [f"wrote {out}. After what has a star:"] if notes else [f"wrote {out}. Next:"]
+        lines.append(f"  python -m hpc_tune plan --config {shlex.quote(str(out))}")
+    return lines, text
 
 
 def convert(theirs: dict[str, Any], ranks: int) -> Converted:
@@ -111,7 +114,8 @@ def recognise(theirs: dict[str, Any]) -> Tool:
         return LLAMA_FACTORY
     if "base_model" in theirs and {*LISTS, "adapter", "micro_batch_size"} & set(theirs):
         return AXOLOTL
-    found = ", ".join(map(str, theirs)) or "nothing"
+    found = ", ".join(map(str, list(theirs)[:12])) or "nothing"
+    found += " and more" if len(theirs) > 12 else ""
     raise ConfigError(
         f"found the keys {found}; expected a training config of torchtune (optimizer, and model "
         "with _component_), LLaMA-Factory (model_name_or_path, and stage or finetuning_type) or "

@@ -16,6 +16,8 @@ from hpc_tune.convert.outcomes import (
     is_path,
 )
 
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
+SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 NF4 = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
@@ -61,6 +63,20 @@ def val_size(value: Any, theirs: Theirs) -> Outcome:
     if isinstance(value, int | float) and 0 < value < 1:
         return Taken({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
     return Left("data.eval_fraction is a share of the documents: set it", to_do=True)
+
+
+def eval_steps(share: str, has_files: Callable[[Theirs], bool] = lambda theirs: False) -> Rule:
+    """Rule for the steps between evaluations, where ``share`` or files give data to hold out."""
+
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        held_out = theirs.get(share)
+        if isinstance(value, float) and value < 1:
+            return Left("train.eval_every_steps is a number of steps: set it", to_do=True)
+        if has_files(theirs) or (isinstance(held_out, float) and 0 < held_out < 1):
+            return Taken({"train.eval_every_steps": value})
+        return Left(f"set train.eval_every_steps={value} together with data.eval_path")
+
+    return rule
 
 
 def has_max_steps(theirs: Theirs) -> bool:
@@ -114,6 +130,16 @@ def deepspeed(value: Any, theirs: Theirs) -> Outcome:
     asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
     asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
     return Decided(LAYOUT + asked)
+
+
+def save_strategy(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for when checkpoints are saved."""
+    match value:
+        case "best":
+            return Taken({"checkpoint.keep_best": True})
+        case "no":
+            return Left("a run always saves: checkpoint.every_minutes is 30, and one at the end")
+    return Decided("checkpoints go by time and by checkpoint.every_steps, not by epochs")
 
 
 def save_steps(value: Any, theirs: Theirs) -> Outcome:

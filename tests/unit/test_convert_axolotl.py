@@ -273,14 +273,6 @@ def test_every_key_of_the_reference_is_known():
     assert AXOLOTL.outcome("no_such_key", nothing) is None
 
 
-def test_no_rule_is_for_a_key_that_the_tables_have_twice():
-    """A table that comes later would win unseen."""
-    from hpc_tune.convert import axolotl, axolotl_others
-
-    tables = (axolotl._TAKEN, axolotl_others.DECIDED, axolotl_others.LEFT)
-    assert len(AXOLOTL.rules) == sum(map(len, tables))
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -296,6 +288,9 @@ def test_no_rule_is_for_a_key_that_the_tables_have_twice():
         ({"adapter": None}, {"tune.param_dtype": None}),  # DeepSpeed keeps fp32
         ({"bf16": "auto"}, {"model.dtype": "auto"}),
         ({"bf16": None, "float32": True}, {"model.dtype": None}),
+        ({"bf16": False}, {"model.dtype": "fp32"}),
+        ({"bf16": False, "bfloat16": True}, {"model.dtype": "bf16"}),
+        ({"bf16": False, "fp16": True}, {"model.dtype": None}),
         ({"sequence_len": None}, {"data.seq_len": 512}),
         ({"sample_packing": None}, {"data.packing": False}),
         ({"train_on_inputs": True}, {"data.loss_on": "all"}),
@@ -306,6 +301,10 @@ def test_no_rule_is_for_a_key_that_the_tables_have_twice():
             {"batch.global_size": 24 * 4},
         ),
         ({"sequence_parallel_degree": 4}, {"batch.global_size": 2 * 8}),
+        (
+            {"sequence_parallel_degree": 4, "context_parallel_size": 4},
+            {"batch.global_size": 2 * 8},
+        ),
         ({"tensor_parallel_size": 2}, {"batch.global_size": 2 * 8 * 2}),
         ({"max_steps": 40}, {"train.max_steps": 40, "train.epochs": None}),
         ({"num_epochs": None}, {"train.epochs": 1.0}),
@@ -353,7 +352,7 @@ def test_what_axolotl_says_elsewhere_or_by_default_counts_too(changes, expected)
         ({"chat_template": "chatml"}, "chat_template", "Jinja file"),
         ({"chat_template_jinja": "{{ bos_token }}"}, "chat_template_jinja", "into a file"),
         ({"tokens": ["<x>"]}, "tokens", "no tokens are added"),
-        ({"special_tokens__eos_token": "<x>"}, "special_tokens.eos_token", "no tokens are added"),
+        ({"special_tokens__eos_token": "<x>"}, "special_tokens.eos_token", "tokenizer's own"),
         ({"plugins": ["my.Plugin"]}, "plugins", "Plugin: there are no plugins"),
         (
             {"model_config": {"rope_scaling": {"factor": 2}}},
@@ -378,7 +377,9 @@ def test_what_must_be_seen_to_first_is_marked(changes, key, words):
         ({"path": "json", "data_files": "a.xlsx"}, None, "data_files", "JSONL or Parquet"),
         ({"path": "a.jsonl", "split": "train[:20%]"}, "a.jsonl", "split", "cut this part"),
         ({"path": "a.jsonl", "type": "input_output"}, "a.jsonl", "type", "docs/data.md"),
+        ({"path": "a.jsonl", "type": "pygmalion"}, "a.jsonl", "type", "docs/data.md"),
         ({"path": "a.jsonl", "type": "context_qa"}, "a.jsonl", "type", "docs/data.md"),
+        ({"path": "a.jsonl", "conversation": "chatml"}, "a.jsonl", "conversation", "Jinja"),
         (
             {"path": "a.jsonl", "type": {"format": "Q: {instruction}"}},
             "a.jsonl",
@@ -432,10 +433,11 @@ def test_files_and_columns_of_datasets_are_taken_over(datasets, expected):
 
 
 @EXAMPLES
-def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, text, ours):
+def test_the_file_that_is_written_is_one_that_a_run_accepts(tmp_path, capsys, text, ours):
     source, out = tmp_path / "theirs.yml", tmp_path / "ours.yaml"
     source.write_text(text)
     assert cli.main(["convert", str(source), "--ranks", "4", "--out", str(out)]) == EXIT_DONE
+    assert capsys.readouterr().err.endswith(f"  python -m hpc_tune plan --config {out}\n")
     expected = yaml.safe_load(ours)
     config = load_config(str(out))
     assert config.batch.global_size == expected["batch"]["global_size"]
@@ -448,6 +450,12 @@ def test_what_is_learned_from_text_alone_is_taken_over():
     for text["pretraining_dataset"] in (dataset, [dataset]):
         came = settings(command.convert(text, 4))
         assert (came["data.path"], came["data.columns"]) == ("/data/books", {"body": "text"})
+
+
+def test_the_name_of_a_loader_is_not_taken_for_one_of_a_hub():
+    dataset = {"path": "json", "data_files": "a.xlsx"}
+    converted = command.convert(theirs(LORA, datasets=[dataset]), 1)
+    assert line_of(converted.decided, "datasets.0.path") is not None
 
 
 def test_a_secret_in_a_config_is_not_printed():

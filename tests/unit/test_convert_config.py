@@ -1,6 +1,8 @@
 """Configs of other tools become ours, and no key of theirs goes missing on the way."""
 
+import ast
 import re
+from collections import Counter
 
 import pytest
 import yaml
@@ -92,7 +94,7 @@ run: {dir: /runs/qwen}
 BOTH = ("tune", "factory")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
-# The keys of the recipes that each project ships for supervised fine-tuning.
+# Of torchtune the keys of the recipes that it ships for supervised fine-tuning.
 TORCHTUNE_KEYS = """
 tokenizer._component_ tokenizer.path tokenizer.max_seq_len tokenizer.merges_file
 tokenizer.max_num_tiles model._component_ model.lora_attn_modules model.apply_lora_to_mlp
@@ -117,20 +119,72 @@ profiler.output_dir profiler.cpu profiler.cuda profiler.profile_memory profiler.
 profiler.record_shapes profiler.with_flops profiler.wait_steps profiler.warmup_steps
 profiler.active_steps profiler.num_cycles
 """
+# Of LLaMA-Factory the arguments that it documents, and those of the Trainer that it takes too.
 LLAMA_FACTORY_KEYS = """
-model_name_or_path adapter_name_or_path trust_remote_code quantization_bit quantization_method
-double_quantization stage do_train finetuning_type lora_rank lora_alpha lora_dropout lora_target
-deepspeed dataset dataset_dir eval_dataset template cutoff_len packing neat_packing max_samples
-overwrite_cache preprocessing_num_workers dataloader_num_workers tokenized_path output_dir
-logging_steps save_steps plot_loss overwrite_output_dir save_only_model report_to
-per_device_train_batch_size gradient_accumulation_steps learning_rate num_train_epochs max_steps
-lr_scheduler_type warmup_ratio warmup_steps weight_decay max_grad_norm bf16 fp16 pure_bf16
-ddp_timeout resume_from_checkpoint val_size per_device_eval_batch_size eval_strategy eval_steps seed
-ray_run_name ray_storage_path ray_num_workers resources_per_worker.GPU placement_strategy use_ray
-image_max_pixels video_max_pixels freeze_vision_tower freeze_multi_modal_projector
-freeze_language_model use_kt kt_optimize_rule cpu_infer chunk_size flash_attn use_v1_kernels
-enable_liger_kernel do_predict predict_with_generate max_new_tokens top_k top_p pref_beta pref_loss
-reward_model
+model_name_or_path adapter_name_or_path adapter_folder cache_dir use_fast_tokenizer resize_vocab
+split_special_tokens add_tokens add_special_tokens new_special_tokens_config init_special_tokens
+model_revision low_cpu_mem_usage rope_scaling flash_attn shift_attn mixture_of_depths use_unsloth
+use_unsloth_gc enable_liger_kernel moe_aux_loss_coef disable_gradient_checkpointing use_reentrant_gc
+upcast_layernorm upcast_lmhead_output train_from_scratch infer_backend offload_folder use_kv_cache
+use_v1_kernels infer_dtype hf_hub_token ms_hub_token om_hub_token print_param_status
+trust_remote_code quantization_method quantization_bit quantization_type double_quantization
+quantization_device_map fp8 fp8_backend fp8_enable_fsdp_float8_all_gather image_max_pixels
+image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels video_fps
+video_maxlen use_audio_in_video audio_sampling_rate export_dir export_size export_device
+export_quantization_bit export_quantization_dataset export_quantization_nsamples
+export_quantization_maxlen export_legacy_format export_hub_model_id vllm_maxlen vllm_gpu_util
+vllm_enforce_eager vllm_max_lora_rank vllm_config use_kt kt_optimize_rule cpu_infer chunk_size mode
+kt_maxlen kt_use_cuda_graph kt_mode kt_force_think template dataset eval_dataset dataset_dir
+media_dir cutoff_len train_on_prompt mask_history streaming buffer_size mix_strategy
+interleave_probs overwrite_cache preprocessing_batch_size preprocessing_num_workers max_samples
+eval_num_beams ignore_pad_token_for_loss val_size eval_on_each_dataset packing neat_packing
+tool_format default_system enable_thinking tokenized_path data_shared_file_system
+freeze_trainable_layers freeze_trainable_modules freeze_extra_modules additional_target lora_alpha
+lora_dropout lora_rank lora_target loraplus_lr_ratio loraplus_lr_embedding use_rslora use_dora
+pissa_init pissa_iter pissa_convert create_new_adapter module_dropout oft_rank oft_block_size
+oft_target pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing kto_chosen_weight
+kto_rejected_weight simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target
+ppo_whiten_rewards ref_model ref_model_adapters ref_model_quantization_bit reward_model
+reward_model_adapters reward_model_quantization_bit reward_model_type ld_alpha use_galore
+galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise
+use_apollo apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj
+apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front use_badam badam_mode
+badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode
+badam_verbose use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode
+swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret pure_bf16 stage
+finetuning_type use_llama_pro use_adam_mini use_mca use_muon use_dft_loss use_asft_loss asft_alpha
+use_eaft_loss eaft_alpha freeze_vision_tower freeze_multi_modal_projector freeze_language_model
+compute_accuracy disable_shuffling early_stopping_steps plot_loss
+include_effective_tokens_per_second ray_run_name ray_storage_path ray_storage_filesystem
+ray_num_workers resources_per_worker placement_strategy ray_init_kwargs overwrite_output_dir
+do_sample temperature top_p top_k num_beams max_length max_new_tokens repetition_penalty
+length_penalty skip_special_tokens sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config
+sglang_lora_backend use_ray resources_per_worker.GPU do_predict
+"""
+TRAINER_KEYS = """
+accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2
+adam_epsilon auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16
+bf16_full_eval data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context
+dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
+dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
+ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed disable_tqdm do_eval
+do_train enable_jit_checkpoint eval_accumulation_steps eval_delay eval_do_concat_batches
+eval_on_start eval_steps eval_strategy eval_use_gather_object fp16 fp16_full_eval fsdp fsdp_config
+full_determinism generation_config generation_max_length generation_num_beams
+gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better
+hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip
+include_for_metrics include_num_input_tokens_seen label_names label_smoothing_factor learning_rate
+length_column_name liger_kernel_config load_best_model_at_end local_rank log_level log_level_replica
+log_on_each_node logging_first_step logging_nan_inf_filter logging_steps logging_strategy
+lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps metric_for_best_model
+neftune_noise_alpha num_train_epochs optim optim_args optim_target_modules output_dir
+parallelism_config per_device_eval_batch_size per_device_train_batch_size predict_with_generate
+prediction_loss_only project push_to_hub remove_unused_columns report_to
+restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_on_each_node
+save_only_model save_steps save_strategy save_total_limit seed skip_memory_metrics sortish_sampler
+tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
+trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy use_cache use_cpu
+use_liger_kernel warmup_steps weight_decay
 """
 
 
@@ -152,12 +206,31 @@ def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
 
 
 @pytest.mark.parametrize(
-    ("rules", "keys"), [(TORCHTUNE, TORCHTUNE_KEYS), (LLAMA_FACTORY, LLAMA_FACTORY_KEYS)], ids=BOTH
+    ("rules", "keys"),
+    [(TORCHTUNE, TORCHTUNE_KEYS), (LLAMA_FACTORY, LLAMA_FACTORY_KEYS + TRAINER_KEYS)],
+    ids=BOTH,
 )
-def test_the_keys_of_published_recipes_are_known(rules, keys):
+def test_the_keys_that_are_documented_are_known(rules, keys):
     nothing = Theirs({}, 1)
     assert [key for key in keys.split() if rules.outcome(key, nothing) is None] == []
     assert rules.outcome("no_such_key", nothing) is None
+
+
+@pytest.mark.parametrize("pattern", ["axolotl*.py", "llama_factory*.py", "torchtune.py"])
+def test_no_key_has_two_rules(pattern):
+    """The later one would win unseen."""
+    keys = []
+    for file in (ROOT / "hpc_tune" / "convert").glob(pattern):
+        for table in ast.parse(file.read_text()).body:
+            if not isinstance(table, ast.AnnAssign) or table.target.id == "_OF_A_DATASET":
+                continue
+            keys += [key.value for key in table.value.keys if isinstance(key, ast.Constant)]
+            for node in ast.walk(table):
+                match node:
+                    case ast.Call(func=ast.Name("each"), args=[_, ast.Constant(names)]):
+                        keys += names.split()
+    assert len(keys) > 40
+    assert [key for key, number in Counter(keys).items() if number > 1] == []
 
 
 @pytest.mark.parametrize(
@@ -226,6 +299,10 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"train_on_prompt": True}, {"data.loss_on": "all"}),
         ({"max_steps": None}, {"train.epochs": 3.0, "optim.warmup_ratio": 0.1}),
         ({"val_size": 0.1}, {"data.eval_fraction": 0.1}),
+        ({"val_size": 0.1, "eval_steps": 20}, {"train.eval_every_steps": 20}),
+        ({"eval_steps": 20}, {"train.eval_every_steps": None}),
+        ({"save_strategy": "best"}, {"checkpoint.keep_best": True}),
+        ({"use_cpu": True}, {"run.device": "cpu"}),
         ({"max_steps": -1}, {"train.epochs": 3.0, "train.max_steps": None}),
         ({"warmup_ratio": None, "warmup_steps": 30}, {"optim.warmup_steps": 30}),
         ({"warmup_ratio": None}, {"optim.warmup_steps": 0, "optim.warmup_ratio": None}),

@@ -1,0 +1,194 @@
+"""LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks."""
+
+from hpc_tune.convert.outcomes import LAYOUT, Decided, Rule, each, lacking
+from hpc_tune.convert.trainer import NF4, only
+
+_PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
+DECIDED: dict[str, Rule] = {
+    "do_train": Decided("the command trains"),
+    **each(Decided("the tokenizer's chat template; data.chat_template names another"), "template"),
+    **each(Decided("data.path names the file itself"), "dataset_dir"),
+    **each(Decided("datasets of a folder are one"), "mix_strategy"),
+    **each(
+        Decided(_PREPARED),
+        "overwrite_cache preprocessing_num_workers preprocessing_batch_size tokenized_path "
+        "dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
+        "dataloader_pin_memory dataloader_drop_last streaming buffer_size group_by_length "
+        "data_shared_file_system dataloader_in_order dataloader_multiprocessing_context "
+        "train_sampling_strategy length_column_name sortish_sampler",
+    ),
+    **each(
+        Decided("run.dir has checkpoints, each with the optimizer; a new run has a new one"),
+        "overwrite_output_dir save_only_model save_safetensors save_on_each_node "
+        "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint",
+    ),
+    **each(
+        Decided("metrics.jsonl and tensorboard/ in run.dir have each step"),
+        "logging_steps logging_strategy logging_dir logging_first_step plot_loss log_level "
+        "disable_tqdm include_num_input_tokens_seen include_mfu log_on_each_node "
+        "log_level_replica logging_nan_inf_filter skip_memory_metrics print_param_status debug "
+        "include_effective_tokens_per_second",
+    ),
+    **each(Decided("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
+    **each(
+        Decided("the micro-batch is the largest that fits"),
+        "per_device_eval_batch_size auto_find_batch_size eval_accumulation_steps",
+    ),
+    **each(
+        Decided("held-out loss is measured at the start, the end and train.eval_every_steps"),
+        "eval_strategy do_eval eval_on_start eval_delay prediction_loss_only bf16_full_eval "
+        "fp16_full_eval eval_do_concat_batches eval_use_gather_object batch_eval_metrics",
+    ),
+    "average_tokens_across_devices": Decided("a loss is a sum over the tokens of all ranks"),
+    "ignore_pad_token_for_loss": Decided("padding is neither attended to nor learned"),
+    "label_names": Decided("data.loss_on says what is learned"),
+    "torch_empty_cache_steps": Decided("the governor acts before memory ends"),
+    "init_special_tokens": Decided("no tokens are added"),
+    **each(
+        Decided("python -m hpc_tune export --to merged merges an adapter"),
+        "export_dir export_size export_device export_legacy_format",
+    ),
+    **each(Decided("train.seed is the seed of everything"), "data_seed"),
+    **each(
+        Decided("it is the Trainer's; disable_gradient_checkpointing is what counts there"),
+        "gradient_checkpointing gradient_checkpointing_kwargs.* use_reentrant_gc use_unsloth_gc "
+        "activation_checkpointing activation_checkpointing_kwargs.*",
+    ),
+    **each(
+        Decided("one decoder block is compiled, for all"),
+        "torch_compile_backend torch_compile_mode",
+    ),
+    **each(
+        Decided("attention and loss are PyTorch's own"),
+        "flash_attn attn enable_liger_kernel use_liger_kernel liger_kernel_config.* use_unsloth "
+        "use_v1_kernels",
+    ),
+    **each(
+        Decided("ranks read their regions of the files of model.path"),
+        "low_cpu_mem_usage use_fast_tokenizer cache_dir model_revision offload_folder "
+        "quantization_device_map",
+    ),
+    **each(
+        Decided("mpirun, srun or torchrun start the ranks"),
+        "use_ray ray_run_name ray_storage_path ray_storage_filesystem ray_num_workers "
+        "resources_per_worker resources_per_worker.* placement_strategy ray_init_kwargs.* "
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+        "ddp_backend local_rank",
+    ),
+    **each(
+        Decided(LAYOUT),
+        "fsdp fsdp_config fsdp_config.* parallelism_config.* accelerator_config.*",
+    ),
+    "double_quantization": Decided(NF4),
+    **each(Decided("optim.min_lr_ratio says it"), "lr_scheduler_kwargs.min_lr_rate"),
+    "remove_unused_columns": Decided("the form of a record is found by its keys"),
+}
+LEFT: dict[str, Rule] = {
+    "quantization_method": only("bnb", NF4),
+    "quantization_type": only("nf4", NF4),
+    "fp16": lacking("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"),
+    "trust_remote_code": lacking("no code of a model directory is run: its type must be known"),
+    "max_samples": lacking("cut the file: head -n N", to_do=True),
+    "resume_from_checkpoint": lacking("their state cannot be read; tune.init_from takes adapters"),
+    **each(
+        lacking("checkpoint.keep_best=true keeps the best one; a run does not stop early"),
+        "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_steps",
+    ),
+    "disable_shuffling": lacking("rows are always shuffled, by train.seed"),
+    "mask_history": lacking("every answer of a chat is learned", to_do=True),
+    "interleave_probs": lacking("put a mixture into one file", to_do=True),
+    **each(
+        lacking("the tokenizer's chat template writes tools and reasoning"),
+        "tool_format enable_thinking",
+    ),
+    "default_system": lacking("begin each record's messages with a system message"),
+    "adapter_folder": lacking("tune.init_from names the folder of the adapter itself"),
+    "split_special_tokens": lacking("set it in the tokenizer_config.json of model.path"),
+    "train_from_scratch": lacking("a run begins with the weights of model.path", to_do=True),
+    "eval_on_each_dataset": lacking("the held-out loss is one for all data"),
+    "use_mca": lacking("Megatron is not used; plan proposes a layout"),
+    "additional_target": lacking("only adapters are trained", to_do=True),
+    "create_new_adapter": lacking("merge the first adapter into the model", to_do=True),
+    **each(
+        lacking("adapters are initialized as in LoRA"),
+        "pissa_init pissa_iter pissa_convert loraplus_lr_ratio loraplus_lr_embedding",
+    ),
+    **each(
+        lacking("AdamW is the only optimizer; find optim.lr again"),
+        "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules "
+        "galore_target galore_rank galore_update_interval galore_scale galore_proj_type "
+        "galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale "
+        "apollo_proj apollo_proj_type apollo_scale_type apollo_layerwise apollo_scale_front "
+        "badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio "
+        "badam_mask_mode badam_verbose",
+    ),
+    **each(
+        lacking("tune.method is lora, dora, qlora or full"),
+        "module_dropout oft_rank oft_block_size oft_target",
+    ),
+    **each(
+        lacking("cross entropy is the only loss"),
+        "neftune_noise_alpha label_smoothing_factor use_dft_loss use_asft_loss asft_alpha "
+        "use_eaft_loss eaft_alpha moe_aux_loss_coef",
+    ),
+    **each(
+        lacking("the model is what config.json of model.path says", to_do=True),
+        "rope_scaling shift_attn mixture_of_depths use_llama_pro resize_vocab add_tokens "
+        "add_special_tokens new_special_tokens_config",
+    ),
+    **each(
+        lacking("there is supervised fine-tuning only, not rewards and preferences"),
+        "pref_beta pref_ftx pref_loss ref_model ref_model_adapters reward_model "
+        "reward_model_adapters reward_model_type simpo_gamma dpo_label_smoothing ppo_epochs "
+        "kto_chosen_weight kto_rejected_weight pref_bco_weight ppo_buffer_size ppo_score_norm "
+        "ppo_target ppo_whiten_rewards ref_model_quantization_bit reward_model_quantization_bit "
+        "ld_alpha",
+    ),
+    **each(
+        lacking("python -m hpc_tune generate answers prompts"),
+        "do_predict predict_with_generate compute_accuracy max_new_tokens max_length top_k top_p "
+        "temperature num_beams infer_backend infer_dtype do_sample repetition_penalty "
+        "length_penalty skip_special_tokens use_kv_cache use_cache eval_num_beams "
+        "generation_max_length generation_num_beams generation_config generation_config.* "
+        "include_for_metrics vllm_maxlen vllm_gpu_util vllm_enforce_eager vllm_max_lora_rank "
+        "vllm_config vllm_config.* sglang_maxlen sglang_mem_fraction sglang_tp_size "
+        "sglang_config sglang_config.* sglang_lora_backend",
+    ),
+    **each(
+        lacking("set train.float8=true with train.compile=true, if the GPU has it"),
+        "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
+    ),
+    **each(
+        lacking("KTransformers is not used"),
+        "use_kt kt_optimize_rule cpu_infer chunk_size mode kt_maxlen kt_use_cuda_graph kt_mode "
+        "kt_force_think",
+    ),
+    **each(
+        lacking("there is no quantization of what was trained"),
+        "export_quantization_bit export_quantization_dataset export_quantization_nsamples "
+        "export_quantization_maxlen",
+    ),
+    **each(
+        lacking("no parts are frozen: adapters are trained, or all weights", to_do=True),
+        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
+    ),
+    **each(
+        lacking("models of text are trained, not of images, sound or video"),
+        "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps "
+        "video_maxlen media_dir freeze_vision_tower freeze_multi_modal_projector "
+        "freeze_language_model image_do_pan_and_scan crop_to_patches use_audio_in_video "
+        "audio_sampling_rate",
+    ),
+    **each(
+        lacking("nothing is uploaded; run.dir has export/"),
+        "push_to_hub hub_model_id hub_strategy hub_token hf_hub_token ms_hub_token om_hub_token "
+        "hub_private_repo hub_always_push hub_revision export_hub_model_id",
+    ),
+    **each(
+        lacking("run.tensorboard and run.wandb are there; metrics.jsonl always has each step"),
+        "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode "
+        "swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret project "
+        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+    ),
+    **each(lacking("dtypes follow model.dtype"), "upcast_layernorm upcast_lmhead_output tf32"),
+}
