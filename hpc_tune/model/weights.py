@@ -41,6 +41,8 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# What JSON of another kind than ours raises where it is used.
+_MISFITS = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 Reserve = Callable[[int], None]  # is called with bytes of host memory before they are allocated
 
 
@@ -100,18 +102,21 @@ class TensorIndex:
             for stored_name in handle.keys():  # noqa: SIM118 - not a dict
                 stored = handle.get_slice(stored_name)
                 shape = tuple(stored.get_shape())
-                name = names.get(stored_name, stored_name)
-                self.dtypes[name] = _DTYPES[stored.get_dtype()]
+                name = str(names.get(stored_name, stored_name))
                 offset = tuple(offsets.get(stored_name, (0,) * len(shape)))
+                full = tuple(full_shapes.get(stored_name, shape))
+                if not _is_within(offset, shape, full):
+                    raise ValueError(f"{name} has no region of {shape} at {offset} of {full}")
+                self.dtypes[name] = _DTYPES[stored.get_dtype()]
                 piece = Piece(file, stored_name, offset, shape)
                 self.pieces.setdefault(name, []).append(piece)
-                self.shapes[name] = tuple(full_shapes.get(stored_name, shape))
+                self.shapes[name] = full
             self.num_bytes += file.stat().st_size
         except FileNotFoundError:
             raise self._error(
                 f"{file}: no such file, though the model's index names it; copy the directory again"
             ) from None
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
+        except (SafetensorError, OSError, *_MISFITS) as error:
             raise self._error(
                 f"{file}: not a whole safetensors file ({error}); it is cut off or damaged, "
                 "copy it again"
@@ -206,6 +211,17 @@ class TensorIndex:
                 f"{piece.file}: {piece.stored_name} cannot be read: {error}"
             ) from None
         return int(torch.Size([b - a for a, b in zip(start, stop, strict=True)]).numel())
+
+
+def _is_within(offset: tuple[Any, ...], shape: tuple[int, ...], full: tuple[Any, ...]) -> bool:
+    """Return whether a region of ``shape`` at ``offset`` is within a tensor of the shape ``full``.
+
+    What stands in a file may be of any type.
+    """
+    return len(offset) == len(shape) == len(full) and all(
+        type(o) is int and type(f) is int and o >= 0 and o + n <= f
+        for o, n, f in zip(offset, shape, full, strict=True)
+    )
 
 
 def _slices(

@@ -19,7 +19,13 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import KNOWN
 from hpc_tune.errors import CheckpointError, DataError
-from hpc_tune.model.weights import TensorIndex, index_model_directory
+from hpc_tune.model.weights import (
+    FULL_SHAPES_KEY,
+    NAMES_KEY,
+    OFFSETS_KEY,
+    TensorIndex,
+    index_model_directory,
+)
 from tests.support.fuzz import JSON, YAML_TEXTS, damaged, flips, fuzz, said
 
 MESSAGES = st.lists(
@@ -260,6 +266,28 @@ def tensor_bytes():
 
 
 TENSORS = tensor_bytes()
+NUMBERS = st.lists(st.integers(-1, 9), max_size=3) | JSON
+PLACES = st.dictionaries(st.sampled_from(["a", "b"]), NUMBERS, max_size=2) | JSON
+
+
+@fuzz(
+    st.fixed_dictionaries(
+        {}, optional={k: PLACES for k in (OFFSETS_KEY, FULL_SHAPES_KEY, NAMES_KEY)}
+    )
+)
+def test_what_files_of_tensors_say_of_their_places(folder, drawn):
+    from safetensors.torch import save_file
+
+    places = {key: json.dumps(value) for key, value in drawn.items()}
+    file = folder / "rank-0.safetensors"
+    save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, file, places)
+    try:
+        index = TensorIndex([file], CheckpointError)
+        for name in index.pieces:
+            if index.bytes_of(name) < 1 << 20:
+                index.fill(torch.empty(index.shapes[name], dtype=index.dtypes[name]), name)
+    except CheckpointError as error:
+        said(error, str(folder))
 
 
 @fuzz(flips(len(TENSORS)) | st.binary(max_size=40))
