@@ -27,6 +27,12 @@ def test_16_ranks_without_arguments_give_the_losses_of_one(tmp_path):
     done = train(words)
     assert done.returncode == 0, done.stderr
     assert worst_gap(losses(tiny), losses(tmp_path / "one")) < 1e-5
+    before, _, _ = done.stderr.partition("step 0:")
+    first = [line.split()[0] for line in before.splitlines() if not line.startswith("warning: ")]
+    assert first == [
+        *("world", "model", "method", "data", "layout", "memory", "batch", "rate", "files"),
+        "micro-batches",
+    ]
 
 
 @pytest.mark.full
