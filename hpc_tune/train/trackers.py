@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ PROJECT = "hpc_tune"  # where a tracker groups runs, and its variable does not n
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
 _LIMIT_S = 60.0  # for W&B to begin, and at the end to send what is left
 _MLFLOW_PARAMS = 50  # of one call; servers take up to 100
+_LOGIN = re.compile(r"(?<=:)//[^/\s@'\"]+@")  # user:password@ of a URL
 _MLFLOW_VALUE = 5000  # characters of a parameter or tag
 
 
@@ -300,4 +302,5 @@ def _kept_id(folder: Path, make: Callable[[], str]) -> str:
 
 def _report(name: str, what: str, error: Exception) -> None:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = _LOGIN.sub("//", reason)
     log.warning("tracker %s %s, and the run goes on without it: %s", name, what, reason)

@@ -191,7 +191,7 @@ def test_a_tracker_that_raises_is_reported_once_and_the_others_and_the_run_go_on
     tmp_path, said, monkeypatch
 ):
     def refuse(facts):
-        raise OSError("no network")
+        raise OSError("no network to https://me:secret@there/x")
 
     openers = {"wandb": lambda facts: Broken(), "mlflow": refuse}
     monkeypatch.setattr(trackers, "OPENERS", trackers.OPENERS | openers)
@@ -201,7 +201,8 @@ def test_a_tracker_that_raises_is_reported_once_and_the_others_and_the_run_go_on
         metrics.step(dataclasses.replace(STEP, step=step, comm_s=0.0))
     metrics.close()
     assert [line for line in said if line.startswith("tracker ")] == [
-        "tracker mlflow cannot be opened, and the run goes on without it: OSError: no network",
+        "tracker mlflow cannot be opened, and the run goes on without it: OSError: "
+        "no network to https://there/x",
         "tracker wandb fails, and the run goes on without it: RuntimeError: no more of this",
     ]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
