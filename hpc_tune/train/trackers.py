@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
@@ -296,7 +297,7 @@ def _kept_id(folder: Path, make: Callable[[], str]) -> str:
     file = folder / "run-id"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(make(), encoding="utf-8")
+        write_file(file, make())
     return file.read_text(encoding="utf-8").strip()
 
 
