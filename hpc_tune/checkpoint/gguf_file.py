@@ -66,14 +66,15 @@ def export_gguf(
         raise ConfigError(
             "--to gguf needs gguf, which is not installed; pip install 'hpc_tune[gguf]'"
         )
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    transformers_config = read_config(base)
+    config = transformers_config.to_dict()
     architecture = _architecture_of(config)
     trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
     check_room(stored)
     merged = Merged(trained, stored, tune, base)
     regions = _regions(architecture, config, merged)
-    if _rope_of(config).get("rope_type") == _LLAMA3:
-        divisors = llama3_divisors(read_config(base))
+    if config["rope_parameters"]["rope_type"] == _LLAMA3:
+        divisors = llama3_divisors(transformers_config)
         shape = tuple(divisors.shape)
         name = "rope_freqs.weight"
         regions[name] = Region(name, divisors.dtype, shape, (0,), shape, lambda: divisors)
@@ -86,7 +87,7 @@ def export_gguf(
         with tempfile.TemporaryDirectory() as folder:
             copy_tokenizer(base, Path(folder))
             write_template(template, Path(folder))
-            num_tokens = stored.shapes["model.embed_tokens.weight"][0]
+            num_tokens = regions["token_embd.weight"].shape[0]
             _add_tokenizer(writer, Path(folder), num_tokens, config)
         _write_tensors(writer, regions, config, architecture)
         write_card(checkpoint, base, temporary, "gguf")
@@ -100,7 +101,7 @@ def _architecture_of(config: dict[str, Any]) -> str:
         ConfigError: if llama.cpp would compute another model than transformers.
     """
     kind = config.get("model_type")
-    rope = _rope_of(config)
+    rope = config.get("rope_parameters") or {}
     sliding = config.get("use_sliding_window", True) and config.get("sliding_window")
     why = None
     if kind not in _ARCHITECTURES:
@@ -116,15 +117,6 @@ def _architecture_of(config: dict[str, Any]) -> str:
     return _ARCHITECTURES[str(kind)]
 
 
-def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters, from where transformers 4 and 5 write them."""
-    old = {"rope_theta": config.get("rope_theta", 10000.0)}
-    scaling = config.get("rope_scaling") or {}
-    if "type" in scaling:
-        scaling = {"rope_type": scaling["type"]} | scaling
-    return old | scaling | (config.get("rope_parameters") or {})
-
-
 def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -137,7 +129,7 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(float(_rope_of(config)["rope_theta"]))
+    writer.add_rope_freq_base(float(config["rope_parameters"]["rope_theta"]))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 
@@ -189,18 +181,23 @@ def _write_tensors(
     num_heads = config["num_attention_heads"]
     heads = {"attn_q": num_heads, "attn_k": config.get("num_key_value_heads") or num_heads}
     for done, (name, region) in enumerate(regions.items(), 1):
-        tensor = region.values().to(matrices.get(name, torch.float32))
-        kind = name.split(".")[-2]
-        if architecture == "llama" and kind in heads:
-            tensor = _in_pairs(tensor, heads[kind])
-        integers = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
-        writer.write_tensor_data(tensor.contiguous().view(integers).numpy())
+        turned = heads.get(name.split(".")[-2]) if architecture == "llama" else None
+        writer.write_tensor_data(_values(region, matrices.get(name, torch.float32), turned))
         progress.update(done)
     progress.close()
     for file in writer.fout:
         file.flush()
         os.fsync(file.fileno())
     writer.close()
+
+
+def _values(region: Region, dtype: torch.dtype, num_heads: int | None) -> np.ndarray[Any, Any]:
+    """Return a tensor's bits as integers; ``num_heads``: of one whose rows are rotated."""
+    tensor = region.values().to(dtype)
+    if num_heads is not None:
+        tensor = _in_pairs(tensor, num_heads)
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return tensor.contiguous().view(integers).numpy()
 
 
 def _in_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -238,7 +235,8 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     writer.add_tokenizer_pre(cut)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ids = {name: value for name, value in config.items() if name.endswith("_token_id")}
+    (folder / "config.json").write_text(json.dumps(ids), encoding="utf-8")
     has_merges = bool(tokenizer["model"].get("merges"))
     SpecialVocab(folder, load_merges=has_merges, n_vocab=num_tokens).add_to_gguf(writer, quiet=True)
 

@@ -152,7 +152,10 @@ def test_llama_3s_scaling_is_written_as_what_each_frequency_is_divided_by(tmp_pa
     ("changes", "said"),
     [
         ({"model_type": "gpt2"}, "model_type=gpt2, expected one of llama, mistral, qwen2, qwen3"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, r"scaled \(yarn\)"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            r"scaled \(yarn\)",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, r"scaled \(linear\)"),
         ({"sliding_window": 64}, "sees 64 tokens only"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu, expected silu"),
