@@ -7,7 +7,6 @@
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written by the gguf package.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from hpc_tune.checkpoint.export import (
 )
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.lazy_imports import is_installed
 from hpc_tune.log import Progress
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import llama3_divisors
@@ -62,7 +62,7 @@ def export_gguf(
         or ``out`` holds something that is not an export. MemoryBudgetError: if there is no room
         for one tensor.
     """
-    if importlib.util.find_spec("gguf") is None:
+    if not is_installed("gguf"):
         raise ConfigError(
             "--to gguf needs gguf, which is not installed; pip install 'hpc_tune[gguf]'"
         )

@@ -9,7 +9,6 @@ say otherwise (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID or TRACKIO_SERV
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import logging
@@ -19,6 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
+from hpc_tune.lazy_imports import is_installed
 from hpc_tune.log import log
 from hpc_tune.train.event_file import EventFile
 
@@ -74,8 +75,7 @@ def require_trackers(run: RunSettings) -> None:
         ConfigError: if one is not installed, or WANDB_MODE is not a mode.
     """
     for name in trackers_of(run):
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name is no package
+        if not is_installed(name):
             raise ConfigError(
                 f"run.trackers has {name}, which is not installed; pip install "
                 f"'hpc_tune[{name}]', or remove it from run.trackers"
@@ -92,7 +92,7 @@ def open_trackers(run: RunSettings, facts: Facts) -> "Trackers":
     """Open the trackers that are asked for; one that fails is reported and left out."""
     opened = Trackers()
     for name in trackers_of(run):
-        opened.open(name, lambda name=name: OPENERS[name](facts))  # type: ignore[misc]
+        opened.open(name, partial(OPENERS[name], facts))
     return opened
 
 

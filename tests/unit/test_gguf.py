@@ -216,3 +216,9 @@ def test_a_base_without_tokenizer_json_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"needs the base model's tokenizer.json"):
         exported(tmp_path)
     assert not (tmp_path / "gguf").exists()
+
+
+def test_without_the_gguf_package_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_tune.checkpoint.gguf_file.is_installed", lambda name: False)
+    with pytest.raises(ConfigError, match=r"pip install 'hpc_tune\[gguf\]'"):
+        export_gguf(tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "gguf")

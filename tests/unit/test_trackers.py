@@ -245,7 +245,7 @@ def test_what_a_full_disk_refuses_costs_figures_and_not_the_run(tmp_path, instal
 
 
 def test_one_that_is_not_installed_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     require_trackers(load_config(None, ["run.tensorboard=false"]).run)
     with pytest.raises(ConfigError, match=r"pip install 'hpc_tune\[mlflow\]'"):
         require_trackers(load_config(None, ["run.tensorboard=false", "run.trackers=[mlflow]"]).run)
