@@ -5,6 +5,7 @@ A rank imports 2,800 modules. Where many ranks share few cores, that is most of 
 
 import gc
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,6 +93,12 @@ def import_transformers() -> None:
         finally:
             if scan is not None:
                 setattr(finder, name, scan)
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported; a folder of its name is not one."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 @contextmanager

@@ -7,8 +7,8 @@
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written by the gguf package.
 """
 
-import importlib.util
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -28,10 +28,15 @@ from hpc_tune.checkpoint.export import (
 )
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.lazy_imports import is_installed
 from hpc_tune.log import Progress
+from hpc_tune.model.language import read_config
+from hpc_tune.model.positions import llama3_divisors
+from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import index_checkpoint, index_model_directory
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_LLAMA3 = "llama3"
 _INSTEAD = "export --to merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
 # The rules by which byte-level tokenizers cut text, by the name that llama.cpp has for each.
 _WORDS = (
@@ -57,16 +62,22 @@ def export_gguf(
         or ``out`` holds something that is not an export. MemoryBudgetError: if there is no room
         for one tensor.
     """
-    if importlib.util.find_spec("gguf") is None:
+    if not is_installed("gguf"):
         raise ConfigError(
             "--to gguf needs gguf, which is not installed; pip install 'hpc_tune[gguf]'"
         )
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    transformers_config = read_config(base)
+    config = transformers_config.to_dict()
     architecture = _architecture_of(config)
     trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
     check_room(stored)
     merged = Merged(trained, stored, tune, base)
-    names = _gguf_names(architecture, config, merged)
+    regions = _regions(architecture, config, merged)
+    if config["rope_parameters"]["rope_type"] == _LLAMA3:
+        divisors = llama3_divisors(transformers_config)
+        shape = tuple(divisors.shape)
+        name = "rope_freqs.weight"
+        regions[name] = Region(name, divisors.dtype, shape, (0,), shape, lambda: divisors)
     from gguf import GGUFWriter
 
     with replacing(out, base) as temporary:
@@ -76,9 +87,9 @@ def export_gguf(
         with tempfile.TemporaryDirectory() as folder:
             copy_tokenizer(base, Path(folder))
             write_template(template, Path(folder))
-            num_tokens = stored.shapes["model.embed_tokens.weight"][0]
+            num_tokens = regions["token_embd.weight"].shape[0]
             _add_tokenizer(writer, Path(folder), num_tokens, config)
-        _write_tensors(writer, merged, names, config, architecture)
+        _write_tensors(writer, regions, config, architecture)
         write_card(checkpoint, base, temporary, "gguf")
     return out
 
@@ -90,12 +101,12 @@ def _architecture_of(config: dict[str, Any]) -> str:
         ConfigError: if llama.cpp would compute another model than transformers.
     """
     kind = config.get("model_type")
-    rope = _rope_of(config)
+    rope = config.get("rope_parameters") or {}
     sliding = config.get("use_sliding_window", True) and config.get("sliding_window")
     why = None
     if kind not in _ARCHITECTURES:
         why = f"model_type={kind}, expected one of {', '.join(_ARCHITECTURES)}"
-    elif rope.get("rope_type", "default") != "default":
+    elif rope.get("rope_type", "default") not in ("default", _LLAMA3):
         why = f"its rotary positions are scaled ({rope['rope_type']})"
     elif sliding and sliding < config.get("max_position_embeddings", 0):
         why = f"its attention sees {sliding} tokens only (sliding_window)"
@@ -104,15 +115,6 @@ def _architecture_of(config: dict[str, Any]) -> str:
     if why is not None:
         raise ConfigError(f"--to gguf does not write this model: {why}; {_INSTEAD}")
     return _ARCHITECTURES[str(kind)]
-
-
-def _rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters, from where transformers 4 and 5 write them."""
-    old = {"rope_theta": config.get("rope_theta", 10000.0)}
-    scaling = config.get("rope_scaling") or {}
-    if "type" in scaling:
-        scaling = {"rope_type": scaling["type"]} | scaling
-    return old | scaling | (config.get("rope_parameters") or {})
 
 
 def _add_shape(writer: Any, config: dict[str, Any]) -> None:
@@ -127,13 +129,13 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(float(_rope_of(config)["rope_theta"]))
+    writer.add_rope_freq_base(float(config["rope_parameters"]["rope_theta"]))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _gguf_names(architecture: str, config: dict[str, Any], merged: Merged) -> dict[str, str]:
-    """Return GGUF's name of each tensor to write, by the name it has in the base.
+def _regions(architecture: str, config: dict[str, Any], merged: Merged) -> dict[str, Region]:
+    """Return the tensors to write, by GGUF's names.
 
     Raises:
         ConfigError: if GGUF has none for one.
@@ -142,7 +144,7 @@ def _gguf_names(architecture: str, config: dict[str, Any], merged: Merged) -> di
 
     key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
     known = get_tensor_name_map(key, config["num_hidden_layers"])
-    names = {}
+    regions = {}
     for name in merged.names:
         if name.endswith("rotary_emb.inv_freq"):  # computed from the shape
             continue
@@ -152,16 +154,12 @@ def _gguf_names(architecture: str, config: dict[str, Any], merged: Merged) -> di
                 f"--to gguf does not write this model: it has {name}, which llama.cpp's "
                 f"{architecture} has no place for; {_INSTEAD}"
             )
-        names[name] = found
-    return names
+        regions[found] = merged.region(name)
+    return regions
 
 
 def _write_tensors(
-    writer: Any,
-    merged: Merged,
-    names: dict[str, str],
-    config: dict[str, Any],
-    architecture: str,
+    writer: Any, regions: dict[str, Region], config: dict[str, Any], architecture: str
 ) -> None:
     from gguf import GGMLQuantizationType, LlamaFileType
 
@@ -170,33 +168,36 @@ def _write_tensors(
         torch.float16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
         torch.bfloat16: (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     }
-    regions = [merged.region(name) for name in names]
-    matrices = {region.name: region.dtype for region in regions if len(region.full_shape) > 1}
+    matrices = {name: region.dtype for name, region in regions.items() if len(region.shape) > 1}
     writer.add_file_type(kinds[next(iter(matrices.values()))][1])
-    for region in regions:
-        dtype = matrices.get(region.name, torch.float32)
-        shape, num_bytes = region.full_shape, dtype.itemsize * int(np.prod(region.full_shape))
-        values = np.dtype(f"u{dtype.itemsize}")
-        writer.add_tensor_info(names[region.name], shape, values, num_bytes, kinds[dtype][0])
+    for name, region in regions.items():
+        dtype = matrices.get(name, torch.float32)
+        num_bytes, values = dtype.itemsize * math.prod(region.shape), np.dtype(f"u{dtype.itemsize}")
+        writer.add_tensor_info(name, region.shape, values, num_bytes, kinds[dtype][0])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     progress = Progress("writing", len(regions))
     num_heads = config["num_attention_heads"]
-    heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads") or num_heads}
-    for done, region in enumerate(regions, 1):
-        tensor = region.values().to(matrices.get(region.name, torch.float32))
-        kind = region.name.split(".")[-2]
-        if architecture == "llama" and kind in heads:
-            tensor = _in_pairs(tensor, heads[kind])
-        integers = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
-        writer.write_tensor_data(tensor.contiguous().view(integers).numpy())
+    heads = {"attn_q": num_heads, "attn_k": config.get("num_key_value_heads") or num_heads}
+    for done, (name, region) in enumerate(regions.items(), 1):
+        turned = heads.get(name.split(".")[-2]) if architecture == "llama" else None
+        writer.write_tensor_data(_values(region, matrices.get(name, torch.float32), turned))
         progress.update(done)
     progress.close()
     for file in writer.fout:
         file.flush()
         os.fsync(file.fileno())
     writer.close()
+
+
+def _values(region: Region, dtype: torch.dtype, num_heads: int | None) -> np.ndarray[Any, Any]:
+    """Return a tensor's bits as integers; ``num_heads``: of one whose rows are rotated."""
+    tensor = region.values().to(dtype)
+    if num_heads is not None:
+        tensor = _in_pairs(tensor, num_heads)
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return tensor.contiguous().view(integers).numpy()
 
 
 def _in_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -234,7 +235,8 @@ def _add_tokenizer(writer: Any, folder: Path, num_tokens: int, config: dict[str,
     writer.add_tokenizer_pre(cut)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ids = {name: value for name, value in config.items() if name.endswith("_token_id")}
+    (folder / "config.json").write_text(json.dumps(ids), encoding="utf-8")
     has_merges = bool(tokenizer["model"].get("merges"))
     SpecialVocab(folder, load_merges=has_merges, n_vocab=num_tokens).add_to_gguf(writer, quiet=True)
 

@@ -22,6 +22,15 @@ def scaled_by_length(config: Any) -> bool:
     return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
 
 
+def llama3_divisors(config: Any) -> torch.Tensor:
+    """Return by what Llama 3's scaling divides each rotary frequency of a transformers config."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    exponents = torch.arange(len(scaled), dtype=torch.float32) / len(scaled)
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents) / scaled
+
+
 def settle_positions(module: nn.Module, seq_len: int) -> None:
     """Give every rotary embedding the frequencies for ``seq_len`` tokens, for good."""
     layers: Any = module.modules()

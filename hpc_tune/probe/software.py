@@ -9,6 +9,8 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,9 @@ def for_a_bug_report() -> list[str]:
     The first is ``hpc_tune VERSION``.
     """
     facts = {"hpc_tune": __version__} | versions()
+    clone = Path(__file__).parents[2]
+    if (clone / ".git").exists() and (commit := git_commit(clone)):
+        facts["commit"] = commit
     facts["platform"] = platform.platform()
     for name, argv in (("mpirun", ["mpirun", "--version"]), ("slurm", ["srun", "--version"])):
         with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
@@ -49,14 +54,27 @@ def for_a_bug_report() -> list[str]:
     with contextlib.suppress(OSError, IndexError):
         driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
         facts["nvidia"] = " ".join(driver.split())
+    if gpus := Counter(_gpu_names(Path("/proc/driver/nvidia/gpus"))):
+        facts["gpus"] = ", ".join(f"{num} {name}" for name, num in gpus.items())
     return [f"{name} {text}" for name, text in facts.items()]
 
 
-def git_commit() -> str | None:
-    """Return the git commit of the working directory, None outside of a clone."""
+def _gpu_names(folder: Path) -> Iterator[str]:
+    """Yield the model of each NVIDIA GPU, as its driver's folder says."""
+    for file in sorted(folder.glob("*/information")):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name == "Model":
+                yield value.strip()
+
+
+def git_commit(folder: Path | None = None) -> str | None:
+    """Return the git commit of a folder, or the working directory; None outside of a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_LIMIT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_LIMIT_S, cwd=folder
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None

@@ -9,21 +9,24 @@ say otherwise (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID or TRACKIO_SERV
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpc_tune.atomic_file import write_file
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
+from hpc_tune.lazy_imports import is_installed
 from hpc_tune.log import log
 from hpc_tune.train.event_file import EventFile
 
@@ -31,6 +34,7 @@ PROJECT = "hpc_tune"  # where a tracker groups runs, and its variable does not n
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
 _LIMIT_S = 60.0  # for W&B to begin, and at the end to send what is left
 _MLFLOW_PARAMS = 50  # of one call; servers take up to 100
+_LOGIN = re.compile(r"(?<=:)//[^/\s@'\"]+@")  # user:password@ of a URL
 _MLFLOW_VALUE = 5000  # characters of a parameter or tag
 
 
@@ -71,8 +75,7 @@ def require_trackers(run: RunSettings) -> None:
         ConfigError: if one is not installed, or WANDB_MODE is not a mode.
     """
     for name in trackers_of(run):
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name is no package
+        if not is_installed(name):
             raise ConfigError(
                 f"run.trackers has {name}, which is not installed; pip install "
                 f"'hpc_tune[{name}]', or remove it from run.trackers"
@@ -89,7 +92,7 @@ def open_trackers(run: RunSettings, facts: Facts) -> "Trackers":
     """Open the trackers that are asked for; one that fails is reported and left out."""
     opened = Trackers()
     for name in trackers_of(run):
-        opened.open(name, lambda name=name: OPENERS[name](facts))  # type: ignore[misc]
+        opened.open(name, partial(OPENERS[name], facts))
     return opened
 
 
@@ -294,10 +297,11 @@ def _kept_id(folder: Path, make: Callable[[], str]) -> str:
     file = folder / "run-id"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(make(), encoding="utf-8")
+        write_file(file, make())
     return file.read_text(encoding="utf-8").strip()
 
 
 def _report(name: str, what: str, error: Exception) -> None:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = _LOGIN.sub("//", reason)
     log.warning("tracker %s %s, and the run goes on without it: %s", name, what, reason)

@@ -36,6 +36,12 @@ def test_16_ranks_without_arguments_give_the_losses_of_one(tmp_path):
         assert len(work_s) == 16
         assert max(work_s) == pytest.approx(most[step], abs=2e-4)
         assert work_s[slowest[step]] == pytest.approx(max(work_s), abs=2e-4)
+    before, _, _ = done.stderr.partition("step 0:")
+    first = [line.split()[0] for line in before.splitlines() if not line.startswith("warning: ")]
+    assert first == [
+        *("world", "model", "method", "data", "layout", "memory", "batch", "rate", "files"),
+        "micro-batches",
+    ]
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hpc_tune.checkpoint import export
+from hpc_tune.checkpoint.card import _license_of
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.load import load_config
@@ -276,8 +277,10 @@ def test_the_merged_directory_has_the_bases_small_files_and_a_right_index(bases,
 )
 def test_an_export_has_a_model_card_and_the_settings_of_its_training(bases, tmp_path, kind, write):
     trained(bases / "llama", METHODS["lora"], tmp_path / "step")
-    evals = {"first": [0, 3.0], "last": [7, 2.5], "best": [7, 2.5]}
+    evals = {"first": [0, 3.0], "last": [7, 2.5], "best": [5, 2.25]}
+    (bases / "llama" / "README.md").write_text("---\nlicense: llama3\ntags: [x]\n---\n# Base\n")
     settings = ["optim.lr=0.002", "tune.method=lora", "run.name=mine", "run.tags=[law]"]
+    settings += ["run.notes=For the court."]
     give_manifest(tmp_path / "step", *settings, f"data.path={tmp_path}/private/d.h5", evals=evals)
     out = write(tmp_path / "step", METHODS["lora"], bases / "llama", tmp_path / "out")
     card = (out / "README.md").read_text()
@@ -285,10 +288,38 @@ def test_an_export_has_a_model_card_and_the_settings_of_its_training(bases, tmp_
     library = {"adapter": "peft", "merged": "transformers"}[kind]
     assert (head["base_model"], head["library_name"]) == ("llama", library)
     assert {"lora", "law", "hpc_tune"} <= set(head["tags"])
-    for words in ("# mine", "7 of 9", "0.002", "3.0000 (step 0) → 2.5000 (step 7)", "d.h5"):
+    assert head["license"] == "llama3"
+    assert "2.2500 (step 5)" in card
+    for words in (
+        "# mine",
+        "For the court.",
+        "7 of 9",
+        "0.002",
+        "3.0000 (step 0) → 2.5000 (step 7)",
+        "d.h5",
+    ):
         assert words in card
     assert "private" not in card
     assert load_config(str(out / "training_config.yaml")).optim.lr == 0.002
+
+
+@pytest.mark.parametrize(
+    ("card", "head"),
+    [
+        ("", {"license": "unknown"}),
+        ("# no head\n---\nlicense: mit\n---\n", {"license": "unknown"}),
+        ("---\nlicense: [\n---\n", {"license": "unknown"}),
+        ("---\n- license\n---\n", {"license": "unknown"}),
+        (
+            "---\nlicense: other\nlicense_name: gemma\nlanguage: en\n---\n",
+            {"license": "other", "license_name": "gemma"},
+        ),
+    ],
+)
+def test_the_licence_is_what_the_bases_card_says(tmp_path, card, head):
+    assert _license_of(tmp_path) == {"license": "unknown"}
+    (tmp_path / "README.md").write_text(card)
+    assert _license_of(tmp_path) == head
 
 
 def test_full_fine_tuning_has_no_adapter_to_export(tmp_path):

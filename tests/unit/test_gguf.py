@@ -1,6 +1,7 @@
 """GGUF files, read back by transformers and compared with the merged model."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -128,11 +129,33 @@ def test_the_built_in_model_is_written_too(tmp_path):
     assert (again / "model.gguf").is_file()
 
 
+def test_llama_3s_scaling_is_written_as_what_each_frequency_is_divided_by(tmp_path):
+    """transformers does not read it back: compared with the rule of Llama 3.1, written out."""
+    factor, low, high, trained_on, theta, half = 8.0, 1.0, 4.0, 64, 50000.0, 4
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor}
+    rope |= {"low_freq_factor": low, "high_freq_factor": high}
+    rope |= {"original_max_position_embeddings": trained_on}
+    write_base(tmp_path / "base", "llama", rope_parameters=rope)
+    out, _ = exported(tmp_path)
+    tensors = {t.name: t.data for t in gguf.GGUFReader(out / "model.gguf").tensors}
+    wanted = []
+    for i in range(half):
+        turns = trained_on * theta ** (-i / half) / (2 * math.pi)  # over the texts it is trained on
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        wanted.append(1 / ((1 - smooth) / factor + smooth))
+    assert wanted[0] == 1.0
+    assert wanted[-1] == factor
+    assert tensors["rope_freqs.weight"].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"model_type": "gpt2"}, "model_type=gpt2, expected one of llama, mistral, qwen2, qwen3"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, r"scaled \(llama3\)"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            r"scaled \(yarn\)",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, r"scaled \(linear\)"),
         ({"sliding_window": 64}, "sees 64 tokens only"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu, expected silu"),
@@ -193,3 +216,9 @@ def test_a_base_without_tokenizer_json_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"needs the base model's tokenizer.json"):
         exported(tmp_path)
     assert not (tmp_path / "gguf").exists()
+
+
+def test_without_the_gguf_package_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpc_tune.checkpoint.gguf_file.is_installed", lambda name: False)
+    with pytest.raises(ConfigError, match=r"pip install 'hpc_tune\[gguf\]'"):
+        export_gguf(tmp_path / "step", METHODS["lora"], tmp_path / "base", tmp_path / "gguf")

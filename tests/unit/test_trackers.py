@@ -191,7 +191,7 @@ def test_a_tracker_that_raises_is_reported_once_and_the_others_and_the_run_go_on
     tmp_path, said, monkeypatch
 ):
     def refuse(facts):
-        raise OSError("no network")
+        raise OSError("no network to https://me:secret@there/x")
 
     openers = {"wandb": lambda facts: Broken(), "mlflow": refuse}
     monkeypatch.setattr(trackers, "OPENERS", trackers.OPENERS | openers)
@@ -201,7 +201,8 @@ def test_a_tracker_that_raises_is_reported_once_and_the_others_and_the_run_go_on
         metrics.step(dataclasses.replace(STEP, step=step, comm_s=0.0))
     metrics.close()
     assert [line for line in said if line.startswith("tracker ")] == [
-        "tracker mlflow cannot be opened, and the run goes on without it: OSError: no network",
+        "tracker mlflow cannot be opened, and the run goes on without it: OSError: "
+        "no network to https://there/x",
         "tracker wandb fails, and the run goes on without it: RuntimeError: no more of this",
     ]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
@@ -244,7 +245,7 @@ def test_what_a_full_disk_refuses_costs_figures_and_not_the_run(tmp_path, instal
 
 
 def test_one_that_is_not_installed_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "is_installed", lambda name: False)
     require_trackers(load_config(None, ["run.tensorboard=false"]).run)
     with pytest.raises(ConfigError, match=r"pip install 'hpc_tune\[mlflow\]'"):
         require_trackers(load_config(None, ["run.tensorboard=false", "run.trackers=[mlflow]"]).run)
