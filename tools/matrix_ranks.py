@@ -90,7 +90,7 @@ def main() -> None:
     """Do it all; see above."""
     rows, results, first = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[3]
     comm = bootstrap(load_config(None, ["run.dir=unused"]).run)
-    # lazy_imports would freeze a row's engine, which then stays forever; here what is left of a row.
+    # lazy_imports would freeze a row's engine, which then stays forever.
     freeze, gc.freeze = gc.freeze, lambda: None
     for row in rows[int(first) :]:
         told: dict[str, Any] = {}
