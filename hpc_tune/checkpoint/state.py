@@ -12,9 +12,11 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
+from hpc_tune.config.load import field_names
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flat
 from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.log import log
 
 Settings = dict[str, dict[str, Any]]  # a dumped configuration
 MUST_MATCH = (
@@ -121,13 +123,20 @@ class RunState:
             raise CheckpointError(f"{where}: its state cannot be used: {reason}") from None
 
     def run_config(self, where: str) -> RunConfig:
-        """Return the configuration that it was saved with.
+        """Return the configuration that it was saved with, less settings that are no more.
 
         Raises:
             CheckpointError: if this version cannot read it.
         """
+        names = set(field_names())
+        known = {
+            section: {key: v for key, v in fields.items() if f"{section}.{key}" in names}
+            for section, fields in self.config.items()
+        }
+        if gone := flat(self.config).keys() - names:
+            log.warning("%s: settings that are no more: %s", where, ", ".join(sorted(gone)))
         try:
-            return RunConfig.model_validate(self.config)
+            return RunConfig.model_validate(known)
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{where}: its configuration cannot be used: {reason}") from None

@@ -167,10 +167,12 @@ def _profile(value: Any, theirs: Theirs) -> Outcome:
     return Taken({"train.profile": f"{first}:{theirs.whole('profiler_steps')}"})
 
 
-def _wandb(value: Any, theirs: Theirs) -> Outcome:
-    is_on = str(theirs.get("use_wandb", True)).lower() == "true"
-    is_on = is_on and theirs.get("wandb_mode") != "disabled"
-    return Taken({"run.wandb": is_on}, "offline; WANDB_PROJECT and WANDB_MODE in the environment")
+def _trackers(value: Any, theirs: Theirs) -> Outcome:
+    has_wandb = theirs.is_on("use_wandb") or theirs.get("wandb_project") is not None
+    is_off = theirs.get("wandb_mode") == "disabled" or theirs.get("use_wandb", True) is False
+    names = ["wandb"] if has_wandb and not is_off else []
+    names += [name for name in ("mlflow", "trackio") if theirs.is_on(f"use_{name}")]
+    return Taken({"run.trackers": names}, "into run.dir, unless their variables say otherwise")
 
 
 def _plugins(value: Any, theirs: Theirs) -> Outcome:
@@ -245,7 +247,7 @@ _TAKEN: dict[str, Rule] = {
     "save_total_limit": same("checkpoint.keep"),
     "profiler_steps": _profile,
     "dataset_prepared_path": same("data.cache"),
-    **each(_wandb, "use_wandb wandb_project"),
+    **each(_trackers, "use_wandb wandb_project use_mlflow use_trackio"),
     "wandb_name": same("run.name"),
     "use_tensorboard": same("run.tensorboard"),
     "plugins": _plugins,

@@ -1,6 +1,6 @@
 """The keys of axolotl that give no setting: what hpc_tune decides itself, and what it lacks."""
 
-from hpc_tune.convert.outcomes import LAYOUT, Decided, Rule, each, lacking
+from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Decided, Rule, each, lacking
 from hpc_tune.convert.trainer import NF4, only
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
@@ -254,10 +254,10 @@ LEFT: dict[str, Rule] = {
         "gradio_temperature",
     ),
     **each(
-        lacking("run.tensorboard and run.wandb are there; metrics.jsonl always has each step"),
-        "use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
+        lacking(NO_TRACKER),
+        "mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
         "hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace comet_project_name "
-        "comet_experiment_key comet_mode comet_online comet_experiment_config.* use_trackio "
+        "comet_experiment_key comet_mode comet_online comet_experiment_config.* "
         "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics "
         "otel_metrics_host otel_metrics_port use_swanlab swanlab_project wandb_log_model",
     ),

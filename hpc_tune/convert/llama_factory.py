@@ -5,6 +5,7 @@ from typing import Any
 from hpc_tune.convert.llama_factory_others import DECIDED, LEFT
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
+    NO_TRACKER,
     Decided,
     Left,
     Outcome,
@@ -128,10 +129,11 @@ def _recompute(value: Any, theirs: Theirs) -> Outcome:
 
 def _report_to(value: Any, theirs: Theirs) -> Outcome:
     names = _names(value)
-    if not set(names) <= {"none", "tensorboard", "wandb"}:
-        return Left("run.tensorboard and run.wandb are there; metrics.jsonl always has each step")
-    ours = {"run.tensorboard": "tensorboard" in names}
-    return Taken(ours | ({"run.wandb": True} if "wandb" in names else {}))
+    trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
+    if not set(names) <= {"none", "tensorboard", *trackers}:
+        return Left(NO_TRACKER)
+    ours: dict[str, Any] = {"run.tensorboard": "tensorboard" in names}
+    return Taken(ours | ({"run.trackers": trackers} if trackers else {}))
 
 
 def _use_cpu(value: Any, theirs: Theirs) -> Outcome:

@@ -1,6 +1,6 @@
 """LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks."""
 
-from hpc_tune.convert.outcomes import LAYOUT, Decided, Rule, each, lacking
+from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Decided, Rule, each, lacking
 from hpc_tune.convert.trainer import NF4, only
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
@@ -185,7 +185,7 @@ LEFT: dict[str, Rule] = {
         "hub_private_repo hub_always_push hub_revision export_hub_model_id",
     ),
     **each(
-        lacking("run.tensorboard and run.wandb are there; metrics.jsonl always has each step"),
+        lacking(NO_TRACKER),
         "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode "
         "swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret project "
         "trackio_space_id trackio_bucket_id trackio_static_space_id",

@@ -13,6 +13,9 @@ from hpc_tune.data.files import KINDS, PACKED
 from hpc_tune.errors import ConfigError
 
 LAYOUT = "the layout follows from memory, or from measured links with parallel: auto"
+NO_TRACKER = (
+    "run.trackers takes tensorboard, wandb, mlflow and trackio; metrics.jsonl always has each step"
+)
 _OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", [], {})
 
 

@@ -247,7 +247,7 @@ def _logger(value: Any, theirs: Theirs) -> Outcome:
     if "TensorBoard" in str(value):
         return Taken({"run.tensorboard": True})
     if "WandB" in str(value):
-        return Taken({"run.wandb": True}, "offline, for wandb sync")
+        return Taken({"run.trackers": ["wandb"]}, "offline, for wandb sync")
     if _name(value) in ("DiskLogger", "StdoutLogger"):
         return Decided("metrics.jsonl in run.dir has a line for each step")
     return Left("metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away")

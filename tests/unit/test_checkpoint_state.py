@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -212,3 +213,10 @@ def test_a_state_of_another_shape_is_refused_with_its_place(change):
         del values["step"]
     with pytest.raises(CheckpointError, match="there: its state cannot be used"):
         RunState.from_json(values, "there")
+
+
+def test_settings_that_are_no_more_are_left_out_of_a_saved_configuration_and_said(caplog):
+    config = with_field("train.seed", 7).model_dump()
+    config["run"]["wandb"] = False
+    assert replace(state(), config=config).run_config("there").train.seed == 7
+    assert "there: settings that are no more: run.wandb" in caplog.text

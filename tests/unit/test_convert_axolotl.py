@@ -109,7 +109,7 @@ batch: {global_size: 16}  # 1 x 4 x 4
 optim: {lr: 1.0e-5, schedule: linear, min_lr_ratio: 0.0, warmup_steps: 10}
 parallel: {recompute: full, offload_params: cpu}
 train: {max_steps: 100}
-run: {dir: /runs/70b, wandb: true, name: first try}
+run: {dir: /runs/70b, trackers: [wandb], name: first try}
 """
 FULL = """
 base_model: /models/1b
@@ -321,7 +321,7 @@ def test_every_key_of_the_reference_is_known():
         ({"gradient_checkpointing": False}, {"parallel.recompute": None}),
         ({"save_strategy": "best"}, {"checkpoint.keep_best": True}),
         ({"profiler_steps": 3, "profiler_steps_start": 7}, {"train.profile": "8:3"}),
-        ({"wandb_project": "p", "wandb_mode": "disabled"}, {"run.wandb": False}),
+        ({"wandb_project": "p", "wandb_mode": "disabled"}, {"run.trackers": []}),
         ({"seed": 7}, {"train.seed": 7}),
     ],
 )

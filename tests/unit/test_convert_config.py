@@ -261,7 +261,7 @@ def test_no_key_has_two_rules(pattern):
             {"data.columns": {"question": "prompt", "reply": "completion"}},
         ),
         ({"dataset__conversation_column": "dialogue"}, {"data.columns": {"dialogue": "messages"}}),
-        ({"metric_logger": {"_component_": "t.WandBLogger"}}, {"run.wandb": True}),
+        ({"metric_logger": {"_component_": "t.WandBLogger"}}, {"run.trackers": ["wandb"]}),
         (
             {"dataset___component_": "torchtune.datasets.alpaca_dataset"}
             | {"dataset__train_on_input": None},
@@ -311,7 +311,7 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"per_device_train_batch_size": None}, {"batch.global_size": 8 * 8 * 4}),
         ({"disable_gradient_checkpointing": True}, {"parallel.recompute": "none"}),
         ({"report_to": "none"}, {"run.tensorboard": False}),
-        ({"report_to": ["wandb"]}, {"run.tensorboard": False, "run.wandb": True}),
+        ({"report_to": ["wandb"]}, {"run.tensorboard": False, "run.trackers": ["wandb"]}),
         ({"adapter_name_or_path": "/runs/a/adapter"}, {"tune.init_from": "/runs/a/adapter"}),
     ],
 )
