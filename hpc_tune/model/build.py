@@ -151,10 +151,11 @@ def build(
         quantize_linears(block_list(model), dtype)
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
+    # Before peft allocates by the sizes of a config.json that may be wrong.
+    stored = _stored_names(directory, language, index, shapes, tied)
     root: nn.Module = model if full else _with_adapters(language, tune)
     module = LossModel(root, language.config, within_documents)
     module.train()
-    stored = _stored_names(directory, language, index, shapes, tied)
     base_names = {
         name: stored[own_names[id(tensor)]]
         for name, tensor in stored_tensors(module)

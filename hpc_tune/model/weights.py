@@ -107,6 +107,8 @@ class TensorIndex:
                 full = tuple(full_shapes.get(stored_name, shape))
                 if not _is_within(offset, shape, full):
                     raise ValueError(f"{name} has no region of {shape} at {offset} of {full}")
+                if self.shapes.get(name, full) != full:
+                    raise ValueError(f"{name} has the shape {full}, and another in another file")
                 self.dtypes[name] = _DTYPES[stored.get_dtype()]
                 piece = Piece(file, stored_name, offset, shape)
                 self.pieces.setdefault(name, []).append(piece)
