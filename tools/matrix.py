@@ -92,8 +92,11 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
 
 
 def _linears_outside_blocks(model: Any) -> list[str]:
-    """Return the names of the linear layers that hpc_tune does not quantise."""
-    inside = set(block_list(model).modules())
+    """Return the names of the linear layers that hpc_tune does not quantise.
+
+    The decoder's blocks: those of parts for images may be more and larger.
+    """
+    inside = set(block_list(model.get_decoder()).modules())
     return [
         name
         for name, module in model.named_modules()

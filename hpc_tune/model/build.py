@@ -20,6 +20,7 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.config_json import config_json
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.language import (
     LanguageModel,
@@ -118,7 +119,7 @@ class BuiltModel:
 def identity_of(directory: Path, index: TensorIndex | ShapeIndex) -> str:
     """Return a hash over names and shapes of a model's tensors and its config.json."""
     shapes = sorted((name, list(shape)) for name, shape in index.shapes.items())
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = config_json(directory)
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
     return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
 

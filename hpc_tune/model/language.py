@@ -12,7 +12,6 @@ in a merged export. Files and adapters name its tensors as parts of the whole mo
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import nn
 
 from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.model.config_json import config_json
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
 # Where config.json may name kernels of the hub, as OWNER/NAME.
@@ -77,7 +77,7 @@ def refuse_code(directory: Path, file: str, error: Exception) -> None:
 
 def _refuse_kernels(directory: Path) -> None:
     """Refuse a config.json that names code of the hub, which transformers would load and run."""
-    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    settings = config_json(directory)
     parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
     for key, name in ((key, str(part.get(key))) for part in parts for key in _KERNEL_KEYS):
         if "/" in name:

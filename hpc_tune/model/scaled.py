@@ -7,7 +7,6 @@ arXiv:2412.19437, section 3.3). Checkpoints that are quantised in another way ar
 the method.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_tune.errors import DataError
+from hpc_tune.model.config_json import config_json
 
 if TYPE_CHECKING:
     from hpc_tune.model.weights import TensorIndex
@@ -75,7 +75,7 @@ def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Scale]:
 def quantization_of(directory: Path) -> dict[str, Any]:
     """Return quantization_config of a directory's config.json; empty if there is none."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = config_json(directory)
     except (OSError, ValueError):
         return {}
     settings = config.get("quantization_config") if isinstance(config, dict) else None

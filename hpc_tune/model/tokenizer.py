@@ -1,10 +1,10 @@
 """The tokenizer of a model directory, and whether it fits the model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import DataError, first_line
+from hpc_tune.model.config_json import config_json
 from hpc_tune.model.language import refuse_code, require_directory
 
 
@@ -44,7 +44,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
 def embedding_rows(directory: Path) -> int | None:
     """Return how many embeddings a model has by its config.json; None if that does not say."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = config_json(directory)
         rows = (config.get("text_config") or config).get("vocab_size")
     except (OSError, ValueError, AttributeError):
         return None  # an error where the model is built

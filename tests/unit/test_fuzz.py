@@ -8,12 +8,11 @@ import hashlib
 import io
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import yaml
 from hypothesis import strategies as st
 
+from hpc_tune import cli
 from hpc_tune.checkpoint.locate import list_checkpoints, locate
 from hpc_tune.checkpoint.store import (
     FORMAT,
@@ -27,6 +26,8 @@ from hpc_tune.checkpoint.store import (
 from hpc_tune.cluster.launchers import claim_of, rank_hint
 from hpc_tune.cluster.slurm import render
 from hpc_tune.config.load import field_names, load_config
+from hpc_tune.convert.llama_factory import LLAMA_FACTORY
+from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import CheckpointError, ConfigError, WorldError
 from hpc_tune.report.watch import watch
 from hpc_tune.report.write import write_report
@@ -36,12 +37,6 @@ from hpc_tune.units import parse_bytes, parse_seconds
 from hpc_tune.world.discover import World, discover
 from tests.support.fuzz import JSON, YAML_TEXTS, damaged, flips, fuzz, said
 from tests.support.training import give_manifest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
-import convert_config  # noqa: E402
-from convert_llama_factory import LLAMA_FACTORY  # noqa: E402
-from convert_torchtune import TORCHTUNE  # noqa: E402
 
 NAMES = sorted(field_names())
 TREES = st.dictionaries(
@@ -213,9 +208,10 @@ THEIRS = st.one_of(
 def test_configs_of_other_tools(folder, drawn):
     data, ranks = drawn
     (folder / "theirs.yaml").write_bytes(data)
-    words = [str(folder / "theirs.yaml"), "--ranks", str(ranks), "--out", str(folder / "ours.yaml")]
+    words = ["convert", str(folder / "theirs.yaml")]
+    words += ["--ranks", str(ranks), "--out", str(folder / "ours.yaml")]
     with contextlib.redirect_stderr(io.StringIO()) as told:
-        code = convert_config.main(words)
+        code = cli.main(words)
     assert code in (0, 2)
     assert told.getvalue().strip()
     assert "Traceback" not in told.getvalue()

@@ -36,14 +36,16 @@ def test_messages_files_and_groups_of_a_rank_do_not_grow_with_the_world(
 
 def test_a_steady_step_is_four_sums_and_opens_no_file(told):
     for rank in told.values():
-        # the boundary, the gradients, the loss, the fullest node
-        assert rank["step"] == {"all_reduce": 4}
+        # the boundary, the gradients, the loss, the fullest node; and what each rank has worked,
+        # which is gathered 200 times in a run: in each step of one that is as short as this
+        sums = {k: v for k, v in rank["step"].items() if k != "object_bytes"}
+        assert sums == {"all_reduce": 4, "all_gather": 1}
 
 
 def test_a_rank_opens_each_file_of_the_model_a_few_times_however_many_tensors_it_has(told):
     # config.json, model.safetensors for its header and for its tensors, data.h5
     assert told["4095 of 4096"]["start"]["opens"] <= 8
-    assert told["4095 of 4096"]["end"]["opens"] <= 1
+    assert told["4095 of 4096"]["end"].get("opens", 0) <= 1
 
 
 def test_what_all_ranks_tell_all_others_stays_under_a_kilobyte_each(told):
