@@ -296,7 +296,10 @@ class RunSettings(Section):
         description="Write metrics for TensorBoard into tensorboard/ of the run directory. false: "
         "not, unless run.trackers has tensorboard.",
     )
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+    trackers: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
+        BeforeValidator(lambda v: [v] if isinstance(v, str) else v),
+    ] = Field(
         [],
         description="Where metrics go besides metrics.jsonl, such as [wandb, mlflow]: each into a "
         "folder of its name in the run directory, or where its variables say (WANDB_MODE=online; "

@@ -75,7 +75,8 @@ class StopFlag:
         """
         if self._signal is not None:
             return signal.Signals(self._signal).name
-        if self._deadline is not None and time.time() >= self._deadline - margin_s:
+        left_s = self.seconds_left()
+        if left_s is not None and left_s <= margin_s:
             return "time limit"
         return "STOP file" if self._has_file() else None
 

@@ -254,6 +254,7 @@ def test_a_python_that_is_too_old_is_told_so_before_anything_is_imported():
         (["--cofnig", "x"], 2, "unknown argument --cofnig; did you mean --config?"),
         (["inspect", "x", "--verfiy"], 2, "unknown argument --verfiy; did you mean --verify?"),
         (["inspect", "--verify"], 2, "the following arguments are required: RUN; see python"),
+        (["plan", "--nodes", "zwei"], 2, "--nodes: found zwei, expected a whole number"),
         (["--version"], 0, "platform"),
         (["convert", "nowhere.yaml"], 2, "nowhere.yaml: no such file"),
         (["convert", "pyproject.toml"], 2, "not YAML"),

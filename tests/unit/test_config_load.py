@@ -629,3 +629,10 @@ def test_paths_of_data_may_be_a_list_also_on_the_command_line(write, tmp_path, m
 def test_columns_without_a_space_behind_the_colon_are_told_what_is_missing():
     with pytest.raises(ConfigError, match=r"a:prompt has no value; put a space after the colon"):
         load_config(None, ["data.columns={a:prompt}"])
+
+
+def test_one_tracker_needs_no_brackets():
+    assert load_config(None, ["run.trackers=wandb"]).run.trackers == ["wandb"]
+    assert load_config(None, ["run.trackers=[wandb,mlflow]"]).run.trackers == ["wandb", "mlflow"]
+    with pytest.raises(ConfigError, match="run.trackers"):
+        load_config(None, ["run.trackers=wandbb"])
