@@ -5,6 +5,7 @@
 # make slurm  installs Slurm (root, Debian): jobs
 # make launchers  unpacks other MPIs (Debian): ranks started by each
 # make browser  installs Chromium (root, Debian): reports as it shows them
+# make harness  installs lm-evaluation-harness beside the rest: scores of a merged model
 # make nvme   compiles DeepSpeed's library for NVMe (minutes): offload to disk
 
 PYTHON ?= python3
@@ -24,7 +25,7 @@ export PATH := $(BIN):$(PATH)
 # DeepSpeed's C++ parts are compiled where they are used, not at its installation.
 export DS_BUILD_OPS = 0
 
-.PHONY: demo test test-all lint nvme slurm launchers browser soak clean
+.PHONY: demo test test-all lint nvme slurm launchers browser harness soak clean
 
 PYTEST = python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
@@ -43,7 +44,7 @@ test: lint
 
 # What cannot be had here is skipped, and pytest says so.
 test-all: lint
-	for part in nvme slurm launchers browser; do timeout 1500 $(MAKE) $$part || true; done
+	for part in nvme slurm launchers browser harness; do timeout 1500 $(MAKE) $$part || true; done
 	$(PYTEST) -m 'not soak'
 
 lint: $(VENV)/.test
@@ -63,6 +64,12 @@ launchers: $(VENV)/.test
 browser:
 	command -v chromium || (apt-get update -q && apt-get install -y -q chromium) >/dev/null
 
+harness: .lm-eval/bin/lm_eval
+
+.lm-eval/bin/lm_eval:
+	$(PYTHON) -m venv .lm-eval
+	.lm-eval/bin/python -m pip install --quiet --constraint constraints.txt 'lm_eval[hf]'
+
 soak: $(VENV)/.test nvme
 	python -m pytest -q -m soak
 
@@ -76,4 +83,4 @@ $(VENV)/.%: setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .launchers build *.egg-info
+	rm -rf $(VENV) .launchers .lm-eval build *.egg-info

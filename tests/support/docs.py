@@ -1,4 +1,4 @@
-"""Reads the pages of docs/ as a reader does: their commands, what they show of the output, links.
+"""Reads the README and the pages of docs/: their commands, the output that they show, links.
 
     page -> fenced blocks -> commands, each with its place and the output that the page shows
     a run of the commands -> output by command -> which shown lines did not come
@@ -60,8 +60,8 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """Return the pages, by name."""
-    return sorted(DOCS.glob("*.md"))
+    """Return the pages of docs/, by name, and the README."""
+    return [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
 
 
 def commands_of(page: Path) -> list[Command]:
