@@ -44,6 +44,7 @@ _KEPT = frozenset(
                 ("fused", "_overrideable"),
             )
         ),
+        "hpc_tune.document_attention.default",
         "bitsandbytes.gemm_4bit.default",
     )
 )

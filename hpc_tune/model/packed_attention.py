@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from hpc_tune.model.scoped import CURRENT, Document
+from hpc_tune.model.tiled_attention import attend
 
 NAME = "hpc_tune_documents"
-# torch's backward pass in bf16 takes 1.7 ms for a document of 107 tokens, that in fp32 with casts
-# 0.5 ms and is more exact; at 512 tokens both take as long (SmolLM2's heads, a CPU with AMX).
-SHORT = 512
 
 
 def documents_of(lengths: Sequence[Sequence[int]]) -> list[Document]:
@@ -87,12 +85,11 @@ def _attend(
             **options,
         )
         return stock
-    inputs = query_BHTD, key_BKTD, value_BKTD
-    if dropout or query_BHTD.shape[-1] != value_BKTD.shape[-1]:  # the kernel can do neither
+    if dropout or query_BHTD.shape[-1] != value_BKTD.shape[-1]:  # the tiles can do neither
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
         for document in CURRENT.batch.documents:
-            query, key, value = _slices(document, *inputs)
+            query, key, value = _slices(document, query_BHTD, key_BKTD, value_BKTD)
             parts.append(
                 F.scaled_dot_product_attention(
                     *(query, key, value, None, dropout, True), scale=scaling, enable_gqa=has_groups
@@ -102,61 +99,11 @@ def _attend(
     if torch.is_autocast_enabled(query_BHTD.device.type):
         # As it does for torch's own attention: rotary positions leave queries and keys in fp32.
         dtype = torch.get_autocast_dtype(query_BHTD.device.type)
-        query_BHTD, key_BKTD, value_BKTD = (tensor.to(dtype) for tensor in inputs)
-        inputs = query_BHTD, key_BKTD, value_BKTD
-    out_BTHD: torch.Tensor = _Attention.apply(*inputs, CURRENT.batch.documents, scaling)
-    return out_BTHD, None
-
-
-class _Attention(torch.autograd.Function):
-    """Causal attention of each document, on a CPU; backward in fp32 for short ones in bf16."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query_BHTD: torch.Tensor,
-        key_BKTD: torch.Tensor,
-        value_BKTD: torch.Tensor,
-        documents: Sequence[Document],
-        scale: float | None,
-    ) -> torch.Tensor:
-        inputs = query_BHTD, key_BKTD, value_BKTD
-        parts, sums = [], []
-        groups = query_BHTD.shape[1] // key_BKTD.shape[1]
-        for document in documents:
-            query, key, value = _slices(document, *inputs)
-            part_BHLD, sums_BHL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, _for_heads(key, groups), _for_heads(value, groups), 0.0, True, scale=scale
-            )
-            parts.append(part_BHLD)
-            sums.append(sums_BHL)
-        out_BTHD = _joined(parts, query_BHTD)
-        ctx.save_for_backward(*inputs, out_BTHD, *sums)
-        ctx.documents, ctx.scale = documents, scale
-        return out_BTHD
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTHD: torch.Tensor) -> Any:  # type: ignore[override]
-        query, key, value, out_BTHD, *sums = ctx.saved_tensors
-        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        # The kernel expects the values of a head to be contiguous.
-        out_BHTD, grad_BHTD = out_BTHD.transpose(1, 2), grad_BTHD.contiguous().transpose(1, 2)
-        groups = query.shape[1] // key.shape[1]
-        for document, sums_BHL in zip(ctx.documents, sums, strict=True):
-            _, start, stop = document
-            is_short = query.dtype == torch.bfloat16 and stop - start <= SHORT
-            parts = _slices(document, grad_BHTD, query, key, value, out_BHTD)
-            grad, q, k, v, out = [part.float() for part in parts] if is_short else parts
-            document_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(grad, q, _for_heads(k, groups), _for_heads(v, groups), out, sums_BHL),
-                *(0.0, True),
-                scale=ctx.scale,
-            )
-            for whole, part in zip(_slices(document, *grads), document_grads, strict=True):
-                if part.shape[1] != whole.shape[1]:
-                    part = part.unflatten(1, (-1, groups)).sum(2)
-                whole.copy_(part)
-        return *grads, None, None
+        query_BHTD, key_BKTD, value_BKTD = (
+            tensor.to(dtype) for tensor in (query_BHTD, key_BKTD, value_BKTD)
+        )
+    spans = [(rows.start, rows.stop, a, b) for rows, a, b in CURRENT.batch.documents]
+    return attend(query_BHTD, key_BKTD, value_BKTD, spans, scaling), None
 
 
 def _joined(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:
@@ -165,11 +112,6 @@ def _joined(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> tor
     joined = parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
     return joined.reshape(num_rows, num_tokens, num_heads, -1)
-
-
-def _for_heads(tensor_BKLD: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return keys or values once for each head that reads them: older kernels know no groups."""
-    return tensor_BKLD.repeat_interleave(groups, 1) if groups > 1 else tensor_BKLD
 
 
 def _slices(document: Document, *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A merged model's score by lm-evaluation-harness, as docs/lm-eval.md says, beside transformers'."""
+"""lm-evaluation-harness scores a merged model, as docs/lm-eval.md says: beside transformers."""
 
 import json
 import os

@@ -17,6 +17,7 @@ from hpc_tune.model.packed_attention import (
     use_document_attention,
 )
 from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.tiled_attention import _tiling
 
 # Documents of three rows: several, one, and single tokens at an end.
 LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
@@ -118,35 +119,62 @@ def test_families_without_sdpa_are_left_alone():
     assert module.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("lengths", [(40, 24), (64,), (600, 40)])
-def test_gradients_in_bf16_are_no_less_exact_than_torchs(lengths):
+def stock(query, key, value, lengths):
+    parts = [tensor.split(lengths, 2) for tensor in (query, key, value)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return torch.cat(
+        [attend(*part, is_causal=True, enable_gqa=True) for part in zip(*parts, strict=True)], 2
+    )
+
+
+def ours(query, key, value, lengths):
+    with CURRENT.of(MicroBatch(documents=documents_of([lengths] * len(query)))):
+        return _attend(None, query, key, value, None)[0].transpose(1, 2)
+
+
+def out_and_grads(attend, inputs, weight, dtype, lengths):
+    inputs = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+    out = attend(*inputs, lengths)
+    return [out.detach(), *torch.autograd.grad(out, inputs, weight.to(dtype))]
+
+
+# One tile and several, documents of equal numbers of tiles, and one of the longer tiles.
+LONGER = [(40, 24), (64,), (600, 40), (130, 5, 190, 59, 64), (1100, 52)]
+
+
+@pytest.mark.parametrize("most_scores", [1 << 21, 1])
+@pytest.mark.parametrize("lengths", LONGER)
+def test_documents_of_any_length_attend_as_torchs_do(lengths, most_scores, monkeypatch):
+    monkeypatch.setattr("hpc_tune.model.tiled_attention.MOST_SCORES", most_scores)
+    _tiling.cache_clear()
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(2, h, sum(lengths), 8, generator=generator) for h in (6, 2, 2)]
+    weight = torch.randn(2, 6, sum(lengths), 8, generator=generator)
+    found = out_and_grads(ours, inputs, weight, torch.float64, lengths)
+    wanted = out_and_grads(stock, inputs, weight, torch.float64, lengths)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 8])  # of queries: scores of up to 4 and 30
+@pytest.mark.parametrize("lengths", LONGER)
+def test_gradients_in_bf16_are_no_less_exact_than_torchs(lengths, size):
+    """Those of queries, keys and values together; torch's fused kernel has its scores in fp32."""
     generator = torch.Generator().manual_seed(1)
     num_tokens = sum(lengths)
-    exact = [torch.randn(2, h, num_tokens, 16, generator=generator) for h in (4, 2, 2)]
-    weight = torch.randn(2, 4, num_tokens, 16, generator=generator)
+    inputs = [torch.randn(2, h, num_tokens, 16, generator=generator) for h in (4, 2, 2)]
+    weight = torch.randn(2, 4, num_tokens, 16, generator=generator).bfloat16()
+    inputs = [tensor.mul(size if n == 0 else 1).bfloat16() for n, tensor in enumerate(inputs)]
+    wanted = out_and_grads(stock, inputs, weight, torch.float64, lengths)
 
-    def grads(dtype, attend):
-        inputs = [tensor.to(dtype).requires_grad_() for tensor in exact]
-        out = attend(*inputs)
-        return torch.autograd.grad(out, inputs, weight.to(dtype))
+    def errors(attend):
+        found = out_and_grads(attend, inputs, weight, torch.bfloat16, lengths)
+        pairs = zip(found, wanted, strict=True)
+        return torch.stack([(one.double() - true).norm() / true.norm() for one, true in pairs])
 
-    def stock(query, key, value):
-        parts = [tensor.split(lengths, 2) for tensor in (query, key, value)]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return torch.cat(
-            [attend(*part, is_causal=True, enable_gqa=True) for part in zip(*parts, strict=True)], 2
-        )
-
-    def ours(query, key, value):
-        with CURRENT.of(MicroBatch(documents=documents_of([lengths, lengths]))):
-            return _attend(None, query, key, value, None)[0].transpose(1, 2)
-
-    wanted = grads(torch.float64, stock)
-    found, theirs = grads(torch.bfloat16, ours), grads(torch.bfloat16, stock)
-    for one, other, true in zip(found, theirs, wanted, strict=True):
-        error = (one.double() - true).norm() / true.norm()
-        assert error < torch.finfo(torch.bfloat16).eps
-        assert error < 1.05 * (other.double() - true).norm() / true.norm()
+    found, theirs = errors(ours), errors(stock)
+    assert (found < torch.finfo(torch.bfloat16).eps).all()
+    assert found[1:].norm() < 1.05 * theirs[1:].norm()
 
 
 @pytest.mark.parametrize(("dropout", "value_dim"), [(0.3, 8), (0.0, 6)])
