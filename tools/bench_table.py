@@ -65,9 +65,9 @@ def table(rounds: Sequence[Round], limit: float) -> Iterator[str]:
     if all(told.values()):
         yield ""
         yield "to the best peer of each round, median (least to most):"
-        for name, found in told.items():
-            middle = statistics.median(found)
-            yield f"  {middle:.2f} ({min(found):.2f} to {max(found):.2f}) x {COMPARED[name][1]}"
+        for name, some in told.items():
+            middle = statistics.median(some)
+            yield f"  {middle:.2f} ({min(some):.2f} to {max(some):.2f}) x {COMPARED[name][1]}"
     for number, names in disturbed(rounds).items():
         yield f"round {number} was disturbed, do not rely on it: other processes took {names}"
 
