@@ -46,14 +46,14 @@ def run_shape(asked: argparse.Namespace) -> dict[str, Any]:
         program = [sys.executable, str(TOOLS / "bench_steps.py"), str(out), str(asked.steps)]
         where = [f"run.device={asked.device}", f"run.dir={Path(folder) / 'run'}"]
         command = [*launch(asked.ranks), *program, *words, *where]
-        host_bytes, _ = watched(command, Path(folder), "cpu")  # the allocator tells its peak
+        seen = watched(command, Path(folder), "cpu")  # the allocator tells its peak
         told: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     tokens_per_s = told["tokens"] / statistics.median(told["seconds"][WARM:])
     devices = asked.ranks if asked.device == "cuda" else 1  # a CPU's is of all its cores
     ceiling = devices * ceiling_of(told["dtype"], asked.device)
     planned = _planned_bytes(words, asked.ranks, told["device_total"])
     limit = ceiling / told["flops_per_token"]
-    found = Found(tokens_per_s, limit, host_bytes, told["device_bytes"], planned)
+    found = Found(tokens_per_s, limit, seen.host_bytes, told["device_bytes"], planned)
     print(f"{asked.model} on {asked.ranks} x {told['device']}, {told['layout']}, {told['dtype']}")
     for line in table(found):
         print(line)

@@ -1,4 +1,4 @@
-"""What tools/bench.py measures with: a run to its end with its memory watched, a large product."""
+"""What tools/bench.py measures with: a run that is watched to its end, a large product."""
 
 import contextlib
 import json
@@ -8,14 +8,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from bench_quiet import Reading, read_others
 
 POLL_S = 1.0
 RUN_LIMIT_S = 3600
 WARM = 2  # steps whose time does not count
+
+
+@dataclass
+class Watched:
+    """What was seen of a run: peaks of host and device bytes, and what others took meanwhile."""
+
+    host_bytes: int = 0
+    device_bytes: int | None = None
+    readings: list[Reading] = field(default_factory=list)
 
 
 def launch(ranks: int) -> list[str]:
@@ -28,13 +39,13 @@ def launch(ranks: int) -> list[str]:
 
 def watched(
     command: list[str], out: Path, device: str, extra: Mapping[str, str] | None = None
-) -> tuple[int, int | None]:
-    """Run to the end; return the peaks of host and device bytes.
+) -> Watched:
+    """Run to the end; return what was seen of it.
 
     Raises:
         SystemExit: with the end of what it printed, if it fails.
     """
-    log = out / "log"
+    log, seen = out / "log", Watched(readings=[read_others()])
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
@@ -44,8 +55,8 @@ def watched(
             cwd=out,
             start_new_session=True,
         )
-        peaks, finished = [0, 0], threading.Event()
-        watcher = threading.Thread(target=_watch, args=(process.pid, device, peaks, finished))
+        finished = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(process.pid, device, seen, finished))
         watcher.start()
         try:
             code = process.wait(RUN_LIMIT_S)
@@ -57,17 +68,19 @@ def watched(
     if code != 0:
         text = log.read_text(encoding="utf-8", errors="replace")
         raise SystemExit(f"{' '.join(command)}\nended with {code}:\n{text[-4000:]}")
-    return peaks[0], peaks[1] if device == "cuda" else None
+    seen.readings.append(read_others())
+    return seen
 
 
-def _watch(pid: int, device: str, peaks: list[int], finished: threading.Event) -> None:
+def _watch(pid: int, device: str, seen: Watched, finished: threading.Event) -> None:
     while not finished.wait(POLL_S):
+        seen.readings.append(read_others())
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(pid)
             family = [top, *top.children(recursive=True)]
-            peaks[0] = max(peaks[0], sum(_own_share(one.pid) for one in family))
+            seen.host_bytes = max(seen.host_bytes, sum(_own_share(one.pid) for one in family))
         if device == "cuda":
-            peaks[1] = max(peaks[1], _device_bytes())
+            seen.device_bytes = max(seen.device_bytes or 0, _device_bytes())
 
 
 def _own_share(pid: int) -> int:

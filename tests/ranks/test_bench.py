@@ -17,6 +17,9 @@ sys.path.insert(0, str(BENCH.parent))
 import bench  # noqa: E402 - it lies beside what it imports
 import bench_scale  # noqa: E402
 import bench_shape  # noqa: E402
+import bench_table  # noqa: E402
+import bench_train  # noqa: E402
+from bench_table import Measured  # noqa: E402
 
 
 def run_bench(tmp_path, *words):
@@ -33,15 +36,22 @@ def run_bench(tmp_path, *words):
     return json.loads(out.read_text(encoding="utf-8")), done.stdout
 
 
+def alpaca(number):
+    given = "" if number % 2 else "It was a long way. " * (number % 7)
+    return {"instruction": f"Say {number}.", "input": given, "output": f"{number} " * number}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_hpc_tune_and_a_peer_train_on_the_same_tokens(tmp_path, ragged):
     write_tiny(tmp_path / "tiny")
+    (tmp_path / "alpaca.json").write_text(json.dumps([alpaca(number) for number in range(60)]))
     told, shown = run_bench(
         tmp_path,
         *("train", "--model", str(tmp_path / "tiny"), "--dtype", "fp32", "--seq-len", "512"),
         *("--examples", "60", "--rows", "2", "--steps", "4", "--rounds", "1", "--save"),
-        *(["--ragged"] if ragged else []),
+        *("--quiet-wait", "0"),
+        *(["--ragged", "--data", str(tmp_path / "alpaca.json")] if ragged else []),
         *("--peers", "ddp", "--peer-python", sys.executable, "--work", str(tmp_path / "work")),
     )
     mine, peer = told["runs"]["hpc_tune"][0], told["runs"]["ddp"][0]
@@ -50,8 +60,11 @@ def test_hpc_tune_and_a_peer_train_on_the_same_tokens(tmp_path, ragged):
         assert one["first_s"] > 1
         assert one["host_bytes"] > 100 << 20
         assert one["save_s"] > 0
+        assert 0 <= one["others_share"] <= 1
     assert 0 <= mine["data_share"] < 1
-    assert "to the best peer of each column: " in shown
+    assert 0.5 < mine["grown"] < 2
+    assert told["ratios"]["tokens_per_s"] == [mine["tokens_per_s"] / peer["tokens_per_s"]]
+    assert "to the best peer of each round, median (least to most):" in shown
     assert os.listdir(tmp_path / "work") == [], "nothing of the runs is left"
 
 
@@ -72,11 +85,19 @@ def test_a_configuration_on_one_and_two_ranks(tmp_path):
         (["scale", "--ranks", "0"], "--ranks: 0: expected a whole number from 1 on"),
         (["train", "--model", "nowhere"], "--model nowhere: no config.json there"),
         (["train", "--model", ".", "--data", "no.jsonl"], "--data no.jsonl: no such file"),
+        (
+            ["train", "--model", ".", "--data", "rows.jsonl"],
+            "--data rows.jsonl, line 2: found 3; expected one JSON object per row",
+        ),
+        (["train", "--model", ".", "--data", "empty.json"], "--data empty.json is empty"),
+        (["train", "--model", ".", "--quiet-wait", "-1"], "expected a number of seconds from 0 on"),
         (["shape", "--model", "shape:nano", "--steps", "2"], "use at least 3"),
     ],
 )
 def test_wrong_words_are_refused_first(tmp_path, words, said, capsys, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(alpaca(1)) + "\n3\n")
+    (tmp_path / "empty.json").write_text("[]")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["bench.py", *words])
     with pytest.raises(SystemExit, match="2"):
@@ -124,18 +145,86 @@ def test_the_verdict_names_the_last_number_of_ranks_that_pays():
     assert verdict == "up to 4 ranks each added one pays: try more"
 
 
-def test_ratios_are_to_the_best_peer_of_each_column():
-    def measured(tokens_per_s, first_s, host_bytes):
-        return bench.Measured(tokens_per_s, first_s, host_bytes, None, None)
+def measured(tokens_per_s, first_s=8.0, host_bytes=3e9, others=0.0, grown=None):
+    return Measured(tokens_per_s, first_s, host_bytes, None, others, grown=grown)
 
-    runs = {
-        "hpc_tune": [measured(200, 8, 3e9), measured(240, 9, 3e9), measured(100, 10, 3e9)],
-        "ddp": [measured(160, 12, 6e9)],
-        "zero3": [measured(100, 30, 4e9)],
-    }
-    lines = list(bench.table(runs, limit=400.0))
-    assert lines[1].split()[:5] == ["hpc_tune", "200", "0.50", "9.0s", "3.00"]
-    assert " ".join(lines[-2:]) == (
-        "to the best peer of each column: 1.25 x the tokens per second,  "
-        "0.75 x the time to the first step, 0.75 x the host memory"
-    )
+
+def test_ratios_are_to_the_best_peer_of_each_round():
+    rounds = [
+        {"hpc_tune": measured(200, 8, 3e9, grown=1.04), "ddp": measured(160, 12, 6e9)},
+        # The whole machine was slower; the ratio of the medians would be 200 / 150.
+        {"ddp": measured(80, 24, 6e9, 0.02), "hpc_tune": measured(120, 16, 3e9, 0.01, 1.06)},
+        {"hpc_tune": measured(240, 9, 3e9, grown=1.0), "ddp": measured(150, 9, 4e9)},
+    ]
+    rounds[2]["zero3"] = measured(100, 6, 5e9)
+    header, mine, ddp, _, *rest = bench_table.table(rounds, limit=400.0)
+    columns = "useful/s spread limit first host grown device save data rest others"
+    assert header.split() == columns.split()
+    assert " ".join(mine.split()) == "hpc_tune 200 120-240 0.50 9.0s 3.00 GB 1.04 - - - - 1%"
+    assert " ".join(ddp.split()) == "ddp 150 80-160 0.38 12.0s 6.00 GB - - - - - 2%"
+    assert len({len(line) for line in (header, mine, ddp)}) == 1
+    assert rest == [
+        "",
+        "to the best peer of each round, median (least to most):",
+        "  1.50 (1.25 to 1.60) x the tokens per second",
+        "  0.67 (0.67 to 1.50) x the time to the first step",
+        "  0.50 (0.50 to 0.75) x the host memory",
+    ]
+
+
+def run_rounds(tmp_path, monkeypatch, shares, *words):
+    """Run ``train`` with runs that tell the next of ``shares``; return who ran, what it told."""
+    (tmp_path / "config.json").write_text("{}")
+    left, who = list(shares), []
+
+    def run(name):
+        who.append(name)
+        return measured(100.0 + len(who), others=left.pop(0))
+
+    monkeypatch.setattr(bench_train, "read_records", lambda *_: [])
+    monkeypatch.setattr(bench_train, "prepare", lambda *_: (None, None))
+    monkeypatch.setattr(bench_train, "ceiling_of", lambda *_: 1e9)
+    monkeypatch.setattr(bench_train, "_flops_per_token", lambda *_: 1e6)
+    monkeypatch.setattr(bench_train, "wait_for_quiet", lambda *_: True)
+    monkeypatch.setattr(bench_train, "_run_hpc_tune", lambda *_: run("hpc_tune"))
+    monkeypatch.setattr(bench_train, "_run_peer", lambda asked, name, *_: run(name))
+    out = tmp_path / "out.json"
+    words = [*words, "--peers", "ddp", "--peer-python", "none", "--work", str(tmp_path / "work")]
+    words = ["bench.py", "train", "--model", str(tmp_path), "--out", str(out), *words]
+    monkeypatch.setattr(sys, "argv", words)
+    assert bench.main() == 0
+    assert left == []
+    return who, json.loads(out.read_text())
+
+
+def test_the_order_of_the_contenders_is_reversed_from_round_to_round(tmp_path, monkeypatch):
+    who, _ = run_rounds(tmp_path, monkeypatch, [0.0] * 6)
+    assert who == ["hpc_tune", "ddp", "ddp", "hpc_tune", "hpc_tune", "ddp"]
+
+
+def test_a_disturbed_round_is_run_once_more(tmp_path, monkeypatch, capsys):
+    who, told = run_rounds(tmp_path, monkeypatch, [0, 0.3, 0, 0.02, 0, 0], "--rounds", "2")
+    assert who == ["hpc_tune", "ddp", "hpc_tune", "ddp", "ddp", "hpc_tune"]
+    assert [one["others_share"] for one in told["runs"]["ddp"]] == [0.02, 0]
+    assert [one["others_share"] for one in told["left_out"]["ddp"]] == [0.3]
+    assert told["ratios"]["tokens_per_s"] == [103 / 104, 106 / 105]
+    assert told["disturbed"] == {}
+    shown = capsys.readouterr().out
+    assert "other processes took 30% beside ddp: this round once more" in shown
+    assert "disturbed" not in shown
+
+
+def test_a_round_that_is_disturbed_twice_is_named(tmp_path, monkeypatch, capsys):
+    _, told = run_rounds(tmp_path, monkeypatch, [0, 0, 0.12, 0, 0, 0.5], "--rounds", "2")
+    assert told["disturbed"] == {"2": "12% beside ddp"}
+    assert [one["others_share"] for one in told["left_out"]["hpc_tune"]] == [0.5]
+    said = "round 2 was disturbed, do not rely on it: other processes took 12% beside ddp"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_without_a_wait_a_disturbed_round_is_named_and_not_repeated(tmp_path, monkeypatch):
+    words = ("--rounds", "1", "--quiet-wait", "0")
+    who, told = run_rounds(tmp_path, monkeypatch, [0.2, 0.4], *words)
+    assert who == ["hpc_tune", "ddp"]
+    assert told["disturbed"] == {"1": "20% beside hpc_tune, 40% beside ddp"}
+    assert told["left_out"] == {}
