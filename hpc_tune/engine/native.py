@@ -36,7 +36,7 @@ from hpc_tune.engine.optimizer_offload import OffloadedState
 from hpc_tune.engine.pipeline_parallel import Pipeline, cut_stages
 from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
-from hpc_tune.memory.host import return_freed_blocks
+from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
@@ -273,6 +273,8 @@ def _load_stages(
     layout, train = settings.layout, settings.train
     if layout.shard > 1:
         return_freed_blocks()
+    else:
+        keep_freed_blocks()
     if not train.compile:
         use_row_dropout(built.module, built.seed)
     cuts = [built]

@@ -21,7 +21,8 @@ from typing import IO
 from hpc_tune.cluster.schedulers import memory_limits
 
 RETURNED_BYTES, MOST_KEPT_BYTES = 1 << 20, 32 << 20
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
+_NEVER_TRIMMED = (1 << 31) - 1
 _STAT_BYTES = 1 << 15
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
 _LATE_BYTES, _MOVED_BYTES, _MOST_GROUPS = 8 << 20, 1 << 20, 256
@@ -257,6 +258,18 @@ def give_back() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def keep_freed_blocks() -> None:
+    """Make glibc keep freed blocks of up to MOST_KEPT_BYTES, as a step asks for them again.
+
+    Its thresholds adapt up to the same size, but it returns the end of the heap on the way: 20,000
+    to 100,000 page faults in a step of a 135M model. ``give_back`` returns what is kept.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, MOST_KEPT_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIMMED)
 
 
 def return_freed_blocks() -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.loss import LossModel
+from hpc_tune.model.rms_norm import use_rms_norm
 from hpc_tune.model.swiglu import use_swiglu
 
 
@@ -24,4 +25,5 @@ def use_own_layers(module: LossModel, blocks: Sequence[nn.Module], compiled: boo
     use_lora_linear(blocks)
     if not compiled:  # a compiler chooses by itself what to keep
         use_swiglu(blocks)
+        use_rms_norm(blocks)
     module.within_documents &= not compiled

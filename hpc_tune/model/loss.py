@@ -20,8 +20,10 @@ from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.model.packed_attention import documents_of, lengths_in
 from hpc_tune.model.scoped import CURRENT, Document, MicroBatch
 
-# Of a frozen head: a CPU's chunk stays in its caches, a GPU needs many rows to be busy.
-LOGITS_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}
+# Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's
+# products then read the weights seldom, and what follows stays in its caches; a GPU needs many rows
+# to be busy.
+LOGITS_BYTES = {"cuda": (256 << 20, 512 << 20), "cpu": (24 << 20, 2 << 20)}
 TRAINED_LOGITS_BYTES = 512 << 20
 LEAST_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]
@@ -49,7 +51,7 @@ class LossModel(nn.Module):
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_loss
         # A plan sets it to that of the device it is for.
-        self.logits_bytes: int | None = None
+        self.logits_bytes: tuple[int, int] | None = None
 
     def causal_lm(self) -> Any:
         """Return the transformers model, with or without adapters inside its layers."""
@@ -114,20 +116,26 @@ def loss_sum(
     labels_N: torch.Tensor,
     config: Any,
     token_loss: TokenLoss = plain_loss,
-    logits_bytes: int | None = None,
+    logits_bytes: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of ``labels_N`` under ``head(hidden_ND)``, an fp32 scalar.
 
     ``token_loss`` computes it for as many tokens as may have their logits in memory at once.
-    ``logits_bytes`` bounds those of a frozen head; the default is the fastest of each device type.
+    ``logits_bytes`` bounds those of a frozen head, of a product and in fp32; the default is the
+    fastest of each device type.
     """
     plain = token_loss is plain_loss and _is_plain(head, config)
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
     if plain and not any(parameter.requires_grad for parameter in head.parameters()):
-        most = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
-        chunk = max(LEAST_TOKENS, most // bytes_per_token)
+        product_bytes, fp32_bytes = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
+        chunk = max(LEAST_TOKENS, product_bytes // (config.vocab_size * head.weight.dtype.itemsize))
         frozen: torch.Tensor = _FrozenHeadLoss.apply(
-            hidden_ND, head.weight, head.bias, labels_N, chunk
+            hidden_ND,
+            head.weight,
+            head.bias,
+            labels_N,
+            chunk,
+            max(1, fp32_bytes // bytes_per_token),
         )
         return frozen
     chunk = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
@@ -154,7 +162,7 @@ def loss_sum(
 class _FrozenHeadLoss(torch.autograd.Function):
     """The summed loss of N tokens; the gradient of their hidden states is computed with it.
 
-    A chunk of C tokens has C x V fp32 logits, which become their exponentials in place.
+    The logits of C tokens become their exponentials in place, S tokens at a time in fp32.
     """
 
     @staticmethod
@@ -165,34 +173,55 @@ class _FrozenHeadLoss(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         chunk: int,
+        num_fp32: int,
     ) -> torch.Tensor:
-        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        loss_N1 = hidden_ND.new_empty(len(labels_N), 1, dtype=torch.float32)
+        sums_N1 = torch.empty_like(loss_N1)
         grad_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
         num_tokens = hidden_ND.shape[0]
         buffer_CV = hidden_ND.new_empty(min(chunk, num_tokens), weight_VD.shape[0])
         for start in range(0, num_tokens, chunk):
             part = slice(start, start + chunk)
-            labels_C = labels_N[part]
-            logits_CV = torch.mm(hidden_ND[part], weight_VD.t(), out=buffer_CV[: len(labels_C)])
+            logits_CV = buffer_CV[: len(labels_N[part])]
+            torch.mm(hidden_ND[part], weight_VD.t(), out=logits_CV)
             if bias_V is not None:
                 logits_CV += bias_V
-            exp_CV = logits_CV.float()
-            largest_C1 = exp_CV.amax(1, keepdim=True)
-            label_C1 = exp_CV.gather(1, labels_C.unsqueeze(1))
-            sums_C1 = exp_CV.sub_(largest_C1).exp_().sum(1, keepdim=True)
-            total += (sums_C1.log() + largest_C1 - label_C1).sum()
+            for logits_SV, labels_S, loss_S1, sums_S1 in zip(
+                *(
+                    t.split(num_fp32)
+                    for t in (logits_CV, labels_N[part], loss_N1[part], sums_N1[part])
+                ),
+                strict=True,
+            ):
+                _exponentials(logits_SV, labels_S.unsqueeze(1), loss_S1, sums_S1)
             if ctx.needs_input_grad[0]:
                 # (softmax - one-hot) W, the softmax's divisor behind the product: C x D, not C x V.
-                exp_CV.scatter_add_(1, labels_C.unsqueeze(1), -sums_C1)
-                grad_ND[part] = (exp_CV.to(weight_VD.dtype) @ weight_VD) / sums_C1
+                grad_ND[part] = (logits_CV @ weight_VD) / sums_N1[part]
         ctx.save_for_backward(grad_ND)
         ctx.dtype = hidden_ND.dtype
-        return total
+        return loss_N1.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         (grad_ND,) = ctx.saved_tensors
-        return (grad_ND * grad).to(ctx.dtype), None, None, None, None
+        return (grad_ND * grad).to(ctx.dtype), None, None, None, None, None
+
+
+def _exponentials(
+    logits_SV: torch.Tensor, labels_S1: torch.Tensor, loss_S1: torch.Tensor, sums_S1: torch.Tensor
+) -> None:
+    """Make logits their exponentials, less their sum at the label; write each loss and sum.
+
+    In fp32, rounded once.
+    """
+    exp_SV = logits_SV.float()
+    largest_S1 = exp_SV.amax(1, keepdim=True)
+    label_S1 = exp_SV.gather(1, labels_S1)
+    torch.sum(exp_SV.sub_(largest_S1).exp_(), 1, keepdim=True, out=sums_S1)
+    torch.add(sums_S1.log() + largest_S1, label_S1, alpha=-1, out=loss_S1)
+    exp_SV.scatter_add_(1, labels_S1, -sums_S1)
+    if exp_SV is not logits_SV:
+        logits_SV.copy_(exp_SV)
 
 
 def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:

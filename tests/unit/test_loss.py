@@ -53,7 +53,7 @@ def test_value_and_gradient_are_those_worked_out_by_hand(
     hidden_ND, head, labels_N = problem(num_tokens, bias)
     head.requires_grad_(not frozen)
     trained = [hidden_ND, *([] if frozen else head.parameters())]
-    total = loss_sum(hidden_ND, head, labels_N, config(**values), logits_bytes=1)
+    total = loss_sum(hidden_ND, head, labels_N, config(**values), logits_bytes=(1, 40 * 4 * VOCAB))
     got = torch.autograd.grad(total / 3, trained)
     wanted = by_hand(hidden_ND, head, labels_N, scale)
     expected = torch.autograd.grad(wanted / 3, trained)
@@ -89,7 +89,9 @@ def test_a_frozen_head_never_has_more_logits_than_the_budget_and_none_are_kept()
     hidden_ND, head, labels_N = problem(450)
     head.requires_grad_(False)
     with Widest() as widest:
-        total = loss_sum(hidden_ND, head, labels_N, config(), logits_bytes=200 * 4 * VOCAB)
+        total = loss_sum(
+            hidden_ND, head, labels_N, config(), logits_bytes=(200 * 4 * VOCAB, 70 * 4 * VOCAB)
+        )
         (kept,) = total.grad_fn.saved_tensors
         total.backward()
     assert widest.num_values == 200 * VOCAB

@@ -36,7 +36,7 @@ from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.comm import CountedBackend
 from hpc_tune.errors import ConfigError
-from hpc_tune.memory.host import return_freed_blocks
+from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
@@ -64,6 +64,8 @@ class ZeroEngine:
         self._collectives = CountedCollectives(device)
         if self._stage == 3:
             return_freed_blocks()
+        else:
+            keep_freed_blocks()
         if not train.compile:
             use_row_dropout(built.module, built.seed)
         blocks = list(block_list(built.module))

@@ -1,0 +1,99 @@
+"""RMS norms that keep one tensor for the backward pass, against transformers'."""
+
+import copy
+
+import pytest
+import torch
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from hpc_tune.model.rms_norm import use_rms_norm
+
+SHAPE = 3, 7, 96
+
+
+def norm_of(kind=LlamaRMSNorm, dtype=torch.float32):
+    torch.manual_seed(0)
+    norm = kind(SHAPE[-1])
+    torch.nn.init.normal_(norm.weight, 1.0, 0.3)
+    return norm.to(dtype)
+
+
+def out_and_grads(norm, dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = (5 * torch.randn(SHAPE, generator=generator)).to(dtype).requires_grad_()
+    weight = torch.randn(SHAPE, generator=generator).to(dtype)
+    out = norm(x)
+    out.backward(weight)
+    return [out.detach(), x.grad, norm.weight.grad]
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
+def test_in_fp32_values_and_gradients_are_transformers(kind):
+    stock = norm_of(kind)
+    replaced = copy.deepcopy(stock)
+    assert use_rms_norm([replaced]) == 1
+    pairs = zip(
+        out_and_grads(replaced, torch.float32), out_and_grads(stock, torch.float32), strict=True
+    )
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+def test_in_bf16_they_are_as_exact_as_transformers():
+    exact = norm_of(dtype=torch.bfloat16).float()
+    generator = torch.Generator().manual_seed(1)
+    x = (5 * torch.randn(SHAPE, generator=generator)).bfloat16()
+    weight = torch.randn(SHAPE, generator=generator).bfloat16()
+
+    def grads(norm, dtype):
+        leaf = x.to(dtype).requires_grad_()
+        norm.zero_grad()
+        out = norm(leaf)
+        out.backward(weight.to(dtype))
+        return [out.detach(), leaf.grad, norm.weight.grad]
+
+    wanted = grads(exact, torch.float32)
+    stock = norm_of(dtype=torch.bfloat16)
+    replaced = copy.deepcopy(stock)
+    use_rms_norm([replaced])
+    found = zip(grads(replaced, torch.bfloat16), grads(stock, torch.bfloat16), wanted, strict=True)
+    for ours, theirs, true in found:
+        assert (ours - true).norm() <= 1.02 * (theirs - true).norm()
+
+
+def test_only_the_input_is_kept_and_in_its_own_dtype():
+    kept = []
+
+    def pack(tensor):
+        kept.append((tensor.shape, tensor.dtype))
+        return tensor
+
+    norm = norm_of(dtype=torch.bfloat16).requires_grad_(False)
+    use_rms_norm([norm])
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        norm(torch.randn(SHAPE, dtype=torch.bfloat16, requires_grad=True))
+    assert sorted(kept, key=str) == sorted(
+        [
+            (torch.Size(SHAPE), torch.bfloat16),
+            (torch.Size(SHAPE[-1:]), torch.bfloat16),
+            (torch.Size((*SHAPE[:-1], 1)), torch.float32),
+        ],
+        key=str,
+    )
+
+
+def test_weights_in_fp32_under_values_in_bf16_are_transformers_affair():
+    stock = norm_of()
+    replaced = copy.deepcopy(stock)
+    use_rms_norm([replaced])
+    x = torch.randn(SHAPE, dtype=torch.bfloat16)
+    assert replaced(x).dtype == torch.float32
+    assert torch.equal(replaced(x), stock(x))
+
+
+@pytest.mark.parametrize("kind", [GemmaRMSNorm, Olmo2RMSNorm])
+def test_norms_of_another_form_are_left_alone(kind):
+    assert use_rms_norm([norm_of(kind)]) == 0
