@@ -37,8 +37,12 @@ from hpc_tune.safe_yaml import load_yaml
 _PATHS = (
     "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
     "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
+    "slurm.env_file", "slurm.venv",
 )  # fmt: skip
-_GONE = {"run.wandb": "; use run.trackers=[wandb]"}
+_INSTEAD = {
+    "run.wandb": "; use run.trackers=[wandb]",
+    "config": "; a file of settings is named by --config FILE",
+}
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
@@ -184,7 +188,7 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
         if error["type"] == "extra_forbidden":
-            hint = _GONE.get(name) or _near(name, known)
+            hint = _INSTEAD.get(name) or _near(name, known)
             unknown.append(f"{name}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
@@ -195,6 +199,8 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
             )
             message = f"Input should be a valid dictionary of settings, such as {example}=..."
             message += ", or auto" if field == "parallel" else ""
+        if error["type"] == "list_type" and isinstance(error["input"], str):
+            message += f", such as [{', '.join(map(str.strip, error['input'].split(',')))}]"
         expected.setdefault(f"{field}={error['input']!r}", []).append(message)
     return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
 
@@ -270,7 +276,8 @@ def _names_beside(path: str) -> list[str]:
 def _apply_override(tree: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"{override!r} is not key=value, such as train.max_steps=100")
+        hint = config_hint(override) or ", such as train.max_steps=100"
+        raise ConfigError(f"{override!r} is not key=value{hint}")
     if (key, text) == ("parallel", "auto"):
         key = "parallel.layout"
     try:
@@ -279,6 +286,12 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
         raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}") from None
+
+
+def config_hint(word: str) -> str:
+    """Return what to say of a word that may be a file of settings without its --config."""
+    is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-")
+    return f"; a file of settings is named by --config {word}" if is_file else ""
 
 
 def _near(name: str, known: Sequence[str]) -> str:
