@@ -62,7 +62,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"unknown argument {unknown[0]}{near or hint}")
     if takes_settings:
         options.settings = [*options.settings, *rest]
-        data = [f"data.path={options.data}"] if "data" in options else []
+        named = options.data.removeprefix("data.path=") if "data" in options else None
+        data = [] if named is None else [f"data.path={named}"]
         options.config = load_config(options.files, [*options.settings, *data])
     return options
 

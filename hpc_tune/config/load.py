@@ -285,7 +285,9 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         value = as_text if key in _text_fields() else _as_written({key: value}, {key: as_text})[key]
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
-        raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}") from None
+        cut = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")
+        hint = "; quote a setting that has a space in it, as 'run.tags=[a, b]'" if cut else ""
+        raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
 
 
 def config_hint(word: str) -> str:

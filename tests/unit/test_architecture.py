@@ -278,11 +278,6 @@ def test_a_python_without_the_dependencies_is_told_so():
         (["my.yaml"], 2, "a file of settings is named by --config my.yaml"),
         (["plan", "--device-memory", "80"], 2, "--device-memory: 80 is 80 bytes of memory"),
         (
-            ["supervise", "--launch", "nowhere -np 2"],
-            2,
-            "--launch nowhere: there is no such command",
-        ),
-        (
             ["generate", "--run", "x", "--prompt", "y", "--max-tokens", "0"],
             2,
             "--max-tokens: found 0, expected",

@@ -31,3 +31,10 @@ def test_several_supervisors_are_refused(as_rank, capsys):
     as_rank(0)
     assert cli.main(["supervise", "--launch", "mpirun -np 2"]) == 2
     assert "start it once, without a launcher" in capsys.readouterr().err
+
+
+def test_a_launcher_that_is_not_there_is_named(capsys, tmp_path):
+    words = ["supervise", "--launch", "nowhere -np 2", f"run.dir={tmp_path}/run"]
+    assert cli.main(words) == 2
+    assert "--launch nowhere: there is no such command" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -308,7 +308,10 @@ def test_a_file_of_settings_without_its_option_is_shown_how(write):
 
 
 def test_an_override_that_is_no_yaml_is_refused_by_name(write):
-    assert "'run.dir=[1' cannot be applied" in problem(write(SOME), "run.dir=[1")
+    message = problem(write(SOME), "run.tags=[1,")
+    assert "'run.tags=[1,' cannot be applied" in message
+    assert "quote a setting that has a space in it" in message
+    assert "quote" not in problem(write(SOME), "run.dir={a: [}")
 
 
 def test_all_problems_are_reported_at_once_and_each_once(write):
