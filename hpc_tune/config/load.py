@@ -77,7 +77,7 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
     try:
         values = _values(_over_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
-        problems.append(f"{source}: {first_line(error)} (key {error.full_key or '?'})")
+        problems.append(f"{source}: {_unresolved(error)}")
         raise ConfigError(_list(problems)) from None
     problems += _expand_paths(values)
     if unwritable := list(_unwritable(values)):
@@ -91,6 +91,18 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
         raise ConfigError(_list(problems))
     optim = _with_number_for_lr(config.optim, config.tune.method)
     return config.model_copy(update={"optim": optim})
+
+
+def _unresolved(error: OmegaConfBaseException) -> str:
+    """Return what is wrong with a value that names another."""
+    key = error.full_key or "?"
+    if missing := re.search(r"Environment variable '(.+)' not found", str(error)):
+        name = missing[1]
+        return (
+            f"{key} needs {name}, which the environment has not; export it in this shell, and in a "
+            f"job: export {name}=..."
+        )
+    return f"{first_line(error)} (key {key})"
 
 
 def is_tiny(overrides: Sequence[str]) -> bool:

@@ -617,6 +617,14 @@ def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
         load_config(str(file))
 
 
+def test_a_variable_that_a_file_needs_is_asked_for(write, monkeypatch):
+    monkeypatch.delenv("SCRATCH", raising=False)
+    message = problem(write("model: {path: '${oc.env:SCRATCH}/m'}"))
+    assert "model.path needs SCRATCH, which the environment has not; export it" in message
+    message = problem(write("model: {path: '${nothing}/m'}"))
+    assert "'nothing' not found (key model.path)" in message
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
