@@ -43,6 +43,7 @@ _INSTEAD = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; a file of settings is named by --config FILE",
 }
+_LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
@@ -210,7 +211,7 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
                 (name for name in known if name.startswith(f"{field}.")), f"{field}.name"
             )
             message = f"Input should be a valid dictionary of settings, such as {example}=..."
-            message += ", or auto" if field == "parallel" else ""
+            message += _LAYOUTS if field == "parallel" else ""
         if error["type"] == "list_type" and isinstance(error["input"], str):
             message += f", such as [{', '.join(map(str.strip, error['input'].split(',')))}]"
         expected.setdefault(f"{field}={error['input']!r}", []).append(message)

@@ -537,6 +537,7 @@ def test_parallel_auto_is_short_for_its_layout(write, words, in_file):
     ("word", "said"),
     [
         ("parallel=automatic", "such as parallel.layout=..., or auto"),
+        ("parallel=ddp", "DDP is parallel.replicate, FSDP parallel.shard"),
         (
             "tune=lora",
             "tune='lora': Input should be a valid dictionary of settings, such as tune.method=",
