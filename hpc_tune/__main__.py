@@ -9,6 +9,17 @@ if sys.version_info < (3, 10):
     )
     sys.exit(2)
 
-from hpc_tune.cli import main
+try:
+    from hpc_tune.cli import main
 
-sys.exit(main())
+    code = main()
+except ModuleNotFoundError as error:
+    if (error.name or "hpc_tune").partition(".")[0] == "hpc_tune":
+        raise
+    sys.stderr.write(
+        "hpc_tune: the Python at %s has no module %s; expected one in which hpc_tune is installed: "
+        "activate that environment (source .venv/bin/activate), or install into this one as "
+        "docs/laptop.md says\n" % (sys.executable, error.name)
+    )
+    code = 2
+sys.exit(code)

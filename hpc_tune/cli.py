@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from hpc_tune import __version__
-from hpc_tune.cluster.launchers import rank_hint
-from hpc_tune.commands import COMMANDS, SETTINGS
-from hpc_tune.config.load import describe_fields, load_config
+from hpc_tune.cluster.launchers import rank_hint, size_hint
+from hpc_tune.commands import COMMANDS, OF_ALL_RANKS, SETTINGS
+from hpc_tune.config.load import config_hint, describe_fields, load_config
 from hpc_tune.config.secrets import mask
-from hpc_tune.errors import ConfigError, HpcTuneError
-from hpc_tune.log import configure
+from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
+from hpc_tune.log import configure, log
 
 OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print the error before the launcher ends it
 _ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, this rank alone has the problem
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         run, _ = COMMANDS[options.command]
-        return run(options)
+        return run(options) if _has_part_in(options.command) else EXIT_DONE
     except HpcTuneError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -48,7 +48,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     first = arguments[0] if arguments else ""
     if first not in (*COMMANDS, "-h", "--help", "--version"):
         if first and not first.startswith("-") and "=" not in first:
-            known, hint = ", ".join(COMMANDS), _did_you_mean(first, COMMANDS)
+            known = ", ".join(COMMANDS)
+            hint = config_hint(first) or _did_you_mean(first, COMMANDS)
             raise ConfigError(f"{first!r} is neither a command ({known}) nor key=value{hint}")
         arguments.insert(0, "train")
     # argparse reads settings that stand together; those after another option are in rest.
@@ -61,9 +62,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"unknown argument {unknown[0]}{near or hint}")
     if takes_settings:
         options.settings = [*options.settings, *rest]
-        data = [f"data.path={options.data}"] if "data" in options else []
+        named = options.data.removeprefix("data.path=") if "data" in options else None
+        data = [] if named is None else [f"data.path={named}"]
         options.config = load_config(options.files, [*options.settings, *data])
     return options
+
+
+def _has_part_in(command: str) -> bool:
+    """Return whether this process runs a command, of which most are for one process alone.
+
+    Raises:
+        ConfigError: for several of ``supervise``, each of which would start all ranks.
+    """
+    rank = rank_hint()
+    if command in OF_ALL_RANKS or (rank == 0 and size_hint() == 1):
+        return True
+    if command == "supervise":
+        raise ConfigError(
+            "supervise was started on several ranks; start it once, without a launcher: it starts "
+            "the ranks itself, by --launch"
+        )
+    if rank == 0:
+        log.warning("%s needs one process: rank 0 alone does it", command)
+    return rank == 0
 
 
 class _Parser(argparse.ArgumentParser):

@@ -20,7 +20,7 @@ from hpc_tune.config.load import is_tiny
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
 from hpc_tune.log import log
-from hpc_tune.units import parse_bytes
+from hpc_tune.units import parse_memory
 
 Argument = tuple[str, dict[str, Any]]  # what argparse's add_argument is given
 Run = Callable[[Namespace], int]  # from the options to the exit code
@@ -155,6 +155,8 @@ def submit(options: Namespace) -> int:
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
+    for warning in slurm.not_here(options.config.slurm):
+        log.warning(warning)
     job, run_dir = slurm.submit(text), options.config.run.dir
     print(f"submitted job {job}, run directory {run_dir}; squeue -j {job} shows its state")
     return EXIT_DONE
@@ -200,8 +202,8 @@ def show(options: Namespace) -> int:
 @command(
     argument("--nodes", int, "number of nodes", least=1, default=1),
     argument("--gpus-per-node", int, "GPUs, and so ranks, per node", least=1, default=8),
-    argument("--device-memory", parse_bytes, "memory per GPU; 0 plans for CPUs", default="80GiB"),
-    argument("--host-memory", parse_bytes, "memory per node", default="512GiB"),
+    argument("--device-memory", parse_memory, "memory per GPU; 0 plans for CPUs", default="80GiB"),
+    argument("--host-memory", parse_memory, "memory per node", default="512GiB"),
     argument(
         "--save",
         ("streamed", "gathered"),
@@ -343,3 +345,4 @@ _ALL = (
     *(report, watch, inspect, generate, export, completion),
 )
 COMMANDS = {command.run.__name__: command for command in _ALL}
+OF_ALL_RANKS = ("train", "doctor", "prepare")  # the others are for one process

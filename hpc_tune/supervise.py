@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -25,7 +26,7 @@ from typing import Literal
 
 from hpc_tune.cluster.schedulers import job_end, job_of
 from hpc_tune.config.secrets import mask
-from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
+from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, ConfigError
 from hpc_tune.log import log
 from hpc_tune.rundir import outcome
 from hpc_tune.train.reporting import write_report
@@ -133,7 +134,17 @@ class Supervisor:
         self._asked: int | None = None
 
     def run(self) -> int:
-        """Start until it is done, requeued or given up; return the exit code of the job."""
+        """Start until it is done, requeued or given up; return the exit code of the job.
+
+        Raises:
+            ConfigError: if there is no such launcher.
+        """
+        if shutil.which(self._argv[0]) is None:
+            raise ConfigError(
+                f"--launch {self._argv[0]}: there is no such command; expected what starts the "
+                "ranks, such as srun or 'mpirun -np 16'. Load the module that has it, or name it "
+                "with its folder"
+            )
         for number in (signal.SIGUSR1, *(signal.Signals[name] for name in _ENDED_BY)):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup

@@ -10,6 +10,7 @@ _BYTE_FACTORS = {
     **{p: 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SECOND_FACTORS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_LEAST_MEMORY = 10**6
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
 
 
@@ -24,6 +25,21 @@ def parse_bytes(text: str | int) -> int:
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write a number with B, KB, MiB, GB, GiB ...")
     return int(float(match[1]) * factor)
+
+
+def parse_memory(text: str | int) -> int:
+    """Return the bytes of a memory; a number that has lost its unit is no memory.
+
+    Raises:
+        ValueError: if the text is not a size, or one that no machine has.
+    """
+    num_bytes = parse_bytes(text)
+    if 0 < num_bytes < _LEAST_MEMORY:
+        raise ValueError(
+            f"{text} is {num_bytes} bytes of memory, less than any run takes; write its unit, such "
+            "as 64GiB"
+        )
+    return num_bytes
 
 
 def parse_seconds(text: str | int | float) -> float:

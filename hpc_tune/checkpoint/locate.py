@@ -12,7 +12,7 @@ from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.rundir import heartbeat, outcome
+from hpc_tune.rundir import heartbeat, nearby, outcome
 from hpc_tune.units import format_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -149,7 +149,7 @@ def _store_of(path: Path) -> Store:
     if not store.folder.is_dir():
         raise ConfigError(
             f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "
-            f"(with {MANIFEST} in it)"
+            f"(with {MANIFEST} in it){nearby.hint(path)}"
         )
     return store
 

@@ -46,6 +46,14 @@ def rank_hint(environ: Environ = os.environ) -> int:
         return 0
 
 
+def size_hint(environ: Environ = os.environ) -> int:
+    """Return the number of ranks by the launcher's variables alone, 1 if they do not say."""
+    try:
+        return claim_of(environ).size or 1
+    except WorldError:
+        return 1
+
+
 def unlaunched() -> dict[str, str]:
     """Return the environment without the launchers' variables, for a process that is no rank."""
     return {k: v for k, v in os.environ.items() if not k.startswith(PREFIXES)}

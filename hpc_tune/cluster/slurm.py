@@ -232,14 +232,30 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
     lines.append(f"cd {shlex.quote(str(folder))}")
     if settings.modules:
         lines.append(f"module load {shlex.join(settings.modules)}")
-    for file in (settings.env_file, settings.venv and f"{settings.venv}/bin/activate"):
+    for file in _sourced(settings).values():
         # Without a slash bash would look for it along PATH first.
-        there = file if not file or "/" in file else f"./{file}"
-        lines += [f"source {shlex.quote(there)}"] if there else []
+        lines.append(f"source {shlex.quote(file if '/' in file else f'./{file}')}")
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise")
     words = ["python", "-m", "hpc_tune", "supervise", "--launch", launch]
     words += ["--python", "python"] if settings.container else []
     return "\n".join([*lines, f"exec {shlex.join([*words, *arguments])}", ""])
+
+
+def not_here(settings: SlurmConfig) -> Iterator[str]:
+    """Yield a warning for each file that the script sources and this host does not have."""
+    for name, file in _sourced(settings).items():
+        if not Path(file).is_file():
+            yield (
+                f"slurm.{name}={getattr(settings, name)}: there is no {file} on this host; the job "
+                "ends at once on nodes that do not have it either"
+            )
+
+
+def _sourced(settings: SlurmConfig) -> dict[str, str]:
+    """Return the files that the script sources, by the setting that names them."""
+    venv = settings.venv and f"{settings.venv}/bin/activate"
+    files = {"env_file": settings.env_file, "venv": venv}
+    return {name: file for name, file in files.items() if file}
 
 
 def _require_words(settings: SlurmConfig, launch: str, others: Sequence[str]) -> None:

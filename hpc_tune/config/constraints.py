@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.scheduler import SlurmConfig, time_limit_s
 from hpc_tune.config.schema import RunConfig, TrainConfig, TuneConfig
+from hpc_tune.units import format_seconds
 
 
 def check(config: RunConfig) -> list[str]:
@@ -23,6 +25,7 @@ def check(config: RunConfig) -> list[str]:
         *_tune(tune),
         *_optim(config.optim),
         *_data(config.data, train.eval_every_steps),
+        *_slurm(config.slurm),
     ]
 
 
@@ -205,3 +208,13 @@ def _data(data: DataConfig, eval_every_steps: int | None) -> Iterator[str]:
         for name, is_set in (("columns", data.columns), ("bad_rows", data.bad_rows != "refuse")):
             if is_set:
                 yield f"data.{name} has no effect on prepared data; leave it out"
+
+
+def _slurm(slurm: SlurmConfig) -> Iterator[str]:
+    limit_s = time_limit_s(slurm.time)
+    if limit_s is not None and limit_s <= slurm.leave_before:
+        yield (
+            f"slurm.time={slurm.time} is {format_seconds(limit_s)} to Slurm, and the run stops "
+            f"slurm.leave_before={format_seconds(slurm.leave_before)} before that; write hours as "
+            "HH:MM:SS, or lower slurm.leave_before"
+        )

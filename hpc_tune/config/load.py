@@ -37,8 +37,13 @@ from hpc_tune.safe_yaml import load_yaml
 _PATHS = (
     "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
     "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
+    "slurm.env_file", "slurm.venv",
 )  # fmt: skip
-_GONE = {"run.wandb": "; use run.trackers=[wandb]"}
+_INSTEAD = {
+    "run.wandb": "; use run.trackers=[wandb]",
+    "config": "; a file of settings is named by --config FILE",
+}
+_LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
@@ -73,7 +78,7 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
     try:
         values = _values(_over_defaults(tree), resolve=True)
     except OmegaConfBaseException as error:
-        problems.append(f"{source}: {first_line(error)} (key {error.full_key or '?'})")
+        problems.append(f"{source}: {_unresolved(error)}")
         raise ConfigError(_list(problems)) from None
     problems += _expand_paths(values)
     if unwritable := list(_unwritable(values)):
@@ -87,6 +92,18 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
         raise ConfigError(_list(problems))
     optim = _with_number_for_lr(config.optim, config.tune.method)
     return config.model_copy(update={"optim": optim})
+
+
+def _unresolved(error: OmegaConfBaseException) -> str:
+    """Return what is wrong with a value that names another."""
+    key = error.full_key or "?"
+    if missing := re.search(r"Environment variable '(.+)' not found", str(error)):
+        name = missing[1]
+        return (
+            f"{key} needs {name}, which the environment has not; export it in this shell, and in a "
+            f"job: export {name}=..."
+        )
+    return f"{first_line(error)} (key {key})"
 
 
 def is_tiny(overrides: Sequence[str]) -> bool:
@@ -184,7 +201,7 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
         if error["type"] == "extra_forbidden":
-            hint = _GONE.get(name) or _near(name, known)
+            hint = _INSTEAD.get(name) or _near(name, known)
             unknown.append(f"{name}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
@@ -194,7 +211,9 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
                 (name for name in known if name.startswith(f"{field}.")), f"{field}.name"
             )
             message = f"Input should be a valid dictionary of settings, such as {example}=..."
-            message += ", or auto" if field == "parallel" else ""
+            message += _LAYOUTS if field == "parallel" else ""
+        if error["type"] == "list_type" and isinstance(error["input"], str):
+            message += f", such as [{', '.join(map(str.strip, error['input'].split(',')))}]"
         expected.setdefault(f"{field}={error['input']!r}", []).append(message)
     return [*unknown, *(f"{value}: {'; or: '.join(all_)}" for value, all_ in expected.items())]
 
@@ -270,7 +289,8 @@ def _names_beside(path: str) -> list[str]:
 def _apply_override(tree: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"{override!r} is not key=value, such as train.max_steps=100")
+        hint = config_hint(override) or ", such as train.max_steps=100"
+        raise ConfigError(f"{override!r} is not key=value{hint}")
     if (key, text) == ("parallel", "auto"):
         key = "parallel.layout"
     try:
@@ -278,7 +298,15 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         value = as_text if key in _text_fields() else _as_written({key: value}, {key: as_text})[key]
         OmegaConf.update(tree, key, value, force_add=True)
     except (ValueError, OmegaConfBaseException, AssertionError) as error:
-        raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}") from None
+        cut = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")
+        hint = "; quote a setting that has a space in it, as 'run.tags=[a, b]'" if cut else ""
+        raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
+
+
+def config_hint(word: str) -> str:
+    """Return what to say of a word that may be a file of settings without its --config."""
+    is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-")
+    return f"; a file of settings is named by --config {word}" if is_file else ""
 
 
 def _near(name: str, known: Sequence[str]) -> str:

@@ -1,10 +1,48 @@
 """The ``slurm`` section of the configuration: what a job asks a cluster for."""
 
+import re
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hpc_tune.config.section import PositiveInt, Seconds, Section
+
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_MEMORY = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
+_LEAST_MEGABYTES = 1000
+
+
+def time_limit_s(text: str) -> float | None:
+    """Return the seconds of a time limit as Slurm writes it; ``None``: without a limit.
+
+    Raises:
+        ValueError: if sbatch would refuse it.
+    """
+    if text.lower() in ("unlimited", "infinite"):
+        return None
+    match = _CLOCK.fullmatch(text)
+    if match is None:
+        raise ValueError("Slurm takes MINUTES, HH:MM:SS or DAYS-HH:MM:SS, such as 04:00:00")
+    days, *parts = (None if part is None else int(part) for part in match.groups())
+    first, second, third = (part or 0 for part in parts)
+    if days is not None or parts[2] is not None:  # the first are hours
+        return float((((days or 0) * 24 + first) * 60 + second) * 60 + third)
+    return float(first * 60 + second)
+
+
+def _time(text: str) -> str:
+    time_limit_s(text)
+    return text
+
+
+def _memory(text: str | None) -> str | None:
+    """Refuse what sbatch does, and a number that has lost its unit."""
+    match = _MEMORY.fullmatch(text) if text is not None else None
+    if text is not None and match is None:
+        raise ValueError("Slurm takes a whole number with K, M, G or T behind it, such as 700G")
+    if match and match[2] is None and 0 < int(match[1]) < _LEAST_MEGABYTES:
+        raise ValueError(f"Slurm reads {text} as {text} MB; write the unit, such as {text}G")
+    return text
 
 
 class SlurmConfig(Section):
@@ -23,12 +61,12 @@ class SlurmConfig(Section):
     cpus_per_task: PositiveInt = Field(
         1, description="Cores of each rank; more of them prepare data faster, and train on CPUs."
     )
-    memory: str | None = Field(
+    memory: Annotated[str | None, AfterValidator(_memory)] = Field(
         None,
         description="Host memory of each node as Slurm writes it, such as 700G; the plan command "
         "tells how much. Unset: the partition's default, which can be small.",
     )
-    time: str = Field(
+    time: Annotated[str, AfterValidator(_time)] = Field(
         "01:00:00",
         description="The time limit of one job as Slurm writes it; the run resumes in the next "
         "job. Short jobs wait less in the queue and start more often.",

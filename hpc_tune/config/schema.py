@@ -4,6 +4,7 @@ The values are frozen. A setting that cannot take effect is refused by ``constra
 ignored.
 """
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -12,7 +13,7 @@ from hpc_tune.config.data import DataConfig
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import SlurmConfig
-from hpc_tune.config.section import Bytes, PositiveInt, Seconds, Section, Steps
+from hpc_tune.config.section import Bytes, Memory, PositiveInt, Seconds, Section, Steps
 
 _YAML_SWITCH = {True: "on", False: "off"}  # YAML 1.1 reads a plain on and off as booleans
 
@@ -109,7 +110,7 @@ class MemoryConfig(Section):
         "last a checkpoint and a stop; observe: only measure memory and report it; off: do not "
         "measure.",
     )
-    host_limit: Bytes | None = Field(
+    host_limit: Memory | None = Field(
         None,
         description="Bytes of host memory that this job may use on a node, such as 64GiB. Unset: "
         "what the cgroup of the job, or else the machine, grants.",
@@ -298,7 +299,7 @@ class RunSettings(Section):
     )
     trackers: Annotated[
         list[Literal["tensorboard", "wandb", "mlflow", "trackio"]],
-        BeforeValidator(lambda v: [v] if isinstance(v, str) else v),
+        BeforeValidator(lambda v: re.split(r"\s*,\s*", v.strip()) if isinstance(v, str) else v),
     ] = Field(
         [],
         description="Where metrics go besides metrics.jsonl, such as [wandb, mlflow]: each into a "

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from hpc_tune.units import parse_bytes, parse_seconds
+from hpc_tune.units import parse_bytes, parse_memory, parse_seconds
 
 
 class Section(BaseModel):
@@ -35,6 +35,7 @@ def _steps(value: Any) -> Any:
 
 
 Bytes = Annotated[int, BeforeValidator(lambda v: _number(v, parse_bytes)), Field(gt=0)]
+Memory = Annotated[int, BeforeValidator(lambda v: _number(v, parse_memory)), Field(gt=0)]
 Seconds = Annotated[float, BeforeValidator(lambda v: _number(v, parse_seconds)), Field(gt=0)]
 Steps = Annotated[str, BeforeValidator(_steps)]
 PositiveInt = Annotated[int, Field(gt=0)]

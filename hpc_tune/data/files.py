@@ -38,6 +38,7 @@ SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 _SPLIT = re.compile(r"(?:^|[-_.=])(train|test|validation|valid|val|dev|eval)(?:[-_.]|$)", re.I)
 # How the hub names a file: the split, and which of how many.
 _HUB_NAME = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
+_HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/name
 _DOCUMENTATION = re.compile(
     r"(readme|licen[cs]e|copying|notice|changelog|citation|contributing|code_of_conduct|"
     r"dataset_?card)([-_.]|$)",
@@ -119,7 +120,7 @@ def _find_one(name: str) -> Found:
         matched = sorted(Path(match) for match in glob.glob(name, recursive=True))
         return _of_glob(name, matched)
     if not path.exists():
-        raise DataError(f"there is no data at {path}{_near(path)}")
+        raise DataError(f"there is no data at {name}{_instead(name) or _near(path)}")
     if path.is_file():
         if kind_of(path) is None:
             raise DataError(
@@ -286,6 +287,22 @@ def _saved_dataset(path: Path) -> Found:
     if missing:
         raise DataError(f"{path}: {', '.join(missing)} is missing; copy the whole folder")
     return Found(files)
+
+
+def _instead(name: str) -> str:
+    """Return what to do where a name that is no file is an address, or a list without brackets."""
+    path = Path(name)
+    is_hub = _HUB_DATASET.fullmatch(name) and not path.parent.is_dir() and kind_of(path) is None
+    if is_hub or "://" in name:
+        return (
+            "; a run downloads nothing, because compute nodes have no internet. Fetch data on the "
+            "login node (from the Hugging Face hub: hf download --repo-type dataset NAME "
+            "--local-dir DIR) and name its file or folder"
+        )
+    parts = [part.strip() for part in name.split(",")]
+    if len(parts) > 1 and all(Path(part).exists() for part in parts):
+        return f"; several are a list: data.path='[{', '.join(parts)}]'"
+    return ""
 
 
 def _near(path: Path) -> str:

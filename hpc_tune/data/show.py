@@ -69,6 +69,7 @@ def show(
         DataError: for raw data that cannot be used, with file and line.
     """
     decoder, reading = DocumentDecoder(tokenizer, look), settings.reading
+    left_out = [] if is_builtin(shown(paths)) else list(say_left_out(find(paths)))
     yield (
         f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it: "
         f"data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
@@ -96,9 +97,7 @@ def show(
     yield f"{'all' if is_all else 'the first'} {num_read:,} rows: {encoder.counters}"
     if is_all:
         require_columns(shown(paths), reading, findings)
-    yield from findings.lines()
-    if not is_builtin(shown(paths)):
-        yield from say_left_out(find(paths))
+    yield from [*findings.lines(), *left_out]
 
 
 def show_prepared(

@@ -33,11 +33,12 @@ _CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 def require_directory(directory: Path) -> None:
     """Raise a DataError that says what to do if there is no such directory."""
     if not directory.is_dir():
+        seen_from = "" if directory.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
-            f"model.path={directory}: no such directory. It must be a Hugging Face model directory "
-            "(config.json, *.safetensors, tokenizer.json); models are not downloaded in a run, "
-            "because compute nodes have no internet. On the login node: hf download NAME "
-            "--local-dir DIR"
+            f"model.path={directory}: no such directory{seen_from}. It must be a Hugging Face "
+            "model directory (config.json, *.safetensors, tokenizer.json); models are not "
+            "downloaded in a run, because compute nodes have no internet. On the login node: hf "
+            "download NAME --local-dir DIR"
         )
 
 

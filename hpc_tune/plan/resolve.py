@@ -5,6 +5,7 @@
 Also the rows of a micro-batch that follow from a layout.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -187,12 +188,14 @@ def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:
     axes = {axis: size for axis in AXES if (size := getattr(parallel, axis)) is not None}
     settings = ", ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
     split = (parallel.tensor or 1) * (parallel.pipeline or 1)
+    is_whole = parallel.replicate is not None and parallel.shard is not None
+    start = f"start {'' if is_whole else 'a multiple of '}{math.prod(axes.values())} ranks"
     if world_size % split:
         others = [f"parallel.{a}={n}" for a, n in axes.items() if a in ("tensor", "pipeline")]
-        advice = f"start a multiple of {split} ranks, or change {' and '.join(others)}"
+        advice = f"{start}, or change {' and '.join(others)}"
     else:
         left = world_size // split
-        advice = f"set parallel.replicate={left} or parallel.shard={left}, or neither"
+        advice = f"{start}, or set parallel.replicate={left} or parallel.shard={left}, or neither"
     return (
         f"{settings} on {world_size} ranks: expected replicate x shard x tensor x pipeline = "
         f"{world_size}; {advice}"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
-from hpc_tune.rundir import heartbeat, outcome
+from hpc_tune.rundir import heartbeat, nearby, outcome
 from hpc_tune.rundir.json_lines import EVENTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
 
@@ -189,9 +189,10 @@ def find_run(path: Path) -> Path:
     if path.is_dir() and not _is_run(path) and _is_run(path.absolute().parent.parent):
         path = path.absolute().parent.parent  # one of its checkpoints
     if not _is_run(path):
-        what = "a folder without config.resolved.yaml" if path.is_dir() else "no folder"
+        what = f"a folder without {nearby.SETTINGS}" if path.is_dir() else "no folder"
         raise ConfigError(
             f"{path} is {what}; expected the run directory (run.dir) of a training run"
+            f"{nearby.hint(path)}"
         )
     return path
 
@@ -201,7 +202,7 @@ def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row], ranks: Seq
     steps = [row for row in lines if "step" in row and "step_s" in row]
     evals = [row for row in lines if "step" in row and "eval_loss" in row]
     events = [event for event in events if "time" in event]
-    settings = _settings(path / "config.resolved.yaml")
+    settings = _settings(path / nearby.SETTINGS)
     return Run(
         path=path,
         name=str(settings.get("run.name") or path.absolute().name),
@@ -229,7 +230,7 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("config.resolved.yaml", "metrics.jsonl"))
+    return any((path / name).is_file() for name in (nearby.SETTINGS, METRICS))
 
 
 def _is_number(value: Any) -> bool:

@@ -14,7 +14,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.faults import Faults
 from hpc_tune.log import log
 from hpc_tune.memory.monitor import Monitor
-from hpc_tune.rundir import heartbeat, outcome, previous
+from hpc_tune.rundir import heartbeat, nearby, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
@@ -69,7 +69,7 @@ def open_job(
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail, comm, run_dir=run_dir)
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
-        write_settings = partial(write_resolved, config, run_dir / "config.resolved.yaml")
+        write_settings = partial(write_resolved, config, run_dir / nearby.SETTINGS)
         owner = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
         last = comm.on_rank_0(
             "making the run directory",

@@ -244,6 +244,21 @@ def test_a_python_that_is_too_old_is_told_so_before_anything_is_imported():
     ast.parse((ROOT / "__main__.py").read_text(), feature_version=(3, 6))
 
 
+def test_a_python_without_the_dependencies_is_told_so():
+    """As in a shell where the environment is not activated; -S leaves out what pip installed."""
+    done = subprocess.run(
+        [sys.executable, "-E", "-S", "-m", "hpc_tune"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT.parent,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"the Python at {sys.executable} has no module " in done.stderr
+    assert "activate that environment" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -260,6 +275,8 @@ def test_a_python_that_is_too_old_is_told_so_before_anything_is_imported():
         (["convert", "pyproject.toml"], 2, "not YAML"),
         (["completion", "bash"], 0, 'tune.method=") '),
         (["trian"], 2, "did you mean train"),
+        (["my.yaml"], 2, "a file of settings is named by --config my.yaml"),
+        (["plan", "--device-memory", "80"], 2, "--device-memory: 80 is 80 bytes of memory"),
         (
             ["generate", "--run", "x", "--prompt", "y", "--max-tokens", "0"],
             2,

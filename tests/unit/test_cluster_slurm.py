@@ -87,7 +87,12 @@ def test_every_argument_comes_through_the_shell(printing, arguments):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("account", "a b"), ("partition", "gpu\n#SBATCH --uid=0"), ("time", "1:00 #"), ("qos", "'")],
+    [
+        ("account", "a b"),
+        ("partition", "gpu\n#SBATCH --uid=0"),
+        ("job_name", "1:00 #"),
+        ("qos", "'"),
+    ],
 )
 def test_what_a_line_of_sbatch_cannot_hold_is_refused(tmp_path, name, value):
     with pytest.raises(ConfigError, match=f"slurm.{name}="):
@@ -102,6 +107,22 @@ def test_a_dry_run_prints_and_submits_nothing(capsys, monkeypatch):
     assert shown.endswith("slurm.nodes=3 train.seed=7\n")
     assert cli.main(["submit"]) == 2
     assert "sbatch is not on PATH" in capsys.readouterr().err
+
+
+def test_an_environment_that_is_not_there_is_warned_of_before_the_job_waits(
+    capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\ncat >/dev/null; echo 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "here" / "bin").mkdir(parents=True)
+    (tmp_path / "here" / "bin" / "activate").write_text("")
+    assert cli.main(["submit", f"slurm.venv={tmp_path}/here"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["submit", f"slurm.venv={tmp_path}/mine"]) == 0
+    said = capsys.readouterr()
+    assert f"there is no {tmp_path}/mine/bin/activate on this host" in said.err
+    assert "submitted job 7" in said.out
 
 
 def test_a_job_gets_all_files_of_settings_in_their_order(capsys, tmp_path):

@@ -270,6 +270,14 @@ def test_an_unknown_key_without_a_near_one_points_to_the_list(write):
         ("batch.micro_size=0", "batch.micro_size=0: Input should be greater than 0"),
         ("memory.host_limit=lots", "memory.host_limit='lots': 'lots' is not a size"),
         ("memory.host_limit=0", "memory.host_limit=0: Input should be greater than 0"),
+        ("memory.host_limit=640", "640 is 640 bytes of memory, less than any run takes; write its"),
+        ("run.tags=first, look", "Input should be a valid list, such as [first, look]"),
+        ("slurm.time=4h", "slurm.time='4h': Slurm takes MINUTES, HH:MM:SS or DAYS-HH:MM:SS"),
+        ("slurm.time=4", "slurm.time=4 is 4m00s to Slurm, and the run stops slurm.leave_before=5m"),
+        ("slurm.memory=700GiB", "slurm.memory='700GiB': Slurm takes a whole number with K, M, G"),
+        ("slurm.memory=700", "slurm.memory='700': Slurm reads 700 as 700 MB; write the unit"),
+        ("config=a.yaml", "config: no such key in "),
+        ("config=a.yaml", "a file of settings is named by --config FILE"),
         ("train.profile=5", "train.profile=5: 5 is not STEP:COUNT"),
         ("train.profile=0:2", "train.profile='0:2': '0:2' is not STEP:COUNT"),
         ("train.time_limit=soon", "train.time_limit='soon': 'soon' is not a duration"),
@@ -292,8 +300,18 @@ def test_an_override_without_an_equals_sign_is_shown_how(write, override):
     )
 
 
+def test_a_file_of_settings_without_its_option_is_shown_how(write):
+    message = problem(write(SOME), "configs/my.yaml")
+    assert message.endswith(
+        "is not key=value; a file of settings is named by --config configs/my.yaml"
+    )
+
+
 def test_an_override_that_is_no_yaml_is_refused_by_name(write):
-    assert "'run.dir=[1' cannot be applied" in problem(write(SOME), "run.dir=[1")
+    message = problem(write(SOME), "run.tags=[1,")
+    assert "'run.tags=[1,' cannot be applied" in message
+    assert "quote a setting that has a space in it" in message
+    assert "quote" not in problem(write(SOME), "run.dir={a: [}")
 
 
 def test_all_problems_are_reported_at_once_and_each_once(write):
@@ -305,7 +323,7 @@ def test_all_problems_are_reported_at_once_and_each_once(write):
     for said in (
         "'novalue' is not key=value",
         "train.sede: no such key",
-        "tune.targets='q_proj': Input should be a valid list; or: Input should be 'all-linear'",
+        "tune.targets='q_proj': Input should be a valid list, such as [q_proj]; or: Input should",
         "optim.lr=-1: Input should be greater than 0",
     ):
         assert sum(said in line for line in lines) == 1
@@ -519,6 +537,7 @@ def test_parallel_auto_is_short_for_its_layout(write, words, in_file):
     ("word", "said"),
     [
         ("parallel=automatic", "such as parallel.layout=..., or auto"),
+        ("parallel=ddp", "DDP is parallel.replicate, FSDP parallel.shard"),
         (
             "tune=lora",
             "tune='lora': Input should be a valid dictionary of settings, such as tune.method=",
@@ -548,13 +567,13 @@ def test_fields_of_text_take_what_is_written(tmp_path):
     """YAML 1.1 reads a time as seconds, a date as a date and 0123 as 83."""
     file = tmp_path / "c.yaml"
     file.write_text(
-        "slurm: {time: 12:00:00, job_name: 0123, account: 2026-11-25, memory: 700}\n"
+        "slurm: {time: 12:00:00, job_name: 0123, account: 2026-11-25, memory: 70000}\n"
         "run: {tags: [a], name: 1e3}\ntrain: {max_steps: 12}\n"
     )
     config = load_config(str(file), ["run.dir=20261125", "slurm.qos=1_000", "run.tags=[x, 01]"])
     slurm, run = config.slurm, config.run
     assert (slurm.time, slurm.job_name, slurm.account) == ("12:00:00", "0123", "2026-11-25")
-    assert (slurm.memory, slurm.qos) == ("700", "1_000")
+    assert (slurm.memory, slurm.qos) == ("70000", "1_000")
     assert (run.dir, run.name, run.tags) == ("20261125", "1e3", ["x", "01"])
     assert config.train.max_steps == 12
     assert load_config(None, ["data.eval_path=null"]).data.eval_path is None
@@ -585,7 +604,9 @@ def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     file = tmp_path / "c.yaml"
-    file.write_text("run: {dir: ~/runs/x}\ndata: {cache: '$SCRATCH/data'}\n")
+    file.write_text(
+        "run: {dir: ~/runs/x}\ndata: {cache: '$SCRATCH/data'}\nslurm: {venv: ~/.venv}\n"
+    )
     config = load_config(str(file), ["model.path=${oc.env:SCRATCH}/m", "slurm.container=$NOBODY"])
     assert (config.run.dir, config.data.cache) == ("/home/me/runs/x", "/scratch/me/data")
     assert (config.model.path, config.slurm.container) == ("/scratch/me/m", "$NOBODY")
@@ -595,6 +616,14 @@ def test_home_and_environment_are_expanded_in_paths(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match=words):
         load_config(str(file))
+
+
+def test_a_variable_that_a_file_needs_is_asked_for(write, monkeypatch):
+    monkeypatch.delenv("SCRATCH", raising=False)
+    message = problem(write("model: {path: '${oc.env:SCRATCH}/m'}"))
+    assert "model.path needs SCRATCH, which the environment has not; export it" in message
+    message = problem(write("model: {path: '${nothing}/m'}"))
+    assert "'nothing' not found (key model.path)" in message
 
 
 @pytest.mark.parametrize(
@@ -631,8 +660,9 @@ def test_columns_without_a_space_behind_the_colon_are_told_what_is_missing():
         load_config(None, ["data.columns={a:prompt}"])
 
 
-def test_one_tracker_needs_no_brackets():
+def test_trackers_need_no_brackets():
     assert load_config(None, ["run.trackers=wandb"]).run.trackers == ["wandb"]
-    assert load_config(None, ["run.trackers=[wandb,mlflow]"]).run.trackers == ["wandb", "mlflow"]
+    for both in ("[wandb,mlflow]", "wandb,mlflow", "wandb, mlflow"):
+        assert load_config(None, [f"run.trackers={both}"]).run.trackers == ["wandb", "mlflow"]
     with pytest.raises(ConfigError, match="run.trackers"):
         load_config(None, ["run.trackers=wandbb"])

@@ -106,6 +106,21 @@ def test_patterns_are_relative_to_where_one_is(tmp_path, monkeypatch):
     assert [str(file) for file in find("data/*.jsonl").files] == ["data/a.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "name", ["tatsu-lab/alpaca", "https://example.org/train.jsonl", "s3://bucket/train.jsonl"]
+)
+def test_an_address_is_told_that_nothing_is_downloaded(name):
+    with pytest.raises(DataError, match=f"no data at {name}; a run downloads nothing"):
+        find(name)
+
+
+def test_a_list_without_brackets_is_shown_with_them(tmp_path, monkeypatch):
+    _put(tmp_path, "a.jsonl", "b.jsonl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"a list: data.path='\[a.jsonl, b.jsonl\]'"):
+        find("a.jsonl,b.jsonl")
+
+
 def test_a_list_is_read_in_its_order_and_each_file_once(tmp_path):
     _put(tmp_path, "b.jsonl", "a.parquet", "test.jsonl")
     names = [f"{tmp_path}/{name}" for name in ("test.jsonl", "b.jsonl", "a.parquet")]

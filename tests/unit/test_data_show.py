@@ -126,8 +126,12 @@ def test_the_command_shows_raw_and_prepared_data_and_leaves_nothing(at_home, cap
     assert document in raw
     assert document in prepared
     assert "row 2" not in raw
+    assert cli.main(["show", "data.path=d.jsonl", "--rows", "1", "data.seq_len=100"]) == 0
+    assert capsys.readouterr().out == raw
     assert cli.main(["show", "nowhere.jsonl"]) == 2
-    assert "there is no data at nowhere.jsonl" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "there is no data at nowhere.jsonl" in said.err
+    assert said.out == ""
 
 
 def test_colours_are_for_terminals_without_no_color(at_home, capsys, monkeypatch):

@@ -77,6 +77,8 @@ def test_axes_that_do_not_make_the_world_are_refused_with_what_would(axes):
         ({"tensor": 3}, "start a multiple of 3 ranks, or change parallel.tensor=3"),
         ({"tensor": 2, "pipeline": 4}, "start a multiple of 8 ranks"),
         ({"tensor": 2, "shard": 4}, "set parallel.replicate=2 or parallel.shard=2"),
+        ({"shard": 8}, "start a multiple of 8 ranks, or set parallel.replicate=4"),
+        ({"replicate": 2, "shard": 4}, "start 8 ranks, or set parallel.replicate=4"),
     ],
 )
 def test_axes_beyond_the_world_are_refused_with_what_would_work(axes, advice):

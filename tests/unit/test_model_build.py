@@ -386,7 +386,10 @@ def changed(source: Path, target: Path, **config) -> Path:
     return target
 
 
-def test_a_directory_that_is_none_says_how_to_get_one(tmp_path):
+def test_a_directory_that_is_none_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"models/mine: no such directory in {tmp_path}\. It must"):
+        read_shape(Path("models/mine"))
     with pytest.raises(DataError, match=r"no such directory.*hf download"):
         read_shape(tmp_path / "meta-llama" / "Llama-3")
     with pytest.raises(DataError, match=r"no config\.json in it"):

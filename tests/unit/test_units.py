@@ -7,6 +7,7 @@ from hpc_tune.units import (
     format_count,
     format_seconds,
     parse_bytes,
+    parse_memory,
     parse_seconds,
 )
 
@@ -33,6 +34,16 @@ def test_sizes_mean_what_they_say(text, num_bytes):
 def test_what_is_no_size_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="MiB"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["80", 80, "900KB", "0.5K"])
+def test_a_memory_that_has_lost_its_unit_is_refused(text):
+    with pytest.raises(ValueError, match="bytes of memory.*write its unit"):
+        parse_memory(text)
+
+
+def test_no_memory_and_a_memory_in_bytes_are_taken():
+    assert [parse_memory(text) for text in ("0", 1 << 30, "80GiB")] == [0, 1 << 30, 80 << 30]
 
 
 @pytest.mark.parametrize(
