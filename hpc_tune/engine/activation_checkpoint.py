@@ -44,6 +44,7 @@ _KEPT = frozenset(
                 ("fused", "_overrideable"),
             )
         ),
+        "torch_attn._varlen_attn.default",
         "bitsandbytes.gemm_4bit.default",
     )
 )

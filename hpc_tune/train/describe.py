@@ -50,6 +50,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "data": _data(config.data, data),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict,
+        "mask": _mask(model.why_masked(comm.device), comm.device),
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
@@ -168,6 +169,14 @@ def _batch(rows: int, layout: Layout, data: Data) -> str:
         f"{math.ceil(data.loader.num_rows_per_epoch / rows)} updates per epoch, "
         f"{data.total_steps} steps = {epochs:.2f} epochs"
     )
+
+
+def _mask(why: str, device: torch.device) -> str:
+    """Return how attention keeps the documents of a row apart."""
+    if why:
+        return f"tokens x tokens for each packed row: {why}"
+    how = "document by document" if device.type == "cpu" else "by torch's variable-length kernel"
+    return f"none: attention within documents, {how}"
 
 
 def _hardware(comm: Comm) -> str:
