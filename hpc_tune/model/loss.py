@@ -52,6 +52,12 @@ class LossModel(nn.Module):
         # A plan sets it to that of the device it is for.
         self.logits_bytes: int | None = None
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether the family takes documents apart by a mask alone, not by positions."""
+        blind = self.config.model_type in _BLIND_TO_POSITIONS
+        return blind and not getattr(self.config, "alibi", False)
+
     def causal_lm(self) -> Any:
         """Return the transformers model, with or without adapters inside its layers."""
         inner: Any = self.model
@@ -97,8 +103,7 @@ class LossModel(nn.Module):
 
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
         """Return a B1TT mask, true where a token may look, for families that need one."""
-        blind = self.config.model_type in _BLIND_TO_POSITIONS
-        if not blind or getattr(self.config, "alibi", False):
+        if not self.is_blind:
             return None
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)

@@ -160,7 +160,7 @@ def why_wrong(device: torch.device, dtype: torch.dtype, values: int, groups: int
     most = MOST_EPS * torch.finfo(dtype).eps
     try:
         gaps = gaps_to_mask(device, dtype, values, groups)
-    except RuntimeError as error:
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or another interface
         why = f"torch's variable-length kernel fails here ({first_line(error)})"
     else:
         wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
@@ -200,7 +200,7 @@ def gaps_to_mask(
         return attend(query, key, value, starts, scale)
 
     def results(attention: Callable[..., torch.Tensor], as_: torch.dtype) -> list[torch.Tensor]:
-        leaves = [tensor.to(as_).requires_grad_() for tensor in inputs]
+        leaves = [tensor.detach().to(as_).requires_grad_() for tensor in inputs]
         out_BTHD = attention(*leaves)
         return [out_BTHD.detach(), *torch.autograd.grad(out_BTHD, leaves, grad_BTHD.to(as_))]
 

@@ -50,7 +50,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "data": _data(config.data, data),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict,
-        "mask": _mask(model.why_masked(comm.device), comm.device),
+        "mask": mask_of(model.built.config, model.why_masked(comm.device), comm.device),
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
@@ -171,12 +171,16 @@ def _batch(rows: int, layout: Layout, data: Data) -> str:
     )
 
 
-def _mask(why: str, device: torch.device) -> str:
-    """Return how attention keeps the documents of a row apart."""
+def mask_of(model: Any, why: str, device: torch.device) -> str:
+    """Return how attention keeps the documents of a row apart.
+
+    ``model`` is the transformers config; ``why`` there is a mask, "" if there is none.
+    """
     if why:
         return f"tokens x tokens for each packed row: {why}"
     how = "document by document" if device.type == "cpu" else "by torch's variable-length kernel"
-    return f"none: attention within documents, {how}"
+    but = ", but for layers with a sliding window" if getattr(model, "sliding_window", 0) else ""
+    return f"none{but}: attention within documents, {how}"
 
 
 def _hardware(comm: Comm) -> str:

@@ -37,7 +37,7 @@ class Model:
     def why_masked(self, device: torch.device) -> str:
         """Return why packed rows need a T x T mask on ``device``; "" where they need none."""
         built, compiled = self.built, self.config.train.compile
-        if not built.module.within_documents:
+        if not built.module.within_documents or built.module.is_blind:
             return f"{built.config.model_type} models need it"
         if device.type == "cpu":
             return "train.compile=true" if compiled else ""
