@@ -54,7 +54,10 @@ def full_batch(num_rows: int, seq_len: int) -> Batch:
     positions_BT = torch.arange(seq_len).expand(num_rows, seq_len).contiguous()
     num_tokens = num_rows * seq_len
     tokens_BT = positions_BT % 32
-    return Batch(tokens_BT, tokens_BT, positions_BT, num_tokens, num_tokens, 0)
+    lengths = [[seq_len]] * num_rows
+    return Batch(
+        *(tokens_BT, tokens_BT, positions_BT, num_tokens, num_tokens, 0), document_lengths=lengths
+    )
 
 
 def empty_batch(first_row: int) -> Batch:

@@ -210,6 +210,7 @@ def show(options: Namespace) -> int:
         "streamed: as hpc_tune saves; gathered: as tools that first gather the model on one rank",
         default="streamed",
     ),
+    argument("--masked", bool, "for GPUs below compute capability 8.0, whose attention has a mask"),
     argument("--measured", str, "with parallel=auto: file with what doctor --json printed there"),
     argument("--hardware", str, "with parallel=auto: kind of cluster, such as h100-ib400"),
     JSON,
@@ -233,7 +234,7 @@ def plan(options: Namespace) -> int:
         print("\n".join([*search.as_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
-    planned = make_plan(config, machine, options.save)
+    planned = make_plan(config, machine, options.save, options.masked)
     print(as_json(planned) if options.json else "\n".join(as_lines(planned)))
     return EXIT_DONE if planned.fits else EXIT_FAILED
 

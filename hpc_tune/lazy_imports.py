@@ -35,7 +35,7 @@ class _Compiler(ModuleType):
         """Return a function as it is: nothing is compiled."""
         return fn if fn is not None else lambda function: function
 
-    allow_in_graph = assume_constant_result = disable
+    allow_in_graph = assume_constant_result = disallow_in_graph = disable
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:

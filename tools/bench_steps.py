@@ -106,7 +106,10 @@ def run(config: RunConfig, comm: Comm, num_steps: int) -> dict[str, object]:
     generator = torch.Generator().manual_seed(comm.world.rank)
     tokens_BT = torch.randint(built.config.vocab_size, (rows, length), generator=generator)
     positions_BT = torch.arange(length).expand(rows, length).contiguous()
-    batch = Batch(tokens_BT, tokens_BT, positions_BT, rows * length, rows * length, 0)
+    counts = (rows * length, rows * length, 0)
+    batch = Batch(
+        *(tokens_BT, tokens_BT, positions_BT, *counts), document_lengths=[[length]] * rows
+    )
     num_tokens = num_micro * rows * length * layout.data_size
     seconds = []
     for _ in range(num_steps):

@@ -45,6 +45,7 @@ _KEPT = frozenset(
             )
         ),
         "hpc_tune.document_attention.default",
+        "torch_attn._varlen_attn.default",
         "bitsandbytes.gemm_4bit.default",
     )
 )

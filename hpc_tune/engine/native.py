@@ -304,7 +304,7 @@ def _load_stage(
     if train.float8:
         check_float8(device)
         use_float8(blocks)
-    use_own_layers(stage.module, blocks, train.compile)
+    use_own_layers(stage.module, blocks, train.compile, stage.dtype, device)
     checkpoint_blocks(blocks, parallel.recompute)
     if train.compile:
         compile_blocks(blocks)

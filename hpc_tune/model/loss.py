@@ -8,7 +8,7 @@ kept. Those of a trained head are recomputed in the backward pass, chunk by chun
 >= 2.13 use its ``linear_cross_entropy`` instead; on a CPU that was slower than plain logits).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.model.packed_attention import documents_of, lengths_in
-from hpc_tune.model.scoped import CURRENT, Document, MicroBatch
+from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.varlen_attention import starts_of
 
 # Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's
 # products then read the weights seldom, and what follows stays in its caches; a GPU needs many rows
@@ -40,18 +41,24 @@ class LossModel(nn.Module):
 
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
     peft model around one. ``within_documents``: attention may run document by document, which is
-    not possible in a compiled or traced block.
+    not possible in a compiled or traced block. ``has_kernel``: on a GPU, by a kernel for documents.
     """
 
     def __init__(self, model: nn.Module, config: Any, within_documents: bool = False) -> None:
         super().__init__()
         self.model = model
         self.config = config
-        self.within_documents = within_documents
+        self.within_documents, self.has_kernel = within_documents, False
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_loss
         # A plan sets it to that of the device it is for.
         self.logits_bytes: tuple[int, int] | None = None
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the family takes documents apart by a mask alone, not by positions."""
+        blind = self.config.model_type in _BLIND_TO_POSITIONS
+        return blind and not getattr(self.config, "alibi", False)
 
     def causal_lm(self) -> Any:
         """Return the transformers model, with or without adapters inside its layers."""
@@ -65,11 +72,7 @@ class LossModel(nn.Module):
         unless it is the last.
         """
         lm = self.causal_lm()
-        documents: Sequence[Document] = ()
-        # A kernel per document has not been measured on GPUs: there the mask stays.
-        if self.within_documents and batch.positions_BT.device.type == "cpu":
-            documents = documents_of(batch.document_lengths or lengths_in(batch.positions_BT))
-        with CURRENT.of(MicroBatch(batch.rows, documents)):
+        with CURRENT.of(self._micro_batch(batch)):
             out_BTD: torch.Tensor = lm.get_decoder()(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,
@@ -92,10 +95,17 @@ class LossModel(nn.Module):
             self.logits_bytes,
         )
 
+    def _micro_batch(self, batch: Batch) -> MicroBatch:
+        lengths, positions_BT = batch.document_lengths, batch.positions_BT
+        if self.has_kernel and lengths:  # reading positions would wait for the device
+            return MicroBatch(batch.rows, starts=starts_of(lengths, positions_BT.device))
+        if self.within_documents and positions_BT.device.type == "cpu":
+            return MicroBatch(batch.rows, documents_of(lengths or lengths_in(positions_BT)))
+        return MicroBatch(batch.rows)
+
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
         """Return a B1TT mask, true where a token may look, for families that need one."""
-        blind = self.config.model_type in _BLIND_TO_POSITIONS
-        if not blind or getattr(self.config, "alibi", False):
+        if not self.is_blind:
             return None
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)

@@ -8,6 +8,7 @@ attention, and so does generation, where no documents are known.
 Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hpc_tune.model import varlen_attention
 from hpc_tune.model.scoped import CURRENT, Document
 from hpc_tune.model.tiled_attention import attend
 
@@ -47,15 +49,39 @@ def use_document_attention(model: Any) -> bool:
         return False
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
+    _ask_no_device_for_documents()
     model.set_attn_implementation(NAME)
     return True
+
+
+def _ask_no_device_for_documents() -> None:
+    """Let transformers take documents from the host where it has them.
+
+    It reads from the positions whether a row has several, and waits for the device to answer.
+    """
+    from transformers import masking_utils
+
+    theirs = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if theirs is None or hasattr(theirs, "asks_host"):
+        return
+
+    @functools.wraps(theirs)
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if (starts := CURRENT.batch.starts) is None:
+            found: torch.Tensor | None = theirs(position_ids)
+            return found
+        return starts.documents_BT() if starts.is_packed else None
+
+    find.asks_host = True  # type: ignore[attr-defined]
+    masking_utils.find_packed_sequence_indices = find
 
 
 def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     other_mask = options.get("local_size") is not None or options.get("use_vmap")
-    if CURRENT.batch.documents and not other_mask and options.get("attention_mask") is None:
+    apart = CURRENT.batch.documents or CURRENT.batch.starts is not None
+    if apart and not other_mask and options.get("attention_mask") is None:
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     return mask
@@ -71,6 +97,11 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
+    if (starts := CURRENT.batch.starts) is not None and attention_mask is None:
+        query, key, value = map(varlen_attention.cast, (query_BHTD, key_BKTD, value_BKTD))
+        if varlen_attention.suits(query, key, value, dropout):
+            return varlen_attention.attend(query, key, value, starts, scaling), None
+        attention_mask = starts.mask_B1TT()
     if attention_mask is not None or not CURRENT.batch.documents:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

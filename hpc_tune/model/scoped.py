@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_tune.model.varlen_attention import Starts
+
 Document = tuple[slice, int, int]  # rows, start, stop
 
 
@@ -20,12 +22,13 @@ class MicroBatch:
     """What layers need to know of a micro-batch.
 
     ``rows`` are the indices of its rows in the global stream, by which dropout draws its masks.
-    ``documents`` make up all rows; attention stays within each. None of them: transformers' masks
-    keep documents apart.
+    ``documents`` make up all rows; attention stays within each. On a GPU ``starts`` are where they
+    begin. With neither, transformers' masks keep documents apart.
     """
 
     rows: Sequence[int] = ()
     documents: Sequence[Document] = ()
+    starts: Starts | None = None
 
 
 class Current:

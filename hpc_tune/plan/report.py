@@ -18,6 +18,7 @@ from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.varlen_attention import why_masked
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
@@ -63,8 +64,12 @@ class Plan:
         return all(phase.optional or fits(phase, self.machine) for phase in self.phases)
 
 
-def make_plan(config: RunConfig, machine: Machine, save: Save = "streamed") -> Plan:
+def make_plan(
+    config: RunConfig, machine: Machine, save: Save = "streamed", masked: bool = False
+) -> Plan:
     """Plan a run on a machine that need not exist; no weights are read.
+
+    ``masked``: its GPUs have no kernel for documents, see ``varlen_attention.why_masked``.
 
     Raises:
         ConfigError: if the layout does not fit the world or the model. DataError: if config.json
@@ -87,7 +92,8 @@ def make_plan(config: RunConfig, machine: Machine, save: Save = "streamed") -> P
             save,
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        step = TracedStep(shape, *what, for_gpu=on_gpu)
+        masked = masked or bool(why_masked(built.config, dtype, config.train.compile))
+        step = TracedStep(shape, *what, for_gpu=on_gpu, has_kernel=on_gpu and not masked)
         trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
         report = _of_zero(trace_worst(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size)

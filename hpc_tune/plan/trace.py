@@ -47,6 +47,8 @@ from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.model.shapes import shape_directory
+from hpc_tune.model.varlen_attention import why_masked
+from hpc_tune.plan.attention_scratch import with_scratch
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.model_size import measure
 from hpc_tune.plan.resolve import least_micro_rows, resolve
@@ -60,6 +62,7 @@ from hpc_tune.plan.traced_memory import (
 )
 
 DEVICE = torch.device("cpu")
+DOCUMENT = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
 QUICK_BLOCKS = (8, 12)
 QUICK_BLOCKS_OF_A_STAGE = (2, 4)
@@ -113,7 +116,8 @@ class TracedStep:
 
     Each micro-batch has ``micro_rows`` rows of ``seq_len`` tokens, of ``global_rows`` in a step of
     all ranks; every token carries loss and attention has the mask of packed rows: the most that a
-    batch can ask for. ``for_gpu`` decides how many tokens have logits at once.
+    batch can ask for. ``for_gpu`` decides how many tokens have logits at once. ``has_kernel``:
+    attention takes documents without a mask, in rows of documents of ``DOCUMENT`` tokens.
     """
 
     shape: ModelShape
@@ -125,6 +129,7 @@ class TracedStep:
     seq_len: int
     rank: int = 0
     for_gpu: bool = True
+    has_kernel: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -159,10 +164,11 @@ def trace_step(step: TracedStep) -> TraceReport:
     built, layout, world_size = step.shape.build(), step.layout, step.layout.size
     memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MOST_KEPT_BYTES)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _fake_world(step.rank, world_size), fake, memory.watch():
+    scratch = with_scratch() if step.has_kernel else contextlib.nullcontext()
+    with _fake_world(step.rank, world_size), fake, memory.watch(), scratch:
         engine = NativeEngine(built, EngineSettings(layout, DEVICE, step.optim, step.parallel))
         for stage in engine._stages:
-            stage.module.within_documents = False
+            stage.module.within_documents, stage.module.has_kernel = False, step.has_kernel
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
         batches = [_batch(step.micro_rows, step.seq_len) for _ in range(step.num_micro)]
         tokens = sum(batch.num_tokens for batch in batches) * layout.data_size
@@ -271,7 +277,9 @@ def _batch(rows: int, seq_len: int) -> Batch:
     tokens_BT, labels_BT, positions_BT = (
         torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(3)
     )
-    return Batch(tokens_BT, labels_BT, positions_BT, rows * seq_len, rows * seq_len, 0)
+    row = [DOCUMENT] * (seq_len // DOCUMENT) + [seq_len % DOCUMENT] * (seq_len % DOCUMENT > 0)
+    counts = rows * seq_len, rows * seq_len, 0
+    return Batch(tokens_BT, labels_BT, positions_BT, *counts, document_lengths=[row] * rows)
 
 
 def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int]:
@@ -343,7 +351,9 @@ def traced_step(config: RunConfig, world_size: int) -> TracedStep:
     resolved = resolve(asked, measure(built.module), built.config, machine)
     rows = least_micro_rows(config.batch)
     what = (shape, resolved.layout, resolved.parallel, config.optim)
-    return TracedStep(*what, config.batch.global_size, rows, config.data.seq_len)
+    has_kernel = not why_masked(built.config, dtype, config.train.compile)
+    size = (config.batch.global_size, rows, config.data.seq_len)
+    return TracedStep(*what, *size, has_kernel=has_kernel)
 
 
 def main() -> int:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError, DataError
@@ -14,6 +16,7 @@ from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
+from hpc_tune.model.varlen_attention import why_masked
 from hpc_tune.plan.model_size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.proof import Proof, prove
@@ -30,6 +33,15 @@ class Model:
     built: BuiltModel
     size: ModelSize
     config: RunConfig
+
+    def why_masked(self, device: torch.device) -> str:
+        """Return why packed rows need a T x T mask on ``device``; "" where they need none."""
+        built, compiled = self.built, self.config.train.compile
+        if not built.module.within_documents or built.module.is_blind:
+            return f"{built.config.model_type} models need it"
+        if device.type == "cpu":
+            return "train.compile=true" if compiled else ""
+        return why_masked(built.config, built.dtype, compiled, device)
 
 
 def build_model(job: Job, fresh: bool) -> Model:

@@ -8,6 +8,7 @@ The trace needs an interpreter to itself, some seconds, and under 1 GB on the fi
 
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
         return Forecast(None, verdict)
     # The other ranks wait for it.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
-    plan = comm.on_rank_0("planning", lambda: _plan(job.dir, machine, limit_s))
+    on_gpu = comm.device.type == "cuda"
+    masked = ["--masked"] if on_gpu and model.why_masked(comm.device) else []
+    plan = comm.on_rank_0("planning", lambda: _plan(job.dir, machine, masked, limit_s))
     if plan is None:
         return Forecast(None, "not planned; see the warning above")
     job.monitor.expect(next(p["node_bytes"] for p in plan["phases"] if p["name"] == "steady"))
@@ -104,7 +107,9 @@ def compare_memory(job: Job, forecast: Forecast) -> None:
     job.events.write("memory", phases=phases)
 
 
-def _plan(run_dir: Path, machine: Machine, limit_s: float) -> dict[str, Any] | None:
+def _plan(
+    run_dir: Path, machine: Machine, arguments: Sequence[str], limit_s: float
+) -> dict[str, Any] | None:
     """Run the plan command on the run's own configuration; None where it fails."""
     limit = find_limit()
     left = room_of(used_bytes(limit), limit.num_bytes)
@@ -117,7 +122,7 @@ def _plan(run_dir: Path, machine: Machine, limit_s: float) -> dict[str, Any] | N
     log.info("memory  planning what each phase takes")
     printed = ""
     try:
-        done = run_plan(run_dir / "config.resolved.yaml", machine, (), limit_s)
+        done = run_plan(run_dir / "config.resolved.yaml", machine, arguments, limit_s)
         printed = done.stderr.strip()
         plan: dict[str, Any] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:

@@ -177,7 +177,8 @@ class _Trial:
 
     def build(self) -> BuiltModel:
         built = build(self.directory, torch.float32, TuneConfig(method="full"), 0)
-        use_own_layers(built.module, list(block_list(built.module)), False)
+        blocks, cpu = list(block_list(built.module)), torch.device("cpu")
+        use_own_layers(built.module, blocks, False, built.dtype, cpu)
         built.module.within_documents &= self.within_documents
         return built
 

@@ -1,11 +1,17 @@
 """What a run says before it begins."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from hpc_tune import cli
 from hpc_tune.config.load import load_config
+from hpc_tune.model.loss import LossModel
 from hpc_tune.plan.model_size import ModelSize, Weights
-from hpc_tune.train.describe import few_steps, method_of, rate_of
+from hpc_tune.train.describe import few_steps, mask_of, method_of, rate_of
+from hpc_tune.train.model import Model
 
 
 def warnings_of(settings, total_steps, rows_per_epoch):
@@ -99,3 +105,36 @@ def test_whose_defaults_hold_is_told_where_no_file_says_anything(monkeypatch, ca
     monkeypatch.setattr("hpc_tune.train.run.run", lambda config, force: 0)
     assert cli.main(words) == 0
     assert ("no --config: defaults" in capsys.readouterr().err) == told
+
+
+@pytest.mark.parametrize(
+    ("sliding_window", "why", "device", "said"),
+    [
+        (None, "", "cuda", "none: attention within documents, by torch's variable-length kernel"),
+        (None, "", "cpu", "none: attention within documents, document by document"),
+        (512, "", "cuda", "none, but for layers with a sliding window: attention within"),
+        (None, "train.compile=true", "cuda", "tokens x tokens for each packed row: train.compile="),
+    ],
+)
+def test_how_documents_are_kept_apart(sliding_window, why, device, said):
+    config = SimpleNamespace(sliding_window=sliding_window)
+    assert mask_of(config, why, torch.device(device)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "within", "compiled", "device", "why"),
+    [
+        ("llama", True, False, "cpu", ""),
+        ("llama", True, True, "cpu", "train.compile=true"),
+        ("llama", False, False, "cpu", "llama models need it"),
+        ("opt", True, False, "cpu", "opt models need it"),
+        ("llama", True, True, "cuda", "train.compile=true"),
+    ],
+)
+def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
+    config = SimpleNamespace(model_type=kind, num_attention_heads=4, hidden_size=32)
+    module = LossModel(torch.nn.Identity(), config, within)
+    built: Any = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
+    settings: Any = SimpleNamespace(train=SimpleNamespace(compile=compiled))
+    size: Any = None
+    assert Model(built, size, settings).why_masked(torch.device(device)) == why

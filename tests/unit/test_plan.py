@@ -134,6 +134,14 @@ def test_what_does_not_fit_is_told_with_what_would():
     assert said["fits"]
 
 
+@pytest.mark.full
+def test_gpus_without_a_kernel_for_documents_have_masks():
+    words = ["--config", "configs/llama3_8b_lora.yaml", "model.path=shape:llama3-8b"]
+    steady = [phase(plan(*words, *more), "steady") for more in ((), ("--masked",))]
+    without, masked = (found["device_bytes"] for found in steady)
+    assert masked - without > 4096 * 4096  # a byte for each pair of tokens
+
+
 def test_rows_of_one_token_can_be_planned_too():
     said = plan("data.seq_len=1", "--gpus-per-node", "1", "--device-memory", "0", code=0)
     assert said["tokens_that_fit"] == 1

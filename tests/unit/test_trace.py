@@ -16,6 +16,7 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
+from hpc_tune.plan.attention_scratch import scratch_bytes
 from hpc_tune.plan.model_size import measure, static_bytes
 from hpc_tune.plan.traced_memory import TracedMemory
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
@@ -161,11 +162,21 @@ def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
     assert static_bytes(measure(built.module), layout) == sum(report[n] for n in STATE)
 
 
+def small_llama(folder: Path) -> None:
+    shape = json.loads((shape_directory("shape:llama3-8b") / "config.json").read_text())
+    small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    text = json.dumps({**shape, **small, **heads, "vocab_size": 4096})
+    (folder / "config.json").write_text(text)
+
+
 REAL = """
 import contextlib, dataclasses, json, sys
 from hpc_tune.config.load import load_config
 from hpc_tune.plan import trace
+from tests.support.varlen_on_cpu import use_cpu_kernels
 
+use_cpu_kernels()
 fake = trace.FakeTensorMode
 for settings in json.loads(sys.argv[2]):
     words = ["model.dtype=bf16", "parallel.reshard=block", f"model.path={sys.argv[1]}"]
@@ -182,13 +193,11 @@ for settings in json.loads(sys.argv[2]):
 
 def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
     """The same step with all arithmetic done: every kernel gives what its fake said."""
-    shape = json.loads((shape_directory("shape:llama3-8b") / "config.json").read_text())
-    small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    text = json.dumps({**shape, **small, **heads, "vocab_size": 4096})
-    (tmp_path / "config.json").write_text(text)
+    small_llama(tmp_path)
     settings = [
         ("tune.method=lora", "parallel.recompute=none"),
+        ("tune.method=lora", "parallel.recompute=selective"),
+        ("tune.method=lora", "parallel.recompute=none", "train.compile=true"),
         ("tune.method=lora", "parallel.recompute=full", "parallel.shard=4"),
         ("tune.method=full", "parallel.recompute=full", "parallel.shard=4"),
         ("tune.method=full", "parallel.recompute=none", "parallel.tensor=2"),
@@ -199,6 +208,46 @@ def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
     assert len(pairs) == len(settings)
     for fake, real in pairs:
         assert fake == real
+
+
+LINEAR = """
+import dataclasses, json, sys
+from hpc_tune.config.load import load_config
+from hpc_tune.plan import trace
+
+words = ["model.dtype=bf16", f"model.path={sys.argv[1]}", "batch.micro_size=2"]
+for masked in (False, True):
+    peaks = []
+    for length in (1024, 2048, 4096):
+        config = load_config(None, [*words, f"data.seq_len={length}"])
+        step = trace.traced_step(config, 1)
+        assert step.has_kernel
+        step = dataclasses.replace(step, has_kernel=not masked)
+        peaks.append(trace.trace_step(step).peak_bytes)
+    print(json.dumps(peaks))
+"""
+
+
+def test_a_step_without_masks_grows_with_the_tokens_and_not_with_their_square(tmp_path):
+    small_llama(tmp_path)
+    done = run_python("-c", LINEAR, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (short, middle, long), masked = map(json.loads, done.stdout.splitlines())
+    assert long - middle == pytest.approx(2 * (middle - short), rel=1e-6)
+    # A mask of 2 x 4096 x 4096 tokens, a byte each, is there at the worst moment.
+    assert masked[2] - long > 2 * 4096 * 4096 / 2
+    assert masked[2] - masked[1] > 2.5 * (masked[1] - masked[0])
+
+
+def test_the_scratch_of_variable_length_attention_is_that_of_torchs_source():
+    """8 heads of 80 values, 2 of keys; 1000 tokens in 5 documents."""
+    sums = 4 * (1000 + 5 * 128) * 8 * (96 + 1)  # 80 values are rounded up to 96
+    gradients = 2 * 1000 * 80 * (8 + 2 + 2)
+    for_each_head = 2 * 1000 * 80 * (8 + 8)
+    found = scratch_bytes((1000, 8, 80), 2, 5)
+    assert found == sums + gradients + for_each_head
+    assert scratch_bytes((1000, 8, 80), 8, 5) == sums + 2 * 1000 * 80 * 24
+    assert scratch_bytes((1000, 8, 160), 8, 5) == 4 * 1640 * 8 * 193 + 2 * 1000 * 160 * 24
 
 
 def test_zero_is_refused():

@@ -69,7 +69,7 @@ class ZeroEngine:
         if not train.compile:
             use_row_dropout(built.module, built.seed)
         blocks = list(block_list(built.module))
-        use_own_layers(built.module, blocks, train.compile)
+        use_own_layers(built.module, blocks, train.compile, built.dtype, device)
         checkpoint_blocks(blocks, parallel.recompute)
         if train.compile:
             compile_blocks(blocks)

@@ -1,0 +1,230 @@
+"""Attention within documents on GPUs: torch's variable-length kernel, without a mask.
+
+    lengths of documents, on the host -> Starts, once per micro-batch, copied while the host goes on
+    a layer -> varlen_attn over the tokens of all rows, end to end
+
+The kernel (FlashAttention inside torch) is told where documents begin, and computes what a T x T
+mask would keep. Nothing is asked of the device, so the host never waits for it. A wrong kernel
+would train a wrong model without an error: it is compared once with masked attention.
+
+Shapes: B rows, T tokens, S = B x T, H heads, K heads of keys and values, D values per head, N
+documents.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hpc_tune.errors import first_line
+from hpc_tune.log import log
+
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_VALUES, MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
+LEAST_CAPABILITY = (8, 0)
+# Of a norm. Rounding results to the dtype makes 0.2 eps, rounding the probabilities before them up
+# to one more; a single start that is one token off makes 16 in bf16, where an eps is largest.
+MOST_EPS = 4
+# Documents of one token, of a block of the kernel (128), shorter and longer ones, and a whole row.
+CHECKED = ((1, 62, 128, 9), (143, 57), (200,))
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Where the documents of a micro-batch begin in its rows, laid end to end.
+
+    ``starts_N`` are int32 on the device, with the end of the last document as one more. A row
+    begins with a document of its own. ``longest`` counts the tokens of the longest document.
+    """
+
+    starts_N: torch.Tensor
+    num_rows: int
+    num_tokens: int
+    longest: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row has several documents."""
+        return self.starts_N.shape[0] - 1 > self.num_rows
+
+    def documents_BT(self) -> torch.Tensor:
+        """Return the number of each token's document."""
+        ends_N, num_places = self.starts_N[1:], self.num_rows * self.num_tokens
+        places_S = torch.arange(num_places, dtype=ends_N.dtype, device=ends_N.device)
+        return torch.bucketize(places_S, ends_N, right=True).view(self.num_rows, self.num_tokens)
+
+    def mask_B1TT(self) -> torch.Tensor:
+        """Return a mask that is true where a token may look."""
+        documents_BT = self.documents_BT()
+        same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+        return same_BTT.tril().unsqueeze(1)
+
+
+def starts_of(lengths: Sequence[Sequence[int]], device: torch.device) -> Starts:
+    """Return where documents begin, by the lengths of each row's, all rows being equally long."""
+    [num_tokens] = {sum(row_lengths) for row_lengths in lengths}
+    flat = [length for row_lengths in lengths for length in row_lengths]
+    starts_N = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
+    if device.type == "cuda":
+        starts_N = starts_N.pin_memory().to(device, non_blocking=True)
+    return Starts(starts_N, len(lengths), num_tokens, max(flat))
+
+
+def why_masked(
+    config: Any, dtype: torch.dtype, compiled: bool, device: torch.device | None = None
+) -> str:
+    """Return why a model's packed rows need a mask on a GPU; "" where the kernel takes them.
+
+    ``dtype`` is that of attention. ``device`` is asked too, and the kernel is tried on it; None
+    stands for a GPU of a plan.
+    """
+    if compiled:
+        return "train.compile=true"
+    if dtype not in DTYPES:
+        return f"the kernel takes bfloat16 and float16, not {_named(dtype)}"
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return "its layers differ in their heads"
+    values = getattr(config, "head_dim", None) or config.hidden_size // heads
+    others = (getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    sizes = {values, *(size for size in others if size)}
+    if len(sizes) > 1 or values > MOST_VALUES or values % MULTIPLE:
+        found = " and ".join(map(str, sorted(sizes)))
+        return f"the kernel takes heads of one size, up to {MOST_VALUES} in eights, not {found}"
+    if device is None:
+        return ""
+    if device.type != "cuda":
+        return "no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        found = ".".join(map(str, capability))
+        return f"the kernel needs a GPU of compute capability 8.0 or later, not {found}"
+    groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return why_wrong(device, dtype, values, groups)
+
+
+def cast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it in the dtype of autocast, which torch applies to its own attention."""
+    device_type = tensor.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def suits(
+    query_BHTD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTD: torch.Tensor, dropout: float
+) -> bool:
+    """Whether the kernel takes these: a layer may differ from what its model's config says."""
+    values = query_BHTD.shape[-1]
+    return (
+        not dropout
+        and query_BHTD.dtype == key_BKTD.dtype == value_BKTD.dtype
+        and query_BHTD.dtype in DTYPES
+        and key_BKTD.shape == value_BKTD.shape
+        and key_BKTD.shape[-2:] == query_BHTD.shape[-2:]
+        and values <= MOST_VALUES
+        and values % MULTIPLE == 0
+    )
+
+
+def attend(
+    query_BHTD: torch.Tensor,
+    key_BKTD: torch.Tensor,
+    value_BKTD: torch.Tensor,
+    starts: Starts,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return causal attention within documents, as BTHD."""
+    from torch.nn.attention import varlen
+
+    kernel: Any = varlen.varlen_attn
+    query_SHD, key_SKD, value_SKD = map(_end_to_end, (query_BHTD, key_BKTD, value_BKTD))
+    out_SHD: torch.Tensor = kernel(
+        *(query_SHD, key_SKD, value_SKD, starts.starts_N, starts.starts_N),
+        *(starts.longest, starts.longest),
+        scale=scale,
+        window_size=(-1, 0),  # all that is before, nothing that is after
+        **_with_groups(kernel),
+    )
+    return out_SHD.unflatten(0, (starts.num_rows, starts.num_tokens))
+
+
+@functools.cache
+def why_wrong(device: torch.device, dtype: torch.dtype, values: int, groups: int) -> str:
+    """Return why the kernel must not be used for such heads on this device, also as a warning."""
+    most = MOST_EPS * torch.finfo(dtype).eps
+    try:
+        gaps = gaps_to_mask(device, dtype, values, groups)
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or another interface
+        why = f"torch's variable-length kernel fails here ({first_line(error)})"
+    else:
+        wrong = [f"{name} by {gap:.1e}" for name, gap in gaps.items() if not gap <= most]
+        if not wrong:
+            return ""
+        why = "torch's variable-length kernel is wrong here: it differs from masked attention in "
+        why += f"{', '.join(wrong)} of the norm, where rounding to {_named(dtype)} explains "
+        why += f"{most:.1e}"
+    log.warning("packed rows keep a T x T mask: %s", why)
+    return why
+
+
+def gaps_to_mask(
+    device: torch.device, dtype: torch.dtype, values: int, groups: int
+) -> dict[str, float]:
+    """Return how far the kernel is from masked attention in fp64, as shares of the norms.
+
+    ``groups`` heads of queries share one of keys. Compared on random rows of packed documents: the
+    result and the gradients of queries, keys and values.
+    """
+    starts, generator = starts_of(CHECKED, device), torch.Generator().manual_seed(0)
+    rows, tokens, scale = starts.num_rows, starts.num_tokens, 0.8 * values**-0.5
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    inputs = [drawn(rows, heads, tokens, values) for heads in (2 * groups, 2, 2)]
+    grad_BTHD = drawn(rows, tokens, 2 * groups, values)
+
+    def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+        mask = starts.mask_B1TT()
+        out_BHTD = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+        return out_BHTD.transpose(1, 2)
+
+    def by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend(query, key, value, starts, scale)
+
+    def results(attention: Callable[..., torch.Tensor], as_: torch.dtype) -> list[torch.Tensor]:
+        leaves = [tensor.detach().to(as_).requires_grad_() for tensor in inputs]
+        out_BTHD = attention(*leaves)
+        return [out_BTHD.detach(), *torch.autograd.grad(out_BTHD, leaves, grad_BTHD.to(as_))]
+
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        found = results(by_kernel, dtype)
+        wanted = results(by_mask, torch.float64)
+    names = ("its result", "the gradient of queries", "that of keys", "that of values")
+    return {
+        name: float((one.double() - true).norm() / true.norm())
+        for name, one, true in zip(names, found, wanted, strict=True)
+    }
+
+
+@functools.cache
+def _with_groups(kernel: Callable[..., Any]) -> dict[str, bool]:
+    """Return what lets queries share keys: torch 2.11 has no such option and always does it."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+def _end_to_end(tensor_BHTD: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of all rows, as SHD; a view where the memory is laid out like that."""
+    tensor_SHD = tensor_BHTD.transpose(1, 2).flatten(0, 1)
+    return tensor_SHD if tensor_SHD.stride(-1) == 1 else tensor_SHD.contiguous()
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,106 @@
+"""torch's variable-length attention on a CPU, where it has no kernel: by document, in fp32.
+
+The operator is torch's own: a GPU's run has the same arguments, checks, autograd formula and fakes.
+``CALLS`` holds what each call was given.
+"""
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import varlen
+
+CALLS: list[dict[str, Any]] = []
+
+
+@functools.cache
+def use_cpu_kernels() -> None:
+    """Give this process's operator its kernels; once."""
+    varlen._varlen_attn.register_kernel("cpu")(_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
+
+
+def attention(
+    query_SHD: torch.Tensor,
+    key_SKD: torch.Tensor,
+    value_SKD: torch.Tensor,
+    starts: list[int],
+    scale: float | None,
+) -> torch.Tensor:
+    """Return causal attention of each document by itself."""
+    parts, groups = [], query_SHD.shape[1] // key_SKD.shape[1]
+    for start, stop in pairwise(starts):
+        query, key, value = (
+            tensor[start:stop].transpose(0, 1).float() for tensor in (query_SHD, key_SKD, value_SKD)
+        )
+        key, value = (tensor.repeat_interleave(groups, 0) for tensor in (key, value))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts).to(query_SHD.dtype)
+
+
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    starts = cu_seq_q.numpy().tolist()  # what must not wait for a device forbids Tensor.tolist
+    CALLS.append({"shapes": [tuple(t.shape) for t in (query, key, value)], "starts": starts})
+    assert cu_seq_q.dtype == torch.int32
+    assert cu_seq_k is not None
+    assert cu_seq_k.numpy().tolist() == starts
+    assert starts[0] == 0
+    assert starts[-1] == len(query) == len(key) == len(value), "else tokens are left out"
+    assert max_q == max_k == max(stop - start for start, stop in pairwise(starts))
+    assert type(max_q) is int
+    assert is_causal
+    assert window_size == [-1, 0]
+    assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    out = attention(query, key, value, starts, scale)
+    sums = torch.zeros(query.shape[1], len(query))
+    return out, sums, torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    scale: float | None = None,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    # Written out: an operator's kernel runs below autograd.
+    grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    groups, scale = query.shape[1] // key.shape[1], scale or query.shape[2] ** -0.5
+    for start, stop in pairwise(cu_seq_q.numpy().tolist()):
+        q, k, v, grad = (
+            tensor[start:stop].transpose(0, 1).float() for tensor in (query, key, value, grad_out)
+        )
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        later = torch.ones(stop - start, stop - start).triu(1).bool()
+        p = (scale * q @ k.mT).masked_fill(later, float("-inf")).softmax(-1)
+        grad_p = grad @ v.mT
+        grad_scores = scale * p * (grad_p - (grad_p * p).sum(-1, keepdim=True))
+        parts = grad_scores @ k, grad_scores.mT @ q, p.mT @ grad
+        for whole, part in zip(grads, parts, strict=True):
+            heads = part.unflatten(0, (whole.shape[1], -1)).sum(1)
+            whole[start:stop] = heads.transpose(0, 1).to(whole.dtype)
+    return tuple(grads)

@@ -1,0 +1,370 @@
+"""Rows of documents through torch's variable-length attention, against masked attention.
+
+A CPU stands for the GPU: see tests/support/varlen_on_cpu.py.
+"""
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
+
+from hpc_tune.batch import Batch, empty_batch, full_batch
+from hpc_tune.data.loader import make_batch
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
+from hpc_tune.model import varlen_attention
+from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.loss import LossModel
+from hpc_tune.model.packed_attention import _attend, use_document_attention
+from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.varlen_attention import Starts, starts_of, why_masked, why_wrong
+from tests.support.varlen_on_cpu import CALLS, use_cpu_kernels
+
+CPU = torch.device("cpu")
+# Documents of three rows: several, one, and single tokens at an end.
+LENGTHS = ((5, 9, 2), (16,), (14, 1, 1))
+STARTS = [0, 5, 14, 16, 32, 46, 47, 48]
+
+
+@pytest.fixture(autouse=True)
+def _cpu_kernels(monkeypatch):
+    """A kernel on CPUs, which takes fp32 too, where results can be told apart from rounding."""
+    use_cpu_kernels()
+    monkeypatch.setattr(varlen_attention, "DTYPES", (*varlen_attention.DTYPES, torch.float32))
+    CALLS.clear()
+    why_wrong.cache_clear()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    tokens_BT = torch.randint(0, 64, (3, 16), generator=generator)
+    rows = [torch.cat([torch.arange(length) for length in lengths]) for lengths in LENGTHS]
+    made = Batch(tokens_BT, tokens_BT.roll(-1, 1), torch.stack(rows), 48, 48, 0)
+    return replace(made, document_lengths=LENGTHS)
+
+
+def model_of(family="llama", recompute="none", **more):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING[family](**{**shape, **heads, **more})
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(config)
+    module = LossModel(lm, config, use_document_attention(lm)).train()
+    assert module.within_documents
+    module.has_kernel = True
+    checkpoint_blocks(list(block_list(module)), recompute)
+    return module
+
+
+def by_mask(module):
+    module.within_documents = module.has_kernel = False
+    return loss_and_grads(module)
+
+
+def loss_and_grads(module):
+    module.zero_grad()
+    loss = module(batch())
+    loss.backward()
+    return loss.item(), [p.grad.clone() for p in module.parameters()]
+
+
+def are_equal(found, wanted):
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    for grad, other in zip(found[1], wanted[1], strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """What transformers makes as masks, and what is made in place of the kernel."""
+    made = []
+    theirs, ours = masking_utils.sdpa_mask, Starts.mask_B1TT
+    monkeypatch.setattr(masking_utils, "sdpa_mask", lambda **o: made.append(1) or theirs(**o))
+    monkeypatch.setattr(Starts, "mask_B1TT", lambda self: made.append(1) or ours(self))
+    return made
+
+
+def test_starts_are_the_sums_of_all_rows_lengths():
+    starts = starts_of(LENGTHS, CPU)
+    assert starts.starts_N.tolist() == STARTS
+    assert starts.starts_N.dtype == torch.int32
+    assert (starts.num_rows, starts.num_tokens, starts.longest) == (3, 16, 16)
+    assert starts.is_packed
+    assert not starts_of([[4], [4]], CPU).is_packed
+
+
+def test_rows_of_several_lengths_are_no_batch():
+    with pytest.raises(ValueError, match="unpack"):
+        starts_of([[4], [3]], CPU)
+
+
+def test_the_mask_of_starts_lets_a_token_look_back_within_its_document():
+    mask_B1TT = starts_of([[2, 1], [3]], CPU).mask_B1TT()
+    one = [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    other = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert mask_B1TT[:, 0].int().tolist() == [one, other]
+
+
+def test_all_batches_of_a_run_bring_lengths():
+    tokens = torch.arange(5).numpy(), torch.ones(5).numpy().astype(bool)
+    for made in (make_batch([[tokens, tokens]], 64, 0), full_batch(2, 8), empty_batch(0)):
+        starts = starts_of(made.document_lengths, CPU)
+        assert (starts.num_rows, starts.num_tokens) == made.tokens_BT.shape
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_loss_and_gradients_are_those_of_the_mask(family, recompute, masks):
+    module = model_of(family, recompute)
+    found = loss_and_grads(module)
+    assert not masks
+    # Queries of 4 heads share keys of 2; selective recompute keeps the kernel's result.
+    times = 2 if recompute == "full" else 1
+    wanted = {"shapes": [(48, 4, 8), (48, 2, 8), (48, 2, 8)], "starts": STARTS}
+    if family == "qwen3":
+        wanted["shapes"] = [(48, 4, 128), (48, 2, 128), (48, 2, 128)]
+    assert list(CALLS) == [wanted] * 2 * times
+    are_equal(found, by_mask(module))
+    assert masks
+
+
+def test_one_head_of_keys_for_each_of_queries(masks):
+    module = model_of(num_key_value_heads=4)
+    found = loss_and_grads(module)
+    assert CALLS[0]["shapes"] == [(48, 4, 8)] * 3
+    assert not masks
+    are_equal(found, by_mask(module))
+
+
+def test_weights_in_fp32_train_in_bf16():
+    """What rotary positions leave in fp32 is cast, as torch's own attention does it."""
+    module = model_of()
+    wanted = loss_and_grads(module)
+    varlen_attention.DTYPES = varlen_attention.DTYPES[:2]
+    CALLS.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, grads = loss_and_grads(module)
+    assert len(CALLS) == 2, "the kernel is not used"
+    assert loss == pytest.approx(wanted[0], rel=1e-2)
+    for grad, other in zip(grads, wanted[1], strict=True):
+        assert (grad - other).norm() < 0.05 * other.norm()
+
+
+class _NoAnswer(TorchDispatchMode):
+    """A device that must not be asked for a value, which would wait for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        asks = name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim")
+        if name == "index":
+            asks = any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert not asks, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_step_asks_the_device_for_nothing(recompute, monkeypatch):
+    module, given = model_of(recompute=recompute), batch()
+
+    def waits(*_):
+        raise AssertionError("tolist waits for the device")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", waits)
+    with _NoAnswer():
+        module(given).backward()
+    assert CALLS
+    module.within_documents = module.has_kernel = False
+    with pytest.raises(AssertionError, match="waits for the device"), _NoAnswer():
+        module(given)
+
+
+def test_lengths_that_the_host_does_not_know_leave_the_mask(masks):
+    module = model_of()
+    module.within_documents = False  # as positions on a GPU are not read
+    loss = module(replace(batch(), document_lengths=())).item()
+    assert masks
+    assert not CALLS
+    assert loss == pytest.approx(by_mask(module)[0], rel=1e-6)
+
+
+def test_one_document_per_row_is_no_packed_row_for_transformers():
+    """Layers with another mask, such as a sliding window, then have that of whole rows."""
+    positions_BT = batch().positions_BT
+    find = masking_utils.find_packed_sequence_indices
+    outside = find(positions_BT)
+    with CURRENT.of(MicroBatch(starts=starts_of(LENGTHS, CPU))):
+        inside = find(positions_BT)
+    for documents_BT in (outside, inside):
+        same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+        assert torch.equal(same, same.transpose(1, 2))
+    assert torch.equal(
+        outside.unsqueeze(2) == outside.unsqueeze(1), inside.unsqueeze(2) == inside.unsqueeze(1)
+    )
+    whole_BT = torch.arange(16).expand(2, 16)
+    with CURRENT.of(MicroBatch(starts=starts_of([[16], [16]], CPU))):
+        assert find(whole_BT) is None
+    assert find(whole_BT) is None
+
+
+def test_layers_with_a_sliding_window_keep_their_mask(masks):
+    module = model_of("mistral", sliding_window=3)
+    found = loss_and_grads(module)
+    assert masks
+    assert not CALLS
+    are_equal(found, by_mask(module))
+
+
+@pytest.mark.parametrize(("dropout", "values"), [(0.0, (8, 6)), (0.0, (12, 12)), (0.3, (8, 8))])
+def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((4, values[0]), (2, values[0]), (2, values[1]))
+    inputs = [torch.randn(3, heads, 16, size, generator=generator) for heads, size in shapes]
+    layer = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+
+    def second_documents():
+        torch.manual_seed(0)
+        with CURRENT.of(MicroBatch(starts=starts_of(LENGTHS, CPU))):
+            out_BTHD = _attend(layer, *inputs, None, dropout=dropout)[0]
+        assert out_BTHD.shape == (3, 16, 4, values[1])
+        return out_BTHD[0, LENGTHS[0][0] :]
+
+    before = second_documents()
+    assert masks
+    assert not CALLS
+    for tensor in inputs:
+        tensor[0, :, : LENGTHS[0][0]] += 1.0
+    assert torch.equal(second_documents(), before)
+
+
+# The numbers that a config.json holds, as far as the rule reads them.
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "compiled", "why"),
+    [
+        ({}, torch.bfloat16, False, ""),
+        ({}, torch.float16, False, ""),
+        ({"head_dim": 256}, torch.bfloat16, False, ""),
+        ({}, torch.float64, False, "the kernel takes bfloat16 and float16, not float64"),
+        ({}, torch.bfloat16, True, "train.compile=true"),
+        ({"head_dim": 264}, torch.bfloat16, False, "up to 256 in eights, not 264"),
+        ({"head_dim": 100}, torch.bfloat16, False, "up to 256 in eights, not 100"),
+        ({"qk_head_dim": 192, "v_head_dim": 128}, torch.bfloat16, False, "not 128 and 192"),
+        ({"num_attention_heads": [32, 16]}, torch.bfloat16, False, "differ in their heads"),
+    ],
+)
+def test_the_rule_by_which_a_run_and_its_plan_leave_the_mask_out(config, dtype, compiled, why):
+    found = why_masked(SimpleNamespace(**{**LLAMA, **config}), dtype, compiled)
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
+    tried = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(varlen_attention, "why_wrong", lambda *of: tried.append(of) or "wrong")
+    gpu, llama = torch.device("cuda", 1), SimpleNamespace(**LLAMA)
+    assert "8.0 or later, not 7.5" in why_masked(llama, torch.bfloat16, False, gpu)
+    assert not tried
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert why_masked(llama, torch.bfloat16, False, gpu) == "wrong"
+    assert tried == [(gpu, torch.bfloat16, 128, 4)]
+    assert why_masked(llama, torch.bfloat16, False, CPU) == "no GPU"
+
+
+@pytest.mark.parametrize(
+    ("within", "compiled", "why", "used"),
+    [
+        (True, False, "", True),
+        (False, False, "", False),
+        (True, True, "", False),
+        (True, False, "an old GPU", False),
+    ],
+)
+def test_an_engine_uses_the_kernel_where_the_rule_says_so(within, compiled, why, used, monkeypatch):
+    def rule(config, dtype, is_compiled, device):
+        return "compiled" if is_compiled else why
+
+    monkeypatch.setattr("hpc_tune.model.blocks.why_masked", rule)
+    module = model_of()
+    module.within_documents, module.has_kernel = within, False
+    use_own_layers(module, list(block_list(module)), compiled, torch.bfloat16, CPU)
+    assert module.has_kernel == used
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("values", "groups"), [(64, 1), (64, 4), (256, 2)])
+def test_the_check_lets_a_right_kernel_pass(dtype, values, groups, caplog):
+    assert why_wrong(CPU, dtype, values, groups) == ""
+    assert not caplog.records
+    gaps = varlen_attention.gaps_to_mask(CPU, dtype, values, groups)
+    assert len(gaps) == 4
+    # So much is left of the bar.
+    assert max(gaps.values()) < 1.5 * torch.finfo(dtype).eps
+
+
+def one_more(starts_N):
+    """Starts of which the second is one token later: one token is in the wrong document."""
+    moved_N = starts_N.clone()
+    moved_N[2] += 1
+    return moved_N
+
+
+WRONG = {
+    "neighbours": lambda s, o: (one_more(s), o),
+    "scale": lambda s, o: (s, {**o, "scale": None}),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_check_finds_a_wrong_kernel_and_tells_of_it_once(how, dtype, monkeypatch, told):
+    kernel = varlen.varlen_attn
+
+    @functools.wraps(kernel)
+    def wrong(query, key, value, starts_N, _, *longest, **options):
+        starts_N, options = WRONG[how](starts_N, options)
+        longest = [int(starts_N.diff().max())] * 2
+        return kernel(query, key, value, starts_N, starts_N, *longest, **options)
+
+    monkeypatch.setattr(varlen, "varlen_attn", wrong)
+    for _ in range(2):
+        why = why_wrong(CPU, dtype, 64, 2)
+        assert "it differs from masked attention in its result by" in why
+    assert len(told) == 1
+    assert why in told[0]
+
+
+def test_a_kernel_that_fails_is_told_of(monkeypatch, told):
+    def fails(*_, enable_gqa=False, **__):
+        raise RuntimeError("USE_FLASH_ATTENTION was not enabled for build.\nmore")
+
+    monkeypatch.setattr(varlen, "varlen_attn", fails)
+    assert "fails here (USE_FLASH_ATTENTION was not enabled for build.)" in why_wrong(
+        CPU, torch.bfloat16, 64, 2
+    )
+    assert len(told) == 1
+
+
+def test_gradients_that_are_no_numbers_are_wrong(monkeypatch, told):
+    kernel = varlen.varlen_attn
+
+    @functools.wraps(kernel)
+    def silent(query, *others, **options):
+        return kernel(query, *others, **options) + 0 * (query - query.detach()).sqrt()
+
+    monkeypatch.setattr(varlen, "varlen_attn", silent)
+    assert "the gradient of queries by nan" in why_wrong(CPU, torch.bfloat16, 64, 2)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The warnings that are logged."""
+    texts = []
+    monkeypatch.setattr(varlen_attention.log, "warning", lambda text, *of: texts.append(text % of))
+    return texts
