@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hpc_tune.model import varlen_attention
+from hpc_tune.model import tiled_attention, varlen_attention
 from hpc_tune.model.scoped import CURRENT, Document
-from hpc_tune.model.tiled_attention import attend
 
 NAME = "hpc_tune_documents"
 
@@ -127,14 +126,10 @@ def _attend(
                 )
             )
         return _joined(parts, query_BHTD), None
-    if torch.is_autocast_enabled(query_BHTD.device.type):
-        # As it does for torch's own attention: rotary positions leave queries and keys in fp32.
-        dtype = torch.get_autocast_dtype(query_BHTD.device.type)
-        query_BHTD, key_BKTD, value_BKTD = (
-            tensor.to(dtype) for tensor in (query_BHTD, key_BKTD, value_BKTD)
-        )
+    # Rotary positions leave queries and keys in fp32.
+    inputs = map(varlen_attention.cast, (query_BHTD, key_BKTD, value_BKTD))
     spans = [(rows.start, rows.stop, a, b) for rows, a, b in CURRENT.batch.documents]
-    return attend(query_BHTD, key_BKTD, value_BKTD, spans, scaling), None
+    return tiled_attention.attend(*inputs, spans, scaling), None
 
 
 def _joined(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:
