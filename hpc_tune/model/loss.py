@@ -189,7 +189,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
         sums_N1 = torch.empty_like(loss_N1)
         grad_ND = torch.empty_like(hidden_ND, dtype=torch.float32)
         num_tokens = hidden_ND.shape[0]
-        buffer_CV = hidden_ND.new_empty(min(chunk, num_tokens), weight_VD.shape[0])
+        # As large for few tokens: blocks of many sizes would leave holes in the heap.
+        buffer_CV = hidden_ND.new_empty(chunk, weight_VD.shape[0])
         for start in range(0, num_tokens, chunk):
             part = slice(start, start + chunk)
             logits_CV = buffer_CV[: len(labels_N[part])]

@@ -127,9 +127,9 @@ def _attend(
             )
         return _joined(parts, query_BHTD), None
     # Rotary positions leave queries and keys in fp32.
-    inputs = map(varlen_attention.cast, (query_BHTD, key_BKTD, value_BKTD))
+    query, key, value = map(varlen_attention.cast, (query_BHTD, key_BKTD, value_BKTD))
     spans = [(rows.start, rows.stop, a, b) for rows, a, b in CURRENT.batch.documents]
-    return tiled_attention.attend(*inputs, spans, scaling), None
+    return tiled_attention.attend(query, key, value, spans, scaling), None
 
 
 def _joined(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:

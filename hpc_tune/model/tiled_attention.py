@@ -110,15 +110,22 @@ class _Tiling:
     places: torch.Tensor | None
     tile: int
 
-    def rows_of(
-        self, parts: Sequence[torch.Tensor], num_groups: int, shape_BT: Sequence[int]
-    ) -> torch.Tensor:
-        """Return what was computed of each group as BTHD rows."""
+    def write_rows(
+        self, parts: Sequence[torch.Tensor], num_groups: int, out_BTHD: torch.Tensor
+    ) -> None:
+        """Write what was computed of each group as BTHD rows."""
         tokens = [g.tokens_of(part, num_groups) for g, part in zip(self.groups, parts, strict=True)]
         joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-        if self.places is not None:
-            joined = joined[self.places]
-        return joined.unflatten(0, shape_BT)
+        out_SHD = out_BTHD.flatten(0, 1)
+        if self.places is None:
+            out_SHD.copy_(joined)
+        else:
+            torch.index_select(joined, 0, self.places, out=out_SHD)
+
+    @property
+    def num_padded(self) -> int:
+        """Tokens of all groups, with padding."""
+        return sum(group.num_documents * group.length for group in self.groups)
 
 
 @lru_cache(maxsize=8)
@@ -155,28 +162,37 @@ def _forward(
     spans: Sequence[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention as BTHD rows, and what was subtracted from the scores of each query."""
+    """Return the attention as BTHD rows, and what was subtracted from the scores of each query.
+
+    Results are allocated first: what is freed behind them leaves no holes in the heap.
+    """
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
     num_groups = key_BKTD.shape[1]
     tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
-    outs, shifts = [], []
+    out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, query_BHTD.shape[3])
+    has_shifts = query_BHTD.dtype.itemsize == 2
+    shifts = query_BHTD.new_empty(tiling.num_padded * num_heads * has_shifts)
+    outs, at = [], 0
     for group in tiling.groups:
         query, key, value = (group.of(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD))
         out = torch.empty_like(query)
         for start, stop, part in _tiles(group.length, tiling.tile, num_heads // num_groups):
             tile, keys = query[:, part], key[:, :stop]
-            shift = _largest(tile, keys, start, scale)
+            shift = _next_shift(shifts, at, tile)
+            at += shift.numel()
+            if has_shifts:
+                _write_largest(tile, keys, start, scale, shift)
             torch.bmm(
                 _probabilities(tile, keys, start, scale, shift), value[:, :stop], out=out[:, part]
             )
-            shifts.append(shift.flatten())
         outs.append(out)
-    return tiling.rows_of(outs, num_groups, (num_rows, num_tokens)).contiguous(), torch.cat(shifts)
+    tiling.write_rows(outs, num_groups, out_BTHD)
+    return out_BTHD, shifts
 
 
 def _backward(
     inputs: Sequence[torch.Tensor],
-    grad_BTHD: torch.Tensor,
+    out_grad_BTHD: torch.Tensor,
     shifts: torch.Tensor,
     spans: Sequence[int],
     scale: float,
@@ -185,11 +201,12 @@ def _backward(
     num_rows, num_heads, num_tokens, _ = inputs[0].shape
     num_groups = inputs[1].shape[1]
     tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
+    grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
     grads: list[list[torch.Tensor]] = [[], [], []]
     at = 0
     for group in tiling.groups:
         query, key, value = (group.of(tensor, num_groups) for tensor in inputs)
-        grad = group.of(grad_BTHD.transpose(1, 2), num_groups)
+        grad = group.of(out_grad_BTHD.transpose(1, 2), num_groups)
         if group.padding is not None:
             _clear(grad, group, num_groups)
         grad_query = torch.empty_like(query)
@@ -198,10 +215,8 @@ def _backward(
         grad_value = torch.zeros_like(grad_key)
         for start, stop, part in _tiles(group.length, tiling.tile, num_heads // num_groups):
             tile, keys, out_grad = query[:, part], key[:, :stop], grad[:, part]
-            shift = shifts
-            if shifts.numel():
-                shift = shifts[at : at + tile.shape[0] * tile.shape[1]].view(*tile.shape[:2], 1)
-                at += shift.numel()
+            shift = _next_shift(shifts, at, tile)
+            at += shift.numel()
             probabilities = _probabilities(tile, keys, start, scale, shift)
             grad_value[:, :stop] += torch.bmm(probabilities.transpose(1, 2), out_grad)
             wanted = torch.bmm(out_grad, value[:, :stop].transpose(1, 2))
@@ -212,8 +227,9 @@ def _backward(
             grad_key[:, :stop] += torch.bmm(by_score.transpose(1, 2), tile)
         for found, one in zip(grads, (grad_query, grad_key.mul_(scale), grad_value), strict=True):
             found.append(one.to(query.dtype))
-    shape_BT = num_rows, num_tokens
-    return [tiling.rows_of(found, num_groups, shape_BT).transpose(1, 2) for found in grads]
+    for found, grad_BTHD in zip(grads, grads_BTHD, strict=True):
+        tiling.write_rows(found, num_groups, grad_BTHD)
+    return [grad_BTHD.transpose(1, 2) for grad_BTHD in grads_BTHD]
 
 
 def _tiles(length: int, tile: int, heads_per_group: int) -> list[tuple[int, int, slice]]:
@@ -222,14 +238,22 @@ def _tiles(length: int, tile: int, heads_per_group: int) -> list[tuple[int, int,
     return [(a, b, slice(a * heads_per_group, b * heads_per_group)) for a, b in ends]
 
 
-def _largest(query: torch.Tensor, keys: torch.Tensor, start: int, scale: float) -> torch.Tensor:
-    """Return each query's largest score, roughly; in 32 bits scores need no shift: nothing."""
-    if query.dtype.itemsize > 2:
-        return query.new_empty(0)
+def _next_shift(shifts: torch.Tensor, at: int, query: torch.Tensor) -> torch.Tensor:
+    """Return the shifts of a tile; none in 32 bits, where scores need none."""
+    if not shifts.numel():
+        return shifts
+    num_rows, num_queries, _ = query.shape
+    return shifts[at : at + num_rows * num_queries].view(num_rows, num_queries, 1)
+
+
+def _write_largest(
+    query: torch.Tensor, keys: torch.Tensor, start: int, scale: float, out: torch.Tensor
+) -> None:
+    """Write each query's largest score, roughly."""
     scores = torch.bmm(query, keys.transpose(1, 2))
     _hide_later(scores, start)
     # In fp32 a maximum takes half as long.
-    return scores.float().amax(-1, keepdim=True).mul_(scale).to(query.dtype)
+    out.copy_(scores.float().amax(-1, keepdim=True).mul_(scale))
 
 
 def _probabilities(
