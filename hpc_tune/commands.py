@@ -58,7 +58,8 @@ def _reader(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
         try:
             value = kind(text)
         except ValueError as error:
-            wrong = f"found {text}, expected a whole number" if kind is int else str(error)
+            number = "a whole number" if kind is int else "a number" if kind is float else None
+            wrong = f"found {text}, expected {number}" if number else str(error)
             raise ArgumentTypeError(wrong) from None
         if isinstance(value, int | float) and not value >= least:
             raise ArgumentTypeError(f"found {text}, expected at least {least:g}")

@@ -270,6 +270,7 @@ def test_a_python_without_the_dependencies_is_told_so():
         (["inspect", "x", "--verfiy"], 2, "unknown argument --verfiy; did you mean --verify?"),
         (["inspect", "--verify"], 2, "the following arguments are required: RUN; see python"),
         (["plan", "--nodes", "zwei"], 2, "--nodes: found zwei, expected a whole number"),
+        (["doctor", "--links", "5s"], 2, "--links: found 5s, expected a number"),
         (["--version"], 0, "platform"),
         (["convert", "nowhere.yaml"], 2, "nowhere.yaml: no such file"),
         (["convert", "pyproject.toml"], 2, "not YAML"),
