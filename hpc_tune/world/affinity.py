@@ -120,10 +120,12 @@ def apply(share: CoreShare, threads: int) -> str | None:
     """Set the mask and the variables of thread pools; return a note if one was overridden."""
     if share.pin:
         os.sched_setaffinity(0, share.cpus)
-    # oneDNN keeps a kernel and its scratch for each of the last 1,024 shapes it met, and documents
-    # have many lengths: with 64 kept, a CPU rank of a 135M model in bf16 grew 400 MB less in 40
-    # steps, as fast. 16 are fewer than a step needs: it takes 1.3 x as long to make them anew.
+    # oneDNN keeps a kernel for each of the last 1,024 shapes it met, and torch's layer above it as
+    # many again. Documents have many lengths: a CPU rank of a 135M model in bf16 grew by a half
+    # within 100 steps. With 64 kept it is as fast; 16 are fewer than a step needs: it takes 1.3 x
+    # as long to make them anew. The layer above pays nothing for keeping one.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if before is None or before == str(threads):
