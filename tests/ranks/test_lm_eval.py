@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hpc_tune.__main__ import main
 from tests.support.docs import DOCS, commands_of, files_of
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, python, rank_environment, run_ranks
 from tests.support.training import train
 
 HARNESS = ROOT / ".lm-eval" / "bin" / "lm_eval"
@@ -54,7 +53,8 @@ def test_the_harness_scores_a_merged_model_as_transformers_does(tmp_path):
     words = ["data.path=builtin:pydocs:heldout", "data.eval_path=null", "tune.method=lora"]
     done = train([*words, "train.max_steps=2", f"run.dir={run}"])
     assert done.returncode == 0, done.stderr
-    assert main(["export", str(run), "--to", "merged", "--out", str(merged)]) == 0
+    words = ["-m", "hpc_tune", "export", str(run), "--to", "merged", "--out", str(merged)]
+    assert run_ranks([*python(), *words], rank_environment(1), LIMIT_S).returncode == 0
     for name, text in files_of(commands_of(DOCS / "lm-eval.md")).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
