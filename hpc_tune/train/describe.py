@@ -42,6 +42,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     config, comm, layout = model.config, job.comm, resolved.layout
     rows, rows_per_epoch = config.batch.global_size, data.loader.num_rows_per_epoch
     total_steps = data.total_steps
+    why_masked = model.why_masked(comm.device)
     lines: dict[str, Any] = {
         "world": _world(comm),
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
@@ -50,12 +51,15 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "data": _data(config.data, data),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict,
-        "mask": mask_of(model.built.config, model.why_masked(comm.device), comm.device),
+        "mask": mask_of(model.built.config, why_masked, comm.device),
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
+    unsaid = set() if job.chosen is not None else {"world"}
+    if comm.device.type == "cpu" and not why_masked:
+        unsaid.add("mask")
     for name, text in lines.items():
-        if name != "world" or job.chosen is not None:
+        if name not in unsaid:
             log.info("%-7s %s", name, text)
     job.events.write(
         "start",

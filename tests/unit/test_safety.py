@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from test_data_support import byte_tokenizer, chat, write_jsonl
 from test_world_rendezvous import on_threads, world_of
@@ -245,7 +246,7 @@ NASTY = [
     "\ntouch {ran}\n",
 ]
 TEXTS = [name for name, field in SlurmConfig.model_fields.items() if "str" in str(field.annotation)]
-LINES_OF_SBATCH = ("account", "partition", "qos", "memory", "time", "job_name", "output")
+LINES_OF_SBATCH = ("account", "partition", "qos", "job_name", "output")
 
 
 @pytest.fixture
@@ -265,6 +266,10 @@ def cluster(tmp_path, ran):
 def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ran, name, text):
     text = text.format(ran=ran)
     value = [text] if name == "modules" else text
+    if name in ("memory", "time"):  # which have a form of their own
+        with pytest.raises(ValidationError, match=f"{name}\n.*Slurm takes"):
+            SlurmConfig(**{name: value})
+        return
     wanted, words = SlurmConfig(**{name: value}), [text, f"run.name={text}"]
     if name in LINES_OF_SBATCH or (name in ("launch", "container") and text.count("'") == 1):
         with pytest.raises(ConfigError, match=f"slurm.{name}="):

@@ -1,6 +1,6 @@
 """Rows of documents through torch's variable-length attention on the hardware that has it.
 
-    python -m pytest -s -m "soak or not soak" tests/gpu/test_varlen_attention.py
+    python -m pytest -s -m "soak or not soak" tests/gpu/test_varlen_kernel.py
 
 prints what the kernel takes beside a mask, in seconds and bytes, and how far it is from it.
 """
