@@ -1,6 +1,7 @@
 """What a launcher starts in a rank's place: python -IS warm_shim.py SOCKET argv (see warm.py)."""
 
 import array
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,11 @@ def exactly(connection: socket.socket, num: int) -> bytes:
     return data
 
 
+def pass_on(number, _):
+    with contextlib.suppress(OSError):  # the rank has just ended, and its server told so
+        server.send(bytes([number]))
+
+
 server = socket.socket(socket.AF_UNIX)
 server.connect(sys.argv[1])
 words = {
@@ -35,7 +41,7 @@ server.sendmsg([len(told).to_bytes(8, "little")], rights)
 server.sendall(told)
 exactly(server, 4)
 for name in FORWARDED:
-    signal.signal(getattr(signal, name), lambda number, _: server.send(bytes([number])))
+    signal.signal(getattr(signal, name), pass_on)
 code = os.waitstatus_to_exitcode(int.from_bytes(exactly(server, 4), "little"))
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
