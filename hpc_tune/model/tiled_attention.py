@@ -79,14 +79,14 @@ class _Attention(torch.autograd.Function):
 class _Group:
     """M documents of L tokens; without ``tokens`` they are the rows as they are.
 
-    ``tokens`` are their places in the flattened rows, ``padding`` the places in the group that are
-    none of a document: copies of its last token, which no token of it sees.
+    ``tokens`` are their places in the flattened rows, ``is_padding`` the places in the group (M L)
+    that are none of a document: copies of its last token, which no token of it sees.
     """
 
     num_documents: int
     length: int
     tokens: torch.Tensor | None = None
-    padding: torch.Tensor | None = None
+    is_padding: torch.Tensor | None = None
 
     def of(self, tensor_BHTD: torch.Tensor, num_groups: int) -> torch.Tensor:
         """Return the documents of a tensor as (M K, L G, D)."""
@@ -148,8 +148,7 @@ def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: in
             tokens = (starts + torch.minimum(counting, lengths - 1)).flatten()
             is_padding = (counting >= lengths).flatten()
             places[tokens[~is_padding]] = at + torch.nonzero(~is_padding).flatten()
-            padding = torch.nonzero(is_padding).flatten()
-            groups.append(_Group(len(part), length, tokens, padding))
+            groups.append(_Group(len(part), length, tokens, is_padding))
             at += len(tokens)
     return _Tiling(groups, places, tile)
 
@@ -207,8 +206,9 @@ def _backward(
     for group in tiling.groups:
         query, key, value = (group.of(tensor, num_groups) for tensor in inputs)
         grad = group.of(out_grad_BTHD.transpose(1, 2), num_groups)
-        if group.padding is not None:
-            _clear(grad, group, num_groups)
+        if group.is_padding is not None:  # copies of a token: no gradient is theirs
+            padded = group.is_padding.view(group.num_documents, 1, group.length, 1)
+            grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(padded, 0.0)
         grad_query = torch.empty_like(query)
         # Sums over the tiles, which are rounded once.
         grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
@@ -287,11 +287,3 @@ def _hide_later(scores: torch.Tensor, start: int) -> None:
 def _later(num_tokens: int, heads_per_group: int, dtype: torch.dtype) -> torch.Tensor:
     hidden = torch.full((num_tokens, num_tokens), float("-inf")).triu_(1)
     return hidden.to(dtype).repeat_interleave(heads_per_group, 0)
-
-
-def _clear(grad: torch.Tensor, group: _Group, num_groups: int) -> None:
-    """Set the gradients of padding to zero: it is a copy of a token."""
-    by_token = grad.view(group.num_documents, num_groups, group.length, -1)
-    mask = torch.zeros(group.num_documents * group.length, dtype=torch.bool)
-    mask[group.padding] = True
-    by_token.masked_fill_(mask.view(group.num_documents, 1, group.length, 1), 0.0)

@@ -46,7 +46,9 @@ def starts(run: Run) -> list[Start]:
     stops = _by_segment(run, run.of_kind("stop"))
     for place, segment in enumerate(segments):
         event = events[place][-1] if events[place] else {}
-        silent = str(run.state) if place + 1 == len(segments) else "killed, or failed"
+        # Not of a start that failed before it wrote its own first event.
+        ended = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
+        silent = str(run.state) if place + 1 == len(segments) else "killed"
         found.append(
             Start(
                 number=place + 1,
@@ -58,7 +60,7 @@ def starts(run: Run) -> list[Start]:
                 layout=str(event.get("layout", "")).partition(":")[0],
                 first_step=int(steps[place][0]["step"]) if steps[place] else None,
                 last_step=int(steps[place][-1]["step"]) if steps[place] else None,
-                ended=str(stops[place][-1].get("reason", "")) if stops[place] else silent,
+                ended=str(ended[-1].get("reason", "")) if ended else silent,
             )
         )
     return found

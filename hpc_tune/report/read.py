@@ -25,7 +25,7 @@ _HUGE, _LAST_TIME = 1e300, 4e9  # the year 2096
 _PART_BYTES = 1 << 22
 _NUMBERS = frozenset(
     ("time", "step", "rank", "size", "num_nodes", "total_steps", "bytes", "save_s", "blocked_s")
-    + ("predicted_step_s", "measured_step_s")
+    + ("predicted_step_s", "measured_step_s", "began_s")
 )
 _PARTS: dict[str, type] = {  # all else is text
     **{"command": list, "remarks": list},
@@ -293,18 +293,25 @@ def _silent_s(path: Path, beats: Sequence[heartbeat.Heartbeat]) -> float:
 
 
 def _segments(events: Sequence[Row], steps: Sequence[Row]) -> list[Segment]:
-    """Return the segments of the run, one per start; each ends with its last sign of life."""
+    """Return the segments of the run, one per start; each ends with its last sign of life.
+
+    What a later start wrote before its own first event is no sign of the one before.
+    """
     signs = sorted(
-        [row["time"] for row in (*events, *steps) if "time" in row]
-        + [row["time"] - row["step_s"] for row in steps[:1] if "time" in row]
+        [(row["time"], row.get("began_s", 0.0)) for row in (*events, *steps) if "time" in row]
+        + [(row["time"] - row["step_s"], 0.0) for row in steps[:1] if "time" in row]
     )
     if not signs:
         return []
-    starts = sorted(event["time"] for event in events if event.get("kind") == "start") or signs[:1]
-    starts[0] = min(starts[0], signs[0])
+    starts = sorted(event["time"] for event in events if event.get("kind") == "start") or [
+        signs[0][0]
+    ]
+    starts[0] = min(starts[0], signs[0][0])
     segments, before_s = [], 0.0
     for begin_s, next_s in zip(starts, [*starts[1:], float("inf")], strict=True):
-        end_s = max((sign for sign in signs if sign < next_s), default=begin_s)
+        end_s = max(
+            (at for at, began in signs if at < next_s and began <= begin_s), default=begin_s
+        )
         segments.append(Segment(begin_s, end_s, before_s))
         before_s += end_s - begin_s
     return segments

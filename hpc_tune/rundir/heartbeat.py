@@ -96,9 +96,10 @@ def read(run_dir: Path) -> list[Heartbeat]:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove all heartbeats."""
-    for file in (run_dir / FOLDER).glob("node-*.json"):
-        file.unlink(missing_ok=True)
+    """Remove all heartbeats, and what is left of one that was being written when its rank died."""
+    for pattern in ("node-*.json", ".node-*.tmp"):
+        for file in (run_dir / FOLDER).glob(pattern):
+            file.unlink(missing_ok=True)
 
 
 def was_memory(last: Sequence[Heartbeat]) -> bool:

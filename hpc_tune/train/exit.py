@@ -18,6 +18,7 @@ from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError
 from hpc_tune.log import configure
 from hpc_tune.rundir import outcome
+from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.outcome import Outcome, stopped
 from hpc_tune.rundir.owner import InUseError, release
 from hpc_tune.world.bootstrap import bootstrap
@@ -146,8 +147,13 @@ def _write(result: Outcome, run_dir: Path | None) -> None:
         return
     try:
         outcome.write(result, run_dir)
+        # The next start replaces outcome.json; the report still tells how this one ended.
+        events = Events(run_dir / EVENTS)
+        rank, began_s = result.facts.get("rank", 0), process_start()
+        events.write("stop", result.step, rank, reason=result.reason, began_s=began_s)
+        events.close()
     except OSError as unwritten:
-        print(f"outcome.json cannot be written: {unwritten}", file=sys.stderr, flush=True)
+        print(f"how the run ended cannot be written: {unwritten}", file=sys.stderr, flush=True)
 
 
 class StartupWatchdog:

@@ -23,7 +23,7 @@ from hpc_tune.train.memory_exit import MemoryExit, make_monitor
 from hpc_tune.train.trackers import require_trackers
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.hang import HangWatch
-from hpc_tune.world.stop import StopFlag
+from hpc_tune.world.stop import StopFlag, process_start
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def open_job(
         with translating(memory_exit.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
-                events.write("warning", message=last.death)
+                events.write("warning", message=last.death, began_s=process_start())
             monitor.start(memory_exit.leave)
             keep = config.checkpoint
             store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)

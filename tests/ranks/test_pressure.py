@@ -100,6 +100,7 @@ def is_not_killed(found, group, run_dir):
     if found.returncode == 75:
         assert told["reason"].startswith("host memory of "), told
         assert {"need", "had", "phase", "rank", "host", "governor"} <= set(told)
+        assert events(run_dir, "stop")[-1]["reason"].startswith("host memory of ")
     return found.returncode == 75
 
 

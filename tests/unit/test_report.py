@@ -190,6 +190,20 @@ def test_each_start_has_its_place_on_the_axis_of_time(make):
     assert (second.waited_s, second.seconds, second.before_s) == (1000, 10, 20)
 
 
+def test_a_start_that_failed_early_does_not_say_how_the_one_before_ended(make):
+    """Killed after 20 s; 500 s later a start that fails before its first event; then one more."""
+    failed = BEGAN_S + 520
+    events = [
+        event("warning", failed, message="it was killed", began_s=failed - 3),
+        event("stop", failed + 1, reason="no such model", began_s=failed - 3),
+        event("start", BEGAN_S + 1020, size=4),
+        event("stop", BEGAN_S + 1030, reason="memory is short", began_s=BEGAN_S + 1010),
+    ]
+    first, second = starts(read_run(make(events=events)))
+    assert (first.ended, first.seconds) == ("killed", 20)
+    assert second.ended == "memory is short"
+
+
 def test_what_was_sent_is_compared_with_the_formula(make):
     sent = {"sent_bytes": {"all_reduce": 3 << 20}, "expected_bytes": {"all_reduce": 2 << 20}}
     run = read_run(make(steps=[step(n, BEGAN_S + n, **sent) for n in (1, 2)]))
