@@ -69,11 +69,12 @@ class _LoraLinear(torch.autograd.Function):
         low_rank_NR = x_NI @ a_RI.to(x.dtype).t()
         ctx.save_for_backward(x_NI, low_rank_NR, weight_OI, a_RI, b_OR)
         ctx.scale = scale
-        adapter_NO = torch.mm(low_rank_NR, (scale * b_OR).to(x.dtype).t())
-        if bias_O is not None:
-            adapter_NO += bias_O
+        b_RO = (scale * b_OR).to(x.dtype).t()
         # A mode is selective recompute or a trace: both know the product as addmm, and what they
         # keep must not be changed in place.
+        adapter_NO = (
+            low_rank_NR @ b_RO if bias_O is None else torch.addmm(bias_O, low_rank_NR, b_RO)
+        )
         is_traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
         add = torch.addmm if is_traced else torch.Tensor.addmm_
         return add(adapter_NO, x_NI, weight_OI.t()).view(*x.shape[:-1], -1)
