@@ -141,8 +141,9 @@ class TrainConfig(Section):
     compile: bool = Field(
         False,
         description="Compile one decoder block with torch.compile and reuse it for all: faster "
-        "steps after a minute of compiling, which short runs do not earn back. It needs a C++ "
-        "compiler. The losses are the same; tune.dropout draws other numbers.",
+        "steps on GPUs after a minute of compiling, which short runs do not earn back; on CPUs "
+        "hpc_tune's own layers may be as fast. It needs a C++ compiler. The losses are the same; tune.dropout draws "
+        "other numbers.",
     )
     float8: bool = Field(
         False,

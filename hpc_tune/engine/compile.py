@@ -80,6 +80,11 @@ def prepare_compiler(
         ) from None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    if device.type == "cpu":
+        log.warning(
+            "train.compile=true may gain nothing on CPUs: hpc_tune's own layers were as fast where "
+            "both were measured, and need no compiling; compare tokens/s with train.compile=false"
+        )
     workers = num_workers(threads, host_bytes)
     config.compile_threads = workers
     torch._dynamo.config.recompile_limit = MOST_GRAPHS

@@ -122,11 +122,6 @@ class _Tiling:
         else:
             torch.index_select(joined, 0, self.places, out=out_SHD)
 
-    @property
-    def num_padded(self) -> int:
-        """Tokens of all groups, with padding."""
-        return sum(group.num_documents * group.length for group in self.groups)
-
 
 @lru_cache(maxsize=8)
 def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: int) -> _Tiling:
@@ -161,7 +156,9 @@ def _forward(
     spans: Sequence[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention as BTHD rows, and what was subtracted from the scores of each query.
+    """Return the attention as BTHD rows, and what was subtracted from each query's scores (BTH1).
+
+    In 32 bits nothing is: the last size is 0.
 
     Results are allocated first: what is freed behind them leaves no holes in the heap.
     """
@@ -169,30 +166,33 @@ def _forward(
     num_groups = key_BKTD.shape[1]
     tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
     out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, query_BHTD.shape[3])
-    has_shifts = query_BHTD.dtype.itemsize == 2
-    shifts = query_BHTD.new_empty(tiling.num_padded * num_heads * has_shifts)
-    outs, at = [], 0
+    has_shifts = int(query_BHTD.dtype.itemsize == 2)
+    shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
+    outs, shifts = [], []
     for group in tiling.groups:
         query, key, value = (group.of(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD))
-        out = torch.empty_like(query)
+        out, shift = torch.empty_like(query), query.new_empty(*query.shape[:2], has_shifts)
         for start, stop, part in _tiles(group.length, tiling.tile, num_heads // num_groups):
             tile, keys = query[:, part], key[:, :stop]
-            shift = _next_shift(shifts, at, tile)
-            at += shift.numel()
             if has_shifts:
-                _write_largest(tile, keys, start, scale, shift)
+                _write_largest(tile, keys, start, scale, shift[:, part])
             torch.bmm(
-                _probabilities(tile, keys, start, scale, shift), value[:, :stop], out=out[:, part]
+                _probabilities(tile, keys, start, scale, shift[:, part]),
+                value[:, :stop],
+                out=out[:, part],
             )
         outs.append(out)
+        shifts.append(shift)
     tiling.write_rows(outs, num_groups, out_BTHD)
-    return out_BTHD, shifts
+    if has_shifts:
+        tiling.write_rows(shifts, num_groups, shifts_BTH1)
+    return out_BTHD, shifts_BTH1
 
 
 def _backward(
     inputs: Sequence[torch.Tensor],
     out_grad_BTHD: torch.Tensor,
-    shifts: torch.Tensor,
+    shifts_BTH1: torch.Tensor,
     spans: Sequence[int],
     scale: float,
 ) -> list[torch.Tensor]:
@@ -202,10 +202,12 @@ def _backward(
     tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
     grads_BTHD = [t.new_empty(t.transpose(1, 2).shape) for t in inputs]
     grads: list[list[torch.Tensor]] = [[], [], []]
-    at = 0
     for group in tiling.groups:
         query, key, value = (group.of(tensor, num_groups) for tensor in inputs)
         grad = group.of(out_grad_BTHD.transpose(1, 2), num_groups)
+        shift = query.new_empty(*query.shape[:2], 0)
+        if shifts_BTH1.numel():
+            shift = group.of(shifts_BTH1.transpose(1, 2), num_groups)
         if group.is_padding is not None:  # copies of a token: no gradient is theirs
             padded = group.is_padding.view(group.num_documents, 1, group.length, 1)
             grad.view(group.num_documents, num_groups, group.length, -1).masked_fill_(padded, 0.0)
@@ -215,9 +217,7 @@ def _backward(
         grad_value = torch.zeros_like(grad_key)
         for start, stop, part in _tiles(group.length, tiling.tile, num_heads // num_groups):
             tile, keys, out_grad = query[:, part], key[:, :stop], grad[:, part]
-            shift = _next_shift(shifts, at, tile)
-            at += shift.numel()
-            probabilities = _probabilities(tile, keys, start, scale, shift)
+            probabilities = _probabilities(tile, keys, start, scale, shift[:, part])
             grad_value[:, :stop] += torch.bmm(probabilities.transpose(1, 2), out_grad)
             wanted = torch.bmm(out_grad, value[:, :stop].transpose(1, 2))
             by_score = torch.ops.aten._softmax_backward_data(
@@ -236,14 +236,6 @@ def _tiles(length: int, tile: int, heads_per_group: int) -> list[tuple[int, int,
     """Return the first and last token of each tile, and its rows: G heads of each token."""
     ends = [(start, min(start + tile, length)) for start in range(0, length, tile)]
     return [(a, b, slice(a * heads_per_group, b * heads_per_group)) for a, b in ends]
-
-
-def _next_shift(shifts: torch.Tensor, at: int, query: torch.Tensor) -> torch.Tensor:
-    """Return the shifts of a tile; none in 32 bits, where scores need none."""
-    if not shifts.numel():
-        return shifts
-    num_rows, num_queries, _ = query.shape
-    return shifts[at : at + num_rows * num_queries].view(num_rows, num_queries, 1)
 
 
 def _write_largest(

@@ -42,6 +42,12 @@ def test_a_cache_that_cannot_be_made_is_one_clear_error(tmp_path):
         prepare_compiler(tmp_path / "file", 0, torch.device("cpu"), 1, GIB)
 
 
+def test_on_a_cpu_it_says_that_little_may_be_gained(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(engine_compile.log, "propagate", True)
+    prepare_compiler(tmp_path, 0, torch.device("cpu"), 1, GIB)
+    assert "may gain nothing on CPUs: hpc_tune's own layers were as fast" in caplog.text
+
+
 def test_the_ranks_of_a_node_share_a_folder_and_nodes_do_not(tmp_path, monkeypatch):
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")
