@@ -142,8 +142,8 @@ class TrainConfig(Section):
         False,
         description="Compile one decoder block with torch.compile and reuse it for all: faster "
         "steps on GPUs after a minute of compiling, which short runs do not earn back; on CPUs "
-        "hpc_tune's own layers may be as fast. It needs a C++ compiler. The losses are the same; tune.dropout draws "
-        "other numbers.",
+        "hpc_tune's own layers may be as fast. It needs a C++ compiler. The losses are the same; "
+        "tune.dropout draws other numbers.",
     )
     float8: bool = Field(
         False,
