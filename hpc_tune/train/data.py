@@ -59,6 +59,24 @@ class Tokenizing:
         return fingerprint(self.tokenizer)
 
 
+def look_for_data(job: Job) -> None:
+    """Fail now, not once the model is known and planned, if data is missing. Collective.
+
+    Raises:
+        DataError: if a source is missing, of no known kind, or a mix of kinds.
+    """
+    data = job.config.data
+    for path in filter(None, (data.path, data.eval_path)):
+        job.comm.on_rank_0("looking for the data", partial(_look_for, path))
+
+
+def _look_for(path: Paths) -> None:
+    if is_prepared(path):
+        TokenStore.open(Path(shown(path)))
+    else:
+        files_of(path)
+
+
 def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
     """Open the data, prepared first if raw, for this rank's part of each step. Collective."""
     config = model.config

@@ -17,7 +17,7 @@ from hpc_tune.log import configure
 from hpc_tune.plan.resolve import with_layout
 from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.train.agreement import agree_on_settings
-from hpc_tune.train.data import open_data
+from hpc_tune.train.data import look_for_data, open_data
 from hpc_tune.train.describe import describe
 from hpc_tune.train.exit import ResumePoint, failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
@@ -81,6 +81,7 @@ def _train(
     if config.train.deterministic:
         make_deterministic()
     with open_job(config, comm, stop, chosen, faults) as job:
+        look_for_data(job)
         checkpoint = find_checkpoint(job)
         model = build_model(job, fresh=checkpoint is None)
         resolved = resolve_layout(job, model)
