@@ -35,6 +35,8 @@ from hpc_tune.model.weights import (
 from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
+# transformers, and its model without values: 113 to 140 MiB (transformers 5.23).
+_STOCK_BYTES = 130 << 20
 GGUF_FILE = "model.gguf"
 _SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".gguf")
 _ADAPTER_PREFIX = "base_model.model."
@@ -161,11 +163,12 @@ def pack_adapter(
 
 
 def merge_bytes(largest_tensor_bytes: int) -> int:
-    """Return what merging holds at once, beside the process: a tensor and a piece for the file.
+    """Return what merging holds at once: a tensor, a piece for the file, and transformers.
 
-    Where an adapter changes a tensor that is as large, it is up to two pieces more.
+    That is asked for the names of most models' tensors. Where an adapter changes a tensor that is
+    as large, it is up to two pieces more.
     """
-    return largest_tensor_bytes + PIECE_BYTES
+    return largest_tensor_bytes + PIECE_BYTES + _STOCK_BYTES
 
 
 class Merged:
