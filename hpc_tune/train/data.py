@@ -66,8 +66,9 @@ def look_for_data(job: Job) -> None:
         DataError: if a source is missing, of no known kind, or a mix of kinds.
     """
     data = job.config.data
-    for path in filter(None, (data.path, data.eval_path)):
-        job.comm.on_rank_0("looking for the data", partial(_look_for, path))
+    job.comm.on_rank_0("looking for the data", partial(_look_for, data.path))
+    if data.eval_path:
+        job.comm.on_rank_0("looking for the held-out data", partial(_look_for, data.eval_path))
 
 
 def _look_for(path: Paths) -> None:
