@@ -59,16 +59,15 @@ class Tokenizing:
         return fingerprint(self.tokenizer)
 
 
-def look_for_data(job: Job) -> None:
-    """Fail now, not once the model is known and planned, if data is missing. Collective.
+def look_for_data(data: DataConfig, comm: Comm) -> None:
+    """Fail now, not after links are measured and the model is planned. Collective.
 
     Raises:
         DataError: if a source is missing, of no known kind, or a mix of kinds.
     """
-    data = job.config.data
-    job.comm.on_rank_0("looking for the data", partial(_look_for, data.path))
+    comm.on_rank_0("looking for the data", partial(_look_for, data.path))
     if data.eval_path:
-        job.comm.on_rank_0("looking for the held-out data", partial(_look_for, data.eval_path))
+        comm.on_rank_0("looking for the held-out data", partial(_look_for, data.eval_path))
 
 
 def _look_for(path: Paths) -> None:

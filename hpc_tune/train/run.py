@@ -56,6 +56,7 @@ def run(
             shutdown(launched)
             return outcome.exit_code
         with startup_watchdog(launched, stop, run_dir, ResumePoint()):
+            look_for_data(config.data, launched)
             chosen, comm = choose_ranks(config, launched)
         if comm is None:  # this rank is left out
             return wait_outside(launched)
@@ -81,7 +82,8 @@ def _train(
     if config.train.deterministic:
         make_deterministic()
     with open_job(config, comm, stop, chosen, faults) as job:
-        look_for_data(job)
+        if chosen is None:
+            look_for_data(config.data, comm)
         checkpoint = find_checkpoint(job)
         model = build_model(job, fresh=checkpoint is None)
         resolved = resolve_layout(job, model)

@@ -87,6 +87,13 @@ def test_a_missing_data_file_is_said_once_by_4_ranks(tmp_path):
     no_partial_files(tmp_path / "run")
 
 
+def test_missing_data_is_found_before_links_are_measured(tmp_path):
+    run = [*BASE, f"run.dir={tmp_path / 'run'}", "parallel.layout=auto"]
+    done = train([*run, f"data.path={tmp_path / 'none.jsonl'}"], n=2)
+    refused(done, "none.jsonl")
+    assert "measuring links" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_empty_data_is_refused(tmp_path, content):
     (tmp_path / "d.jsonl").write_text(content)
