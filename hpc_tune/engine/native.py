@@ -33,7 +33,7 @@ from hpc_tune.engine.gradients import (
 )
 from hpc_tune.engine.mesh import Layout, Mesh
 from hpc_tune.engine.optimizer_offload import OffloadedState
-from hpc_tune.engine.pipeline_parallel import Pipeline, cut_stages
+from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
 from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
@@ -62,6 +62,11 @@ class NativeEngine:
         self._layout, self._device, self._settings = layout, device, settings
         self._seed, self._autocast = built.seed, autocast_dtype(built)
         self._mesh = Mesh(layout, device)
+        trains_tied = built.tune.method == "full" and built.tied is not None
+        self._tied_group = _tied_group(layout) if trains_tied else None
+        edges = {}
+        if layout.pipeline > 1:
+            edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
         self._collectives = CountedCollectives(device)
         self._stages, self._trained = _load_stages(built, settings, self._mesh, self._collectives)
         modules = [stage.module for stage in self._stages]
@@ -86,9 +91,9 @@ class NativeEngine:
         if layout.pipeline > 1:
             wire = built.dtype if self._autocast is None else torch.float32
             width = built.config.hidden_size
-            self._pipeline = Pipeline(modules, layout, device, width, wire, self._collectives)
-        trains_tied = built.tune.method == "full" and built.tied is not None
-        self._tied_group = _tied_group(layout) if trains_tied else None
+            self._pipeline = Pipeline(
+                modules, layout, edges, device, width, wire, self._collectives
+            )
 
     def train_step(
         self,
@@ -322,7 +327,7 @@ def _tied_group(layout: Layout) -> dist.ProcessGroup | None:
         return None
     me = dist.get_rank()
     first, *_, last = layout.pipeline_of(me)
-    # Made by its members alone, and the ranks between make another: see pipeline._make_edges.
+    # Made by its members alone, and the ranks between make another: see connect_stages.
     members = [first, last] if me in (first, last) else [me]
     group = dist.new_group(members, use_local_synchronization=True)
     return group if me in (first, last) else None

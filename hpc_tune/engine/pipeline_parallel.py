@@ -1,8 +1,9 @@
 """Pipeline parallelism: decoder blocks spread over ranks, which send activations to each other.
 
-    cut_stages   the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
-    schedule     (pure) the order of forward and backward passes of one rank
-    Pipeline     runs that order; receives are posted ahead of the passes that need them
+    cut_stages      the meta model -> this rank's stages (arXiv:1806.03377, arXiv:2104.04473)
+    connect_stages  the groups of neighbours, each with its connection made
+    schedule        (pure) the order of forward and backward passes of one rank
+    Pipeline        runs that order; receives are posted ahead of the passes that need them
 
 A rank has one stage (1F1B) or several (interleaved 1F1B): stage s is on rank s mod P. Every rank of
 the axis has the same micro-batches, so it knows the shapes that it will receive, even of ragged
@@ -181,6 +182,39 @@ class _InFlight:
     out: torch.Tensor
 
 
+Edges = dict[tuple[int, Kind], dist.ProcessGroup]
+
+
+def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges:
+    """Make a group for each direction of each of this rank's edges, and connect it. Collective.
+
+    An edge's key is the rank that sends forward on it; interleaved stages form a ring. Every rank
+    makes one group per round, if need be of itself alone: torch distinguishes groups of the same
+    ranks by the number of groups made before, and NCCL makes a group out of the world's with all
+    of its ranks. In a round each rank has one neighbour at most, so no rank waits in a circle.
+
+    One message connects the two: NCCL does so at the first one and holds either rank until the
+    other has called, which receives posted ahead of their sends would wait for without end.
+    """
+    me = dist.get_rank()
+    members = layout.pipeline_of(me)
+    ring = list(zip(members, [*members[1:], members[0]], strict=True))
+    rounds = [ring[:-1:2], ring[1:-1:2], ring[-1:] if is_ring else []]
+    edges: Edges = {}
+    for kind, pairs in itertools.product(KINDS, rounds):
+        pair = next((pair for pair in pairs if me in pair), (me,))
+        group = dist.new_group([*pair], use_local_synchronization=True)
+        if len(pair) == 2:
+            edges[pair[0], kind] = group
+            source, target = pair if kind == "forward" else reversed(pair)
+            word = torch.zeros(1, device=device)
+            if me == source:
+                dist.send(word, target, group)
+            else:
+                dist.recv(word, source, group)
+    return edges
+
+
 class Pipeline:
     """Runs the stages of one rank, in step with the other ranks of the pipeline axis."""
 
@@ -188,22 +222,19 @@ class Pipeline:
         self,
         stages: Sequence[LossModel],
         layout: Layout,
+        edges: "Edges",
         device: torch.device,
         hidden_size: int,
         dtype: torch.dtype,
         collectives: CountedCollectives,
     ) -> None:
-        """Make the groups of neighbours; collective over the pipeline.
-
-        ``dtype`` is that of the activations as they are sent.
-        """
-        self._stages, self._device = stages, device
+        """Take this rank's stages; ``dtype`` is that of the activations as they are sent."""
+        self._stages, self._device, self._edges = stages, device, edges
         self._rank, self._ranks = layout.coordinates(dist.get_rank()).pipeline, layout.pipeline
         self._hidden_size, self._dtype = hidden_size, dtype
         members = layout.pipeline_of(dist.get_rank())
         self._previous = members[self._rank - 1]
         self._next = members[(self._rank + 1) % self._ranks]
-        self._edges = _make_edges(members, is_ring=len(stages) > 1)
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._collectives = collectives
 
@@ -309,25 +340,6 @@ class Pipeline:
         with self._collectives.counted("send", 0):
             while self._sending:
                 self._sending.popleft()[0].wait()
-
-
-def _make_edges(members: Sequence[int], is_ring: bool) -> dict[tuple[int, Kind], dist.ProcessGroup]:
-    """Make a group for each direction of each of this rank's edges. Collective.
-
-    An edge's key is the rank that sends forward on it; interleaved stages form a ring. Every rank
-    makes one group per round, if need be of itself alone: torch distinguishes groups of the same
-    ranks by the number of groups made before, and ranks outside of a group do not wait for it.
-    """
-    me = dist.get_rank()
-    ring = list(zip(members, [*members[1:], members[0]], strict=True))
-    rounds = [ring[:-1:2], ring[1:-1:2], ring[-1:] if is_ring else []]
-    edges: dict[tuple[int, Kind], dist.ProcessGroup] = {}
-    for kind, pairs in itertools.product(KINDS, rounds):
-        pair = next((pair for pair in pairs if me in pair), (me,))
-        group = dist.new_group([*pair], use_local_synchronization=True)
-        if len(pair) == 2:
-            edges[pair[0], kind] = group
-    return edges
 
 
 class _Inputs:

@@ -239,7 +239,11 @@ def _set_interface(world: World, address: str, interface: str | None) -> None:
 def init_groups(
     world: World, device: "torch.device", store: "Store", timeout_s: float
 ) -> "ProcessGroup":
-    """Make the default group for the device and return the gloo group for control traffic."""
+    """Make the default group for the device and return the gloo group for control traffic.
+
+    The default group is used once: that connects all GPUs, before anything else asks for a part of
+    them, and shows a network that does not work for NCCL.
+    """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -254,6 +258,8 @@ def init_groups(
             rank=world.rank,
             world_size=world.size,
             timeout=limit,
+            # Makes NCCL's communicators with their groups, not at their first use.
+            device_id=device if device.type == "cuda" else None,
         )
         group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=max(timeout_s, CONTROL_TIMEOUT_S))
@@ -264,7 +270,27 @@ def init_groups(
             f"interface {os.environ.get('GLOO_SOCKET_IFNAME', 'unknown')}: {error}. Name the "
             "network that connects the nodes with run.interface=NAME"
         ) from error
+    _connect(world, device)
     return group
+
+
+def _connect(world: World, device: "torch.device") -> None:
+    """Send something over the default group. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    who = f"rank {world.rank} on {world.hostname}"
+    hint = (
+        "NCCL's network does not work between these nodes: NCCL_DEBUG=INFO shows which interface it "
+        "takes, NCCL_SOCKET_IFNAME or run.interface=NAME set another"
+    )
+    with time_limit("the devices of all ranks to connect", START_LIMIT_S, hint, who):
+        try:
+            word = torch.zeros(1, device=device)
+            dist.all_reduce(word)
+            word.tolist()  # on a device an error shows only where its result is read
+        except RuntimeError as error:
+            raise WorldError(f"{who} on {device} could not connect: {error}. {hint}") from error
 
 
 def _pid_namespace() -> str:

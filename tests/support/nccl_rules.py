@@ -1,0 +1,374 @@
+"""NCCL's rules on top of gloo: what would wait for ever on GPUs ends here after seconds, by name.
+
+    python -m tests.support.nccl_rules JOBS.json RESULTS FIRST     (as many_runs.py)
+
+The default process group and those made from it keep these rules (torch's ProcessGroupNCCL.cpp and
+NCCL's own source), the control group stays gloo:
+
+- A communicator is made by the first operation on it. That call holds the host until every rank of
+  the communicator has called.
+- ``HPC_TUNE_TEST_NCCL_MODE=lazy`` (the default): collectives, barriers and batches of messages have the group's communicator, a
+  message outside of a batch one of its two ranks alone. ``eager`` (a device was given to
+  ``init_process_group``): the group's communicator is made with the group, out of the world's, which
+  all ranks of the world take part in; messages use it too.
+- The first message between two ranks of a communicator holds the host of either until the other
+  has called: the connection is made then.
+- The operations of a communicator run one after another in the order of the calls, and a send is
+  over when it is received. A batch is one operation.
+- Data of the control plane on such a group, or of the data plane on the control group, is an error.
+
+``wait`` holds the host, where NCCL's holds the stream: a program that needs a call after a wait to
+end that wait for another rank ends here too, though a GPU would go on.
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hpc_tune.world.comm import Comm
+from tests.support import many_runs
+
+NAME, CONTROL = "nccl_rules", "control_plane"
+LIMIT_S = float(os.environ.get("HPC_TUNE_TEST_RULES_LIMIT_S", "60"))
+_POLL_S = 0.001
+_COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
+
+
+class RuleError(RuntimeError):
+    """What NCCL would wait for without end, or would not do."""
+
+
+def _calls() -> str:
+    """Return the calls of this program that led here, the innermost last."""
+    here = [f for f in traceback.extract_stack() if f.filename != __file__]
+    ours = [f"{f.filename.rpartition('hpc_tune/')[2]}:{f.lineno} {f.name}" for f in here]
+    return " > ".join(ours[-5:])
+
+
+def _callers() -> Iterator[str]:
+    """Yield the files of the package that are calling, from its folder on, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        head, found, name = frame.f_code.co_filename.rpartition(f"{os.sep}hpc_tune{os.sep}")
+        if found and not head.endswith("site-packages"):
+            yield name
+        frame = frame.f_back
+
+
+def _meet(store: Any, what: str, ranks: Sequence[int], me: int) -> None:
+    """Hold the host until all ``ranks`` have come here."""
+    store.set(f"{what}/{me}", "")
+    until_s = time.monotonic() + LIMIT_S
+    missing = [rank for rank in ranks if rank != me]
+    while missing:
+        missing = [rank for rank in missing if not store.check([f"{what}/{rank}"])]
+        if missing and time.monotonic() > until_s:
+            came = [rank for rank in ranks if rank not in missing]
+            raise RuleError(
+                f"rank {me} waits in {what}: ranks {came} have called, {missing} have not, after "
+                f"{LIMIT_S:.0f} s; called from {_calls()}"
+            )
+        time.sleep(_POLL_S if missing else 0)
+
+
+class RuledWork(dist._Work):
+    """One operation; ``wait`` holds the host until it is over."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what, self._calls = what, _calls()
+        self.over, self.error = threading.Event(), None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.over.wait(LIMIT_S):
+            raise RuleError(f"{self._what} is not over after {LIMIT_S:.0f} s: {self._calls}")
+        if self.error is not None:
+            raise RuleError(f"{self._what}: {self.error}; called from {self._calls}")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+
+class Communicator:
+    """Runs operations one after another, in the order of the calls; made by all of its ranks."""
+
+    def __init__(self, store: Any, name: str, ranks: Sequence[int], me: int) -> None:
+        """Meet the others; ``ranks`` are those of the world."""
+        _meet(store, f"the making of communicator {name}", ranks, me)
+        self.name, self._ranks, self._store, self._me = name, list(ranks), store, me
+        inner = dist.PrefixStore(f"{name}/", store)
+        own = self._ranks.index(me)
+        limit = timedelta(seconds=LIMIT_S)
+        gloo = dist.ProcessGroupGloo(inner, own, len(ranks), limit)
+        self._group = ProcessGroup(inner, own, len(ranks))
+        self._group._set_default_backend(ProcessGroup.BackendType.GLOO)
+        self._group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+        self._connected: set[int] = set()
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"stream {name}", daemon=True)
+        self._thread.start()
+
+    def collective(self, name: str, *args: Any, **kwargs: Any) -> RuledWork:
+        call = functools.partial(getattr(self._group, name), *args, **kwargs)
+        return self._append(name, lambda: call().wait())
+
+    def messages(self, ops: Sequence[tuple[str, list[torch.Tensor], int, int]]) -> RuledWork:
+        """Send and receive as one operation; each is (send or recv, tensors, world rank, tag)."""
+        peers = sorted({peer for _, _, peer, _ in ops} - self._connected)
+        pairs = [sorted((self._me, peer)) for peer in peers]
+        for low, high in pairs:  # first tell all, as one group call does
+            self._store.set(self._pair(low, high) + f"/{self._me}", "")
+        for pair in pairs:
+            _meet(self._store, self._pair(*pair), pair, self._me)
+        self._connected |= set(peers)
+        names = ", ".join(f"{kind} {peer}" for kind, _, peer, _ in ops)
+        return self._append(names, lambda: self._exchange(ops))
+
+    def close(self) -> None:
+        self._calls.put(None)
+        self._thread.join(5.0)
+
+    def _pair(self, low: int, high: int) -> str:
+        return f"the first message between ranks {low} and {high} on communicator {self.name}"
+
+    def _exchange(self, ops: Sequence[tuple[str, list[torch.Tensor], int, int]]) -> None:
+        # A send is over when its receiver has it, and says so on a second tag.
+        told = [torch.zeros(1) for _ in ops]
+        started = []
+        for (kind, tensors, peer, tag), word in zip(ops, told, strict=True):
+            to = self._ranks.index(peer)
+            if kind == "send":
+                started.append(self._group.send(tensors, to, 2 * tag))
+                started.append(self._group.recv([word], to, 2 * tag + 1))
+            else:
+                started.append(self._group.recv(tensors, to, 2 * tag))
+        for work in started:
+            if work is not None:
+                work.wait()
+        for (kind, _, peer, tag), word in zip(ops, told, strict=True):
+            if kind == "recv":
+                self._group.send([word], self._ranks.index(peer), 2 * tag + 1).wait()
+
+    def _append(self, name: str, call: Callable[[], Any]) -> RuledWork:
+        work = RuledWork(f"rank {self._me}: {name} on communicator {self.name}")
+        self._calls.put((work, call))
+        return work
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            work, call = item
+            try:
+                call()
+            except RuntimeError as error:
+                work.error = error
+            work.over.set()
+            del item, work, call
+
+
+class _NamedGroup(ProcessGroup):
+    """A process group in Python: torch keeps a name in a backend, which this has not."""
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+
+class RuledGroup(_NamedGroup):
+    """A process group of the data plane; ``ranks`` are those of the world."""
+
+    def __init__(self, store: Any, name: str, ranks: Sequence[int], me: int, eager: bool) -> None:
+        super().__init__(list(ranks).index(me), len(ranks))
+        self._store, self._name, self._ranks, self._me = store, name, list(ranks), me
+        self._eager, self._communicators = eager, {}
+        self._batch: list[tuple[str, list[torch.Tensor], int, int]] | None = None
+        if eager:
+            self._communicator(self._ranks)
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> RuledWork:
+        return self._message("send", tensors, to, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> RuledWork:
+        return self._message("recv", tensors, source, tag)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[list[RuledWork]]:
+        """Make the messages of the block one operation; its work is put into what is yielded."""
+        self._batch, works = [], []
+        yield works
+        ops, self._batch = self._batch, None
+        works.append(self._communicator(self._ranks).messages(ops))
+
+    def collective(self, name: str, *args: Any, **kwargs: Any) -> RuledWork:
+        self._check_caller()
+        return self._communicator(self._ranks).collective(name, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        for communicator in self._communicators.values():
+            communicator.close()
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    def _message(self, kind: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self._check_caller()
+        op = (kind, tensors, self._ranks[peer], tag)
+        if self._batch is not None:
+            self._batch.append(op)
+            return None
+        ranks = self._ranks if self._eager else sorted((self._me, self._ranks[peer]))
+        return self._communicator(ranks, is_pair=not self._eager).messages([op])
+
+    def _communicator(self, ranks: Sequence[int], is_pair: bool = False) -> Communicator:
+        key = (tuple(ranks), is_pair)
+        if key not in self._communicators:
+            kind = "pair" if is_pair else "all"
+            name = f"{self._name} ({kind} of {list(ranks)})"
+            self._communicators[key] = Communicator(self._store, name, ranks, self._me)
+        return self._communicators[key]
+
+    def _check_caller(self) -> None:
+        callers = dict.fromkeys(_callers())
+        caller, above, *_ = *callers, "", ""
+        # An engine may ask its own group for objects: torch sends them as the device's.
+        if caller == "world/comm.py" and not above.startswith("engine/"):
+            raise RuleError(f"{above} sends control traffic over the device's group: {_calls()}")
+
+
+class ControlGroup(_NamedGroup):
+    """A gloo group that engines must not use."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    def getBackendName(self) -> str:
+        return "gloo"
+
+    def collective(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if (caller := next(_callers(), "")).startswith("engine/"):
+            raise RuleError(f"{caller} sends its data over the control group: {_calls()}")
+        return getattr(self._group, name)(*args, **kwargs)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: self.collective(name, *args, **kwargs)
+
+
+for _name in _COLLECTIVES:
+    if hasattr(ProcessGroup, _name):
+        setattr(RuledGroup, _name, _forward(_name))
+        setattr(ControlGroup, _name, _forward(_name))
+
+
+def install(eager: bool) -> None:
+    """Put every world of this process under the rules."""
+    made: dict[str, Any] = {"splits": 0}
+    real_init, real_new, real_batch = (
+        dist.init_process_group,
+        dist.new_group,
+        dist.batch_isend_irecv,
+    )
+
+    def data_group(options: Any, _: Any) -> RuledGroup:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        name = f"group {options.group_id}"
+        return RuledGroup(options.store, name, ranks, ranks[options.group_rank], eager)
+
+    def control_group(options: Any, _: Any) -> ControlGroup:
+        rank, size = options.group_rank, options.group_size
+        inner = ProcessGroup(options.store, rank, size)
+        gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        inner._set_default_backend(ProcessGroup.BackendType.GLOO)
+        inner._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+        return ControlGroup(inner)
+
+    dist.Backend.register_backend(NAME, data_group, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(CONTROL, control_group, extended_api=True, devices=["cpu"])
+
+    def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
+        real_init(NAME, **kwargs)
+        made["splits"] = 0
+        made["step"] = real_new(backend=CONTROL, timeout=kwargs["timeout"])
+
+    def new_group(ranks: Any = None, **kwargs: Any) -> Any:
+        if kwargs.get("backend") == "gloo":
+            return real_new(ranks, **kwargs | {"backend": CONTROL})
+        me, size = dist.get_rank(), dist.get_world_size()
+        takes_part = ranks is None or me in ranks or not kwargs.get("use_local_synchronization")
+        if eager and takes_part:  # the world's communicator is split, by all of its ranks
+            made["splits"] += 1
+            store = dist.distributed_c10d._get_default_store()
+            what = f"split {made['splits']} of the world's communicator"
+            _meet(store, what, range(size), me)
+        return real_new(ranks, **kwargs)
+
+    def batch_isend_irecv(ops: Sequence[Any]) -> list[Any]:
+        group = ops[0].group or dist.group.WORLD
+        if not isinstance(group, RuledGroup):
+            return real_batch(ops)
+        with group.batch() as works:
+            real_batch(ops)
+        return works
+
+    for module in (dist, dist.distributed_c10d):
+        module.init_process_group = init_process_group
+        module.new_group = new_group
+        module.batch_isend_irecv = batch_isend_irecv
+
+    def in_training(self: Comm) -> Comm:
+        import dataclasses
+
+        return dataclasses.replace(self, cpu_group=made["step"])
+
+    Comm.in_training = in_training  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    install(eager=os.environ.get("HPC_TUNE_TEST_NCCL_MODE") == "eager")
+    many_runs.main()
