@@ -281,8 +281,8 @@ def _connect(world: World, device: "torch.device") -> None:
 
     who = f"rank {world.rank} on {world.hostname}"
     hint = (
-        "NCCL's network does not work between these nodes: NCCL_DEBUG=INFO shows which interface it "
-        "takes, NCCL_SOCKET_IFNAME or run.interface=NAME set another"
+        "NCCL's network does not work between these nodes: NCCL_DEBUG=INFO shows which interface "
+        "it takes, NCCL_SOCKET_IFNAME or run.interface=NAME set another"
     )
     with time_limit("the devices of all ranks to connect", START_LIMIT_S, hint, who):
         try:

@@ -1,16 +1,17 @@
 """NCCL's rules on top of gloo: what would wait for ever on GPUs ends here after seconds, by name.
 
-    python -m tests.support.nccl_rules JOBS.json RESULTS FIRST     (as many_runs.py)
+    python -m tests.support.nccl_rules JOBS.json RESULTS FIRST     (as runs_at_levels.py)
+    python -m tests.support.nccl_rules COMMAND ...                 (as hpc_tune)
 
 The default process group and those made from it keep these rules (torch's ProcessGroupNCCL.cpp and
 NCCL's own source), the control group stays gloo:
 
 - A communicator is made by the first operation on it. That call holds the host until every rank of
   the communicator has called.
-- ``HPC_TUNE_TEST_NCCL_MODE=lazy`` (the default): collectives, barriers and batches of messages have the group's communicator, a
-  message outside of a batch one of its two ranks alone. ``eager`` (a device was given to
-  ``init_process_group``): the group's communicator is made with the group, out of the world's, which
-  all ranks of the world take part in; messages use it too.
+- ``HPC_TUNE_TEST_NCCL_MODE=lazy`` (the default): collectives, barriers and batches of messages have
+  the group's communicator, a message outside of a batch one of its two ranks alone. ``eager`` (a
+  device was given to ``init_process_group``): the group's communicator is made with the group, out
+  of the world's, which all ranks of the world take part in; messages use it too.
 - The first message between two ranks of a communicator holds the host of either until the other
   has called: the connection is made then.
 - The operations of a communicator run one after another in the order of the calls, and a send is
@@ -22,6 +23,7 @@ end that wait for another rank ends here too, though a GPU would go on.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import queue
@@ -38,11 +40,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hpc_tune.cli import main
+from hpc_tune.faults import NO_FAULTS
 from hpc_tune.world.comm import Comm
 from tests.support import many_runs
+from tests.support.runs_at_levels import at_levels
 
 NAME, CONTROL = "nccl_rules", "control_plane"
-LIMIT_S = float(os.environ.get("HPC_TUNE_TEST_RULES_LIMIT_S", "60"))
+MODE, LIMIT = "HPC_TUNE_TEST_NCCL_MODE", "HPC_TUNE_TEST_NCCL_LIMIT_S"
+LIMIT_S = float(os.environ.get(LIMIT, "120"))
 _POLL_S = 0.001
 _COLLECTIVES = (
     "allreduce",
@@ -169,21 +175,15 @@ class Communicator:
 
     def _exchange(self, ops: Sequence[tuple[str, list[torch.Tensor], int, int]]) -> None:
         # A send is over when its receiver has it, and says so on a second tag.
-        told = [torch.zeros(1) for _ in ops]
-        started = []
-        for (kind, tensors, peer, tag), word in zip(ops, told, strict=True):
-            to = self._ranks.index(peer)
-            if kind == "send":
-                started.append(self._group.send(tensors, to, 2 * tag))
-                started.append(self._group.recv([word], to, 2 * tag + 1))
-            else:
-                started.append(self._group.recv(tensors, to, 2 * tag))
-        for work in started:
-            if work is not None:
+        answers = {"send": "recv", "recv": "send"}
+        words = [(answers[kind], [torch.zeros(1)], peer, tag) for kind, _, peer, tag in ops]
+        for second, moves in ((0, ops), (1, words)):
+            started = [
+                getattr(self._group, kind)(tensors, self._ranks.index(peer), 2 * tag + second)
+                for kind, tensors, peer, tag in moves
+            ]
+            for work in started:
                 work.wait()
-        for (kind, _, peer, tag), word in zip(ops, told, strict=True):
-            if kind == "recv":
-                self._group.send([word], self._ranks.index(peer), 2 * tag + 1).wait()
 
     def _append(self, name: str, call: Callable[[], Any]) -> RuledWork:
         work = RuledWork(f"rank {self._me}: {name} on communicator {self.name}")
@@ -362,13 +362,22 @@ def install(eager: bool) -> None:
         module.batch_isend_irecv = batch_isend_irecv
 
     def in_training(self: Comm) -> Comm:
-        import dataclasses
-
         return dataclasses.replace(self, cpu_group=made["step"])
 
     Comm.in_training = in_training  # type: ignore[method-assign]
 
 
+def is_eager() -> bool:
+    return os.environ.get(MODE) == "eager"
+
+
+def do(job: dict[str, Any]) -> int:
+    return many_runs.train(job, at_levels(job) if "levels" in job else NO_FAULTS)
+
+
 if __name__ == "__main__":
-    install(eager=os.environ.get("HPC_TUNE_TEST_NCCL_MODE") == "eager")
-    many_runs.main()
+    install(is_eager())
+    if sys.argv[1].endswith(".json"):
+        many_runs.main(do)
+    else:
+        sys.exit(main())

@@ -1,0 +1,212 @@
+"""Under NCCL's rules (tests/support/nccl_rules.py) nothing waits for ever, in any layout."""
+
+import json
+
+import pytest
+
+from tests.ranks.test_layouts import LAYOUTS, METHODS, SETTINGS
+from tests.support.nccl_rules import LIMIT, MODE
+from tests.support.ranks import mpirun
+from tests.support.training import events, launch_runs, losses, many_runs, worst_gap
+
+PROGRAM = "tests.support.nccl_rules"
+MODES = ("lazy", "eager")
+FEW_STEPS = ["train.max_steps=3", "optim.warmup_steps=1", "train.eval_rows=3"]
+# What needs DeepSpeed's NVMe library is the same as zero3+cpu in its messages.
+ON_RANKS = {
+    n: [name for name, (num, _) in LAYOUTS.items() if num == n and "nvme" not in name]
+    for n in (2, 4, 8)
+}
+START = """
+import torch, torch.distributed as dist
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.world.bootstrap import bootstrap
+from tests.support.nccl_rules import install, is_eager
+install(is_eager())
+comm = bootstrap(RunSettings(device="cpu"))
+me, size = comm.world.rank, comm.world.size
+word, got = torch.full((4,), float(me)), torch.zeros(4)
+"""
+END = """
+from hpc_tune.world.bootstrap import shutdown
+shutdown(comm)
+"""
+HANG = "is not over after"
+NOT_ALL = "have not, after"
+PAIR = "group = dist.new_group([0, 1], use_local_synchronization=True)\n"
+# By name: ranks, program, and what is said in each mode; None where nothing is wrong.
+RULES = {
+    "both receive before they send": (
+        2,
+        "work = dist.irecv(got, 1 - me)\ndist.isend(word, 1 - me)\nwork.wait()",
+        {"lazy": HANG, "eager": HANG},
+    ),
+    "both send before they receive": (
+        2,
+        "dist.send(word, 1 - me)\ndist.recv(got, 1 - me)",
+        {"lazy": HANG, "eager": HANG},
+    ),
+    "one sends and one receives": (
+        2,
+        "dist.send(word, 1) if me == 0 else dist.recv(got, 0)\nassert got.sum() == 0",
+        {"lazy": None, "eager": None},
+    ),
+    "both send and receive in one batch": (
+        2,
+        "ways = [(dist.isend, word), (dist.irecv, got)]\n"
+        "works = dist.batch_isend_irecv([dist.P2POp(do, what, 1 - me) for do, what in ways])\n"
+        "[work.wait() for work in works]\nassert got.tolist() == [1.0 - me] * 4",
+        {"lazy": None, "eager": None},
+    ),
+    "a batch of some ranks comes first on a group of all": (
+        3,
+        "group = dist.new_group()\n"
+        "if me < 2:\n"
+        "    do, what = (dist.isend, word) if me else (dist.irecv, got)\n"
+        "    op = dist.P2POp(do, what, 1 - me, group)\n"
+        "    [work.wait() for work in dist.batch_isend_irecv([op])]",
+        {"lazy": NOT_ALL, "eager": None},
+    ),
+    "two groups are used first in other orders": (
+        2,
+        "groups = [dist.new_group(), dist.new_group()]\n"
+        "for group in reversed(groups) if me else groups:\n    dist.all_reduce(word, group=group)",
+        {"lazy": NOT_ALL, "eager": HANG},
+    ),
+    "a rank has no part in a group that is made out of all ranks": (
+        3,
+        PAIR.replace("group", "if me < 2: group", 1),
+        {"lazy": None, "eager": NOT_ALL},
+    ),
+    "control traffic on the device's group": (
+        2,
+        "import dataclasses\ndataclasses.replace(comm, cpu_group=dist.group.WORLD).sum([1])",
+        {"lazy": "control traffic over the device's group", "eager": "control traffic"},
+    ),
+    "an engine's data on the control group": (
+        2,
+        "from hpc_tune.engine.counted_collectives import CountedCollectives\n"
+        "CountedCollectives(comm.device).all_reduce(word, comm.cpu_group)",
+        {"lazy": "data over the control group", "eager": "data over the control group"},
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_holds(name, mode):
+    num, program, said = RULES[name]
+    extra = {MODE: mode, LIMIT: "2"}
+    done = mpirun(num, ["-c", START + program + END], timeout=120, env=extra)
+    if said[mode] is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode != 0
+        assert said[mode] in done.stderr, done.stderr
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return tmp_path_factory.mktemp("rules")
+
+
+def words(shared, name, method, axes, *more):
+    own = [*SETTINGS, *FEW_STEPS, *METHODS[method], f"run.dir={shared / name}", *more]
+    return [*own, f"data.cache={shared}", *(f"parallel.{axis}" for axis in axes)]
+
+
+@pytest.fixture(scope="module")
+def references(shared):
+    jobs = [{"overrides": words(shared, f"one {method}", method, [])} for method in METHODS]
+    assert many_runs(1, jobs, shared) == [0] * len(jobs)
+    return {method: losses(shared / f"one {method}") for method in METHODS}
+
+
+def train_in(layouts, num, mode, shared, references, legs):
+    """Train ``layouts`` on ``num`` ranks, each leg up to its stop; compare the losses."""
+    runs = {
+        (layout, method): words(shared, f"{layout} {method} {mode}", method, LAYOUTS[layout][1])
+        for layout in layouts
+        for method in METHODS
+    }
+    for stop in legs:
+        jobs = [{"overrides": overrides, "stop_after": stop} for overrides in runs.values()]
+        ended = launch_runs(num, jobs, shared, timeout=1100, program=PROGRAM)
+        wrong = {
+            row: end.output
+            for row, end in zip(runs, ended, strict=True)
+            if end.code != (75 if stop else 0)
+        }
+        assert not wrong, wrong
+    for layout, method in runs:
+        found = losses(shared / f"{layout} {method} {mode}")
+        assert worst_gap(found, references[method]) < 1e-5, (layout, method)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_kind_of_message_reaches_its_rank(shared, references, monkeypatch, mode):
+    """The stages' messages, FSDP's, a tensor's; training, evaluation and a save."""
+    monkeypatch.setenv(MODE, mode)
+    train_in(["pipeline interleaved", "fsdp", "tensor"], 2, mode, shared, references, [None])
+
+
+@pytest.mark.parametrize(
+    ("num", "mode"),
+    [
+        *(pytest.param(num, mode, marks=pytest.mark.full) for num in (2, 4) for mode in MODES),
+        *(pytest.param(8, mode, marks=pytest.mark.soak) for mode in MODES),
+    ],
+)
+@pytest.mark.timeout(1200)
+def test_every_layout_trains_evaluates_saves_and_resumes(
+    tmp_path, references, monkeypatch, num, mode
+):
+    monkeypatch.setenv(MODE, mode)
+    train_in(ON_RANKS[num], num, mode, tmp_path, references, [2, None])
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        ("pipeline interleaved", "lazy"),
+        *(
+            pytest.param(layout, mode, marks=pytest.mark.full)
+            for layout, mode in (
+                ("pipeline interleaved", "eager"),
+                ("fsdp", "lazy"),
+                ("fsdp", "eager"),
+                ("zero3", "lazy"),
+            )
+        ),
+    ],
+)
+def test_the_governors_actions_wait_for_nobody(shared, references, monkeypatch, layout, mode):
+    monkeypatch.setenv(MODE, mode)
+    name = f"{layout} pressed {mode}"
+    overrides = words(shared, name, "full", LAYOUTS[layout][1], "train.max_steps=12")
+    job = {"overrides": [*overrides, "batch.micro_size=2"], "levels": ["HIGH"]}
+    [ended] = launch_runs(2, [job], shared, program=PROGRAM)
+    assert ended.code == 0, ended.output
+    told = events(shared / name, "governor")
+    done = [event["action"] for event in told if "action" in event]
+    assert {"trim", "split_micro_batches", "recompute"} <= set(done), done
+
+
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
+def test_auto_measures_and_trains_on_three_ranks(shared, monkeypatch, mode):
+    monkeypatch.setenv(MODE, mode)
+    name = f"auto {mode}"
+    overrides = words(shared, name, "lora", [], "parallel.layout=auto", "data.eval_path=null")
+    overrides = [*overrides, "batch.global_size=6", "run.timeout=300"]
+    [ended] = launch_runs(3, [{"overrides": overrides}], shared, program=PROGRAM)
+    assert ended.code == 0, ended.output
+    assert len(losses(shared / name)) == 3
+
+
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
+def test_the_doctor_measures_the_links_of_three_ranks(tmp_path, mode):
+    argv = ["-m", PROGRAM, "doctor", "run.device=cpu", "--json", f"run.dir={tmp_path}"]
+    done = mpirun(3, argv, env={MODE: mode})
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [pair["ranks"] for pair in told["links"]["pairs"]] == [[0, 1], [0, 2], [1, 2]]
