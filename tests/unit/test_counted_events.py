@@ -6,6 +6,7 @@ import torch
 from hpc_tune.config.load import load_config
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.native import NativeEngine
+from hpc_tune.train import exit
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
 from tests.support.training import SMALL, losses, rows
@@ -54,6 +55,11 @@ def events(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", syncing(tolist))
     Event.under_way.clear()
 
+    def fail(comm, code):
+        pytest.fail(f"the run ended with {code}")  # and not this process
+
+    monkeypatch.setattr(exit, "die", fail)
+
 
 def test_the_first_step_after_a_row_was_tried_reads_nothing_of_it(events, tmp_path, monkeypatch):
     """A forward pass of a sharded model gathers; in a world of one FSDP2 does without."""
@@ -65,11 +71,8 @@ def test_the_first_step_after_a_row_was_tried_reads_nothing_of_it(events, tmp_pa
 
     monkeypatch.setattr(NativeEngine, "_forward", gathering)
     settings = [*SMALL, "data.path=builtin:pydocs:heldout", "train.max_steps=2"]
-    settings += [
-        "batch.micro_size=auto",
-        f"run.dir={tmp_path / 'run'}",
-        f"data.cache={tmp_path / 'data'}",
-    ]
+    settings += ["batch.micro_size=auto", f"data.cache={tmp_path / 'data'}"]
+    settings.append(f"run.dir={tmp_path / 'run'}")
     assert run(load_config(None, settings), StopAfter(None)) == 0
     assert len(losses(tmp_path / "run")) == 2
     assert min(rows(tmp_path / "run", "comm_s").values()) > 0, "or no event was recorded"
