@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hpc_tune.errors import MemoryBudgetError
-from hpc_tune.faults import Faults
 from hpc_tune.memory import monitor
 from hpc_tune.memory.device import Gpu, is_of_a_device, is_out_of_memory, what_failed
 from hpc_tune.memory.host import HostLimit
@@ -37,6 +36,7 @@ CALM, TIGHT, HIGH, CRITICAL, DOOMED = Level
 TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE, LEAVE = Action
 ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
 LIMIT = 1_000_000
+NOTHING_BEFORE = Previous()
 
 
 class Events:
@@ -57,14 +57,11 @@ def governed(monkeypatch):
     monkeypatch.setattr(monitor, "find_limit", lambda configured: HostLimit(100 * GIB, "the test"))
     monkeypatch.setattr(monitor.Usage, "used_bytes", lambda usage: GIB)
 
-    def make(device, before=Previous(), mode="on", faults=Faults(), splits=2):
-        levers = {action: Lever(lambda times: "done") for action in ALL}
-        levers[TRIM], levers[SPLIT] = (
-            Lever(lambda times: "done"),
-            Lever(lambda times: "done", splits),
-        )
+    def make(device, before=NOTHING_BEFORE, mode="on"):
+        levers = {action: Lever(lambda times: "done") for action in (TRIM, *ALL)}
+        levers[SPLIT] = replace(levers[SPLIT], most=2)
         comm, events = SimpleNamespace(gather=lambda value: [value]), Events()
-        watching = Monitor(None, device, mode, faults=faults)
+        watching = Monitor(None, device, mode)
         return Governor(comm, watching, events, levers, before), watching, events
 
     return make
