@@ -106,7 +106,7 @@ class NativeEngine:
         except torch.OutOfMemoryError as error:
             if not self.repeats_steps:
                 raise
-            ran_out = error.with_traceback(None)  # which holds what the step had allocated
+            ran_out = error
         # Other ranks wait for these.
         self._reduce_gradients()
         self._collectives.all_reduce(loss, None)
