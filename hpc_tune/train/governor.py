@@ -60,8 +60,7 @@ class Governor:
         self._ladder = Ladder(taken)
         if previous.short_of is not None:
             taken = lower(taken, self._available(previous.short_of))
-        # Undone, what a device had no room for may end the run.
-        self._ladder = Ladder(taken, num_kept=0 if monitor.device is None else len(taken))
+        self._ladder = Ladder(taken, num_kept=0 if monitor.device is None else _num_kept(taken))
         for action in dict.fromkeys(self._ladder.taken):
             self._pull(action)
         if self._ladder.taken:
@@ -104,7 +103,7 @@ class Governor:
             self._ladder, decision = self._decide(host, device)
         if decision is None and level == self._reported:
             return None
-        own = self._own_share("device" if device > host else "host")
+        own = self._own_share("device" if device >= host else "host")
         worst = max(self._comm.gather(own), key=lambda share: share.full)
         if level != self._reported:
             self._reported = level
@@ -152,7 +151,7 @@ class Governor:
         return self._levers[action].pull(self._ladder.taken.count(action))
 
     def _own_share(self, of: Literal["host", "device"]) -> "_Share":
-        """Return how full the memory is of which there is least."""
+        """Return how full a memory is; this rank's host's where there is no device."""
         sample = self._sample
         if sample is None:
             return _Share(0.0, self._monitor.need(0), {}, "")
@@ -193,6 +192,13 @@ class _Share:
     need: Need
     facts: Mapping[str, Any]
     text: str
+
+
+def _num_kept(taken: Sequence[Action]) -> int:
+    """Return how many of the last run's actions hold for good: what a device may have no room for
+    without them, and then the run may end.
+    """
+    return max((number for number, a in enumerate(taken, 1) if a.frees == "device"), default=0)
 
 
 def _of(used: int, limit: int) -> str:

@@ -246,11 +246,20 @@ def test_the_next_start_gives_up_what_frees_the_memory_that_was_short(governed, 
     assert governor.taken == taken
 
 
-def test_a_start_on_a_device_keeps_what_the_last_run_had_given_up(governed):
-    governor, watching, events = governed(Device(), Previous(("split_micro_batches",)))
-    assert drive(governor, watching, 200) is None
+def test_a_start_on_a_device_keeps_what_the_last_run_had_given_up_of_it(governed):
+    before = Previous(("split_micro_batches", "shrink_buffers"))
+    governor, watching, events = governed(Device(), before)
+    assert drive(governor, watching, 1000) is None
     assert governor.taken == ["split_micro_batches"]
-    assert events.actions == []
+    assert events.actions == ["shrink_buffers"], "undone: the host has room"
+
+
+def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed):
+    governor, watching, _ = governed(Device())
+    governor.see(watching.worst())
+    governor.see_ran_out(torch.OutOfMemoryError(ERROR))
+    governor._levels, governor._levers = (CRITICAL, CRITICAL), {}
+    assert governor.act(governor.votes(), 1).memory == "device"
 
 
 def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
