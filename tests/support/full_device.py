@@ -2,9 +2,9 @@
 
     python -m tests.support.full_device JOBS.json RESULTS FIRST   (see many_runs.py)
 
-JOBS.json is a list of {"overrides": [...], "where": "forward", "backward" or null}: where the last
-rank's device runs out of memory, if a micro-batch has more than two rows. The error is raised where
-torch's allocator would raise it; all that follows is real.
+JOBS.json is a list of {"overrides": [...], "where": "forward", "backward", "zero" or null}: where
+the last rank's device runs out of memory, if a micro-batch has more than two rows ("zero": in a
+pass of DeepSpeed). The error is raised where torch's allocator would; all that follows is real.
 """
 
 import os
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from hpc_tune.batch import Batch
 from hpc_tune.cluster.launchers import rank_hint
 from hpc_tune.engine import gradients
 from hpc_tune.engine.gradients import OverlappedAllReduce
+from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.faults import Faults
 from hpc_tune.memory.device import DeviceSample
 from tests.support import many_runs
@@ -74,6 +76,19 @@ def with_room_in_forward() -> Faults:
     return Faults(device=Device(), compute=compute, moves_on_host=True)
 
 
+def with_room_under_zero() -> Faults:
+    """Return one on which it runs out in DeepSpeed's passes."""
+    backward = ZeroEngine._backward
+
+    def run_out(engine: ZeroEngine, batch: Batch, scale: float) -> torch.Tensor:
+        if batch.tokens_BT.shape[0] > ROOM_ROWS:
+            raise torch.OutOfMemoryError(ERROR)
+        return backward(engine, batch, scale)
+
+    ZeroEngine._backward = run_out
+    return Faults(device=Device())
+
+
 def faults_of(job: dict[str, Any]) -> Faults:
     """Return what happens on this rank."""
     match job["where"] if rank_hint(os.environ) == LAST_RANK else None:
@@ -81,6 +96,8 @@ def faults_of(job: dict[str, Any]) -> Faults:
             return with_room_for(ROOM_ROWS)
         case "backward":
             return with_room_in_forward()
+        case "zero":
+            return with_room_under_zero()
     return Faults(device=Device(), moves_on_host=True)
 
 
