@@ -38,8 +38,9 @@ class Faults:
     ``level(name)`` gets the level of host memory after each step and returns the one to act on,
     both by their names in ``memory.policy.Level``.
 
-    ``sample_s`` is the time between two samples of memory, if not the monitor's own.
-    ``moves_on_host`` offers to move optimizer state without a GPU, from the host to the host.
+    ``device`` tells of this rank's device, as a ``memory.device.DeviceMemory``. ``sample_s`` is the
+    time between two samples of memory, if not the monitor's own. ``moves_on_host`` offers to move
+    optimizer state without a GPU, from the host to the host.
     """
 
     join: Callable[..., Any] | None = None
@@ -47,6 +48,7 @@ class Faults:
     compute: Callable[[int], None] = _nothing
     write: Callable[[int, Set[int]], None] = _nothing
     level: Callable[[str], str] = _same
+    device: Any = None
     sample_s: float | None = None
     moves_on_host: bool = False
 

@@ -105,10 +105,10 @@ class MemoryConfig(Section):
         BeforeValidator(lambda v: _YAML_SWITCH[v] if isinstance(v, bool) else v),
     ] = Field(
         "on",
-        description="on: act before the host or a device runs out of memory, from what costs "
-        "nothing, such as freeing caches, to smaller micro-batches, recomputed activations and at "
-        "last a checkpoint and a stop; observe: only measure memory and report it; off: do not "
-        "measure.",
+        description="on: act before the host runs out of memory and when a device does, from what "
+        "costs nothing, such as freeing caches, to smaller micro-batches, recomputed activations "
+        "and at last a checkpoint and a stop; observe: only measure memory and report it; off: do "
+        "not measure.",
     )
     host_limit: Memory | None = Field(
         None,

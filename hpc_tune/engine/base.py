@@ -55,10 +55,13 @@ class Engine(Protocol):
     """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
     ``saves_in_background``: whether ``regions`` may be read while the next step is under way.
-    ``levers``: what the governor may do to this engine between two steps.
+    ``repeats_steps``: after a step that raises OutOfMemoryError before ``before_update``, no other
+    rank waits for this one, and it can be run again. ``levers``: what the governor may do to this
+    engine between two steps.
     """
 
     saves_in_background: bool
+    repeats_steps: bool
     levers: dict[Action, Lever]
 
     def train_step(

@@ -86,13 +86,17 @@ class CountedCollectives:
         end.record()
         self._events.append((start, end))
 
+    def forget(self) -> None:
+        """Count anew. Nothing is read of what was counted: a GPU may still be at it."""
+        self._bytes.clear()
+        self._events.clear()
+        self._seconds = 0.0
+
     def take(self) -> tuple[dict[str, int], float]:
         """Return bytes by kind and seconds since the last call; a GPU must have done its work."""
         seconds = self._seconds + sum(a.elapsed_time(b) for a, b in self._events) / 1e3
         taken = dict(self._bytes), seconds
-        self._bytes.clear()
-        self._events.clear()
-        self._seconds = 0.0
+        self.forget()
         return taken
 
 

@@ -75,11 +75,11 @@ class NativeEngine:
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, self._mesh, device, settings.reserve)
-        replicated = layout.replicate == layout.size and not _uses_fsdp(settings)
+        self.repeats_steps = layout.replicate == layout.size and not _uses_fsdp(settings)
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
-            if replicated and bucket.group is not None
+            if self.repeats_steps and bucket.group is not None
         ]
         parameters = [t.parameter for t in self._trained]
         self._adamw = make_adamw(parameters, settings.optim, settings.reserve)
@@ -104,10 +104,19 @@ class NativeEngine:
     ) -> StepResult:
         """Run one optimizer step; see ``base.Engine``."""
         self._zero_grad()
-        self._collectives.take()  # an evaluation's is not this step's
-        loss = self._forward_backward(batches, global_tokens, self._overlapped)
+        self._collectives.forget()  # an evaluation's is not this step's
+        loss, ran_out = torch.zeros((), dtype=torch.float32, device=self._device), None
+        try:
+            loss = self._forward_backward(batches, global_tokens, self._overlapped)
+        except torch.OutOfMemoryError as error:
+            if not self.repeats_steps:
+                raise
+            ran_out = error
+        # Other ranks wait for these.
         self._reduce_gradients()
         self._collectives.all_reduce(loss, None)
+        if ran_out is not None:
+            raise ran_out
         grad_norm = self._clip()
         for group in self._adamw.param_groups:
             group["lr"] = lr

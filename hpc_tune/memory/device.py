@@ -1,19 +1,24 @@
 """A GPU's memory as the driver and the allocator count it, without synchronising the device."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from hpc_tune.errors import first_line
+from hpc_tune.log import log
+
+_OF_A_DEVICE = ("cuda", "hip error", "cublas", "hipblas")
 
 
 @dataclass(frozen=True)
 class DeviceSample:
-    """Bytes of one GPU since the last sample.
+    """Bytes of one device since the last sample.
 
     ``used_bytes`` is the peak of tensors plus what this process's allocator does not hold (the
     driver's context, libraries, other processes). ``reserved_bytes`` is what the allocator holds:
-    the difference to its tensors is cache and fragmentation. ``retries`` counts allocations that
-    succeeded only after the allocator had freed its cache.
+    the difference to its tensors is cache and fragmentation. Since the process began, ``retries``
+    allocations succeeded only after the allocator had freed its cache, and ``ooms`` failed.
     """
 
     used_bytes: int
@@ -22,24 +27,62 @@ class DeviceSample:
     reserved_bytes: int
     others_bytes: int
     retries: int
+    ooms: int
 
 
-def sample_device(device: torch.device) -> DeviceSample:
-    """Return the peak since the last call, and begin the next interval."""
-    stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = stats["reserved_bytes.all.current"]
-    others = max(0, total - free - reserved)
-    peak = stats["allocated_bytes.all.peak"]
-    torch.cuda.reset_peak_memory_stats(device)
-    return DeviceSample(
-        peak + others,
-        total,
-        stats["allocated_bytes.all.current"],
-        stats["reserved_bytes.all.peak"],
-        others,
-        stats["num_alloc_retries"],
-    )
+class DeviceMemory(Protocol):
+    """The memory of the device that a rank computes on, if that is not the host's."""
+
+    def sample(self) -> DeviceSample:
+        """Return the peak since the last call, and begin the next interval."""
+
+    def utilization(self) -> float | None:
+        """Return the share of the last sampling period in which it was busy, 0 to 1, if known."""
+
+
+class Gpu:
+    """A GPU of torch.cuda, of NVIDIA or AMD."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Ask about ``device``."""
+        self._device, self._tells_utilization = device, True
+
+    def sample(self) -> DeviceSample:
+        """See ``DeviceMemory``."""
+        device = self._device
+        stats: dict[str, Any] = torch.cuda.memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
+        others = max(0, total - free - stats["reserved_bytes.all.current"])
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return DeviceSample(
+            stats["allocated_bytes.all.peak"] + others,
+            min(total, int(share * total) + others),
+            stats["allocated_bytes.all.current"],
+            stats["reserved_bytes.all.peak"],
+            others,
+            stats["num_alloc_retries"],
+            stats["num_ooms"],
+        )
+
+    def utilization(self) -> float | None:
+        """See ``DeviceMemory``; None for good once the driver's management library refuses.
+
+        MIG instances, vGPUs and some sites do.
+        """
+        if not self._tells_utilization:
+            return None
+        try:
+            return float(torch.cuda.utilization(self._device)) / 100
+        except Exception as error:  # noqa: BLE001 - NVMLError and AmdSmiException are no RuntimeError
+            self._tells_utilization = False
+            log.info("metrics have no device_util: %s", first_line(error))
+            return None
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """Return the memory of a GPU; None for a CPU, which computes in the host's."""
+    return Gpu(device) if device.type == "cuda" else None
 
 
 def give_back_cache() -> None:
@@ -55,5 +98,16 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError | OSError) and (
-        "allocate memory" in text or "out of memory" in text
+        "allocate memory" in text or "out of memory" in text or "blas_status_alloc_failed" in text
     )
+
+
+def is_of_a_device(error: BaseException) -> bool:
+    """Whether it was on a device that an allocation failed, by the allocator or a library."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in _OF_A_DEVICE)
+
+
+def what_failed(error: BaseException) -> str:
+    """Return which allocation failed: of torch's long line the first two sentences."""
+    return ". ".join(first_line(error).rstrip(".").split(". ")[:2])

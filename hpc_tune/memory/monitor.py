@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-import torch
-
 from hpc_tune.faults import NO_FAULTS, Faults
-from hpc_tune.memory.device import DeviceSample, sample_device
+from hpc_tune.memory.device import DeviceMemory, DeviceSample
 from hpc_tune.memory.host import (
     HostLimit,
     Usage,
@@ -30,7 +28,9 @@ from hpc_tune.memory.host import (
 )
 from hpc_tune.memory.policy import (
     GROWTH_WINDOW,
+    RETRY_WINDOW,
     Level,
+    device_level,
     growth_per_step,
     level_of,
     must_leave,
@@ -72,8 +72,8 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class Need:
-    """Why a run cannot continue: the bytes that it needs and has, the phase, the rank and the host;
-    ``words`` is the message.
+    """Why a run cannot continue: the bytes that it needs and has of a memory, the phase, the rank
+    and the host; ``words`` is the message.
     """
 
     need: int
@@ -82,6 +82,7 @@ class Need:
     rank: int
     host: str
     words: str
+    memory: Literal["host", "device"] = "host"
 
 
 class Heartbeat(Protocol):
@@ -100,7 +101,7 @@ class Monitor:
     def __init__(
         self,
         host_limit: int | None,
-        device: torch.device,
+        device: DeviceMemory | None = None,
         mode: Mode = "on",
         rank: int = 0,
         host: str = "this host",
@@ -110,15 +111,15 @@ class Monitor:
     ) -> None:
         """Look up the limits. ``host_limit`` (bytes) can lower the machine's own.
 
-        ``pids`` are the ranks that share this node's memory. ``heartbeat`` is written every few
-        seconds.
+        ``device`` is None where the rank computes in host memory. ``pids`` are the ranks that share
+        this node's memory. ``heartbeat`` is written every few seconds.
         """
         self.limit: HostLimit = find_limit(host_limit)
         self._phase, self._activity = "start", "starting"
         self._peaks_by_phase: dict[str, int] = {}
         self.mode: Mode = mode
         self._faults, self._period_s = faults, faults.sample_s or _PERIOD_S
-        self._device, self._rank, self._host = device, rank, host
+        self.device, self._rank, self._host = device, rank, host
         self._pids = tuple(pids) or (os.getpid(),)
         self._usage, self._reading = Usage(self.limit, pids=self._pids), threading.Lock()
         self._heartbeat, self._heartbeat_s = heartbeat, float("-inf")
@@ -127,7 +128,8 @@ class Monitor:
         self._recent: deque[tuple[float, int]] = deque()
         self._peaks: deque[int] = deque(maxlen=GROWTH_WINDOW)
         self._host_level = self._device_level = Level.CALM
-        self._retries = 0
+        self._retries: int | None = None
+        self._retried: deque[bool] = deque(maxlen=RETRY_WINDOW)
         self._private_limit: PrivateMemoryLimit | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory monitor", daemon=True)
@@ -180,7 +182,7 @@ class Monitor:
             swapped_bytes(self.limit),
             shm_bytes(),
             stalled_share(self.limit),
-            sample_device(self._device) if self._device.type == "cuda" else None,
+            self.device.sample() if self.device is not None else None,
         )
 
     def levels(self, sample: MemorySample) -> tuple[Level, Level]:
@@ -194,10 +196,12 @@ class Monitor:
             growth_per_step(self._peaks),
         )
         if (device := sample.device) is not None:
-            level = level_of(self._device_level, device.used_bytes, device.limit_bytes)
-            if device.retries > self._retries:
-                level = max(level, Level.HIGH)
-            self._device_level, self._retries = level, device.retries
+            before = device.retries if self._retries is None else self._retries
+            self._retried.append(device.retries > before)
+            self._retries = device.retries
+            self._device_level = device_level(
+                self._device_level, device.used_bytes, device.limit_bytes, self._retried
+            )
         return Level[self._faults.level(self._host_level.name)], self._device_level
 
     def expect(self, num_bytes: int) -> None:
@@ -243,9 +247,8 @@ class Monitor:
         )
         return Need(used, had, self._activity, self._rank, self._host, message)
 
-    def device_need(self) -> Need:
-        """Return the same of this rank's GPU."""
-        sample = sample_device(self._device)
+    def device_need(self, sample: DeviceSample) -> Need:
+        """Return the same of this rank's device."""
         used, limit, activity = sample.used_bytes, sample.limit_bytes, self._activity
         message = (
             f"device memory of rank {self._rank} on {self._host}: {format_bytes(used)} "
@@ -253,19 +256,16 @@ class Monitor:
             f"{format_bytes(sample.reserved_bytes)}, what is not its own takes "
             f"{format_bytes(sample.others_bytes)}"
         )
-        return Need(used, limit, activity, self._rank, self._host, message)
+        return Need(used, limit, activity, self._rank, self._host, message, "device")
 
     def device_utilization(self) -> float | None:
-        """Return the share of the last sampling period in which the GPU was busy, 0 to 1.
+        """Return the share of the last sampling period in which the device was busy, 0 to 1.
 
-        None without a GPU, or where the driver's management library is not installed.
+        None without one, or where it does not say.
         """
-        if self.mode == "off" or self._device.type != "cuda":
+        if self.mode == "off" or self.device is None:
             return None
-        try:
-            return torch.cuda.utilization(self._device) / 100
-        except (ModuleNotFoundError, RuntimeError):
-            return None
+        return self.device.utilization()
 
     def close(self) -> None:
         """Stop sampling."""

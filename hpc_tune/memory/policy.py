@@ -5,13 +5,14 @@
 The ladder's actions are taken in order, from those that cost nothing to leaving with a checkpoint.
 Cheap ones begin at TIGHT, those that cost speed at HIGH; after each action the policy waits for a
 step, whose peak shows what it saved. After many calm steps the last action is undone, and the next
-one after twice as many, so that a run does not oscillate between two states.
+one after twice as many, so that a run does not oscillate between two states. A step that runs out
+of a device's memory is answered at once, by the next action that frees some (``relieve``).
 
 Between step boundaries only ``must_leave`` decides: whether the limit would be reached before this
 process could act.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from itertools import accumulate, combinations, pairwise
@@ -20,7 +21,10 @@ from typing import Literal
 
 
 class Level(IntEnum):
-    """How near the limit is. DOOMED: it would be reached before the next step and save end."""
+    """How near the limit is. DOOMED: it would be reached before the next step and save end.
+
+    A device is CRITICAL when a step has run out of its memory, and never DOOMED.
+    """
 
     CALM = 0
     TIGHT = 1
@@ -62,14 +66,36 @@ class Lever:
     most: int = 1
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How full a memory may get, as shares of its limit: the one table of them.
+
+    ``filled``: so far plans advise to fill it, and the search for a micro-batch size does. A plan
+    that needs more than ``fits`` is refused. ``begins_at``: where the governor's levels begin; on
+    the way down a level stays for another ``stays_for``.
+    """
+
+    filled: float
+    fits: float
+    begins_at: Mapping[Level, float]
+    stays_for: float
+
+
+# The kernel kills at a host's limit.
+HOST = Shares(
+    filled=0.85,
+    fits=0.97,
+    begins_at={Level.CALM: 0.0, Level.TIGHT: 0.85, Level.HIGH: 0.92, Level.CRITICAL: 0.97},
+    stays_for=0.04,
+)
+# At a device's limit the allocator frees its cache, and then raises an error that is caught. So a
+# full one is no danger, and what lies above TIGHT follows from these alone: see ``device_level``.
+DEVICE = Shares(
+    filled=0.97, fits=0.97, begins_at={Level.CALM: 0.0, Level.TIGHT: 0.99}, stays_for=0.01
+)
+RETRY_WINDOW = 8  # steps
+_RETRIED_STEPS = 3  # of the window: one alone may be an evaluation's, or a longer batch's
 _RUNGS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible
-_BEGINS_AT = {  # of the limit
-    Level.CALM: 0.0,
-    Level.TIGHT: 0.85,
-    Level.HIGH: 0.92,
-    Level.CRITICAL: 0.97,
-}
-_STAYS_FOR = 0.04  # of the limit below where a level begins
 _FORECAST_FROM = 0.6  # of the limit: the first steps grow too, by optimizer state and caches
 _FORECAST_STEPS = 20  # a limit within as many steps makes the level HIGH
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
@@ -84,13 +110,17 @@ _RESERVE_SHARE, _LEAST_RESERVE = 0.01, 8 << 20
 
 @dataclass(frozen=True)
 class Ladder:
-    """The state of the policy, the same on all ranks. ``taken``: actions to undo, in order."""
+    """The state of the policy, the same on all ranks.
+
+    ``taken``: actions to undo, in order, but for the first ``num_kept``, which hold for good.
+    """
 
     taken: tuple[Action, ...] = ()
     trimmed: bool = False
     settling: bool = False
     calm_steps: int = 0
     patience: int = _CALM_STEPS
+    num_kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,12 +145,14 @@ def growth_per_step(peaks: Iterable[int]) -> float:
     return max(0.0, min(neighbours, median(slope for _, slope in slopes)))
 
 
-def level_of(before: Level, used: int, limit: int, growth: float = 0.0) -> Level:
+def level_of(
+    before: Level, used: int, limit: int, growth: float = 0.0, shares: Shares = HOST
+) -> Level:
     """Return the level for the peak of a step, given the level before it and bytes per step."""
     share = used / limit
-    level = max(lev for lev, begins in _BEGINS_AT.items() if share >= begins)
-    kept = min(before, Level.CRITICAL)
-    if kept > level and share >= _BEGINS_AT[kept] - _STAYS_FOR:
+    level = max(lev for lev, begins in shares.begins_at.items() if share >= begins)
+    kept = min(before, max(shares.begins_at))
+    if kept > level and share >= shares.begins_at[kept] - shares.stays_for:
         level = kept
     if growth > 0 and share >= _FORECAST_FROM:
         steps_left = (limit - reserve_of(limit) - used) / growth
@@ -129,6 +161,19 @@ def level_of(before: Level, used: int, limit: int, growth: float = 0.0) -> Level
         if steps_left < _FORECAST_STEPS:
             level = max(level, Level.HIGH)
     return level
+
+
+def device_level(before: Level, used: int, limit: int, retried: Sequence[bool]) -> Level:
+    """Return the level of a device for the peak of a step, given the level before it.
+
+    ``retried``: of the last RETRY_WINDOW steps, in which the allocator had to free its cache. Where
+    that goes on, each step is slower by it, and the next longer batch may not fit.
+    """
+    if sum(retried) >= _RETRIED_STEPS and retried[-1]:
+        return Level.HIGH
+    if any(retried):
+        return Level.TIGHT
+    return level_of(before, used, limit, shares=DEVICE)
 
 
 def decide(
@@ -154,6 +199,19 @@ def decide(
     if level == Level.CRITICAL:
         return ladder, Decision(Action.LEAVE)
     return ladder, None
+
+
+def relieve(ladder: Ladder, available: Collection[Action]) -> tuple[Ladder, Decision]:
+    """Return the ladder and the decision after a step that ran out of a device's memory.
+
+    The step is run again, so there is no time to see what another action saves. This one is kept
+    for good: what it saves is needed, and elsewhere such a step ends the run.
+    """
+    action = next((a for a in _RUNGS if a in available), None)
+    if action is None:
+        return ladder, Decision(Action.LEAVE)
+    taken = (*ladder.taken, action)
+    return Ladder(taken, True, True, num_kept=len(taken)), Decision(action)
 
 
 def lower(taken: tuple[Action, ...], available: Collection[Action]) -> tuple[Action, ...]:
@@ -205,13 +263,13 @@ def reserve_of(limit: int) -> int:
 
 
 def room_of(used: int, limit: int, below: Level = Level.HIGH) -> int:
-    """Return how many bytes may be allocated before the level reaches ``below``."""
-    return max(0, int(limit * _BEGINS_AT[below]) - used)
+    """Return how many bytes of a host may be allocated before the level reaches ``below``."""
+    return max(0, int(limit * HOST.begins_at[below]) - used)
 
 
 def _relax(ladder: Ladder) -> tuple[Ladder, Decision | None]:
     calm = replace(ladder, trimmed=False, settling=False, calm_steps=ladder.calm_steps + 1)
-    if not ladder.taken or calm.calm_steps < ladder.patience:
+    if len(ladder.taken) == ladder.num_kept or calm.calm_steps < ladder.patience:
         return calm, None
     undone = replace(
         calm,

@@ -16,6 +16,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.zero.settings import BUCKET_VALUES
+from hpc_tune.memory.policy import DEVICE, HOST
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.varlen_attention import why_masked
@@ -35,7 +36,6 @@ from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
 from hpc_tune.plan.trace import TracedStep, TraceReport, trace_quickly, trace_step, trace_worst
 from hpc_tune.units import format_bytes, format_count
 
-USABLE = 0.97  # of a limit: where the governor calls memory critical
 # A trace of the whole depth is no slower there.
 _WHOLE_UP_TO = 12
 
@@ -124,10 +124,10 @@ def make_plan(
 
 
 def fits(phase: Phase, machine: Machine) -> bool:
-    """Tell whether a phase stays below what the governor calls critical."""
+    """Tell whether a phase leaves what a run needs of its limits, on a device and on its node."""
     device = machine.device_bytes
-    on_device = device is None or phase.device_bytes <= USABLE * device
-    return on_device and phase.node_bytes(machine) <= USABLE * machine.host_bytes
+    on_device = device is None or phase.device_bytes <= DEVICE.fits * device
+    return on_device and phase.node_bytes(machine) <= HOST.fits * machine.host_bytes
 
 
 def as_lines(plan: Plan) -> list[str]:
@@ -247,8 +247,8 @@ def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:
     """Return the bytes that a rank's peak may grow by; less than 0 where it must shrink."""
     steady = next(phase for phase in phases if phase.name == "steady")
     if machine.device_bytes is not None:
-        return int((USABLE * machine.device_bytes - steady.device_bytes) / (1 + GPU_SLACK))
-    left = int(USABLE * machine.host_bytes) - steady.node_bytes(machine)
+        return int((DEVICE.filled * machine.device_bytes - steady.device_bytes) / (1 + GPU_SLACK))
+    left = int(HOST.filled * machine.host_bytes) - steady.node_bytes(machine)
     return left // machine.ranks_per_node
 
 

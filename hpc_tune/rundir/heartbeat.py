@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.memory.host import HostLimit, oom_kills
+from hpc_tune.memory.policy import HOST, Level
 from hpc_tune.units import format_bytes
 
 FOLDER = "memory"
 ALIVE_S = 30.0  # a run writes every few seconds
-NEAR_THE_LIMIT = 0.85  # of it in use: the kernel may have killed for memory
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def clear(run_dir: Path) -> None:
 
 def was_memory(last: Sequence[Heartbeat]) -> bool:
     """Tell whether a run that left no outcome ended for memory, as far as one can know."""
-    return any(_kills_since(beat) > 0 or beat.used >= NEAR_THE_LIMIT * beat.limit for beat in last)
+    near = HOST.begins_at[Level.TIGHT]
+    return any(_kills_since(beat) > 0 or beat.used >= near * beat.limit for beat in last)
 
 
 def last_seen(last: Sequence[Heartbeat]) -> str:

@@ -2,18 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hpc_tune.rundir import heartbeat, outcome
 
 
 @dataclass(frozen=True)
 class Previous:
-    """What the last run left: its governor's actions, whether memory ended it, and, if it left no
-    outcome, how it died.
+    """What the last run left: its governor's actions, the memory whose want ended it, if any, and,
+    if it left no outcome, how it died.
     """
 
     actions: tuple[str, ...] = ()
-    ended_for_memory: bool = False
+    short_of: Literal["host", "device"] | None = None
     death: str | None = None
 
 
@@ -22,8 +23,10 @@ def read(run_dir: Path) -> Previous:
     ended, last = outcome.read(run_dir), heartbeat.read(run_dir)
     if ended is not None:
         actions = tuple(map(str, ended.get("governor", ())))
-        return Previous(actions, ended.get("status") == "stopped" and "need" in ended)
+        if ended.get("status") != "stopped" or "need" not in ended:
+            return Previous(actions)
+        return Previous(actions, "device" if ended.get("memory") == "device" else "host")
     if last:
         death = f"the last run in {run_dir} did not end by itself; {heartbeat.last_seen(last)}"
-        return Previous(ended_for_memory=heartbeat.was_memory(last), death=death)
+        return Previous(short_of="host" if heartbeat.was_memory(last) else None, death=death)
     return Previous()

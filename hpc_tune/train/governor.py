@@ -1,17 +1,31 @@
 """What a run does about memory: the governor's levels, agreed by all ranks and acted upon.
 
     step's worst -> levels of this rank -> counted over the ranks at the boundary -> decide -> lever
+    step that ran out of a device's memory -> CRITICAL -> the same
 
 Each rank decides by the same counts and the same ladder, so all do the same thing.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from math import inf
+from typing import Any, Literal
+
+import torch
 
 from hpc_tune.log import log
+from hpc_tune.memory.device import what_failed
 from hpc_tune.memory.monitor import MemorySample, Monitor, Need
-from hpc_tune.memory.policy import Action, Decision, Ladder, Level, Lever, decide, lower
+from hpc_tune.memory.policy import (
+    Action,
+    Decision,
+    Ladder,
+    Level,
+    Lever,
+    decide,
+    lower,
+    relieve,
+)
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.rundir.previous import Previous
 from hpc_tune.units import format_bytes
@@ -38,13 +52,15 @@ class Governor:
         self._levels = (Level.CALM, Level.CALM)
         self._reported = Level.CALM
         self._sample: MemorySample | None = None
+        self._ran_out: str | None = None
         if monitor.mode != "on":
             return
         actions = {action.value: action for action in Action}
         taken = tuple(actions[name] for name in previous.actions if actions.get(name) in levers)
         self._ladder = Ladder(taken)
-        if previous.ended_for_memory:
-            self._ladder = Ladder(lower(taken, self._available()))
+        if previous.short_of is not None:
+            taken = lower(taken, self._available(previous.short_of))
+        self._ladder = Ladder(taken, num_kept=0 if monitor.device is None else _num_kept(taken))
         for action in dict.fromkeys(self._ladder.taken):
             self._pull(action)
         if self._ladder.taken:
@@ -55,11 +71,22 @@ class Governor:
         """What was done and holds, in order."""
         return [action.value for action in self._ladder.taken]
 
+    @property
+    def answers_device(self) -> bool:
+        """Whether a step that runs out of a device's memory is answered: there is one, and on."""
+        return self._monitor.mode == "on" and self._monitor.device is not None
+
     def see(self, sample: MemorySample | None) -> None:
         """Take in the worst of the last step."""
+        self._ran_out = None
         if sample is not None:
             self._sample = sample
             self._levels = self._monitor.levels(sample)
+
+    def see_ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Take in that this rank's device had no room for the step."""
+        self._ran_out, self._sample = what_failed(error), self._monitor.worst()
+        self._levels = (self._levels[0], Level.CRITICAL)
 
     def votes(self) -> tuple[float, ...]:
         """Return what this rank adds to the boundary's sum: one for each level it has reached."""
@@ -71,50 +98,60 @@ class Governor:
             Level(sum(count > 0 for count in counts[start : start + len(_LEVELS)]))
             for start in (0, len(_LEVELS))
         )
-        level = max(host, device)
-        decision = None
+        level, decision = max(host, device), None
         if self._monitor.mode == "on":
-            available = self._available(
-                host=host == level,
-                device=device == level or self._comm.device.type == "cpu",
-            )
-            self._ladder, decision = decide(self._ladder, level, available)
+            self._ladder, decision = self._decide(host, device)
         if decision is None and level == self._reported:
             return None
-        worst = max(self._comm.gather(self._own_share()), key=lambda share: share.full)
+        own = self._own_share("device" if device >= host else "host")
+        worst = max(self._comm.gather(own), key=lambda share: share.full)
         if level != self._reported:
             self._reported = level
             self._report(step, worst, f"memory is {level.name.lower()}", level=level.name.lower())
         if decision is None:
             return None
         if decision.action == Action.LEAVE:
-            why = "it grows" if level == Level.DOOMED else "it stays there"
-            return replace(worst.need, words=f"{worst.need.words}; {why}. {self.advice()}")
+            why = "; it grows" if level == Level.DOOMED else "; it stays there"
+            why = "" if worst.need.memory == "device" else why
+            return replace(worst.need, words=f"{worst.need.words}{why}. {self.advice(worst.need)}")
         self._do(decision, step, worst)
         return None
 
-    def advice(self) -> str:
-        """Return what the next start does, or what the user can do."""
+    def advice(self, need: Need) -> str:
+        """Return what the next start does about it, or what the user can do."""
         taken = self._ladder.taken
-        coming = lower(taken, self._available())[len(taken) :]
+        coming = lower(taken, self._available(need.memory))[len(taken) :]
         if not coming:
             return f"Nothing is left to be given up: {MORE_MEMORY}"
         return f"The next start begins with {', '.join(action.value for action in coming)}"
 
-    def _available(self, host: bool = True, device: bool = True) -> frozenset[Action]:
-        """Return what can still free memory of the host, or of the device."""
-        taken, frees = self._ladder.taken, {"host": host, "device": device}
+    def _decide(self, host: Level, device: Level) -> tuple[Ladder, Decision | None]:
+        if device == Level.CRITICAL and host < Level.DOOMED:
+            return relieve(self._ladder, self._available("device"))
+        level = max(host, device)
+        short_of = [of for of, own in (("host", host), ("device", device)) if own == level]
+        return decide(self._ladder, level, self._available(*short_of))
+
+    def _available(self, *short_of: str) -> frozenset[Action]:
+        """Return what can still free memory of the host, or of the device.
+
+        Without a device, what frees its memory frees the host's.
+        """
+        taken, frees = self._ladder.taken, {*short_of}
+        if self._monitor.device is None:
+            frees.add("device")
         return frozenset(
             action
             for action, lever in self._levers.items()
-            if frees.get(action.frees) and taken.count(action) < lever.most
+            if action.frees in frees and taken.count(action) < lever.most
         )
 
     def _pull(self, action: Action) -> str:
         """Let an action hold as often as the ladder says; return in words what holds now."""
         return self._levers[action].pull(self._ladder.taken.count(action))
 
-    def _own_share(self) -> "_Share":
+    def _own_share(self, of: Literal["host", "device"]) -> "_Share":
+        """Return how full a memory is; this rank's host's where there is no device."""
         sample = self._sample
         if sample is None:
             return _Share(0.0, self._monitor.need(0), {}, "")
@@ -125,9 +162,14 @@ class Governor:
         text = f"{need.host}: host {_of(sample.host_bytes, sample.host_limit_bytes)}"
         facts = {key: value for key, value in asdict(sample).items() if key != "device"}
         if (device := sample.device) is not None:
-            full = max(full, device.used_bytes / device.limit_bytes)
             text += f", device {_of(device.used_bytes, device.limit_bytes)}"
             facts |= {f"device_{key}": value for key, value in asdict(device).items()}
+            if of == "device":
+                full = device.used_bytes / device.limit_bytes
+                need = self._monitor.device_need(device)
+        if self._ran_out is not None:
+            full, text = inf, f"{text}, {self._ran_out}"
+            need = replace(need, words=f"{need.words}; an allocation failed: {self._ran_out}")
         return _Share(full, need, facts, text)
 
     def _do(self, decision: Decision, step: int, worst: "_Share") -> None:
@@ -150,6 +192,13 @@ class _Share:
     need: Need
     facts: Mapping[str, Any]
     text: str
+
+
+def _num_kept(taken: Sequence[Action]) -> int:
+    """Return how many of the last run's actions hold for good: what a device may have no room for
+    without them, and then the run may end.
+    """
+    return max((number for number, a in enumerate(taken, 1) if a.frees == "device"), default=0)
 
 
 def _of(used: int, limit: int) -> str:

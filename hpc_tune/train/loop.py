@@ -1,7 +1,7 @@
 """The one loop. Every engine, layout and launcher goes through it.
 
     one boundary per step:  loss tokens, stop requests and due saves of all ranks, agreed at once
-    engine.train_step       all micro-batches of the step
+    attempts.step           engine.train_step, all micro-batches of the step; None: decide again
     metrics, evaluation, checkpoint
 
 Control flow depends on agreed values only, so that every rank takes the same branch.
@@ -26,6 +26,7 @@ from hpc_tune.memory.host import give_back
 from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
+from hpc_tune.train.attempt import Attempts
 from hpc_tune.train.ballot import Ballot
 from hpc_tune.train.checkpointing import Checkpointer
 from hpc_tune.train.governor import Governor, facts_of
@@ -42,7 +43,7 @@ _MOST_RANKS = 1 << 20
 class Work:
     """What the loop trains with.
 
-    ``before_update`` returns when the weights may change. ``state(step, loader_state, evals)`` is
+    ``state(step, loader_state, evals)`` is
     what a checkpoint of that step says; ``flops_per_token`` and ``peak_flops`` (of all ranks) give
     MFU, where the peak is known; ``expected_bytes(micros, recomputes)`` is plan/messages.py's.
     ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` holds
@@ -56,7 +57,7 @@ class Work:
     eval_batches: Callable[[], Iterable[Batch]] | None
     counts_rows: bool
     saver: Checkpointer
-    before_update: Callable[[], None]
+    attempts: Attempts
     state: Callable[[int, dict[str, Any], Evals], RunState]
     evals: Evals
     metrics: Metrics
@@ -120,7 +121,10 @@ def run_loop(work: Work) -> Outcome:
         num_tokens = max(1, int(ballot.loss_tokens))
         work.faults.at("step", step + 1)
         with work.profile.around(step + 1):
-            result = work.engine.train_step(batches, num_tokens, lr, work.before_update)
+            result = work.attempts.step(batches, num_tokens, lr)
+        if result is None:  # the ranks decide at the next boundary
+            work.loader.restore(loader_state)
+            continue
         step += 1
         _check_finite(result, step, saver.committed_step)
         step_s = time.monotonic() - began_s

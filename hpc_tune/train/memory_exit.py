@@ -7,13 +7,11 @@ an allocation fails                      -> cause_of -> the same
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from hpc_tune.config.schema import MemoryConfig
-from hpc_tune.errors import LeavingError, MemoryBudgetError, first_line
+from hpc_tune.errors import LeavingError, MemoryBudgetError
 from hpc_tune.faults import Faults
 from hpc_tune.log import log
-from hpc_tune.memory.device import is_out_of_memory
+from hpc_tune.memory.device import is_of_a_device, is_out_of_memory, memory_of, what_failed
 from hpc_tune.memory.host import find_limit
 from hpc_tune.memory.monitor import Monitor, Need
 from hpc_tune.rundir import heartbeat
@@ -35,7 +33,7 @@ def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults
         beat = heartbeat.HeartbeatFile(path, world.hostname, find_limit(memory.host_limit))
     monitor = Monitor(
         memory.host_limit,
-        comm.device,
+        faults.device or memory_of(comm.device),
         memory.governor,
         world.rank,
         world.hostname,
@@ -79,18 +77,19 @@ class MemoryExit:
         """Return what an error means: an allocation that fails is a reason to leave."""
         if self._monitor.mode != "on" or not is_out_of_memory(error):
             return error
-        if isinstance(error, torch.OutOfMemoryError):
-            need = self._monitor.device_need()
+        device = self._monitor.device
+        if device is not None and is_of_a_device(error):
+            need = self._monitor.device_need(device.sample())
         else:
             sample = self._monitor.worst()
             need = self._monitor.need(sample.host_bytes if sample else 0)
-        words = f"{need.words}; an allocation failed: {first_line(error)}"
+        words = f"{need.words}; an allocation failed: {what_failed(error)}"
         return self._error_of(replace(need, words=words))
 
     def _error_of(self, need: Need) -> LeavingError:
         advice = f"Before training nothing can be given up: {MORE_MEMORY}"
         taken: list[str] = []
         if self.governor is not None:
-            advice, taken = self.governor.advice(), self.governor.taken
+            advice, taken = self.governor.advice(need), self.governor.taken
         step = self._resume_point.step or 0
         return LeavingError(f"{need.words}. {advice}", step, facts_of(need, taken))

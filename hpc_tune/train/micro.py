@@ -7,9 +7,12 @@ import torch
 
 from hpc_tune.batch import full_batch
 from hpc_tune.engine.base import Engine
+from hpc_tune.errors import MemoryBudgetError
+from hpc_tune.memory.device import DeviceMemory, what_failed
 from hpc_tune.memory.host import own_bytes
 from hpc_tune.memory.monitor import Monitor
-from hpc_tune.memory.policy import Level, room_of
+from hpc_tune.memory.policy import DEVICE, HOST
+from hpc_tune.plan.memory_model import GPU_SLACK
 from hpc_tune.world.comm import Comm
 
 POLL_S = 0.002
@@ -22,31 +25,53 @@ def largest_micro_size(
 
     One row of ``seq_len`` tokens, all with loss, is run forward and backward; its peak memory is
     taken as the cost of each row. That is too high by what is allocated once, so it errs on the
-    safe side. The rows fill memory up to where the governor begins to act. Collective.
+    safe side. The rows fill memory as far as a plan would. Collective.
+
+    Raises:
+        MemoryBudgetError: if this rank's device has no room for one row.
     """
     if most_rows <= 1:
         return 1
-    row_bytes = _peak_of(lambda: engine.run_once(full_batch(1, seq_len)), comm.device)
-    if comm.device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(comm.device)
-        free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        room_bytes = room_of(total_bytes - free_bytes, total_bytes, Level.TIGHT)
+
+    def try_one() -> None:
+        engine.run_once(full_batch(1, seq_len))
+
+    if monitor.device is not None:
+        rows = _rows_on_device(try_one, monitor, monitor.device, seq_len)
     else:
-        room_bytes = room_of(monitor.used_bytes(), monitor.limit.num_bytes, Level.TIGHT)
-        room_bytes //= comm.world.local_size
-    rows = max(1, room_bytes // max(row_bytes, 1))
+        row_bytes = _peak_of(try_one)
+        room_bytes = int(HOST.filled * monitor.limit.num_bytes) - monitor.used_bytes()
+        rows = room_bytes // comm.world.local_size // max(row_bytes, 1)
     # The rank with the least room decides.
-    rows = -int(comm.max([-rows])[0])
+    rows = max(1, -int(comm.max([-rows])[0]))
     return most_rows if rows >= most_rows else 1 << (rows.bit_length() - 1)
 
 
-def _peak_of(work: Callable[[], None], device: torch.device) -> int:
-    """Return by how many bytes memory rose at its highest while ``work`` ran."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        return torch.cuda.max_memory_allocated(device) - before
+def _rows_on_device(
+    try_one: Callable[[], None], monitor: Monitor, device: DeviceMemory, seq_len: int
+) -> int:
+    held_bytes, failed = device.sample().allocated_bytes, None
+    try:
+        try_one()
+    except torch.OutOfMemoryError as error:
+        failed = what_failed(error)
+    found = device.sample()
+    if failed is not None:
+        raise MemoryBudgetError(
+            f"batch.micro_size=auto: not even one row of data.seq_len={seq_len} fits: "
+            f"{monitor.device_need(found).words}; {failed}. Set parallel.recompute=full, a shorter "
+            "data.seq_len, or parallel.offload_params=cpu, or use more ranks with parallel.shard; "
+            "python -m hpc_tune plan predicts what each takes"
+        )
+    row_bytes = found.used_bytes - found.others_bytes - held_bytes
+    # The allocator's fragments grow with what it gives out.
+    room_bytes = DEVICE.filled * found.limit_bytes - found.others_bytes
+    room_bytes = room_bytes / (1 + GPU_SLACK) - found.allocated_bytes
+    return int(room_bytes / max(row_bytes, 1))
+
+
+def _peak_of(work: Callable[[], None]) -> int:
+    """Return by how many bytes host memory rose at its highest while ``work`` ran."""
     before = peak = own_bytes()
     finished = threading.Event()
 

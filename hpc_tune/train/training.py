@@ -19,6 +19,7 @@ from hpc_tune.plan.messages import expected_bytes
 from hpc_tune.plan.model_size import flops_per_token
 from hpc_tune.plan.resolve import Resolved, most_micro_rows, rows_per_rank
 from hpc_tune.probe.software import git_commit
+from hpc_tune.train.attempt import Attempts
 from hpc_tune.train.checkpointing import Checkpointer, Writing
 from hpc_tune.train.data import Data
 from hpc_tune.train.governor import Governor
@@ -80,7 +81,7 @@ def prepare_training(
         eval_batches=_evaluation(model, resolved, data),
         counts_rows=resolved.coordinates.counts_rows,
         saver=saver,
-        before_update=before_update,
+        attempts=Attempts(job.training, engine, governor, before_update),
         state=state,
         evals=Evals.from_json(saved.evals if saved is not None else {}),
         metrics=_metrics(job, model, total_steps, step),

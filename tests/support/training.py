@@ -65,6 +65,8 @@ def launch_runs(
         if len(ended) < len(jobs):
             last = printed[len(codes)] if len(codes) < len(printed) else done.stderr
             ended.append(Ended(done.returncode or 1, last))
+            with results.open("a") as out:
+                out.write(f"{ended[-1].code}\n")
     return ended
 
 

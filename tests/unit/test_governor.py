@@ -13,7 +13,7 @@ from hpc_tune.train.levers import loader_levers
 SPLIT = Action.SPLIT_MICRO_BATCHES
 
 
-def started(previous, mode="on", without=()):
+def started(previous, mode="on", without=(), device=None):
     """Return what a governor has taken at its start, and how often each lever was pulled."""
     pulled = {}
     levers = {
@@ -24,7 +24,7 @@ def started(previous, mode="on", without=()):
         for action in tuple(Action)[:-1]
         if action not in without
     }
-    governor = Governor(None, SimpleNamespace(mode=mode), None, levers, previous)
+    governor = Governor(None, SimpleNamespace(mode=mode, device=device), None, levers, previous)
     return governor.taken, pulled
 
 
@@ -44,7 +44,7 @@ def test_a_start_takes_the_actions_of_the_last_run_again():
     ],
 )
 def test_where_memory_ended_the_last_run_one_costly_action_more_is_taken(before, added):
-    taken, pulled = started(Previous(before, ended_for_memory=True))
+    taken, pulled = started(Previous(before, short_of="host"))
     assert taken == [*before, *added]
     assert set(pulled) == set(taken)
 
@@ -56,7 +56,7 @@ def test_an_action_that_has_no_lever_any_more_is_left_out():
 
 @pytest.mark.parametrize("mode", ["observe", "off"])
 def test_a_governor_that_only_observes_takes_nothing(mode):
-    assert started(Previous(("recompute",), ended_for_memory=True), mode) == ([], {})
+    assert started(Previous(("recompute",), short_of="host"), mode) == ([], {})
 
 
 @pytest.mark.parametrize(("micro_size", "rows"), [(1, []), (2, [1]), (6, [3, 1]), (8, [4, 2, 1])])

@@ -20,7 +20,6 @@ from hpc_tune.memory.rlimit import PrivateMemoryLimit
 from hpc_tune.rundir import heartbeat, outcome, previous
 
 MIB = 1 << 20
-CPU = torch.device("cpu")
 
 
 class Host:
@@ -54,7 +53,7 @@ def wait_for(what, limit_s=120.0):
 
 
 def test_it_keeps_the_worst_of_the_interval_between_two_questions(host):
-    watching = Monitor(None, CPU, "observe")
+    watching = Monitor(None, mode="observe")
     watching.start()
     host.used = 700 * MIB
     host.wait_for_samples()
@@ -68,7 +67,7 @@ def test_it_keeps_the_worst_of_the_interval_between_two_questions(host):
 @pytest.mark.parametrize(("mode", "leaves"), [("on", True), ("observe", False), ("off", False)])
 def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, leaves):
     needs = []
-    watching = Monitor(None, CPU, mode, host="n1")
+    watching = Monitor(None, mode=mode, host="n1")
     watching.start(needs.append)
     watching.enter("load", "loading the model", tell=True)
     host.used = 995 * MIB
@@ -86,7 +85,7 @@ def test_it_leaves_once_when_the_limit_is_near_and_only_if_it_is_on(host, mode, 
 
 def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
     needs = []
-    watching = Monitor(None, CPU, "on")
+    watching = Monitor(None, mode="on")
     host.used = 993 * MIB
     watching.levels(watching.worst())
     watching.start(needs.append)
@@ -104,7 +103,7 @@ def test_what_a_whole_step_has_used_before_is_no_reason_to_leave(host):
 )
 def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, leaves):
     needs = []
-    watching = Monitor(None, CPU, "on")
+    watching = Monitor(None, mode="on")
     watching.expect(expected * MIB)
     watching.start(needs.append)
     for used in range(100, peak + 1, 10):  # 500 MiB/s
@@ -115,7 +114,7 @@ def test_growth_that_was_planned_is_no_reason_to_leave(host, expected, peak, lea
 
 
 def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
-    watching, levels = Monitor(None, CPU, "on"), []
+    watching, levels = Monitor(None, mode="on"), []
     for step in range(60):
         host.used = (100 + 20 * step) * MIB
         level, device = watching.levels(watching.worst())
@@ -129,7 +128,7 @@ def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
 
 
 def test_after_something_was_done_growth_is_counted_anew(host):
-    watching = Monitor(None, CPU, "on")
+    watching = Monitor(None, mode="on")
     for step in range(10):
         host.used = (700 + 20 * step) * MIB
         level, _ = watching.levels(watching.worst())
@@ -153,7 +152,7 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
     host, mode, used_mib, asked_mib, admitted
 ):
     host.used = used_mib * MIB
-    watching = Monitor(None, CPU, mode, pids=[1, 2, 3, 4])
+    watching = Monitor(None, mode=mode, pids=[1, 2, 3, 4])
     assert watching.admit(asked_mib * MIB, "a copy") is admitted
 
 
@@ -169,7 +168,7 @@ def test_it_admits_what_leaves_room_for_every_rank_of_the_node(
 def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib, taken_mib, leaves):
     needs = []
     host.used = used_mib * MIB
-    watching = Monitor(None, CPU, mode, pids=[1, 2, 3, 4])
+    watching = Monitor(None, mode=mode, pids=[1, 2, 3, 4])
     watching._leave = needs.append
     watching.ensure(taken_mib * MIB)
     assert len(needs) == leaves
@@ -178,7 +177,7 @@ def test_what_is_taken_faster_than_is_sampled_is_asked_for(host, mode, used_mib,
 
 
 def test_it_knows_this_ranks_peak_in_each_phase(host):
-    watching = Monitor(None, CPU, "observe")
+    watching = Monitor(None, mode="observe")
     watching.start()
     watching.enter("load", "loading")
     held = torch.ones(200 * MIB, dtype=torch.uint8)
@@ -193,7 +192,7 @@ def test_it_knows_this_ranks_peak_in_each_phase(host):
 
 
 def test_switched_off_it_does_nothing(host):
-    watching = Monitor(None, CPU, "off")
+    watching = Monitor(None, mode="off")
     watching.start()
     assert watching.worst() is None
     assert "memory monitor" not in {thread.name for thread in threading.enumerate()}
@@ -204,7 +203,7 @@ def test_its_heartbeat_is_there_while_it_runs_and_gone_after(host, tmp_path):
     file = heartbeat.path_of(tmp_path, 3)
     file.parent.mkdir()
     beat = heartbeat.HeartbeatFile(file, "n1", HostLimit(1000 * MIB, "the machine"))
-    watching = Monitor(None, CPU, "observe", heartbeat=beat)
+    watching = Monitor(None, mode="observe", heartbeat=beat)
     watching.start()
     watching.enter("load", "loading the model", tell=True)
     wait_for(lambda: [w.phase for w in heartbeat.read(tmp_path)] == ["loading the model"])
@@ -234,7 +233,7 @@ def test_a_run_without_an_outcome_was_killed(tmp_path):
     assert previous.read(tmp_path).death is None
     leave_words(tmp_path)
     last = previous.read(tmp_path)
-    assert not last.ended_for_memory
+    assert last.short_of is None
     assert "Last seen on n1 at 1970-01-01" in last.death
     assert "while training step 7: 500 B of 1000 B host memory in use (50% of" in last.death
     assert "probably" not in last.death
@@ -243,7 +242,7 @@ def test_a_run_without_an_outcome_was_killed(tmp_path):
 def test_near_the_limit_it_was_probably_memory(tmp_path):
     leave_words(tmp_path, used=900)
     last = previous.read(tmp_path)
-    assert last.ended_for_memory
+    assert last.short_of == "host"
     assert last.death.endswith("; probably by the kernel, for memory")
 
 
@@ -253,7 +252,7 @@ def test_the_kernels_counter_is_proof(tmp_path):
     (group / "memory.events").write_text("oom_kill 6\n")
     leave_words(tmp_path, cgroup=str(group))
     last = previous.read(tmp_path)
-    assert last.ended_for_memory
+    assert last.short_of == "host"
     assert "the kernel killed 2 of that group's processes for memory" in last.death
 
 
@@ -280,9 +279,9 @@ def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
         "governor": ["shrink_buffers"],
     }
     last = previous.read(tmp_path)
-    assert (last.actions, last.ended_for_memory, last.death) == (("shrink_buffers",), True, None)
+    assert (last.actions, last.short_of, last.death) == (("shrink_buffers",), "host", None)
     outcome.write(outcome.stopped("SIGUSR1", 4, {"governor": ["shrink_buffers"]}), tmp_path)
-    assert not previous.read(tmp_path).ended_for_memory
+    assert previous.read(tmp_path).short_of is None
 
 
 def test_beyond_the_private_limit_an_allocation_fails_instead_of_killing():
@@ -324,7 +323,7 @@ def test_what_an_allocation_that_fails_looks_like(error, memory):
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["observe", "on"])
 def test_watching_costs_less_than_half_a_percent_of_a_core(mode):
-    watching = Monitor(None, CPU, mode)
+    watching = Monitor(None, mode=mode)
     watching.limit_private_memory()
     watching.start(lambda need: None)
     clock = time.pthread_getcpuclockid(watching._thread.ident)
@@ -345,7 +344,7 @@ def test_watching_does_not_slow_a_step():
     took_s = {True: [], False: []}
     for turn in range(40):
         watched = turn % 2 == 0
-        watching = Monitor(None, CPU, "on" if watched else "off")
+        watching = Monitor(None, mode="on" if watched else "off")
         watching.limit_private_memory()
         watching.start(lambda need: None)
         for _ in range(20):

@@ -88,7 +88,7 @@ class ZeroEngine:
         self._partitions = zero_state.partitions(self._zero, self._stage, self._trained)
         self._reader = zero_state.PartitionReader(self._zero, self._stage)
         folder = zero_settings.swap_folder(parallel)
-        self.saves_in_background = folder is None
+        self.saves_in_background, self.repeats_steps = folder is None, False
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
@@ -101,7 +101,7 @@ class ZeroEngine:
     ) -> StepResult:
         """Run one optimizer step; see ``base.Engine``."""
         self._reader.release()
-        self._collectives.take()  # an evaluation's is not this step's
+        self._collectives.forget()  # an evaluation's is not this step's
         loss = torch.zeros((), dtype=torch.float32, device=self._device)
         for i, batch in enumerate(batches):
             # DeepSpeed reduces within the backward pass, so an empty micro-batch runs too.

@@ -1,0 +1,106 @@
+"""A device as a value, and a program for ranks of which one's device is too small.
+
+    python -m tests.support.full_device JOBS.json RESULTS FIRST   (see many_runs.py)
+
+JOBS.json is a list of {"overrides": [...], "where": "forward", "backward", "zero" or null}: where
+the last rank's device runs out of memory, if a micro-batch has more than two rows ("zero": in a
+pass of DeepSpeed). The error is raised where torch's allocator would; all that follows is real.
+"""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.cluster.launchers import rank_hint
+from hpc_tune.engine import gradients
+from hpc_tune.engine.gradients import OverlappedAllReduce
+from hpc_tune.engine.zero.engine import ZeroEngine
+from hpc_tune.faults import Faults
+from hpc_tune.memory.device import DeviceSample
+from tests.support import many_runs
+
+GIB = 1 << 30
+SAMPLE = DeviceSample(40 * GIB, 80 * GIB, 30 * GIB, 50 * GIB, GIB, 0, 0)
+ERROR = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of "
+    "which 1.00 GiB is free."
+)
+ROOM_ROWS, LAST_RANK = 2, 1
+
+
+class Device:
+    """Tells ``samples`` one after the other, and the last one from then on."""
+
+    def __init__(self, *samples: DeviceSample) -> None:
+        self._samples = list(samples) or [SAMPLE]
+
+    def sample(self) -> DeviceSample:
+        return self._samples.pop(0) if len(self._samples) > 1 else self._samples[0]
+
+    def utilization(self) -> float | None:
+        return 0.5
+
+
+def sample_at(share: float, retries: int = 0) -> DeviceSample:
+    """Return a sample with this share of the limit in use at the peak, and retries so far."""
+    return replace(SAMPLE, used_bytes=int(share * SAMPLE.limit_bytes), retries=retries)
+
+
+def with_room_for(rows: int) -> Faults:
+    """Return a device on which a larger micro-batch runs out in its forward pass."""
+
+    def compute(num_rows: int) -> None:
+        if torch.is_grad_enabled() and num_rows > rows:
+            raise torch.OutOfMemoryError(ERROR)
+
+    return Faults(device=Device(), compute=compute, moves_on_host=True)
+
+
+def with_room_in_forward() -> Faults:
+    """Return one on which it runs out in the step's last backward pass, half of it reduced."""
+    done, rows = OverlappedAllReduce._done, 0
+
+    def compute(num_rows: int) -> None:
+        nonlocal rows
+        rows = num_rows
+
+    def run_out(sums: OverlappedAllReduce, number: int, parameter: torch.Tensor) -> None:
+        done(sums, number, parameter)
+        if sums._is_last and rows > ROOM_ROWS and len(sums._works) == len(sums._pieces) // 2:
+            raise torch.OutOfMemoryError(ERROR)
+
+    OverlappedAllReduce._done = run_out
+    return Faults(device=Device(), compute=compute, moves_on_host=True)
+
+
+def with_room_under_zero() -> Faults:
+    """Return one on which it runs out in DeepSpeed's passes."""
+    backward = ZeroEngine._backward
+
+    def run_out(engine: ZeroEngine, batch: Batch, scale: float) -> torch.Tensor:
+        if batch.tokens_BT.shape[0] > ROOM_ROWS:
+            raise torch.OutOfMemoryError(ERROR)
+        return backward(engine, batch, scale)
+
+    ZeroEngine._backward = run_out
+    return Faults(device=Device())
+
+
+def faults_of(job: dict[str, Any]) -> Faults:
+    """Return what happens on this rank."""
+    match job["where"] if rank_hint(os.environ) == LAST_RANK else None:
+        case "forward":
+            return with_room_for(ROOM_ROWS)
+        case "backward":
+            return with_room_in_forward()
+        case "zero":
+            return with_room_under_zero()
+    return Faults(device=Device(), moves_on_host=True)
+
+
+if __name__ == "__main__":
+    gradients.PIECE_BYTES = 1 << 16  # several pieces of a tiny model
+    many_runs.main(lambda job: many_runs.train(job, faults_of(job)))

@@ -1,0 +1,396 @@
+"""What a full device looks like, as a table, and what the plan and the governor make of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpc_tune.errors import MemoryBudgetError
+from hpc_tune.memory import monitor
+from hpc_tune.memory.device import Gpu, is_of_a_device, is_out_of_memory, what_failed
+from hpc_tune.memory.host import HostLimit
+from hpc_tune.memory.monitor import Monitor
+from hpc_tune.memory.policy import (
+    DEVICE,
+    HOST,
+    Action,
+    Ladder,
+    Level,
+    Lever,
+    decide,
+    device_level,
+    level_of,
+    relieve,
+)
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.memory_model import GPU_SLACK, Phase
+from hpc_tune.plan.report import fits
+from hpc_tune.rundir import outcome, previous
+from hpc_tune.rundir.previous import Previous
+from hpc_tune.train.governor import Governor, facts_of
+from hpc_tune.train.micro import largest_micro_size
+from tests.support.full_device import ERROR, GIB, SAMPLE, Device, sample_at
+
+CALM, TIGHT, HIGH, CRITICAL, DOOMED = Level
+TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE, LEAVE = Action
+ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
+LIMIT = 1_000_000
+NOTHING_BEFORE = Previous()
+
+
+class Events:
+    def __init__(self):
+        self.told = []
+
+    def write(self, kind, step, rank=0, **fields):
+        self.told.append(fields)
+
+    @property
+    def actions(self):
+        return [told["action"] for told in self.told if "action" in told]
+
+
+@pytest.fixture
+def governed(monkeypatch):
+    """Return how to make a governor of one rank whose host has all the room there is."""
+    monkeypatch.setattr(monitor, "find_limit", lambda configured: HostLimit(100 * GIB, "the test"))
+    monkeypatch.setattr(monitor.Usage, "used_bytes", lambda usage: GIB)
+
+    def make(device, before=NOTHING_BEFORE, mode="on"):
+        levers = {action: Lever(lambda times: "done") for action in (TRIM, *ALL)}
+        levers[SPLIT] = replace(levers[SPLIT], most=2)
+        comm, events = SimpleNamespace(gather=lambda value: [value]), Events()
+        watching = Monitor(None, device, mode)
+        return Governor(comm, watching, events, levers, before), watching, events
+
+    return make
+
+
+def drive(governor, watching, num_steps, first=1):
+    """Go through steps as the loop does; return why to leave, or None."""
+    for step in range(first, first + num_steps):
+        governor.see(watching.worst())
+        if need := governor.act(governor.votes(), step):
+            return need
+    return None
+
+
+def retried_in(steps, num_steps=40, share=0.9):
+    """Return the samples of steps in some of which the allocator has freed its cache."""
+    return [sample_at(share, sum(n <= step for n in steps)) for step in range(num_steps)]
+
+
+NO_ANSWER = [TRIM.value]  # to a first sign, once
+FULL_LADDER = ["trim", *["split_micro_batches"] * 2, "recompute", "move_optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "actions"),
+    [
+        # As full as plans may advise, its cache up to the limit.
+        ([replace(sample_at(0.97), reserved_bytes=79 * GIB)] * 40, []),
+        ([sample_at(0.985)] * 40, []),
+        ([sample_at(0.999)] * 40, NO_ANSWER),
+        ([sample_at(1.0)] * 40, NO_ANSWER),
+        # An evaluation or a save now and then.
+        (retried_in([9, 19, 29]), ["trim"] * 3),
+        (retried_in([5]), NO_ANSWER),
+        # In each step.
+        (retried_in(range(1, 40)), FULL_LADDER),
+        (retried_in(range(1, 40), share=1.0), FULL_LADDER),
+        # Until micro-batches are split.
+        (retried_in(range(1, 5)), ["trim", "split_micro_batches"]),
+    ],
+)
+def test_a_full_device_is_left_in_peace_until_its_allocator_struggles(governed, samples, actions):
+    governor, watching, events = governed(Device(*samples))
+    assert drive(governor, watching, len(samples)) is None
+    assert events.actions == actions
+
+
+@pytest.mark.parametrize("retried", [(), (False,) * 8, (True,) * 8, (True, False) * 4])
+@pytest.mark.parametrize("before", Level)
+def test_no_share_alone_makes_a_device_more_than_tight_and_none_makes_it_critical(before, retried):
+    for used in range(0, 13 * LIMIT // 10, LIMIT // 100):
+        level = device_level(before, used, LIMIT, retried)
+        assert level <= (HIGH if any(retried) else TIGHT)
+        for trimmed in (False, True):
+            decision = decide(Ladder(trimmed=trimmed), level, ())[1]
+            assert decision is None or decision.action != LEAVE
+
+
+@pytest.mark.parametrize(
+    ("before", "percent", "retried", "level"),
+    [
+        (CALM, 97, "", CALM),
+        (CALM, 98.9, "", CALM),
+        (CALM, 99, "", TIGHT),
+        (TIGHT, 98.1, "", TIGHT),
+        (TIGHT, 97.9, "", CALM),
+        (HIGH, 98.5, "", TIGHT),
+        (CRITICAL, 50, "", CALM),
+        (CALM, 50, "x", TIGHT),
+        (CALM, 50, "xx", TIGHT),
+        (CALM, 50, "xxx", HIGH),
+        (HIGH, 50, "xxx.", TIGHT),
+        (TIGHT, 50, "x..x...x", HIGH),
+        (HIGH, 50, "x.......", TIGHT),
+        (HIGH, 50, "........", CALM),
+    ],
+)
+def test_a_devices_level_follows_the_steps_in_which_its_cache_was_freed(
+    before, percent, retried, level
+):
+    steps = [one == "x" for one in retried]
+    assert device_level(before, round(percent * LIMIT / 100), LIMIT, steps) == level
+
+
+def test_what_one_table_says_of_a_share_agrees():
+    for shares in (HOST, DEVICE):
+        assert shares.filled <= shares.fits
+        assert shares.filled <= shares.begins_at[TIGHT]
+        assert list(shares.begins_at.values()) == sorted(shares.begins_at.values())
+    assert HOST.fits <= HOST.begins_at[CRITICAL]
+    assert DEVICE.fits < DEVICE.begins_at[TIGHT] - DEVICE.stays_for + 1e-9
+    assert max(DEVICE.begins_at) == TIGHT
+
+
+@pytest.mark.parametrize("percent", range(80, 105))
+def test_what_fits_by_the_plan_is_no_reason_to_leave_and_on_a_device_none_to_act(percent):
+    machine = Machine(1, 1, LIMIT, 10 * LIMIT)
+    used = percent * LIMIT // 100
+    if fits(Phase("steady", used, LIMIT), machine):
+        assert device_level(CALM, used, LIMIT, [False] * 8) == CALM
+    assert fits(Phase("steady", used, LIMIT), machine) == (percent <= 97)
+    # A host that full is relieved, but the run does not leave.
+    if fits(Phase("steady", 0, 10 * used + 1), machine):
+        assert level_of(CALM, 10 * used, 10 * LIMIT) < CRITICAL
+
+
+@pytest.mark.parametrize(
+    ("taken", "available", "action"),
+    [
+        ((), {SPLIT, RECOMPUTE, MOVE}, SPLIT),
+        ((SPLIT,), {SPLIT, RECOMPUTE, MOVE}, SPLIT),
+        ((SPLIT, SPLIT), {RECOMPUTE, MOVE}, RECOMPUTE),
+        ((SHRINK,), {MOVE}, MOVE),
+        ((), (), LEAVE),
+    ],
+)
+def test_a_step_that_ran_out_takes_the_next_rung_at_once_and_for_good(taken, available, action):
+    for trimmed, settling in ((False, False), (True, True)):
+        ladder, decision = relieve(Ladder(taken, trimmed, settling), available)
+        assert (decision.action, decision.way) == (action, "do")
+        assert ladder.taken == (taken if action == LEAVE else (*taken, action))
+    if action != LEAVE:
+        for _ in range(10_000):
+            ladder, undone = decide(ladder, CALM, available)
+            assert undone is None
+
+
+def test_what_is_taken_later_is_undone_and_what_an_error_has_taken_is_not():
+    ladder, _ = relieve(Ladder(trimmed=True), {SPLIT})
+    ladder, _ = decide(ladder, HIGH, {RECOMPUTE})
+    ladder, decision = decide(ladder, HIGH, {RECOMPUTE})
+    assert decision.action == RECOMPUTE
+    undone = []
+    for _ in range(10_000):
+        ladder, decision = decide(ladder, CALM, ())
+        undone += [decision] if decision else []
+    assert [(one.action, one.way) for one in undone] == [(RECOMPUTE, "undo")]
+    assert ladder.taken == (SPLIT,)
+
+
+def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_needs(governed):
+    governor, watching, events = governed(Device(sample_at(0.8)))
+    assert drive(governor, watching, 3) is None
+    found = []
+    for _ in range(5):
+        governor.see_ran_out(torch.OutOfMemoryError(ERROR))
+        found.append(governor.act(governor.votes(), 3))
+    assert found[:4] == [None] * 4
+    assert events.actions == FULL_LADDER[1:]
+    need = found[4]
+    assert (need.need, need.had, need.memory) == (64 * GIB, 80 * GIB, "device")
+    assert need.words.startswith(
+        "device memory of rank 0 on this host: 64.0 GiB of 80.0 GiB in use"
+    )
+    assert "failed: CUDA out of memory. Tried to allocate 2.00 GiB. Nothing is left" in need.words
+    assert facts_of(need, governor.taken)["memory"] == "device"
+    governor.see(watching.worst())
+    assert governor.votes() == (0.0,) * 8
+
+
+def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
+    governor, watching, events = governed(Device(sample_at(0.5)))
+    fuller = governed(Device(sample_at(0.99)))[0]
+    governor.see(watching.worst())
+    fuller.see(fuller._monitor.worst())
+    governor.see_ran_out(torch.OutOfMemoryError(ERROR))
+    governor._comm.gather = lambda own: [fuller._own_share("device"), own]
+    governor.act(governor.votes(), 7)
+    assert "device 40.0 GiB of 80.0 GiB, CUDA out of memory. Tried" in events.told[-1]["message"]
+
+
+@pytest.mark.parametrize(
+    ("short_of", "taken"),
+    [
+        ("device", ["split_micro_batches"]),
+        ("host", ["shrink_buffers", "save_in_pieces"]),
+        (None, []),
+    ],
+)
+def test_the_next_start_gives_up_what_frees_the_memory_that_was_short(governed, short_of, taken):
+    governor, *_ = governed(Device(), Previous(short_of=short_of))
+    assert governor.taken == taken
+
+
+def test_a_start_on_a_device_keeps_what_the_last_run_had_given_up_of_it(governed):
+    before = Previous(("split_micro_batches", "shrink_buffers"))
+    governor, watching, events = governed(Device(), before)
+    assert drive(governor, watching, 1000) is None
+    assert governor.taken == ["split_micro_batches"]
+    assert events.actions == ["shrink_buffers"], "undone: the host has room"
+
+
+def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed):
+    governor, watching, _ = governed(Device())
+    governor.see(watching.worst())
+    governor.see_ran_out(torch.OutOfMemoryError(ERROR))
+    governor._levels, governor._levers = (CRITICAL, CRITICAL), {}
+    assert governor.act(governor.votes(), 1).memory == "device"
+
+
+def test_an_outcome_says_which_memory_was_short(governed, tmp_path):
+    governor, watching, _ = governed(Device())
+    for memory, need in (("device", watching.device_need(SAMPLE)), ("host", watching.need(1))):
+        outcome.write(outcome.stopped("why", 4, facts_of(need, governor.taken)), tmp_path)
+        assert previous.read(tmp_path).short_of == memory
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "answers"),
+    [(Device(), "on", True), (Device(), "observe", False), (None, "on", False)],
+)
+def test_an_error_is_answered_where_there_is_a_device_and_the_governor_is_on(
+    governed, device, mode, answers
+):
+    assert governed(device, mode=mode)[0].answers_device is answers
+
+
+class OneRow:
+    """An engine whose single row takes these bytes; None: more than there is."""
+
+    def __init__(self, row_bytes):
+        self._row_bytes = row_bytes
+
+    def run_once(self, batch):
+        assert batch.tokens_BT.shape == (1, 64)
+        if self._row_bytes is None:
+            raise torch.OutOfMemoryError(ERROR)
+
+
+def rows_that_fit(row_bytes, others=GIB, held=30 * GIB, ranks=1, most=64):
+    """Return the micro-batch size that is found where one row takes ``row_bytes``."""
+    before = replace(SAMPLE, allocated_bytes=held, others_bytes=others)
+    peak = held + others + (row_bytes or 49 * GIB)
+    watching = SimpleNamespace(
+        device=Device(before, replace(before, used_bytes=peak)),
+        device_need=lambda sample: SimpleNamespace(words=f"{sample.used_bytes // GIB} GiB in use"),
+    )
+    comm = SimpleNamespace(world=SimpleNamespace(local_size=ranks), max=lambda values: values)
+    return largest_micro_size(comm, OneRow(row_bytes), watching, 64, most)
+
+
+@pytest.mark.parametrize(("row_gib", "rows"), [(1, 32), (4, 8), (40, 1), (45, 1), (0.1, 64)])
+def test_micro_batches_fill_a_device_as_far_as_a_plan_would(row_gib, rows):
+    assert rows_that_fit(int(row_gib * GIB)) == rows
+    if rows < 64:  # one more doubling would need more than plans fill
+        needed = (30 + 2 * rows * row_gib) * (1 + GPU_SLACK) + 1
+        assert needed > DEVICE.filled * 80
+
+
+def test_a_single_row_that_does_not_fit_ends_the_start_with_what_it_needs_and_advice():
+    with pytest.raises(MemoryBudgetError) as ended:
+        rows_that_fit(None)
+    said = str(ended.value)
+    assert said.startswith(
+        "batch.micro_size=auto: not even one row of data.seq_len=64 fits: 80 GiB in use; CUDA out "
+        "of memory. Tried to allocate 2.00 GiB. Set parallel.recompute=full, a shorter data.seq_len"
+    )
+
+
+def refusing(error):
+    """Return what stands for torch's question to the driver's library, and how often it came."""
+    asked = []
+
+    def utilization(device):
+        asked.append(device)
+        if isinstance(error, Exception):
+            raise error
+        return error
+
+    return utilization, asked
+
+
+class NVMLError(Exception):
+    """As pynvml's: derived from Exception alone. amdsmi's AmdSmiException is too."""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        NVMLError("Not Supported"),  # MIG, vGPU
+        NVMLError("Insufficient Permissions"),
+        ModuleNotFoundError("nvidia-ml-py does not seem to be installed"),
+        RuntimeError("cuda driver can't be loaded, is cuda enabled?"),
+        "N/A",  # of an AMD GPU
+    ],
+)
+def test_a_driver_that_does_not_tell_utilization_is_asked_once(monkeypatch, caplog, answer):
+    utilization, asked = refusing(answer)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    gpu = Gpu(torch.device("cuda", 3))
+    with caplog.at_level("INFO", "hpc_tune"):
+        assert [gpu.utilization() for _ in range(5)] == [None] * 5
+    assert asked == [torch.device("cuda", 3)]
+    [line] = caplog.messages
+    assert line.startswith("metrics have no device_util: ")
+
+
+def test_a_driver_that_tells_utilization_is_asked_each_time(monkeypatch):
+    utilization, asked = refusing(73)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    gpu = Gpu(torch.device("cuda", 0))
+    assert [gpu.utilization() for _ in range(3)] == [0.73] * 3
+    assert len(asked) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what torch raises without a GPU")
+def test_what_torch_itself_raises_without_a_driver_is_no_error():
+    assert Gpu(torch.device("cuda", 0)).utilization() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "of_device"),
+    [
+        (torch.OutOfMemoryError(ERROR), True),
+        (torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), False),
+        (MemoryError(), False),
+        (OSError(12, "Cannot allocate memory"), False),
+    ],
+)
+def test_an_allocation_that_fails_is_the_devices_or_the_hosts(error, of_device):
+    assert is_out_of_memory(error)
+    assert is_of_a_device(error) is of_device
+
+
+def test_of_torchs_words_those_remain_that_tell_what_failed():
+    assert what_failed(torch.OutOfMemoryError(ERROR)) == (
+        "CUDA out of memory. Tried to allocate 2.00 GiB"
+    )
+    assert what_failed(torch.OutOfMemoryError("")) == "OutOfMemoryError"
