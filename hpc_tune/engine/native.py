@@ -11,6 +11,7 @@ reduce-scatter runs in each backward pass, or with reshard=step in the last.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import MOMENTS, make_adamw
-from hpc_tune.engine.base import EngineSettings, StepResult
+from hpc_tune.engine.base import EngineSettings, StepResult, uses_fsdp
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.float8 import check_float8, use_float8
@@ -39,10 +40,10 @@ from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.blocks import block_list, use_own_layers
-from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.regions import Region
+from hpc_tune.model.regions import Region, local_region
 from hpc_tune.model.weights import TensorIndex
 
 
@@ -70,7 +71,8 @@ class NativeEngine:
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, self._mesh, device, settings.reserve)
-        replicated = layout.replicate == layout.size and not _uses_fsdp(settings)
+        self._uses_fsdp = uses_fsdp(layout.shard, parallel)
+        replicated = layout.replicate == layout.size and not self._uses_fsdp
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
@@ -139,8 +141,7 @@ class NativeEngine:
         """Return what this rank holds and no rank before it does; see ``base.Engine``."""
         regions = []
         for trained in self._trained:
-            for name, tensor in self._state_of(trained) if trained.writes else ():
-                region = trained.stage.region(trained.name, tensor)
+            for name, region in self._state_of(trained) if trained.writes else ():
                 if (local := region.local).numel():
                     box = tuple(local.shape), region.offset, region.full_shape
                     regions.append(Region(name, local.dtype, *box, local.contiguous))
@@ -153,9 +154,8 @@ class NativeEngine:
             CheckpointError: if a tensor is missing or has another shape.
         """
         for trained in self._trained:
-            for name, tensor in self._state_of(trained):
+            for name, region in self._state_of(trained):
                 index.require([name])
-                region = trained.stage.region(trained.name, tensor)
                 if region.local.numel():
                     index.fill(region.local, name, region.offset, self._settings.reserve)
         for state in self._adamw.state.values():
@@ -218,8 +218,8 @@ class NativeEngine:
         return out
 
     def _may_skip(self, batch: Batch) -> bool:
-        """Without sharding, a micro-batch without labels is this rank's own affair."""
-        return batch.num_loss_tokens == 0 and self._layout.shard == 1
+        """Without FSDP's messages, a micro-batch without labels is this rank's own affair."""
+        return batch.num_loss_tokens == 0 and not self._uses_fsdp
 
     def _reduce_gradients(self) -> None:
         for sums in self._overlapped:
@@ -234,10 +234,12 @@ class NativeEngine:
             tied = next(t for t in self._trained if t.saved_name == t.stage.tied)
             self._collectives.all_reduce(tied.local_grad, self._tied_group)
 
-    def _state_of(self, trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
-        yield trained.saved_name, trained.parameter
+    def _state_of(self, trained: Trained) -> Iterator[tuple[str, LocalRegion]]:
+        region = trained.stage.region(trained.name, trained.parameter)
+        yield trained.saved_name, region
         for part in MOMENTS:
-            yield f"{part}.{trained.saved_name}", self._adamw.state[trained.parameter][part]
+            moment, _ = local_region(self._adamw.state[trained.parameter][part])
+            yield f"{part}.{trained.saved_name}", replace(region, local=moment)
 
     def _zero_grad(self) -> None:
         for bucket in self._buckets:
@@ -260,10 +262,6 @@ class NativeEngine:
             if sharded:
                 torch._foreach_mul_(sharded, scale.to(sharded[0].device))
         return norm
-
-
-def _uses_fsdp(settings: EngineSettings) -> bool:
-    return settings.layout.shard > 1 or settings.parallel.offload_params == "cpu"
 
 
 def _load_stages(
@@ -308,7 +306,7 @@ def _load_stage(
     checkpoint_blocks(blocks, parallel.recompute)
     if train.compile:
         compile_blocks(blocks)
-    if _uses_fsdp(settings):
+    if uses_fsdp(settings.layout.shard, parallel):
         shard(stage, blocks, mesh, parallel, device, collectives)
     offloads = parallel.offload_params == "cpu"
     allocate(stage.module, device, torch.device("cpu") if offloads else None)
