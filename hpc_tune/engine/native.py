@@ -21,6 +21,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import MOMENTS, make_adamw
 from hpc_tune.engine.base import EngineSettings, StepResult, uses_fsdp
+from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.float8 import check_float8, use_float8
@@ -63,7 +64,7 @@ class NativeEngine:
         self._layout, self._device, self._settings = layout, device, settings
         self._seed, self._autocast = built.seed, autocast_dtype(built)
         self._mesh = Mesh(layout, device)
-        self._collectives = CountedCollectives(device)
+        self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
         self._stages, self._trained = _load_stages(built, settings, self._mesh, self._collectives)
         modules = [stage.module for stage in self._stages]
         blocks = [block for module in modules for block in block_list(module)]
@@ -110,9 +111,9 @@ class NativeEngine:
             group["lr"] = lr
         before_update()
         (self._offloaded or self._adamw).step()
-        mean_loss, norm = loss.item() / global_tokens, grad_norm.item()
+        loss_sum, norm = torch.stack([loss.double(), grad_norm]).tolist()  # the host waits once
         sent, comm_s = self._collectives.take()
-        return StepResult(mean_loss, norm, comm_s, sent)
+        return StepResult(loss_sum / global_tokens, norm, comm_s, sent)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
@@ -122,6 +123,7 @@ class NativeEngine:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         remaining = iter(batches)
         while group := list(islice(remaining, 2 * self._layout.pipeline)):
+            self._copies.begin(group)
             if self._pipeline is not None:
                 losses = self._pipeline.evaluate(group, self._forward)
             else:
@@ -183,6 +185,7 @@ class NativeEngine:
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the loss sum."""
         total = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._copies.begin(batches)
 
         def backward(
             chunk: int, is_last: bool, out: torch.Tensor, grad_BTD: torch.Tensor | None
@@ -214,7 +217,7 @@ class NativeEngine:
         stage = chunk * self._layout.pipeline + self._mesh.coordinates.pipeline
         seed_micro_batch(self._seed, batch.first_row, stage)
         with autocast(self._device, self._autocast):
-            out: torch.Tensor = self._stages[chunk].module(batch.to(self._device), hidden_BTD)
+            out: torch.Tensor = self._stages[chunk].module(self._copies.take(batch), hidden_BTD)
         return out
 
     def _may_skip(self, batch: Batch) -> bool:
