@@ -1,13 +1,10 @@
-"""A step's micro-batches on the device, copied on a stream of their own while others are computed.
+"""Micro-batches on the device, each copied on a stream of its own while the one before is computed.
 
-    begin: pinned memory -> (a stream for copies) -> int64 on the device, an event per micro-batch
-    take:  the stream that computes waits for that event; the host waits for nothing
-
-All micro-batches of a step are begun at once: 24 bytes per token of this rank's step, far less than
-what one layer keeps of one micro-batch.
+begin, take: pinned memory -> (the stream of copies) -> int64 on the device, and an event
+take:        the stream that computes waits for the event; the host waits for nothing
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,31 +13,37 @@ from hpc_tune.batch import Batch
 
 
 class BatchCopies:
-    """The copies of one rank; on a CPU a batch is its own copy."""
+    """Copies the micro-batches of one rank, one ahead of their use; on a CPU they stay as they are.
+
+    Those that are used again, as by another stage of this rank, are copied again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # By the identity of what was copied, which is held so that no other object gets it.
-        self._begun: dict[int, tuple[Batch, Batch, Any]] = {}
+        self._waiting: Iterator[Batch] = iter(())
+        self._ahead: tuple[Batch, Batch, Any] | None = None
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Begin to copy ``batches``, and forget those before."""
-        self._begun.clear()
-        if self._stream is None:
-            return
-        with torch.cuda.stream(self._stream):
-            for batch in batches:
-                copy = batch.to(self._device)
-                self._begun[id(batch)] = batch, copy, self._stream.record_event()
+        """Begin to copy ``batches``, which are used in this order."""
+        self._waiting = iter(batches)
+        self._copy_next()
 
     def take(self, batch: Batch) -> Batch:
-        """Return the copy of ``batch`` for the current stream, in whose order it is there."""
-        if id(batch) not in self._begun:
+        """Return ``batch`` on the device, for the stream that computes."""
+        if self._ahead is None or self._ahead[0] is not batch:
             return batch.to(self._device)
-        _, copy, is_there = self._begun[id(batch)]
+        _, copy, is_there = self._ahead
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(is_there)
         for tensor in copy.tensors:
             tensor.record_stream(stream)  # else its memory would be given out while it is read
+        self._copy_next()
         return copy
+
+    def _copy_next(self) -> None:
+        self._ahead = None
+        if self._stream is None or (batch := next(self._waiting, None)) is None:
+            return
+        with torch.cuda.stream(self._stream):
+            self._ahead = batch, batch.to(self._device), self._stream.record_event()

@@ -123,11 +123,12 @@ class NativeEngine:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         remaining = iter(batches)
         while group := list(islice(remaining, 2 * self._layout.pipeline)):
-            self._copies.begin(group)
+            used = [batch for batch in group if not self._may_skip(batch)]
+            self._copies.begin(used)
             if self._pipeline is not None:
-                losses = self._pipeline.evaluate(group, self._forward)
+                losses = self._pipeline.evaluate(used, self._forward)
             else:
-                losses = [self._forward(0, b, None) for b in group if not self._may_skip(b)]
+                losses = [self._forward(0, batch, None) for batch in used]
             if self._mesh.coordinates.tensor == 0:
                 total[0] += sum(loss.double() for loss in losses)
             if self._mesh.coordinates.counts_rows:
@@ -185,7 +186,8 @@ class NativeEngine:
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the loss sum."""
         total = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._copies.begin(batches)
+        used = [batch for batch in batches if not self._may_skip(batch)]
+        self._copies.begin(used)
 
         def backward(
             chunk: int, is_last: bool, out: torch.Tensor, grad_BTD: torch.Tensor | None
@@ -201,9 +203,8 @@ class NativeEngine:
                 total += out.detach()
 
         if self._pipeline is not None:
-            self._pipeline.train(batches, self._forward, backward)
+            self._pipeline.train(used, self._forward, backward)
             return total
-        used = [batch for batch in batches if not self._may_skip(batch)]
         for batch in used:
             out = self._forward(0, batch, None)
             if batch is used[-1]:
@@ -221,8 +222,9 @@ class NativeEngine:
         return out
 
     def _may_skip(self, batch: Batch) -> bool:
-        """Without FSDP's messages, a micro-batch without labels is this rank's own affair."""
-        return batch.num_loss_tokens == 0 and not self._uses_fsdp
+        """Whether no other rank would wait for the passes of a micro-batch without labels."""
+        waits = self._uses_fsdp or self._pipeline is not None
+        return batch.num_loss_tokens == 0 and not waits
 
     def _reduce_gradients(self) -> None:
         for sums in self._overlapped:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NATIVE = Path(__file__).with_suffix(".cpp")
+NOTES = ("waits", "races", "unrecorded", "late", "copies")
 
 
 def load_native(folder: Path) -> None:
@@ -49,8 +50,9 @@ def fake_cuda() -> Iterator[Any]:
         """Notes where the host waits for the device, and what is used before it is there.
 
         ``waits`` are the places in hpc_tune, ``races`` those that use what another stream writes
-        without having waited for it, ``copies`` the bytes copied to the device by dtype, and
-        ``unrecorded`` the uses of a batch's tensors of which their stream does not know.
+        without having waited for it, ``copies`` the bytes copied to the device by dtype, ``late``
+        the batches that are copied by the stream that computes, and ``unrecorded`` the uses of a
+        batch's tensors of which their stream does not know.
         """
 
         def __init__(self) -> None:
@@ -59,6 +61,7 @@ def fake_cuda() -> Iterator[Any]:
             self.waits: list[str] = []
             self.races: list[str] = []
             self.unrecorded: list[str] = []
+            self.late: list[str] = []
             self.copies: Counter[str] = Counter()
             self.now = self.waited_at = 0  # the number of an operation
             self._pinned = _Storages()
@@ -67,8 +70,8 @@ def fake_cuda() -> Iterator[Any]:
 
         def begin(self) -> None:
             """Forget what was noted."""
-            for notes in (self.waits, self.races, self.unrecorded, self.copies):
-                notes.clear()
+            for name in NOTES:
+                getattr(self, name).clear()
 
         def wait(self, what: str) -> None:
             """The host waits until the device has done all that it was given."""
@@ -115,6 +118,8 @@ def fake_cuda() -> Iterator[Any]:
             kinds = source.device.type, target.device.type
             if kinds == ("cpu", "cuda"):
                 self.copies[str(source.dtype)] += source.nbytes
+                if self.stream is self.default and (place := _place()).startswith("batch.py"):
+                    self.late.append(place)
                 if not (non_blocking and self.is_pinned(source)):
                     self.wait("pageable or blocking memory is copied to the device")
             if kinds == ("cuda", "cpu"):
@@ -132,7 +137,7 @@ def fake_cuda() -> Iterator[Any]:
                 stream, number, place = written
                 if self.default.seen.get(stream, -1) < number:
                     self.races.append(f"{place} is used in {_place()}")
-                if "batch.py" in place and self._recorded.get(tensor) is not self.default:
+                if place.startswith("batch.py") and self._recorded.get(tensor) is not self.default:
                     self.unrecorded.append(_place())
 
     class Stream:

@@ -32,12 +32,11 @@ from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.build import DTYPES, build
 from hpc_tune.plan.trace import _fake_world
-from tests.support.fake_cuda import fake_cuda
+from tests.support.fake_cuda import NOTES, fake_cuda
 from tests.support.fake_world import make_inputs
 
 DEVICE = torch.device("cuda", 0)
 SEQ_LEN, MICROS = 64, 2
-NOTES = ("waits", "races", "unrecorded", "copies")
 LAYOUTS = {
     "single": {},
     "replicate 2": {"replicate": 2},
