@@ -64,6 +64,7 @@ class Loader:
         )
         self.total_rows = self._sampler.num_rows if total_rows is None else total_rows
         self._rows = 0
+        self._pins = False
         self._prefetcher = Prefetcher(self._build, prefetch_bytes, self._step_bytes())
         if rank == 0:
             _warn_of_cuts(store, order.seq_len)
@@ -141,6 +142,11 @@ class Loader:
         """Limit the bytes of prefetched steps; 0 disables prefetching."""
         self._prefetcher.set_limit(num_bytes)
 
+    def pin_batches(self) -> None:
+        """Build steps in pinned memory from now on, for a GPU to copy them while it computes."""
+        self._pins = True
+        self._prefetcher.restart(self._rows)
+
     def close(self) -> None:
         """End the thread."""
         self._prefetcher.close()
@@ -170,7 +176,7 @@ class Loader:
                 if rows
                 else empty_batch(start)
             )
-        return batches, stop
+        return [batch.pinned() for batch in batches] if self._pins else batches, stop
 
 
 def _warn_of_cuts(store: TokenStore, seq_len: int) -> None:

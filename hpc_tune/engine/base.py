@@ -35,6 +35,14 @@ class EngineSettings:
     faults: Faults = NO_FAULTS
 
 
+def uses_fsdp(shard: int, parallel: ParallelConfig) -> bool:
+    """Whether FSDP2 holds the weights of the PyTorch engine, ``shard`` ranks those of one copy.
+
+    Weights that are offloaded are FSDP's also where nothing is sharded.
+    """
+    return shard > 1 or parallel.offload_params == "cpu"
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of one optimizer step, the same on every rank except for its messages.

@@ -11,6 +11,7 @@ reduce-scatter runs in each backward pass, or with reshard=step in the last.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import MOMENTS, make_adamw
-from hpc_tune.engine.base import EngineSettings, StepResult
+from hpc_tune.engine.base import EngineSettings, StepResult, uses_fsdp
+from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.float8 import check_float8, use_float8
@@ -39,10 +41,10 @@ from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.blocks import block_list, use_own_layers
-from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.regions import Region
+from hpc_tune.model.regions import Region, local_region
 from hpc_tune.model.weights import TensorIndex
 
 
@@ -67,7 +69,7 @@ class NativeEngine:
         edges = {}
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
-        self._collectives = CountedCollectives(device)
+        self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
         self._stages, self._trained = _load_stages(built, settings, self._mesh, self._collectives)
         modules = [stage.module for stage in self._stages]
         blocks = [block for module in modules for block in block_list(module)]
@@ -75,7 +77,8 @@ class NativeEngine:
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
         self._buckets = make_buckets(self._trained, self._mesh, device, settings.reserve)
-        self.repeats_steps = layout.replicate == layout.size and not _uses_fsdp(settings)
+        self._uses_fsdp = uses_fsdp(layout.shard, parallel)
+        self.repeats_steps = layout.replicate == layout.size and not self._uses_fsdp
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
@@ -122,9 +125,9 @@ class NativeEngine:
             group["lr"] = lr
         before_update()
         (self._offloaded or self._adamw).step()
-        mean_loss, norm = loss.item() / global_tokens, grad_norm.item()
+        loss_sum, norm = torch.stack([loss.double(), grad_norm]).tolist()  # the host waits once
         sent, comm_s = self._collectives.take()
-        return StepResult(mean_loss, norm, comm_s, sent)
+        return StepResult(loss_sum / global_tokens, norm, comm_s, sent)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
@@ -134,10 +137,12 @@ class NativeEngine:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         remaining = iter(batches)
         while group := list(islice(remaining, 2 * self._layout.pipeline)):
+            used = [batch for batch in group if not self._may_skip(batch)]
+            self._copies.begin(used)
             if self._pipeline is not None:
-                losses = self._pipeline.evaluate(group, self._forward)
+                losses = self._pipeline.evaluate(used, self._forward)
             else:
-                losses = [self._forward(0, b, None) for b in group if not self._may_skip(b)]
+                losses = [self._forward(0, batch, None) for batch in used]
             if self._mesh.coordinates.tensor == 0:
                 total[0] += sum(loss.double() for loss in losses)
             if self._mesh.coordinates.counts_rows:
@@ -153,8 +158,7 @@ class NativeEngine:
         """Return what this rank holds and no rank before it does; see ``base.Engine``."""
         regions = []
         for trained in self._trained:
-            for name, tensor in self._state_of(trained) if trained.writes else ():
-                region = trained.stage.region(trained.name, tensor)
+            for name, region in self._state_of(trained) if trained.writes else ():
                 if (local := region.local).numel():
                     box = tuple(local.shape), region.offset, region.full_shape
                     regions.append(Region(name, local.dtype, *box, local.contiguous))
@@ -167,9 +171,8 @@ class NativeEngine:
             CheckpointError: if a tensor is missing or has another shape.
         """
         for trained in self._trained:
-            for name, tensor in self._state_of(trained):
+            for name, region in self._state_of(trained):
                 index.require([name])
-                region = trained.stage.region(trained.name, tensor)
                 if region.local.numel():
                     index.fill(region.local, name, region.offset, self._settings.reserve)
         for state in self._adamw.state.values():
@@ -197,6 +200,8 @@ class NativeEngine:
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the loss sum."""
         total = torch.zeros((), dtype=torch.float32, device=self._device)
+        used = [batch for batch in batches if not self._may_skip(batch)]
+        self._copies.begin(used)
 
         def backward(
             chunk: int, is_last: bool, out: torch.Tensor, grad_BTD: torch.Tensor | None
@@ -212,9 +217,8 @@ class NativeEngine:
                 total += out.detach()
 
         if self._pipeline is not None:
-            self._pipeline.train(batches, self._forward, backward)
+            self._pipeline.train(used, self._forward, backward)
             return total
-        used = [batch for batch in batches if not self._may_skip(batch)]
         for batch in used:
             out = self._forward(0, batch, None)
             if batch is used[-1]:
@@ -228,12 +232,13 @@ class NativeEngine:
         stage = chunk * self._layout.pipeline + self._mesh.coordinates.pipeline
         seed_micro_batch(self._seed, batch.first_row, stage)
         with autocast(self._device, self._autocast):
-            out: torch.Tensor = self._stages[chunk].module(batch.to(self._device), hidden_BTD)
+            out: torch.Tensor = self._stages[chunk].module(self._copies.take(batch), hidden_BTD)
         return out
 
     def _may_skip(self, batch: Batch) -> bool:
-        """Without sharding, a micro-batch without labels is this rank's own affair."""
-        return batch.num_loss_tokens == 0 and self._layout.shard == 1
+        """Whether no other rank would wait for the passes of a micro-batch without labels."""
+        waits = self._uses_fsdp or self._pipeline is not None
+        return batch.num_loss_tokens == 0 and not waits
 
     def _reduce_gradients(self) -> None:
         for sums in self._overlapped:
@@ -248,10 +253,12 @@ class NativeEngine:
             tied = next(t for t in self._trained if t.saved_name == t.stage.tied)
             self._collectives.all_reduce(tied.local_grad, self._tied_group)
 
-    def _state_of(self, trained: Trained) -> Iterator[tuple[str, torch.Tensor]]:
-        yield trained.saved_name, trained.parameter
+    def _state_of(self, trained: Trained) -> Iterator[tuple[str, LocalRegion]]:
+        region = trained.stage.region(trained.name, trained.parameter)
+        yield trained.saved_name, region
         for part in MOMENTS:
-            yield f"{part}.{trained.saved_name}", self._adamw.state[trained.parameter][part]
+            moment, _ = local_region(self._adamw.state[trained.parameter][part])
+            yield f"{part}.{trained.saved_name}", replace(region, local=moment)
 
     def _zero_grad(self) -> None:
         for bucket in self._buckets:
@@ -274,10 +281,6 @@ class NativeEngine:
             if sharded:
                 torch._foreach_mul_(sharded, scale.to(sharded[0].device))
         return norm
-
-
-def _uses_fsdp(settings: EngineSettings) -> bool:
-    return settings.layout.shard > 1 or settings.parallel.offload_params == "cpu"
 
 
 def _load_stages(
@@ -322,7 +325,7 @@ def _load_stage(
     checkpoint_blocks(blocks, parallel.recompute)
     if train.compile:
         compile_blocks(blocks)
-    if _uses_fsdp(settings):
+    if uses_fsdp(settings.layout.shard, parallel):
         shard(stage, blocks, mesh, parallel, device, collectives)
     offloads = parallel.offload_params == "cpu"
     allocate(stage.module, device, torch.device("cpu") if offloads else None)

@@ -14,6 +14,7 @@ from hpc_tune.checkpoint.export import merge_bytes
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import CheckpointConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN, PREFETCH_BYTES
+from hpc_tune.engine.base import uses_fsdp
 from hpc_tune.engine.compile import WORKER_BYTES, num_workers
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.weights import PIECE_BYTES
@@ -96,8 +97,7 @@ class MemorySettings:
     def is_sharded(self) -> bool:
         """Whether each rank holds a shard of the weights."""
         parallel = self.parallel
-        shards = (parallel.shard or 1) > 1 or parallel.zero_stage == 3
-        return shards or parallel.offload_params != "none"
+        return parallel.zero_stage == 3 or uses_fsdp(parallel.shard or 1, parallel)
 
 
 def process_bytes(machine: Machine) -> int:

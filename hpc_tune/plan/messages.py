@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.engine.base import uses_fsdp
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.pipeline_parallel import stage_blocks
 from hpc_tune.model.loss import LEAST_TOKENS, TRAINED_LOGITS_BYTES
@@ -108,7 +109,7 @@ class Rank0:
     @property
     def uses_fsdp(self) -> bool:
         """Whether FSDP2 holds weights."""
-        return self.layout.shard > 1 or self.parallel.offload_params == "cpu"
+        return uses_fsdp(self.layout.shard, self.parallel)
 
     @property
     def lowers(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig
+from hpc_tune.engine.base import uses_fsdp
 from hpc_tune.engine.mesh import Layout, MeshCoordinates
 from hpc_tune.engine.pipeline_parallel import why_no_stages
 from hpc_tune.engine.tensor_parallel import why_no_slices
@@ -161,7 +162,7 @@ def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:
         f"parallel.{name}={getattr(parallel, name)} has no effect where nothing is sharded "
         f"({layout})"
         for name, is_set in settings.items()
-        if is_set and layout.shard == 1 and parallel.offload_params == "none"
+        if is_set and not uses_fsdp(layout.shard, parallel)
     ]
 
 

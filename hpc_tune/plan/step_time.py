@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.engine.base import uses_fsdp
 from hpc_tune.engine.gradients import PIECE_BYTES
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.pipeline_parallel import deal_blocks
@@ -123,7 +124,7 @@ def step_time(
     )
     sharing = compute.sharing / gain
     reducing_s = _reducing_s(work, placed, parallel, num_micro)
-    if layout.replicate == layout.size and parallel.offload_params == "none":
+    if layout.replicate == layout.size and not uses_fsdp(layout.shard, parallel):
         # Piece by piece within the last backward pass, two thirds of a micro-batch's time; the last
         # piece has nothing to hide behind.
         num_pieces = math.ceil(work.size.trained_bytes / PIECE_BYTES)

@@ -89,6 +89,8 @@ def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
         rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
     )
+    if job.comm.device.type == "cuda":
+        loader.pin_batches()
     if config.train.max_steps is not None:
         loader.total_rows = config.train.max_steps * config.batch.global_size
     else:

@@ -314,3 +314,19 @@ def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_pat
     assert "parallel.offload_path=/nowhere/at/all: no such folder" in done.stderr
     assert done.stderr.count("parallel.offload_path") == 1
     assert outcome(tmp_path)["exit_code"] == 2
+
+
+def test_a_rank_without_rows_takes_part_where_offloaded_weights_have_copies(shared):
+    """Nothing is sharded, but FSDP adds gradients up: its ranks wait for each other's passes."""
+    axes = ["replicate=2", "offload_params=cpu"]
+    ends = {}
+    for n, layout in ((1, []), (2, axes)):
+        runs = [
+            job(shared, f"one row on {n} {method}", method, layout, "batch.global_size=1")
+            for method in METHODS
+        ]
+        ends[n] = many_runs(n, runs, shared, timeout=120)
+    assert ends == {1: [0, 0], 2: [0, 0]}
+    for method in METHODS:
+        one, two = (losses(shared / f"one row on {n} {method}") for n in (1, 2))
+        assert worst_gap(two, one) < 1e-5, method

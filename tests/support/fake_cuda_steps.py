@@ -1,0 +1,152 @@
+"""A program: steps of each layout, method and recompute on a CUDA device that is not there.
+
+    python -m tests.support.fake_cuda_steps FOLDER [LAYOUT ...]
+
+Prints a JSON object per case: where the host waited in a step, in an evaluation and in the copies
+of a save, what was used before it was there, and where optimizer state lay before, while and after
+it was moved. One rank of each world is run; the process group is torch's fake one.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.support.fake_cuda import load_native
+
+if __name__ == "__main__":
+    load_native(Path(sys.argv[1]))
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpc_tune.config.optim import OptimConfig
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.loader import Loader, eval_batches
+from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.engine.base import EngineSettings
+from hpc_tune.engine.mesh import Layout
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.memory.policy import Action
+from hpc_tune.model import varlen_attention
+from hpc_tune.model.build import DTYPES, build
+from hpc_tune.plan.trace import _fake_world
+from tests.support.fake_cuda import NOTES, fake_cuda
+from tests.support.fake_world import make_inputs
+
+DEVICE = torch.device("cuda", 0)
+SEQ_LEN, MICROS = 64, 2
+LAYOUTS = {
+    "single": {},
+    "replicate 2": {"replicate": 2},
+    "shard 2": {"shard": 2, "reshard": "block"},
+    "shard 2, kept a step": {"shard": 2, "reshard": "step"},
+    "hsdp 2x2": {"replicate": 2, "shard": 2, "reshard": "block"},
+    "tensor 2": {"tensor": 2},
+    "pipeline 2": {"pipeline": 2},
+    "pipeline 2, interleaved": {"pipeline": 2, "stages_per_rank": 2},
+    "offload_params=cpu": {"shard": 2, "reshard": "block", "offload_params": "cpu"},
+}
+AXES = ("replicate", "shard", "tensor", "pipeline")
+
+
+def cases():
+    """(layout, method, recompute, dtype): of recompute what layouts do not change."""
+    for layout in LAYOUTS:
+        for method in ("lora", "full"):
+            yield layout, method, "none", "bf16"
+    yield "single", "lora", "selective", "bf16"
+    yield "shard 2", "full", "full", "bf16"
+    yield "single", "lora", "full", "fp32"  # attention takes a mask
+
+
+def main() -> None:
+    folder, chosen = Path(sys.argv[1]), sys.argv[2:] or LAYOUTS
+    model, data = make_inputs(folder)
+    (small := folder / "two blocks").mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    store = TokenStore.open(data)
+    varlen_attention.why_wrong = lambda *_: ""  # its check computes
+    for layout, method, recompute, dtype in cases():
+        if layout not in chosen:
+            continue
+        axes = LAYOUTS[layout]
+        parallel = ParallelConfig(**{"recompute": recompute, "reshard": "block", **axes})
+        world = Layout(*(axes.get(axis, 1) for axis in AXES))
+        rank = world.size - 1  # the last stage, which has the loss
+        shape = model if parallel.stages_per_rank > 1 else small
+        built = build(shape, DTYPES[dtype], TuneConfig(method=method), 0, weights=False)
+        with _fake_world(rank, world.size), fake_cuda() as watch:
+            settings = EngineSettings(world, DEVICE, OptimConfig(lr=1e-3), parallel)
+            noted = run(NativeEngine(built, settings), store, world, rank, watch)
+        print(json.dumps({"case": [layout, method, recompute, dtype], **noted}), flush=True)
+
+
+def run(engine, store, world, rank, watch):
+    """Do what a run does between its start and its end; return what was noted."""
+    order = SampleOrder(SEQ_LEN, True, 0)
+    place = {"rank": world.coordinates(rank).data, "size": world.data_size, "micro_size": 1}
+    rows = MICROS * world.data_size
+    loader = Loader(store, order, global_size=rows, prefetch_bytes=0, **place)
+    loader.pin_batches()
+    noted = {}
+
+    def note(what):
+        noted[what] = {name: sorted(set(getattr(watch, name))) for name in NOTES}
+        noted[what]["num_waits"] = len(watch.waits)
+        watch.begin()
+
+    def step(what):
+        batches = loader.next_step()
+        assert all(watch.is_pinned(tensor) for batch in batches for tensor in batch.tensors)
+        watch.begin()
+        engine.train_step(batches, 100, 1e-3)
+        note(what)
+
+    step("step")
+    engine.evaluate(eval_batches(store, order, rows, **place))
+    note("evaluation")
+    noted["save"] = copied(engine)
+    if Action.MOVE_OPTIMIZER in engine.levers:
+        lever = engine.levers[Action.MOVE_OPTIMIZER].pull
+        noted["moments"] = [state_of(engine, watch)]
+        lever(1)
+        noted["moments"].append(state_of(engine, watch))
+        noted["save while moved"] = copied(engine)
+        step("step while moved")
+        lever(0)
+        noted["moments"].append(state_of(engine, watch))
+    else:
+        step("another step")
+    return noted
+
+
+def state_of(engine, watch):
+    """Return the kinds of the moments and where they are."""
+    found = set()
+    for state in engine._adamw.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            local = state[name].to_local() if isinstance(state[name], DTensor) else state[name]
+            kind = type(state[name]).__name__.removeprefix("Fake")
+            pinned = " pinned" if watch.is_pinned(local) else ""
+            found.add(f"{kind} on {local.device.type}{pinned}")
+    return sorted(found)
+
+
+def copied(engine):
+    """Copy what a rank writes to the host, as a writer does; return where the values were."""
+    places = {}
+    for region in engine.regions():
+        values = region.values()
+        assert tuple(values.shape) == region.shape
+        assert values.dtype == region.dtype
+        values.to("cpu", copy=True)
+        kind = region.name.split(".")[0] if region.name.startswith("exp_") else "weights"
+        places.setdefault(kind, set()).add(values.device.type)
+    return {kind: sorted(found) for kind, found in places.items()}
+
+
+if __name__ == "__main__":
+    main()
