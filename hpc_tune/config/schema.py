@@ -139,6 +139,13 @@ class TrainConfig(Section):
         description="Use only kernels that give the same bits each time: slower on GPUs, free on "
         "CPUs. false: the fastest ones, whose last digits may differ from run to run.",
     )
+    tf32: bool = Field(
+        True,
+        description="On GPUs that have it (compute capability 8.0 or later), multiply the matrices "
+        "of a model in fp32 as TF32: faster, with 3 digits of each factor instead of 7. Weights "
+        "and sums stay in fp32. false, or train.deterministic=true: all digits, to compare with a "
+        "run on CPUs.",
+    )
     compile: bool = Field(
         False,
         description="Compile one decoder block with torch.compile and reuse it for all: faster "
