@@ -52,7 +52,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "method": method_of(config.tune, model.size),
         "data": _data(config.data, data),
         "layout": f"{layout}: {resolved.why}",
-        "memory": forecast.verdict,
+        "memory": forecast.verdict + allocator_of(comm.device, os.environ),
         "mask": mask_of(model.built.config, why_masked, comm.device),
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
@@ -60,8 +60,6 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     unsaid = set() if job.chosen is not None else {"world"}
     if comm.device.type == "cpu" and not why_masked:
         unsaid.add("mask")
-    if comm.device.type == "cuda":
-        lines["device"] = f"{_hardware(comm)}, {allocator_of(os.environ)}"
     for name, text in lines.items():
         if name not in unsaid:
             log.info("%-7s %s", name, text)
@@ -139,10 +137,10 @@ def arithmetic_of(
     return f"{name}, multiplied in TF32 (train.tf32=true)" if is_less else name
 
 
-def allocator_of(environ: Mapping[str, str]) -> str:
-    """Return how the allocator of a GPU's memory is set up."""
+def allocator_of(device: torch.device, environ: Mapping[str, str]) -> str:
+    """Return how the allocator of a GPU's memory is set up, as an addition to the forecast."""
     found = [f"{name}={environ[name]}" for name in VARIABLES if name in environ]
-    return f"allocator as {found[0]}" if found else "allocator with torch's defaults"
+    return f"; {found[0]}" if device.type == "cuda" and found else ""
 
 
 def _world(comm: Comm) -> str:

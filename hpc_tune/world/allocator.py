@@ -1,4 +1,4 @@
-"""How torch's CUDA allocator is set up, before it reads that from the environment."""
+"""How torch's CUDA allocator is set up: it reads that from the environment at its first use."""
 
 import ctypes
 from collections.abc import Callable, MutableMapping

@@ -25,7 +25,6 @@ from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
 from hpc_tune.world import affinity
-from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import check_devices, pick_device
 from hpc_tune.world.discover import World, discover
@@ -69,7 +68,6 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
             nodes = nodes_of(hosts, hosts, [None] * world.size)
             world = replace(world, **place_of(world.rank, nodes))
         share, threads, notes = _take_cores(world, channel, settings)
-        expand_segments(os.environ, settings.device)
         import torch
 
         torch.set_num_threads(threads)

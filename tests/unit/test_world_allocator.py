@@ -5,6 +5,8 @@ import sys
 import pytest
 
 from hpc_tune.world.allocator import can_map_memory, expand_segments
+from hpc_tune.world.device import pick_device
+from hpc_tune.world.discover import World
 
 SET = "expandable_segments:True"
 
@@ -27,6 +29,16 @@ def test_segments_expand_on_gpus_that_map_memory_unless_the_user_said_otherwise(
 ):
     expand_segments(environ, device, lambda: can_map)
     assert environ == found
+
+
+def test_they_do_before_torch_is_asked_for_a_device(monkeypatch):
+    order = []
+    monkeypatch.setattr(
+        "hpc_tune.world.device.expand_segments", lambda *_: order.append("segments")
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: order.append("device") or False)
+    pick_device("auto", World(0, 1, 0, 1, 0, 1, "n0", "single"))
+    assert order == ["segments", "device"]
 
 
 def test_a_machine_without_a_driver_maps_nothing(monkeypatch):
