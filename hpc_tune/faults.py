@@ -32,8 +32,9 @@ class Faults:
     ``compute(rows)`` is called by the PyTorch engine before each micro-batch, in evaluation too,
     where gradients are off.
 
-    ``write(index, copies)`` is called by the thread that writes a checkpoint before each of the
-    rank's values: its number, and the numbers of which there are copies, as they are at any moment.
+    ``write(index, copies)`` is called by the thread that writes a checkpoint before each piece of
+    the rank's values: its number, and the numbers of those that are copied, as they are at any
+    moment.
 
     ``level(name)`` gets the level of host memory after each step and returns the one to act on,
     both by their names in ``memory.policy.Level``.

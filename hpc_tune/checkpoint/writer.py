@@ -3,18 +3,20 @@
 The values are read in place. The forward and backward passes of the next step do not change them,
 so only the optimizer's update must wait: ``release`` copies what is not written yet, up to
 ``budget_bytes``, and waits for the rest.
+
+From a device all is copied first if ``budget_bytes`` allow it, by the device itself, and the update
+waits for nothing but that.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from hpc_tune.checkpoint.staging import Device, Piece, bytes_of, pieces_of_all
 from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
@@ -28,22 +30,25 @@ class Writer:
         files: Mapping[Path, Sequence[Region]],
         budget_bytes: int,
         faults: Faults = NO_FAULTS,
+        device: Device | None = None,
     ) -> None:
         """Start to write ``files``; their regions must stay as they are until ``release``."""
-        self._files = dict(files)
+        self._files, self._budget_bytes, self._faults = dict(files), budget_bytes, faults
         self._regions = [region for regions in self._files.values() for region in regions]
-        self._budget_bytes, self._faults = budget_bytes, faults
+        self._pieces = list(pieces_of_all(self._regions))
+        self._numbers: dict[int, list[int]] = defaultdict(list)  # pieces of each region
+        for number, piece in enumerate(self._pieces):
+            self._numbers[piece.region].append(number)
+        self._device = device
+        self._copies_all = device is not None and bytes_of(self._regions) <= budget_bytes
         self._copies: dict[int, torch.Tensor] = {}
-        self._next = 0  # the region that is being written
-        self._num_written_pieces = 0
-        self._over = self._released = False
+        self._next = 0  # the piece that is being written
+        self._num_read = 0  # regions, the one that is being read included
+        self._num_progressed = 0
+        self._over = self._copied_all = self._released = False
         self._error: CheckpointError | None = None
         self._written: list[WrittenFile] = []
         self._changed = threading.Condition()
-        self._stream: Any = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
@@ -55,7 +60,7 @@ class Writer:
     @property
     def progress(self) -> int:
         """A number that grows as bytes are written; reading it does not touch the file system."""
-        return self._num_written_pieces
+        return self._num_progressed
 
     def give_up(self, why: str) -> None:
         """Count as failed from now on, whatever the thread does."""
@@ -80,62 +85,89 @@ class Writer:
         with self._changed:
             if self._released:
                 return
-            first = self._copy_last()
+            first = len(self._pieces) if self._copies_all else self._copy_last()
             progress = self.progress
-            while not self._changed.wait_for(lambda: self._over or self._next >= first, limit_s):
+            while not self._changed.wait_for(lambda: self._may_change(first), limit_s):
                 if self.progress == progress:
                     self.give_up(
-                        f"{next(iter(self._files)).parent}: no byte was written for {limit_s:.0f} "
-                        "s; the file system hangs"
+                        f"{self._folder}: no byte was written for {limit_s:.0f} s; the file system "
+                        "hangs"
                     )
                 progress = self.progress
             self._released = True
 
+    @property
+    def _folder(self) -> Path:
+        return next(iter(self._files)).parent
+
+    def _may_change(self, first: int) -> bool:
+        """Whether the values may be changed, of which those from piece ``first`` on are copied."""
+        return self._over or self._copied_all or self._next >= first
+
     def _copy_last(self) -> int:
-        """Copy the last regions within the budget; return the index of the first copied one."""
-        left, first = self._budget_bytes, len(self._regions)
+        """Copy the last pieces within the budget; return the number of the first copied one."""
+        left, first = self._budget_bytes, len(self._pieces)
         while first > self._next + 1:
-            values = self._regions[first - 1].values()
-            if values.nbytes > left:
+            piece = self._pieces[first - 1]
+            if piece.num_bytes > left:
                 break
-            left -= values.nbytes
+            left -= piece.num_bytes
             first -= 1
-            self._copies[first] = values.to("cpu", copy=True)
+            self._copies[first] = self._values(piece).to("cpu", copy=True)
         return first
 
+    def _copy_all(self, device: Device) -> None:
+        """Let the device copy all pieces into blocks of pinned memory, and wait for that."""
+        number, block = -1, torch.empty(0)
+        for piece in self._pieces:
+            if piece.block != number:
+                number, block = piece.block, device.block()
+            values = self._values(piece)
+            copy = block[piece.offset : piece.offset + piece.num_bytes].view(values.dtype)
+            device.copy(values, to=copy)
+            self._copies[len(self._copies)] = copy
+            self._count()
+        device.wait()
+        with self._changed:
+            self._copied_all = True
+            self._changed.notify_all()
+
+    def _values(self, piece: Piece) -> torch.Tensor:
+        return self._regions[piece.region].values().view(-1)[piece.start : piece.stop]
+
     def _run(self) -> None:
-        index = 0
+        device = self._device
         try:
-            with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            with nullcontext() if device is None else device.stream():
+                if device is not None and self._copies_all:
+                    self._copy_all(device)
                 for file, regions in self._files.items():
-                    taken = [
-                        replace(region, values=partial(self._take, index + n))
-                        for n, region in enumerate(regions)
-                    ]
-                    index += len(regions)
-                    done = partial(self._reach, index)
-                    self._written.append(write_regions(file, taken, done, self._count))
+                    self._written.append(write_regions(file, regions, self._read, self._count))
         except CheckpointError as error:
             self._error = self._error or error
         except Exception as error:  # a thread's error must reach the loop
-            self._error = self._error or CheckpointError(f"{file} cannot be written: {error!r}")
+            message = f"{self._folder} cannot be written: {error!r}"
+            self._error = self._error or CheckpointError(message)
         finally:
             with self._changed:
                 self._over = True
                 self._copies.clear()
                 self._changed.notify_all()
+            if device is not None:
+                device.close()
 
     def _count(self) -> None:
-        self._num_written_pieces += 1
+        self._num_progressed += 1
 
-    def _reach(self, index: int) -> None:
-        with self._changed:
-            self._next = index
-            self._changed.notify_all()
-
-    def _take(self, index: int) -> torch.Tensor:
-        self._reach(index)
-        self._faults.write(index, self._copies.keys())
-        with self._changed:
-            copy = self._copies.pop(index, None)
-        return self._regions[index].values() if copy is None else copy
+    def _read(self, region: Region) -> Iterator[torch.Tensor]:
+        """Yield the values of the next region: the copies of its pieces, or else what is there."""
+        self._num_read += 1
+        for number in self._numbers[self._num_read - 1]:
+            self._faults.write(number, self._copies.keys())
+            with self._changed:
+                copy = self._copies.pop(number, None)
+            yield self._values(self._pieces[number]) if copy is None else copy
+            copy = None  # else it would stay in memory while the next one is written
+            with self._changed:
+                self._next = number + 1
+                self._changed.notify_all()

@@ -15,6 +15,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.config.section import Bytes, Memory, PositiveInt, Seconds, Section, Steps
 
+STAGING_BYTES = 256 << 20  # checkpoint.staging_bytes=auto on CPUs
 _YAML_SWITCH = {True: "on", False: "off"}  # YAML 1.1 reads a plain on and off as booleans
 
 
@@ -138,6 +139,13 @@ class TrainConfig(Section):
         description="Use only kernels that give the same bits each time: slower on GPUs, free on "
         "CPUs. false: the fastest ones, whose last digits may differ from run to run.",
     )
+    tf32: bool = Field(
+        True,
+        description="On GPUs that have it (compute capability 8.0 or later), multiply the matrices "
+        "of a model in fp32 as TF32: faster, with 3 digits of each factor instead of 7. Weights "
+        "and sums stay in fp32. false, or train.deterministic=true: all digits, to compare with a "
+        "run on CPUs.",
+    )
     compile: bool = Field(
         False,
         description="Compile one decoder block with torch.compile and reuse it for all: faster "
@@ -218,10 +226,12 @@ class CheckpointConfig(Section):
         "weights waits, until they have been read. false: training waits until the checkpoint is "
         "committed.",
     )
-    staging_bytes: Bytes = Field(
-        256 << 20,
+    staging_bytes: Bytes | Literal["auto"] = Field(
+        "auto",
         description="Bytes of host memory per rank for copies of what is not yet written when the "
-        "next update is due. With more of it the update waits less.",
+        "next update is due. With more of it the update waits less; on a GPU it waits for copies "
+        "alone if they hold all that the rank writes. auto: on a GPU all of that, where the memory "
+        "governor finds room for it; else 256 MiB.",
     )
     required: bool = Field(
         True,

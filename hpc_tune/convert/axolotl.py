@@ -234,6 +234,7 @@ _TAKEN: dict[str, Rule] = {
     **each(warmup, "warmup_steps warmup_ratio"),
     "lr_scheduler": _schedule,
     **each(_bf16, "bf16 bfloat16"),
+    "tf32": same("train.tf32"),
     "fp8": _float8,
     **each(_recompute, "gradient_checkpointing fsdp_config.activation_checkpointing"),
     **each(offload_params, "fsdp_config.offload_params fsdp_config.fsdp_offload_params"),

@@ -117,7 +117,6 @@ LEFT: dict[str, Rule] = {
         lacking("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"), "fp16 float16"
     ),
     "float32": lacking("set model.dtype=fp32", to_do=True),
-    "tf32": lacking("fp32 is computed in fp32; dtypes follow model.dtype"),
     "fp8_enable_fsdp_float8_all_gather": lacking("weights are gathered in model.dtype"),
     "lora_modules_to_save": lacking("only adapters are trained", to_do=True),
     **each(

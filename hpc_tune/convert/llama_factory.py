@@ -195,6 +195,7 @@ _TAKEN: dict[str, Rule] = {
     "num_train_epochs": epochs,
     "max_steps": max_steps,
     **each(_bf16, "bf16 pure_bf16"),
+    "tf32": same("train.tf32"),
     "disable_gradient_checkpointing": _recompute,
     "torch_compile": same("train.compile"),
     **each(deepspeed, "deepspeed deepspeed.*"),

@@ -190,5 +190,5 @@ LEFT: dict[str, Rule] = {
         "swanlab_api_key swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret project "
         "trackio_space_id trackio_bucket_id trackio_static_space_id",
     ),
-    **each(lacking("dtypes follow model.dtype"), "upcast_layernorm upcast_lmhead_output tf32"),
+    **each(lacking("dtypes follow model.dtype"), "upcast_layernorm upcast_lmhead_output"),
 }

@@ -13,6 +13,7 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    get_device_states,
 )
 
 from hpc_tune.memory.policy import Action, Lever
@@ -102,11 +104,34 @@ def _recomputed(forward: Forward, recompute: Level) -> Forward:
     options: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    without_draws: WeakSet[nn.Module] = WeakSet()
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(CURRENT.remembering(forward), self, *args, **options, **kwargs)
+        """Preserve the state of random numbers for the recomputation only if a block draws any.
+
+        Whether it does, its first pass of a training step shows; in a graph that costs nothing.
+        """
+        run, more = CURRENT.remembering(forward), {**options, **kwargs}
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return checkpoint(run, self, *args, **more)
+        if self in without_draws:
+            return checkpoint(run, self, *args, preserve_rng_state=False, **more)
+        before = _random_state(*args)
+        out = checkpoint(run, self, *args, **more)
+        if _random_state(*args) == before:
+            without_draws.add(self)
+        return out
 
     return recomputed
+
+
+def _random_state(*args: Any) -> list[bytes]:
+    """Return the states of the CPU's random numbers and of those of the devices of ``args``."""
+    with _disable_current_modes():  # a plan's tensors have no values, these have
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            states += get_device_states(*args)[1]
+        return [state.numpy().tobytes() for state in states]
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,6 +1,6 @@
 """Tensors written by region: each rank streams what it holds into a safetensors file of its own.
 
-    write_regions: streams a rank's own regions into one safetensors file, hashing what it writes
+    write_regions: streams a rank's own regions into one safetensors file, hashing meanwhile
 
 See ``weights.py`` for what the header says of regions, and for reading them.
 """
@@ -10,9 +10,11 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -75,39 +77,81 @@ class Region:
         return self.stored_name or self.name
 
 
+def pieces_of(region: Region) -> Iterator[torch.Tensor]:
+    """Yield the values of a region, flat, at most ``PIECE_BYTES`` at a time."""
+    flat = region.values().view(-1)
+    step = max(1, PIECE_BYTES // flat.element_size())
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step]
+
+
 def write_regions(
     file: Path,
     regions: Sequence[Region],
-    when_read: Callable[[], None] = lambda: None,
+    read: Callable[[Region], Iterable[torch.Tensor]] = pieces_of,
     when_written: Callable[[], None] = lambda: None,
 ) -> WrittenFile:
     """Stream regions into one safetensors file, one tensor at a time, and sync it.
 
-    Values are copied to host memory ``PIECE_BYTES`` at a time; ``when_written`` is called after
-    each piece. ``when_read`` is called when the last value was read, before the file is synced.
+    ``read`` gives the values of a region in flat pieces, each copied to host memory if it is not
+    there, and hashed while it is written; ``when_written`` is called after each. A piece is done
+    with when the next one is asked for, or that there is none.
 
     Raises:
         CheckpointError: if the file cannot be written; it may be left behind half-written.
     """
-    digest, position = hashlib.sha256(), 0
-    num_synced = num_syncing = 0
+    position = num_synced = num_syncing = 0
     try:
-        with file.open("wb") as out:
-            for block in _file_blocks(regions):
-                digest.update(block)
+        with file.open("wb") as out, _Hash() as digest:
+            for block in _file_blocks(regions, read):
+                digest.begin(block)
                 out.write(block)
+                digest.finish()
                 position += len(block)
                 del block  # else it would keep its tensor alive while the next one is made
                 if position - num_syncing >= SYNC_BYTES:
                     _write_back(out.fileno(), num_synced, num_syncing, position)
                     num_synced, num_syncing = num_syncing, position
                 when_written()
-            when_read()
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
         raise CheckpointError(f"{file} cannot be written: {error}") from None
     return WrittenFile(file.name, position, digest.hexdigest())
+
+
+class _Hash:
+    """A SHA-256 that is computed in a thread of its own: hashlib lets other threads run."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._blocks: SimpleQueue[bytes | memoryview | None] = SimpleQueue()
+        self._hashed = threading.Semaphore(0)
+
+    def __enter__(self) -> "_Hash":
+        threading.Thread(target=self._run, name="checkpoint-hash", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._blocks.put(None)
+
+    def begin(self, block: bytes | memoryview) -> None:
+        """Begin to hash a block."""
+        self._blocks.put(block)
+
+    def finish(self) -> None:
+        """Return when the block is hashed, and no longer held."""
+        self._hashed.acquire()
+
+    def hexdigest(self) -> str:
+        """Return the hash of all blocks."""
+        return self._digest.hexdigest()
+
+    def _run(self) -> None:
+        while (block := self._blocks.get()) is not None:
+            self._digest.update(block)
+            del block
+            self._hashed.release()
 
 
 def _write_back(descriptor: int, synced: int, syncing: int, position: int) -> None:
@@ -124,7 +168,9 @@ def _write_back(descriptor: int, synced: int, syncing: int, position: int) -> No
                 raise OSError(number, os.strerror(number))
 
 
-def _file_blocks(regions: Sequence[Region]) -> Iterator[bytes | memoryview]:
+def _file_blocks(
+    regions: Sequence[Region], read: Callable[[Region], Iterable[torch.Tensor]]
+) -> Iterator[bytes | memoryview]:
     header: dict[str, object] = {}
     position = 0
     for region in regions:
@@ -149,10 +195,8 @@ def _file_blocks(regions: Sequence[Region]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for region in regions:
-        flat = region.values().view(-1)
-        step = max(1, PIECE_BYTES // flat.element_size())
-        for start in range(0, flat.numel(), step):
-            block: Any = flat[start : start + step].cpu().view(torch.uint8).numpy()
+        for piece in read(region):
+            block: Any = piece.cpu().view(torch.uint8).numpy()
+            del piece
             yield memoryview(block)
             del block
-        del flat

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from hpc_tune.checkpoint.export import merge_bytes
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import CheckpointConfig
+from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN, PREFETCH_BYTES
 from hpc_tune.engine.base import uses_fsdp
 from hpc_tune.engine.compile import WORKER_BYTES, num_workers
@@ -147,11 +147,28 @@ def memory_by_phase(
         phases.append(phase("save, training waits", step.idle + left, buffers + PIECE_BYTES))
         if checkpoint.background:
             # With a slow disk. The governor lets training wait instead.
-            staging = min(checkpoint.staging_bytes, state // machine.world_size)
-            copied = phase("save, in the background", step.peak, buffers + PIECE_BYTES + staging)
+            each, first = _staging_bytes(state, machine, model, settings)
+            on_host = buffers + PIECE_BYTES + each
+            copied = phase("save, in the background", step.peak, on_host, first)
             phases.append(replace(copied, optional=settings.governed))
     merge = MERGING_PROCESS_BYTES + merge_bytes(model.largest_tensor)
     return [*phases, Phase("merge, in one process", 0, 0, merge)]
+
+
+def _staging_bytes(
+    state: int, machine: Machine, model: ModelBytes, settings: MemorySettings
+) -> tuple[int, int]:
+    """Return the bytes of copies for a save: on each rank, and on the first node besides.
+
+    Each shard is written by the first of the ranks that hold it, all replicated values by one rank.
+    """
+    parallel, wanted = settings.parallel, settings.checkpoint.staging_bytes
+    if wanted == "auto":
+        wanted = STAGING_BYTES if machine.device_bytes is None else state
+    is_spread = parallel.zero_stage is not None or (model.is_full and settings.is_sharded)
+    writers = machine.world_size // (parallel.replicate or 1) if is_spread else 1
+    each = min(wanted, state // max(1, writers))
+    return (each, 0) if writers >= machine.ranks_per_node else (0, writers * each)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from hpc_tune.checkpoint.staging import Device, bytes_of, bytes_to_copy
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.checkpoint.writer import Writer
@@ -34,11 +35,13 @@ _POLL_S = 0.02
 @dataclass(frozen=True)
 class Writing:
     """How a rank writes: the save fails if the file system takes no byte for ``limit_s``;
-    ``admit(bytes, why)`` tells whether there is memory for copies; ``faults`` are for tests.
+    ``admit(bytes, why)`` tells whether there is memory for copies; ``device()`` is what copies
+    them if the engine is on one; ``faults`` are for tests.
     """
 
     limit_s: float
     admit: Callable[[int, str], bool] = lambda num_bytes, why: True
+    device: Callable[[], Device] | None = None
     faults: Faults = NO_FAULTS
 
 
@@ -119,7 +122,7 @@ class Checkpointer:
                 self._give_up(state.step, error)
                 return
             self._state = state
-            self._writer = Writer(self._parts(), self._staging_bytes(), self._writing.faults)
+            self._writer = self._begin(self._parts())
             self._seen, self._seen_at_s = -1, self._began_s
         if self.waits:
             self.finish()
@@ -166,9 +169,14 @@ class Checkpointer:
         self._in_pieces = times > 0
         return "training waits for saves" if self._in_pieces else "saves run in the background"
 
-    def _staging_bytes(self) -> int:
-        wanted = self._settings.staging_bytes
-        return wanted if self._writing.admit(wanted, "copies of what is to be saved") else 0
+    def _begin(self, parts: dict[Path, list[Region]]) -> Writer:
+        writing, budget = self._writing, 0
+        device = writing.device() if writing.device is not None else None
+        if not self.waits:
+            total = bytes_of([region for regions in parts.values() for region in regions])
+            wanted = self._settings.staging_bytes
+            budget = bytes_to_copy(wanted, total, device is not None, writing.admit)
+        return Writer(parts, budget, writing.faults, device)
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:

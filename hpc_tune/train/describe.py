@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from hpc_tune.data.files import shown
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.log import log
+from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32
 from hpc_tune.plan.model_size import ModelSize
 from hpc_tune.plan.resolve import Resolved
 from hpc_tune.probe.software import git_commit, versions
@@ -25,6 +26,7 @@ from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.preflight import Forecast
 from hpc_tune.units import format_count
+from hpc_tune.world.allocator import VARIABLES
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
 
@@ -46,11 +48,11 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     lines: dict[str, Any] = {
         "world": _world(comm),
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
-        + str(model.built.dtype).removeprefix("torch."),
+        + arithmetic_of(config.train, model.built.dtype, capability_of(comm.device)),
         "method": method_of(config.tune, model.size),
         "data": _data(config.data, data),
         "layout": f"{layout}: {resolved.why}",
-        "memory": forecast.verdict,
+        "memory": forecast.verdict + allocator_of(comm.device, os.environ),
         "mask": mask_of(model.built.config, why_masked, comm.device),
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
@@ -124,6 +126,21 @@ def rate_of(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int) -
     warmup = optim.num_warmup_steps(total_steps)
     before = f"{warmup} of {total_steps} steps of warm-up, then " if warmup else ""
     return f"{peak:.3g} ({why}): {before}{optim.schedule}"
+
+
+def arithmetic_of(
+    train: TrainConfig, dtype: torch.dtype, capability: tuple[int, int] | None
+) -> str:
+    """Return the dtype of the model, and in which precision a GPU multiplies it if not in that."""
+    name = str(dtype).removeprefix("torch.")
+    is_less = multiplies_in_tf32(train, dtype, capability)
+    return f"{name}, multiplied in TF32 (train.tf32=true)" if is_less else name
+
+
+def allocator_of(device: torch.device, environ: Mapping[str, str]) -> str:
+    """Return how the allocator of a GPU's memory is set up, as an addition to the forecast."""
+    found = [f"{name}={environ[name]}" for name in VARIABLES if name in environ]
+    return f"; {found[0]}" if device.type == "cuda" and found else ""
 
 
 def _world(comm: Comm) -> str:

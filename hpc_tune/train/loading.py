@@ -9,6 +9,7 @@ from hpc_tune.engine.base import Engine, EngineSettings
 from hpc_tune.engine.compile import prepare_compiler
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
+from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32, use_tf32
 from hpc_tune.plan.resolve import Resolved
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
@@ -25,6 +26,8 @@ def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engin
             "preparing to compile",
             lambda: prepare_compiler(cache, comm.world.node, comm.device, comm.threads, share),
         )
+    if multiplies_in_tf32(config.train, model.built.dtype, capability_of(comm.device)):
+        use_tf32(model.built.module)
     settings = EngineSettings(
         resolved.layout,
         comm.device,

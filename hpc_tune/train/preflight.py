@@ -99,7 +99,8 @@ def compare_memory(job: Job, forecast: Forecast) -> None:
     for peaks in job.comm.gather(job.monitor.peaks):
         for phase, num_bytes in peaks.items():
             measured[phase] = max(measured.get(phase, 0), num_bytes)
-    planned = {p["name"]: p["rank_bytes"] for p in plan["phases"]} if plan else {}
+    phases_of_plan = plan["phases"] if plan else []
+    planned = {p["name"]: p["rank_bytes"] + p["first_bytes"] for p in phases_of_plan}
     phases = {
         phase: {"rank_bytes": num_bytes, "planned": planned.get(phase)}
         for phase, num_bytes in measured.items()

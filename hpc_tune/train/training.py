@@ -9,6 +9,7 @@ import torch
 
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.export import pack_adapter
+from hpc_tune.checkpoint.staging import CudaDevice
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.data.loader import eval_batches
 from hpc_tune.data.sampler import SampleOrder
@@ -115,7 +116,8 @@ def _saver(job: Job, model: Model, engine: Engine) -> Checkpointer:
     tune, pack = model.config.tune, None
     if tune.method != "full":
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
-    writing = Writing(job.config.run.timeout, job.monitor.admit, job.faults)
+    device = CudaDevice if job.comm.device.type == "cuda" else None
+    writing = Writing(job.config.run.timeout, job.monitor.admit, device, job.faults)
     common = (job.training, job.store, engine, job.events, job.config.checkpoint)
     return Checkpointer(*common, writing, job.resume_point, pack)
 

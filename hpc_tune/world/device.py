@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hpc_tune.errors import WorldError
+from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.discover import World
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def pick_device(
     """
     import torch
 
+    expand_segments(os.environ, wanted)
     cpu, rank = torch.device("cpu"), (world.rank, world.node, world.hostname)
     if wanted == "cpu" or not torch.cuda.is_available():
         error = None

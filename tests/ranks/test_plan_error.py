@@ -59,7 +59,7 @@ def compare(folder, model, layout, method, batch):
     planned = run_ranks(plan, rank_environment(1), 240.0)
     assert planned.returncode == 0, planned.stderr
     phases = json.loads(planned.stdout)["phases"]
-    foreseen = {p["name"]: p["rank_bytes"] or p["first_bytes"] for p in phases}
+    foreseen = {p["name"]: p["rank_bytes"] + p["first_bytes"] for p in phases}
     found = {}
     # At the end of the first a save is on its way; in the other one training waits for it.
     for run_dir, more in ((folder / "run", []), (folder / "waits", WAITS)):

@@ -11,6 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
+from hpc_tune.model.dropout import RowDropout
+from hpc_tune.model.scoped import CURRENT, MicroBatch
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +84,65 @@ def test_blocks_that_need_nothing_are_left_alone():
     block = nn.Linear(2, 2)
     checkpoint_blocks([block], "none")
     assert "forward" not in vars(block)
+
+
+class Dropping(nn.Module):
+    """A block with the dropout of ``kind``."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(16, 16), dropout
+
+    def forward(self, x_BTD):
+        return self.dropout(self.linear(x_BTD).relu())
+
+
+def gradients_of(blocks, recompute, num_steps=3, evaluates=False):
+    """Return the gradients of some steps, and how often the state of random numbers was read."""
+    blocks, states, real = copy.deepcopy(blocks), [], torch.get_rng_state
+    checkpoint_blocks(blocks, recompute)
+    found = []
+    for block in blocks if evaluates else ():
+        with torch.no_grad():
+            block.eval()(torch.zeros(2, 3, 16))
+        block.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_rng_state", lambda: states[-1].append(1) or real())
+        for step in range(num_steps):
+            states.append([])
+            torch.manual_seed(step)
+            x_BTD = torch.randn(2, 3, 16)
+            with CURRENT.of(MicroBatch(rows=(2 * step, 2 * step + 1))):
+                for block in blocks:
+                    x_BTD = block(x_BTD)
+            x_BTD.sum().backward()
+            found += [p.grad.clone() for block in blocks for p in block.parameters()]
+    return found, [len(read) for read in states]
+
+
+DROPOUTS = {
+    "none": (nn.Identity(), False),
+    "by row": (RowDropout(0.5, 7, "layer"), False),
+    "torch's": (nn.Dropout(0.5), True),
+    "torch's, off": (nn.Dropout(0.0), False),
+}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_random_numbers_are_preserved_only_for_blocks_that_draw_some(kind, recompute):
+    dropout, draws = DROPOUTS[kind]
+    torch.manual_seed(0)
+    blocks = [Dropping(dropout) for _ in range(2)]
+    expected, _ = gradients_of(blocks, "none")
+    found, states = gradients_of(blocks, recompute)
+    assert all(map(torch.equal, found, expected))
+    assert (states[-1] > 0) == draws
+
+
+def test_an_evaluation_does_not_tell_whether_a_block_draws():
+    torch.manual_seed(0)
+    blocks = [Dropping(nn.Dropout(0.5))]
+    expected, _ = gradients_of(blocks, "none", evaluates=True)
+    found, _ = gradients_of(blocks, "full", evaluates=True)
+    assert all(map(torch.equal, found, expected))

@@ -70,6 +70,7 @@ FREE = {
     "memory.host_limit",
     "train.compile",
     "train.float8",
+    "train.tf32",
     "train.deterministic",
     "run.device",
     "run.compile_cache",

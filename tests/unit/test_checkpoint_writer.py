@@ -1,13 +1,18 @@
 """The thread that writes while training goes on."""
 
+import hashlib
 import os
 import threading
 import time
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
+from hpc_tune.checkpoint import staging
+from hpc_tune.checkpoint.staging import bytes_of, bytes_to_copy, pieces_of_all
 from hpc_tune.checkpoint.writer import Writer
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model import regions
@@ -65,9 +70,153 @@ def test_release_copies_no_more_than_the_budget(tmp_path):
         finished(writer)
 
 
+def test_release_copies_a_part_of_a_tensor_that_is_larger_than_the_budget(tmp_path, monkeypatch):
+    piece = 1 << 17  # more than a pipe takes without a reader
+    monkeypatch.setattr(staging, "PIECE_BYTES", piece)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    live = torch.arange(10.0 * (piece // 4))
+    before = live.clone()
+    writer = Writer({pipe: regions_of({"w": live})}, 3 * piece)
+    released = threading.Thread(target=writer.release, args=(60.0,))
+    released.start()
+    with pipe.open("rb") as reader:
+        size = reader.read(8)
+        content = size + reader.read(int.from_bytes(size, "little") + 7 * piece)
+        released.join(20.0)
+        assert not released.is_alive()  # the last three pieces are copied
+        live.fill_(-1.0)
+        content += reader.read()
+    assert torch.equal(load(content)["w"], before)
+
+
+class LazyDevice:
+    """Copies nothing before it is waited for."""
+
+    def __init__(self):
+        self.copies, self.blocks, self.num_waits, self.held = [], [], 0, None
+
+    def stream(self):
+        return nullcontext()
+
+    def block(self):
+        block = torch.zeros(staging.PIECE_BYTES, dtype=torch.uint8)
+        self.blocks.append(weakref.ref(block))
+        return block
+
+    def copy(self, values, to):
+        self.copies.append((values, to))
+
+    def wait(self):
+        self.num_waits += 1
+        while self.copies:
+            values, to = self.copies.pop()
+            to.copy_(values)
+
+    def close(self):
+        self.held = sum(block() is not None for block in self.blocks)
+
+
+def test_the_update_waits_for_nothing_but_the_copies_of_a_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "PIECE_BYTES", 3 * BYTES)
+    pipe, device, live = tmp_path / "pipe", LazyDevice(), tensors()
+    os.mkfifo(pipe)  # nothing can be written before it has a reader
+    writer = Writer({pipe: regions_of(live)}, 9 * BYTES, device=device)
+    writer.release(60.0)
+    assert not writer.over
+    assert device.num_waits == 1
+    for tensor in live.values():
+        tensor.fill_(-1.0)
+    with pipe.open("rb") as reader:
+        content = reader.read()
+    assert {name: t.unique().tolist() for name, t in load(content).items()} == {
+        f"t{i}": [float(i)] for i in range(8)
+    }
+    with pytest.raises(CheckpointError, match="Invalid argument"):  # of syncing a pipe
+        finished(writer)
+
+
+def test_a_device_that_may_not_copy_all_copies_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "PIECE_BYTES", 3 * BYTES)
+    device = LazyDevice()
+    writer = Writer({tmp_path / "a": regions_of(tensors())}, 9 * BYTES - 1, device=device)
+    writer.release(60.0)
+    finished(writer)
+    assert (device.blocks, device.num_waits) == ([], 0)
+
+
+def test_a_file_is_the_same_whoever_copies(tmp_path, monkeypatch):
+    mixed = {
+        "a": torch.randn(1001).bfloat16(),
+        "b": torch.randn(7, 3),
+        "c": torch.randn(5000).bfloat16(),
+        "d": torch.arange(3000),
+    }
+    found = []
+    for number, (piece_bytes, device) in enumerate([(1 << 24, None), (4096, LazyDevice())]):
+        monkeypatch.setattr(staging, "PIECE_BYTES", piece_bytes)
+        [written] = finished(
+            Writer({tmp_path / str(number): regions_of(mixed)}, 1 << 20, device=device)
+        )
+        content = (tmp_path / str(number)).read_bytes()
+        assert written.sha256 == hashlib.sha256(content).hexdigest()
+        found.append(content)
+    assert found[0] == found[1]
+    assert torch.equal(load(found[0])["c"], mixed["c"])
+
+
+def test_a_devices_memory_is_given_back_when_nothing_holds_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "PIECE_BYTES", 2 * BYTES)
+    device = LazyDevice()
+    finished(Writer({tmp_path / "a": regions_of(tensors())}, 8 * BYTES, device=device))
+    until_s = time.monotonic() + 60.0
+    while device.held is None and time.monotonic() < until_s:
+        time.sleep(0.005)
+    assert (len(device.blocks), device.held) == (4, 0)
+
+
+def test_pieces_are_all_values_and_share_no_byte_of_a_block(monkeypatch):
+    monkeypatch.setattr(staging, "PIECE_BYTES", 4096)
+    mixed = {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.ones(0), "c": torch.ones(3000)}
+    saved = regions_of(mixed)
+    pieces = list(pieces_of_all(saved))
+    for number, region in enumerate(saved):
+        mine = [piece for piece in pieces if piece.region == number]
+        assert [i for p in mine for i in range(p.start, p.stop)] == list(range(region.shape[0]))
+    spans = [(4096 * p.block + p.offset, p.num_bytes) for p in pieces]
+    assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
+    assert all(piece.offset + piece.num_bytes <= 4096 for piece in pieces)
+    assert all(piece.offset % 16 == 0 for piece in pieces)
+    # 10 bytes, 6 to the next multiple of 16, and 12,000 more: three blocks.
+    assert bytes_of(saved) == 3 * 4096
+    assert bytes_of([]) == 0
+
+
+ROOM, MIB = 1 << 30, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("wanted", "total", "on_device", "copied"),
+    [
+        ("auto", ROOM, True, ROOM),
+        ("auto", ROOM + 1, True, 256 * MIB),
+        ("auto", ROOM, False, 256 * MIB),
+        (300 * MIB, ROOM, True, 300 * MIB),
+        (2 * ROOM, 2 * ROOM, True, 0),
+        (2 * ROOM, ROOM, False, 2 * ROOM),  # no more is asked for than there is
+    ],
+)
+def test_how_much_is_copied_for_a_save(wanted, total, on_device, copied):
+    assert bytes_to_copy(wanted, total, on_device, lambda size, why: size <= ROOM) == copied
+
+
+def test_nothing_is_copied_where_there_is_no_memory():
+    assert bytes_to_copy("auto", ROOM, True, lambda size, why: False) == 0
+
+
 @pytest.mark.full  # of times
 def test_one_large_tensor_that_is_written_slowly_is_no_hung_file_system(tmp_path, monkeypatch):
-    monkeypatch.setattr(regions, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(staging, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(regions, "SYNC_BYTES", 1 << 16)
     os.mkfifo(tmp_path / "pipe")
     writer = Writer({tmp_path / "pipe": regions_of({"w": torch.zeros(1 << 18)})}, 0)

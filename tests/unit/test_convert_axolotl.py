@@ -60,7 +60,7 @@ data: {path: [/data/answers.jsonl, /data/chats/a.jsonl, /data/chats/b.jsonl],
 batch: {global_size: 64}  # 2 x 8 x 4
 optim: {lr: 2.0e-4, schedule: cosine, min_lr_ratio: 0.0, warmup_steps: 10, weight_decay: 0.01}
 parallel: {recompute: full}
-train: {epochs: 3.0, eval_every_steps: 25}
+train: {epochs: 3.0, tf32: false, eval_every_steps: 25}
 checkpoint: {every_steps: 50, keep: 3}
 run: {dir: ./outputs/lora}
 """

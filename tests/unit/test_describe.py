@@ -10,7 +10,7 @@ from hpc_tune import cli
 from hpc_tune.config.load import load_config
 from hpc_tune.model.loss import LossModel
 from hpc_tune.plan.model_size import ModelSize, Weights
-from hpc_tune.train.describe import few_steps, mask_of, method_of, rate_of
+from hpc_tune.train.describe import allocator_of, few_steps, mask_of, method_of, rate_of
 from hpc_tune.train.model import Model
 
 
@@ -138,3 +138,20 @@ def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
     settings: Any = SimpleNamespace(train=SimpleNamespace(compile=compiled))
     size: Any = None
     assert Model(built, size, settings).why_masked(torch.device(device)) == why
+
+
+@pytest.mark.parametrize(
+    ("device", "environ", "said"),
+    [
+        ("cuda", {"PYTORCH_ALLOC_CONF": "a:1"}, "; PYTORCH_ALLOC_CONF=a:1"),
+        (
+            "cuda",
+            {"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "b:2"},
+            "; PYTORCH_CUDA_ALLOC_CONF=b:2",  # torch does not read the other one then
+        ),
+        ("cuda", {}, ""),
+        ("cpu", {"PYTORCH_ALLOC_CONF": "a:1"}, ""),
+    ],
+)
+def test_the_allocator_of_a_gpu_is_told_of(device, environ, said):
+    assert allocator_of(torch.device(device), environ) == said

@@ -205,7 +205,9 @@ PROCESS = (226 + 20) * MIB + 10 * 900 * 1024
 LARGEST, UNIT = 64 * MIB, 48 * MIB
 
 
-def by_name(machine, trace=TRACE, save="streamed", overrides=(), is_stored_so=True):
+def by_name(
+    machine, trace=TRACE, save="streamed", overrides=(), trained=10 * MIB, is_full=False, **files
+):
     config = load_config(None, [*overrides])
     threads = machine.cores_per_rank if config.run.threads == "auto" else config.run.threads
     settings = MemorySettings(
@@ -216,7 +218,7 @@ def by_name(machine, trace=TRACE, save="streamed", overrides=(), is_stored_so=Tr
         governed=config.memory.governor == "on",
         save=save,
     )
-    model = ModelBytes(10 * MIB, LARGEST, UNIT, is_stored_so=is_stored_so)
+    model = ModelBytes(trained, LARGEST, UNIT, is_full, **files)
     phases = memory_by_phase(trace, machine, model, settings)
     return {phase.name: phase for phase in phases}
 
@@ -227,8 +229,40 @@ def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
     buffers = 2 * 1024 * 24  # two steps of one row
     assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + buffers
     assert phases["evaluate"].rank_bytes == PROCESS + (150 + 48) * MIB + buffers
-    staged = phases["save, in the background"].rank_bytes - phases["steady"].rank_bytes
-    assert staged == 16 * MIB + 3 * 10 * MIB // 4
+
+
+def test_copies_for_a_save_are_on_the_rank_that_writes_replicated_values():
+    phases = by_name(Machine(1, 4, None, 64 * GIB))
+    steady, saved = phases["steady"], phases["save, in the background"]
+    assert saved.rank_bytes - steady.rank_bytes == 16 * MIB
+    assert saved.first_bytes == 3 * 10 * MIB
+
+
+@pytest.mark.parametrize(
+    ("words", "is_full", "each", "first"),
+    [
+        (["parallel.shard=4"], True, 30 * MIB // 4, 0),
+        (["parallel.shard=2", "parallel.replicate=2"], True, 0, 30 * MIB),  # two of four write
+        (["parallel.zero_stage=2"], False, 30 * MIB // 4, 0),
+    ],
+)
+def test_copies_of_sharded_values_are_on_the_ranks_that_write_them(words, is_full, each, first):
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=words, is_full=is_full)
+    steady, saved = phases["steady"], phases["save, in the background"]
+    assert saved.rank_bytes - steady.rank_bytes == 16 * MIB + each
+    assert saved.first_bytes == first
+
+
+def test_on_gpus_the_host_has_a_copy_of_all_that_is_saved():
+    """Also where that is more than the copies on CPUs, or as much as the user grants."""
+    large = {"trained": 200 * MIB}
+    for machine, words, copied in (
+        (Machine(1, 4, 80 * GIB, 64 * GIB), [], 600 * MIB),
+        (Machine(1, 4, 80 * GIB, 64 * GIB), ["checkpoint.staging_bytes=100MiB"], 100 * MIB),
+        (Machine(1, 4, None, 64 * GIB), [], 256 * MIB),
+    ):
+        phases = by_name(machine, overrides=words, **large)
+        assert phases["save, in the background"].first_bytes == copied
 
 
 def test_on_cpus_a_base_of_another_dtype_than_the_files_is_private():

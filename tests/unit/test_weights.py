@@ -1,8 +1,10 @@
 import hashlib
 import json
 import math
+import os
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -261,6 +263,38 @@ def test_values_are_asked_for_one_tensor_at_a_time(tmp_path):
     regions = [Region(name, torch.float32, (4,), (0,), (4,), values) for name in ("a", "b", "c")]
     write_regions(tmp_path / "x.safetensors", regions)
     assert load_file(tmp_path / "x.safetensors").keys() == {"a", "b", "c"}
+
+
+def test_a_block_is_hashed_while_it_is_written(tmp_path, monkeypatch):
+    """The hash waits until some of the block is written, the rest of which waits for the hash."""
+    begun, partly_written = threading.Event(), threading.Event()
+    waited = []
+
+    class Digest:
+        def update(self, block):
+            if len(block) > 1 << 20:
+                begun.set()
+                waited.append(partly_written.wait(10.0))
+
+        def hexdigest(self):
+            return ""
+
+    monkeypatch.setattr(regions.hashlib, "sha256", Digest)
+    os.mkfifo(tmp_path / "pipe")
+
+    def write():
+        with pytest.raises(CheckpointError, match="Invalid argument"):  # of syncing a pipe
+            write_regions(tmp_path / "pipe", regions_of({"w": torch.ones(1 << 20)}))
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    with (tmp_path / "pipe").open("rb") as reader:
+        reader.read(1 << 16)
+        partly_written.set()
+        waited.append(begun.wait(10.0))
+        reader.read()
+    writing.join()
+    assert waited == [True, True]
 
 
 def test_a_file_that_cannot_be_written_is_a_checkpoint_error():
