@@ -11,8 +11,10 @@ from typing import Any
 
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.probe import software
-from hpc_tune.probe.topology import SYS, Topology, numa_of, pci_path, read_topology
+from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world.comm import Comm
+from hpc_tune.world.device import address_of
+from hpc_tune.world.numa import SYS, numa_of, pci_path
 
 WRITTEN_BYTES = 16 << 20
 
@@ -150,8 +152,8 @@ def _device(comm: Comm) -> tuple[str, str, int, int | None]:
     import torch
 
     gpu: Any = torch.cuda.get_device_properties(comm.device)
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    return gpu.name, str(gpu.uuid), gpu.total_memory, numa_of(pci_path(SYS, address))
+    numa = numa_of(pci_path(SYS, address_of(gpu)))
+    return gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory, numa
 
 
 def _limit(number: int) -> int | None:

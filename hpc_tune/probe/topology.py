@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SYS = Path("/sys")
+from hpc_tune.world.numa import SYS, numa_of, pci_path
+
 _CARDS = ("infiniband", "cxi")  # the second: HPE Slingshot
 # nvmlGpuTopologyLevel_t, in the words of nvidia-smi topo.
 _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -66,19 +67,6 @@ def read_topology(folder: Path = SYS) -> Topology:
     gpus, paths, driver, cuda = _ask_driver(folder)
     devices = [pci_path(folder, gpu.place) for gpu in gpus]
     return Topology(gpus, paths, tuple(_cards(folder, devices)), driver, cuda)
-
-
-def pci_path(folder: Path, address: str) -> Path:
-    """Return the path from the root complex to a device such as ``"0000:17:00.0"``."""
-    return (folder / "bus" / "pci" / "devices" / address).resolve()
-
-
-def numa_of(device: Path) -> int | None:
-    """Return the NUMA node of a device; the kernel says -1 where there is but one."""
-    with contextlib.suppress(OSError, ValueError):
-        number = int((device / "numa_node").read_text())
-        return number if number >= 0 else None
-    return None
 
 
 def share_a_switch(device: Path, other: Path) -> bool:
