@@ -78,13 +78,10 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
     hint = "check for ranks that failed to start, or for a network that the nodes do not share"
     with time_limit("all ranks to start", START_LIMIT_S, hint, who):
         world, mpi_comm = discover()
+        if world.rank == 0:  # now, since the world may not form without them
+            _log_warnings([open_files.shortage(files, world.size)])
         channel = _open_channel(world, mpi_comm, launcher, claim)
-        if world.launcher == UNKNOWN and channel is not None:
-            hosts = channel.all_gather(world.hostname)
-            nodes = nodes_of(hosts, hosts, [None] * world.size)
-            world = replace(world, **place_of(world.rank, nodes))
-        if world.rank == 0 and (text := open_files.shortage(files, world.size)):
-            log.warning(text)  # now, since forming the world may fail by it
+        world = _with_nodes(world, channel)
         cores = _allowed_cores(world, channel)
         share, threads, note = _take_cores(world, cores, settings)
         import torch
@@ -119,10 +116,15 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
         watch = HostWatch(comm, address, settings.host_timeout, lost)
         comm = replace(comm, watch=watch)
     if world.rank == 0:
-        place = affinity.describe([f["cores"] for f in all_facts], world.num_nodes)
-        log.info("world   %s, via %s, %s", place, world.launcher, device.type)
-        _log_warnings([note for f in all_facts for note in f["notes"]] + [warning])
+        _log_world(comm, all_facts)
+        _log_warnings([warning])
     return comm
+
+
+def _log_world(comm: Comm, all_facts: list[dict[str, Any]]) -> None:
+    place = affinity.describe([f["cores"] for f in all_facts], comm.world.num_nodes)
+    log.info("world   %s, via %s, %s", place, comm.world.launcher, comm.device.type)
+    _log_warnings([note for f in all_facts for note in f["notes"]])
 
 
 def _log_warnings(texts: list[str | None]) -> None:
@@ -181,6 +183,15 @@ def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim)
         raise WorldError(f"{claim.launcher} starts several ranks, and they have no MPI to meet by")
     point = launcher.meeting_point(os.environ, claim)
     return StarChannel(world, point.addresses, point.token, START_LIMIT_S * 0.8, point.ports)
+
+
+def _with_nodes(world: World, channel: Channel | None) -> World:
+    """Return this rank's place, with the nodes that an unknown launcher did not tell."""
+    if world.launcher != UNKNOWN or channel is None:
+        return world
+    hosts = channel.all_gather(world.hostname)
+    nodes = nodes_of(hosts, hosts, [None] * world.size)
+    return replace(world, **place_of(world.rank, nodes))
 
 
 def _allowed_cores(
