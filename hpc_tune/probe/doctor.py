@@ -1,6 +1,6 @@
 """The doctor command: whether nodes, network and software are ready for a run.
 
-before the world: cores, a loopback master -> bootstrap -> facts of all ranks, links -> findings
+before the world: cores, a loopback master -> bootstrap -> links, facts of all ranks -> findings
 -> a table for people, or JSON for programs; exit code 1 if something would break a run
 """
 
@@ -43,11 +43,12 @@ def run_doctor(config: RunConfig, as_json: bool, links_s: float | None = None) -
     if config.data.cache:
         folders["data.cache"] = Path(config.data.cache)
     folders["the temporary folder"] = Path(os.environ.get("TMPDIR", "/tmp"))
-    facts = facts_of(comm, cores, folders, config.memory.host_limit, config.run.device)
-    ranks = comm.gather(facts)
     if links_s is None:
         links_s = _LINKS_S + _LINKS_S_PER_NODE * comm.world.num_nodes
     links = measure(comm, links_s)
+    # After the first communicator: by then NCCL has loaded its plugin, or has not.
+    facts = facts_of(comm, cores, folders, config.memory.host_limit, config.run.device)
+    ranks = comm.gather(facts)
     findings = find_problems(ranks, links)
     if comm.is_rank_0:
         if as_json:

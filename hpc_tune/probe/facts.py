@@ -11,8 +11,11 @@ from typing import Any
 
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.probe import software
-from hpc_tune.probe.topology import SYS, Topology, numa_of, pci_path, read_topology
+from hpc_tune.probe.nccl import Nccl, read_nccl
+from hpc_tune.probe.topology import Topology, read_topology
 from hpc_tune.world.comm import Comm
+from hpc_tune.world.device import address_of
+from hpc_tune.world.numa import SYS, numa_of, pci_path
 
 WRITTEN_BYTES = 16 << 20
 
@@ -32,8 +35,9 @@ class Folder:
 class RankFacts:
     """One rank and what it has. Sizes in bytes; None where there is no limit.
 
-    ``cpus`` are those that the launcher gave it, before it took its share; ``num_reachable`` it
-    could have had. One rank of each node has ``topology`` and ``folders``.
+    ``cpus`` are those that the launcher gave it, before it took its share ``taken``, which is of
+    ``numa_nodes``; ``num_reachable`` it could have had. One rank of each node has ``topology``,
+    ``library`` and ``folders``.
     """
 
     rank: int
@@ -64,6 +68,9 @@ class RankFacts:
     shm_free_bytes: int
     topology: Topology | None
     folders: tuple[Folder, ...]
+    taken: tuple[int, ...] = ()
+    rocm: str = ""
+    library: Nccl | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ def facts_of(
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     name, uuid, device_bytes, numa = _device(comm)
     on_gpu, is_first = bool(device_bytes), world.local_rank == 0
+    taken = tuple(sorted(os.sched_getaffinity(0)))
+    library = _library() if on_gpu else None
     return RankFacts(
         rank=world.rank,
         node=world.node,
@@ -99,7 +108,7 @@ def facts_of(
         launcher=world.launcher,
         cpus=cores.given,
         num_reachable=cores.num_reachable,
-        numa_nodes=tuple(sorted({n for cpu in cores.given if (n := _numa_of(cpu)) is not None})),
+        numa_nodes=tuple(sorted({n for cpu in taken if (n := _numa_of(cpu)) is not None})),
         threads=comm.threads,
         device_wanted=device_wanted,
         device=name,
@@ -109,7 +118,7 @@ def facts_of(
         versions=software.versions(),
         mpi=software.mpi_library(),
         cuda=torch.version.cuda or "",
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
+        nccl=library.version if library else "",
         compiled=software.compiled(on_gpu),
         host_limit_bytes=limit.num_bytes,
         host_limit_source=limit.source,
@@ -120,6 +129,9 @@ def facts_of(
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
         topology=read_topology() if is_first else None,
         folders=tuple(try_folder(*item) for item in folders.items()) if is_first else (),
+        taken=taken,
+        rocm=torch.version.hip or "",
+        library=library if is_first else None,
     )
 
 
@@ -150,8 +162,18 @@ def _device(comm: Comm) -> tuple[str, str, int, int | None]:
     import torch
 
     gpu: Any = torch.cuda.get_device_properties(comm.device)
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    return gpu.name, str(gpu.uuid), gpu.total_memory, numa_of(pci_path(SYS, address))
+    numa = numa_of(pci_path(SYS, address_of(gpu)))
+    return gpu.name, str(getattr(gpu, "uuid", "")), gpu.total_memory, numa
+
+
+def _library() -> Nccl:
+    import torch
+
+    try:
+        built = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    except (AttributeError, RuntimeError):  # a torch without NCCL
+        built = ""
+    return read_nccl(built, is_rocm=torch.version.hip is not None)
 
 
 def _limit(number: int) -> int | None:

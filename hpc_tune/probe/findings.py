@@ -1,5 +1,6 @@
 """What is wrong with a cluster, from the facts of all ranks and the measured links (pure)."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,17 +8,20 @@ from typing import Literal
 
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, outliers, rate
+from hpc_tune.probe.nccl import Nccl
 from hpc_tune.units import format_bytes
+from hpc_tune.world.open_files import needed
 
 # Per rank: NCCL's and MPI's segments.
 SHM_BYTES = 32 << 20
 # RDMA registers what it sends; without a network card or a GPU only small things are locked.
 LOCKED_BYTES, LEAST_LOCKED_BYTES = 1 << 30, 1 << 20
-# Each rank holds a connection to each other in about four groups, and its files.
-FILES, FILES_PER_RANK = 256, 4
 DISK_BYTES = 1 << 30
 HOST_BYTES_PER_RANK = 1 << 30
 _SLOW_DISK = 20e6
+# NCCL over RDMA reaches most of a card's rate, TCP a tenth to a fourth of a fast one's.
+_SOLD_SHARE = 3
+_OFF = {"NCCL_NET": "socket", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ def find_problems(ranks: Sequence[RankFacts], links: Links) -> list[Finding]:
         *_limits(ranks),
         *_memory(ranks),
         *_folders(ranks),
+        *_driver(ranks),
+        *_library(ranks),
         *(Finding("warning", f"slow link, {line}") for line in outliers(links.pairs)),
         *_network(ranks, links),
     ]
@@ -124,16 +130,17 @@ def _cores(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 f"the ranks of {host} have {_cpus(len(together))} of {reachable} together: {fix}",
             )
         for rank in here:
-            if rank.device_numa is not None and rank.numa_nodes not in ((), (rank.device_numa,)):
+            numa = rank.device_numa
+            if numa is not None and rank.numa_nodes and numa not in rank.numa_nodes:
                 yield Finding(
                     "warning",
                     f"rank {rank.rank} on {rank.hostname} runs on NUMA node "
-                    f"{', '.join(map(str, rank.numa_nodes))}, its GPU is at {rank.device_numa}",
+                    f"{', '.join(map(str, rank.numa_nodes))}, its GPU is at {numa}",
                 )
 
 
 def _limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    num_nodes, files = len(_by_node(ranks)), FILES + FILES_PER_RANK * len(ranks)
+    num_nodes, files = len(_by_node(ranks)), needed(len(ranks))
     for here in _by_node(ranks):
         host, first = here[0].hostname, here[0]
         has_cards = bool(first.topology and first.topology.cards)
@@ -150,7 +157,8 @@ def _limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 f"{host}: a process may open {first.open_files} files, {len(ranks)} ranks need "
-                f"about {files}: ulimit -n {max(files, 4096)} in the job script",
+                f"about {files}; runs raise the soft limit to the hard one, and that is too low: "
+                f"ulimit -Hn {max(files, 4096)} before the launcher, or ask the administrators",
             )
         if first.shm_free_bytes < SHM_BYTES * len(here):
             yield Finding(
@@ -188,17 +196,135 @@ def _folders(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
                 yield Finding("warning", f"{where} is slow: {rate(folder.bytes_per_s)} written")
 
 
-def _network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
-    across = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
-    cards = {card.name for rank in ranks if rank.topology for card in rank.topology.cards}
-    # The slowest InfiniBand that clusters still have, FDR, carries 6.8 GB/s.
-    if across and cards and ranks[0].nccl and max(across) < 3e9:
+def _library(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Yield what is wrong with the NCCL that is loaded; the same on many nodes is told once."""
+    hosts: dict[str, list[str]] = defaultdict(list)
+    for rank in ranks:
+        if rank.library is None:
+            continue
+        files, version, built = rank.library.libraries, rank.library.version, rank.library.built
+        if len(files) > 1:
+            hosts[
+                f"{rank.library.name} is loaded twice ({', '.join(files)}): take one out of "
+                "LD_PRELOAD or LD_LIBRARY_PATH"
+            ].append(rank.hostname)
+        elif _minor(version) < _minor(built):
+            hosts[
+                f"torch is built for {rank.library.name} {built}, and {version} is loaded from "
+                f"{', '.join(files)}: what it lacks fails when it is called. Take it out of "
+                "LD_PRELOAD and LD_LIBRARY_PATH, or load the site's newer one"
+            ].append(rank.hostname)
+    for text, on in hosts.items():
+        yield Finding("warning", f"{_some(on)}: {text}")
+
+
+def _driver(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Yield what NVIDIA's management library refuses, where a rank computes on its GPUs."""
+    hosts: dict[str, list[str]] = defaultdict(list)
+    for rank in ranks:
+        if rank.topology and rank.topology.driver_error and rank.device_bytes and rank.cuda:
+            hosts[rank.topology.driver_error].append(rank.hostname)
+    for error, on in hosts.items():
         yield Finding(
             "warning",
-            f"across nodes {rate(max(across))} although there is {_some(cards)}: NCCL has fallen "
-            "back to sockets. NCCL_DEBUG=INFO says why; look at NCCL_IB_HCA, and for the site's "
-            "plugin (aws-ofi-nccl)",
+            f"{_some(on)}: the driver's management library refuses ({error}), as it may for slices "
+            "of a GPU (MIG), for virtual ones, or by the site's choice: how GPUs are connected "
+            "cannot be told. Runs do not need it",
         )
+
+
+def _network(ranks: Sequence[RankFacts], links: Links) -> Iterator[Finding]:
+    """Yield why messages between nodes take TCP, where a faster network is there."""
+    across = [pair.bytes_per_s for pair in links.pairs if pair.kind == "across nodes"]
+    if len(_by_node(ranks)) == 1 or not ranks[0].nccl:
+        return
+    name, kind, gbits = _sold(ranks)
+    reason = _without_plugin(ranks)
+    if across and 8 * max(across) < gbits * 1e9 / _SOLD_SHARE:
+        yield Finding(
+            "warning",
+            f"across nodes {rate(max(across))}, where {kind} {name} is {gbits:g} Gb/s "
+            f"({rate(gbits * 1e9 / 8)}): {reason or _other_reason(ranks, kind)}",
+        )
+    elif reason:
+        yield Finding("warning", reason)
+
+
+def _sold(ranks: Sequence[RankFacts]) -> tuple[str, str, float]:
+    """Return name, kind and Gb/s of the fastest card; of the Ethernet in use where there is none.
+
+    A pair of ranks goes over one card, and a card that is down counts nothing.
+    """
+    first = ranks[0].topology
+    cards = [
+        (float(card.rate.split()[0]), card)
+        for rank in ranks
+        if rank.topology
+        for card in rank.topology.cards
+        if card.state in ("", "ACTIVE") and re.match(r"[0-9.]+ ", card.rate)
+    ]
+    if cards:
+        gbits, card = max(cards, key=lambda one: one[0])
+        return card.name, card.kind, gbits
+    used = ranks[0].library.settings.get("NCCL_SOCKET_IFNAME", "") if ranks[0].library else ""
+    name = used.removeprefix("=")
+    return name, "Ethernet", first.ethernet.get(name, 0) / 1000 if first else 0.0
+
+
+def _without_plugin(ranks: Sequence[RankFacts]) -> str:
+    """Say on which nodes a network that needs a plugin has none, and why; nothing if all do."""
+    lacking = [
+        (rank.hostname, card.kind, rank.library)
+        for rank in ranks
+        if rank.topology and rank.library and not rank.library.plugin
+        for card in rank.topology.cards[:1]
+        if card.kind in ("Slingshot", "EFA")
+    ]
+    if not lacking:
+        return ""
+    _, kind, library = lacking[0]
+    hosts = _some([host for host, _, _ in lacking])
+    text = f"{library.name} has no network plugin on {hosts} and sends by TCP over {kind}. "
+    if off := _switched_off(library, "NCCL_NET", "NCCL_NET_PLUGIN"):
+        return f"{text}{off} switches it off: unset it"
+    if library.plugin_file:
+        fabric = "" if library.libfabric else ", which needs libfabric.so, and that is not found"
+        return (
+            f"{text}It did not take {library.plugin_file}{fabric}: NCCL_DEBUG=INFO says why; a "
+            "plugin is built for one GPU software, and for a range of versions"
+        )
+    plugin = "aws-ofi-rccl" if library.name == "RCCL" else "aws-ofi-nccl"
+    named = f"lib{library.name.lower()}-net.so"
+    return (
+        f"{text}Load the site's module of {plugin}, so that {named} is in LD_LIBRARY_PATH, with "
+        "libfabric; bind both into a container"
+    )
+
+
+def _other_reason(ranks: Sequence[RankFacts], kind: str) -> str:
+    library = ranks[0].library
+    if kind == "Ethernet":
+        return (
+            "one connection of TCP fills no fast Ethernet; NCCL_SOCKET_NTHREADS=4 and "
+            "NCCL_NSOCKS_PERTHREAD=4 use more"
+        )
+    if library is not None and (off := _switched_off(library, *_OFF)):
+        return f"{off} sends by TCP: unset it"
+    return (
+        "NCCL has probably fallen back to TCP. NCCL_DEBUG=INFO says which network it uses and why; "
+        "look at NCCL_IB_HCA, at the limit of locked memory, whether a container has "
+        "/dev/infiniband, and for the site's plugin"
+    )
+
+
+def _switched_off(library: Nccl, *names: str) -> str:
+    """Return the setting of these that keeps NCCL from the fast network."""
+    given = [(name, library.settings.get(name, "")) for name in names]
+    return next((f"{name}={value}" for name, value in given if value.lower() == _OFF[name]), "")
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def _by_node(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.findings import Finding
 from hpc_tune.probe.links import Links, Pair, rate
+from hpc_tune.probe.nccl import Nccl
 from hpc_tune.probe.topology import Topology
 from hpc_tune.units import format_bytes
 
@@ -50,16 +51,34 @@ def _software_lines(first: RankFacts, size: int) -> list[str]:
     mpi = f" and {first.mpi}: both say" if first.mpi else ":"
     lines.append(f"launcher  {first.launcher}{mpi} {_many(size, 'rank')}")
     cuda = f"torch is built for CUDA {first.cuda}" if first.cuda else "torch is built without CUDA"
+    if first.rocm:
+        cuda = f"torch is built for ROCm {first.rocm}"
     driver = first.topology.driver if first.topology else ""
     if first.topology and driver:
         cuda += f", the driver {driver} has {first.topology.driver_cuda}"
     lines.append(f"cuda      {cuda}{f'; NCCL {first.nccl}' if first.nccl else ''}")
+    if first.library is not None:
+        lines.append(_library_line(first.library))
     if first.compiled is not None:
         ops = ", ".join(first.compiled.ops) or "nothing"
         missing = " and ".join(first.compiled.missing_tools)
         rest = f"{missing} missing for the rest" if missing else "the rest can be, at first use"
         lines.append(f"deepspeed {ops} compiled; {rest}")
     return lines
+
+
+def _library_line(library: Nccl) -> str:
+    """Return which library is loaded, whence, and what it uses between nodes."""
+    files = ", ".join(library.libraries) or "inside torch"
+    settings = " ".join(f"{name}={value}" for name, value in library.settings.items())
+    parts = [
+        f"{library.name.lower()}      {library.version} loaded, {files}",
+        f"torch is built for {library.built}" if library.built != library.version else "",
+        f"network plugin {library.plugin or 'none'}",
+        f"libfabric {library.libfabric}" if library.libfabric else "",
+        settings,
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def _node_lines(here: Sequence[RankFacts]) -> list[str]:
@@ -77,9 +96,10 @@ def _node_lines(here: Sequence[RankFacts]) -> list[str]:
         if rank.device_bytes:
             near = "?" if rank.device_numa is None else rank.device_numa
             device += f" {format_bytes(rank.device_bytes)} {rank.device_uuid} (NUMA {near})"
+        given = f" of {_ranges(rank.cpus)}" if rank.taken not in ((), rank.cpus) else ""
         lines.append(
-            f"  rank {rank.rank:<4} {device}; CPUs {_ranges(rank.cpus)} (NUMA {numa}), "
-            f"{_many(rank.threads, 'thread')}"
+            f"  rank {rank.rank:<4} {device}; CPUs {_ranges(rank.taken or rank.cpus)}{given} "
+            f"(NUMA {numa}), {_many(rank.threads, 'thread')}"
         )
     lines += _topology_lines(first.topology) if first.topology else []
     for folder in first.folders:
@@ -98,7 +118,8 @@ def _topology_lines(topology: Topology) -> list[str]:
     for card in topology.cards:
         facts = [card.state, card.rate, "" if card.numa is None else f"NUMA {card.numa}"]
         near = f"behind a switch with GPU {', '.join(map(str, card.near))}" if card.near else ""
-        lines.append(f"  network   {card.name}: {', '.join(filter(None, [*facts, near]))}")
+        kind = f" ({card.kind})" if card.kind != "InfiniBand" else ""
+        lines.append(f"  network   {card.name}{kind}: {', '.join(filter(None, [*facts, near]))}")
     return lines
 
 

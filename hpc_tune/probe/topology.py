@@ -7,11 +7,12 @@ kernel. A label is a hint; what a link carries is measured (links.py).
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-SYS = Path("/sys")
+from hpc_tune.world.numa import SYS, numa_of, pci_path
+
 _CARDS = ("infiniband", "cxi")  # the second: HPE Slingshot
 # nvmlGpuTopologyLevel_t, in the words of nvidia-smi topo.
 _LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -35,7 +36,8 @@ class Gpu:
 class Card:
     """One card of the fast network; ``rate`` and ``state`` are the kernel's words.
 
-    ``near`` are the GPUs that share a PCI switch with it, so that GPUDirect is worth it.
+    ``near`` are the GPUs that share a PCI switch with it, so that GPUDirect is worth it. ``kind``:
+    InfiniBand, RoCE, Slingshot, or EFA.
     """
 
     name: str
@@ -43,12 +45,14 @@ class Card:
     rate: str
     numa: int | None
     near: tuple[int, ...]
+    kind: str = "InfiniBand"
 
 
 @dataclass(frozen=True)
 class Topology:
     """One node. ``paths`` are of pairs of GPUs, such as ``"0-1"``: NVLink, or where they meet:
-    PIX, PXB (switches), PHB (root complex), NODE, SYS (across NUMA nodes).
+    PIX, PXB (switches), PHB (root complex), NODE, SYS (across NUMA nodes). ``driver_error``: why
+    the driver told nothing, or not all. ``ethernet``: Mb/s of the other cards that are up.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -56,6 +60,8 @@ class Topology:
     cards: tuple[Card, ...] = ()
     driver: str = ""
     driver_cuda: str = ""
+    driver_error: str = ""
+    ethernet: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_topology(folder: Path = SYS) -> Topology:
@@ -63,22 +69,10 @@ def read_topology(folder: Path = SYS) -> Topology:
 
     ``folder`` is where the kernel shows its devices.
     """
-    gpus, paths, driver, cuda = _ask_driver(folder)
-    devices = [pci_path(folder, gpu.place) for gpu in gpus]
-    return Topology(gpus, paths, tuple(_cards(folder, devices)), driver, cuda)
-
-
-def pci_path(folder: Path, address: str) -> Path:
-    """Return the path from the root complex to a device such as ``"0000:17:00.0"``."""
-    return (folder / "bus" / "pci" / "devices" / address).resolve()
-
-
-def numa_of(device: Path) -> int | None:
-    """Return the NUMA node of a device; the kernel says -1 where there is but one."""
-    with contextlib.suppress(OSError, ValueError):
-        number = int((device / "numa_node").read_text())
-        return number if number >= 0 else None
-    return None
+    told = _ask_driver(folder)
+    devices = [pci_path(folder, gpu.place) for gpu in told.gpus]
+    cards = tuple(_cards(folder, devices))
+    return replace(told, cards=cards, ethernet=_ethernet(folder))
 
 
 def share_a_switch(device: Path, other: Path) -> bool:
@@ -90,37 +84,50 @@ def share_a_switch(device: Path, other: Path) -> bool:
     return any(re.fullmatch(r"[0-9a-f]+:[0-9a-f]+:[0-9a-f]+\.[0-9a-f]", part) for part in common)
 
 
-def _ask_driver(folder: Path) -> tuple[tuple[Gpu, ...], dict[str, str], str, str]:
-    nothing: tuple[tuple[Gpu, ...], dict[str, str], str, str] = ((), {}, "", "")
+def _ask_driver(folder: Path) -> Topology:
+    """Return what NVIDIA's driver tells; what it refuses, for a slice of a GPU say, is left out."""
     try:
         import pynvml as nvml
     except ImportError:
-        return nothing
+        return Topology()
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver
-        return nothing
+    except nvml.NVMLError as error:  # no driver, or not for this user
+        return Topology(driver_error=str(error))
+    errors: list[str] = []
+    asked: list[tuple[Any, Gpu]] = []
+    driver, cuda = "", 0
     try:
-        handles = list(_handles(nvml))
-        gpus = tuple(_gpu(nvml, handle, folder) for handle in handles)
-        paths = {
-            f"{i}-{j}": _path(nvml, handles[i], handles[j])
-            for i in range(len(handles))
-            for j in range(i + 1, len(handles))
-        }
-        cuda = nvml.nvmlSystemGetCudaDriverVersion()
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with _noting(nvml, errors):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                asked.append((handle, _gpu(nvml, handle, folder)))
         driver = _text(nvml.nvmlSystemGetDriverVersion())
-        return gpus, paths, driver, f"{cuda // 1000}.{cuda % 1000 // 10}"
-    except nvml.NVMLError:
-        return nothing
-    finally:
+        cuda = nvml.nvmlSystemGetCudaDriverVersion()
+    except nvml.NVMLError as error:
+        errors.append(str(error))
+    paths = {
+        f"{i}-{j}": _path(nvml, asked[i][0], asked[j][0])
+        for i in range(len(asked))
+        for j in range(i + 1, len(asked))
+    }
+    with contextlib.suppress(nvml.NVMLError):
         nvml.nvmlShutdown()
+    return Topology(
+        gpus=tuple(gpu for _, gpu in asked),
+        paths=paths,
+        driver=driver,
+        driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
+        driver_error="; ".join(dict.fromkeys(errors)),
+    )
 
 
-def _handles(nvml: Any) -> Iterator[Any]:
-    for index in range(nvml.nvmlDeviceGetCount()):
-        with contextlib.suppress(nvml.NVMLError):  # another job's
-            yield nvml.nvmlDeviceGetHandleByIndex(index)
+@contextlib.contextmanager
+def _noting(nvml: Any, errors: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except nvml.NVMLError as error:
+        errors.append(str(error))
 
 
 def _gpu(nvml: Any, handle: Any, folder: Path) -> Gpu:
@@ -152,17 +159,56 @@ def _path(nvml: Any, gpu: Any, other: Any) -> str:
 
 
 def _cards(folder: Path, gpus: Sequence[Path]) -> Iterator[Card]:
-    for kind in _CARDS:
-        try:
-            cards = sorted((folder / "class" / kind).iterdir())
-        except OSError:
-            continue
-        for card in cards:
+    for group in _CARDS:
+        for card in _names_in(folder / "class" / group):
             device = (card / "device").resolve()
             near = tuple(i for i, gpu in enumerate(gpus) if share_a_switch(device, gpu))
-            state = _text_of(card / "ports" / "1" / "state").partition(": ")[2]
-            rate = _text_of(card / "ports" / "1" / "rate").partition(" (")[0]
-            yield Card(card.name, state, rate, numa_of(device), near)
+            state, rate = _best_port(card / "ports")
+            if group == "cxi":  # the kernel shows the rate at its Ethernet side, hsn0
+                sides = [net.name for net in _names_in(device / "net")]
+                speeds = [_speed(folder, name) for name in sides]
+                rate = f"{max(speeds, default=0) // 1000 or 200} Gb/sec"
+            yield Card(card.name, state, rate, numa_of(device), near, _kind(group, card))
+
+
+def _kind(group: str, card: Path) -> str:
+    if group == "cxi":
+        return "Slingshot"
+    if (card / "device" / "driver").resolve().name == "efa":
+        return "EFA"
+    layers = [_text_of(port / "link_layer") for port in _names_in(card / "ports")]
+    return "RoCE" if "Ethernet" in layers else "InfiniBand"
+
+
+def _best_port(ports: Path) -> tuple[str, str]:
+    """Return state and rate of the port that is up, or of the first."""
+    found = [
+        (
+            _text_of(port / "state").partition(": ")[2],
+            _text_of(port / "rate").partition(" (")[0],
+        )
+        for port in _names_in(ports)
+    ]
+    return next((one for one in found if one[0] == "ACTIVE"), found[0] if found else ("", ""))
+
+
+def _ethernet(folder: Path) -> dict[str, int]:
+    """Return the Mb/s of each interface that is a device, and up."""
+    names = [net.name for net in _names_in(folder / "class" / "net") if (net / "device").exists()]
+    return {name: speed for name in names if (speed := _speed(folder, name)) > 0}
+
+
+def _speed(folder: Path, interface: str) -> int:
+    with contextlib.suppress(ValueError):
+        return int(_text_of(folder / "class" / "net" / interface / "speed"))
+    return 0
+
+
+def _names_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _text_of(file: Path) -> str:

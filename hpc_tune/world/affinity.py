@@ -2,13 +2,15 @@
 
     masks of the node's ranks + what the cpuset would allow -> share_of_cores (pure) -> apply
 
-It runs before torch is imported, since the threads that torch starts inherit the mask.
+It runs before torch is imported, since the threads that torch starts inherit the mask. Which GPU
+each rank has is known only after that: then the cores are dealt again, by the GPUs' NUMA nodes.
 """
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_tune.cluster.schedulers import granted_cpus
@@ -32,8 +34,20 @@ class CoreShare:
     shared_by: int = 1
 
 
+@dataclass(frozen=True)
+class Near:
+    """The NUMA node of a rank's GPU, and its CPUs."""
+
+    node: int
+    cpus: Mask
+
+
 def share_of_cores(
-    masks: Sequence[Mask], reachable: Mask, local_rank: int, physical: Physical
+    masks: Sequence[Mask],
+    reachable: Mask,
+    local_rank: int,
+    physical: Physical,
+    near: Sequence[Near | None] = (),
 ) -> CoreShare:
     """Return the share of ``local_rank`` (pure).
 
@@ -41,7 +55,30 @@ def share_of_cores(
     keep them; ranks that all sit on too few CPUs are spread over ``reachable``; with more ranks
     than CPUs each gets one thread and no pinning. ``physical`` gives (package, core) of a CPU, so
     that a slice holds whole cores.
+
+    ``near``: where each rank's GPU is. Ranks that split a mask then split, with those whose GPU is
+    at the same node, what of the mask is of that node.
     """
+    share = _share_of(masks, reachable, local_rank, physical, near)
+    place = near[local_rank] if near else None
+    if place is None or not place.cpus or share.cpus & place.cpus:
+        return share
+    warning = (
+        f"a rank's GPU is at NUMA node {place.node}, of whose CPUs it has none: its data takes a "
+        "longer way. mpirun --bind-to none or srun --cpu-bind=none lets the cores be dealt by the "
+        "GPUs' nodes; if the job has no cores there, request whole nodes, or let Slurm choose by "
+        "--gres-flags=enforce-binding"
+    )
+    return replace(share, warning="; ".join(filter(None, [share.warning, warning])))
+
+
+def _share_of(
+    masks: Sequence[Mask],
+    reachable: Mask,
+    local_rank: int,
+    physical: Physical,
+    near: Sequence[Near | None],
+) -> CoreShare:
     own, num_ranks, warning = masks[local_rank], len(masks), None
     alike = [rank for rank, mask in enumerate(masks) if mask == own]
     if num_ranks > 1 and len(alike) == num_ranks > len(own) and len(reachable) > len(own):
@@ -69,7 +106,10 @@ def share_of_cores(
             f"while its share would be {fair}; if that is not intended, start with "
             f"mpirun --bind-to none or srun --cpus-per-task={fair}"
         )
-    return CoreShare(cpus, num_cores, num_cores, pin=cpus != masks[local_rank], warning=warning)
+    pin = cpus != masks[local_rank]
+    if near_cpus := _near_slice(own, alike, local_rank, physical, near):
+        cpus, num_cores, pin = near_cpus, _num_cores(near_cpus, physical), True
+    return CoreShare(cpus, num_cores, num_cores, pin, warning)
 
 
 def reachable_cpus() -> Mask:
@@ -133,6 +173,17 @@ def apply(share: CoreShare, threads: int) -> str | None:
     return f"OMP_NUM_THREADS={before} was set and is now {threads}; set run.threads to choose"
 
 
+def move_others(before: Mask, cpus: Mask) -> None:
+    """Let the threads of this process that have the mask ``before`` run on ``cpus`` instead.
+
+    CUDA's driver has started some by the time that the rank's GPU is known.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if frozenset(os.sched_getaffinity(int(task.name))) == before:
+                os.sched_setaffinity(int(task.name), cpus)
+
+
 def describe(shares: Sequence[tuple[int, int, int]], num_nodes: int) -> str:
     """Return one line for the world from each rank's (cores, threads, ranks on these cores)."""
     counts = Counter(shares)
@@ -160,6 +211,28 @@ def _slice(mask: Mask, num: int, index: int, physical: Physical) -> Mask:
         groups = [[cpu] for group in groups for cpu in group]
     first, last = index * len(groups) // num, (index + 1) * len(groups) // num
     return frozenset(cpu for group in groups[first:last] for cpu in group)
+
+
+def _near_slice(
+    mask: Mask,
+    alike: Sequence[int],
+    local_rank: int,
+    physical: Physical,
+    near: Sequence[Near | None],
+) -> Mask | None:
+    """Return the rank's slice of the mask's CPUs at its GPU's node.
+
+    ``None`` for all ranks of the mask where one of them would get no CPU so: their slices of the
+    whole mask would overlap the others' of a node.
+    """
+    places = [place for rank in alike if (place := near[rank]) is not None] if near else []
+    if len(alike) == 1 or len(places) < len(alike):
+        return None
+    if any(len(place.cpus & mask) < places.count(place) for place in places):
+        return None
+    index = alike.index(local_rank)
+    own = places[index]
+    return _slice(own.cpus & mask, places.count(own), places[:index].count(own), physical)
 
 
 def _num_cores(mask: Mask, physical: Physical) -> int:

@@ -1,7 +1,7 @@
 """From the launcher to a working world: one call at the start of every rank, one at its clean end.
 
-    discover -> cores and threads -> torch -> device -> rendezvous -> process groups
-    -> check of devices -> Comm
+    discover -> cores and threads -> torch -> rendezvous -> device -> check of devices
+    -> cores near the device -> process groups -> Comm
 
 torch is imported here and not before: MPI comes first, and the threads that torch starts inherit
 the rank's cores.
@@ -13,7 +13,8 @@ import socket
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,28 @@ from hpc_tune.cluster.protocol import Claim, Launcher
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
-from hpc_tune.world import affinity
+from hpc_tune.world import affinity, open_files
 from hpc_tune.world.comm import Comm, Peer, all_gather
-from hpc_tune.world.device import check_devices, pick_device
+from hpc_tune.world.device import (
+    DeviceReport,
+    check_devices,
+    gather_gpus,
+    nodes_of_gpus,
+    pick_device,
+    visible_gpus,
+)
 from hpc_tune.world.discover import World, discover
 from hpc_tune.world.failure import end_world, end_world_on_uncaught, time_limit, watch_launcher
-from hpc_tune.world.json_channel import Channel, MpiChannel, SoloChannel, StarChannel
+from hpc_tune.world.json_channel import (
+    Channel,
+    MpiChannel,
+    SoloChannel,
+    StarChannel,
+    StoreChannel,
+)
 from hpc_tune.world.keepalive import HostWatch, Lost
 from hpc_tune.world.nodes import nodes_of, place_of
+from hpc_tune.world.numa import SYS, cpus_of
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
 
 if TYPE_CHECKING:
@@ -54,6 +69,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
         WorldError: if the ranks, their network or their devices are not what the launcher promised.
     """
     end_world_on_uncaught(None)
+    files = open_files.raise_limit()
     launcher, claim = launcher_of(os.environ)
     launched = claim.launcher != "single"
     who = f"rank {rank_hint(os.environ)} on {socket.gethostname()}"
@@ -62,30 +78,29 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
     hint = "check for ranks that failed to start, or for a network that the nodes do not share"
     with time_limit("all ranks to start", START_LIMIT_S, hint, who):
         world, mpi_comm = discover()
+        if world.rank == 0:  # now, since the world may not form without them
+            _log_warnings([open_files.shortage(files, world.size)])
         channel = _open_channel(world, mpi_comm, launcher, claim)
-        if world.launcher == UNKNOWN and channel is not None:
-            hosts = channel.all_gather(world.hostname)
-            nodes = nodes_of(hosts, hosts, [None] * world.size)
-            world = replace(world, **place_of(world.rank, nodes))
-        share, threads, notes = _take_cores(world, channel, settings)
+        world = _with_nodes(world, channel)
+        cores = _allowed_cores(world, channel)
+        share, threads, note = _take_cores(world, cores, settings)
         import torch
 
+        store, address, nonce, met = _rendezvous(world, channel, settings)
+        exchange = channel or StoreChannel(store, world)
+        device, warning, near = _take_device(world, exchange, settings, launched)
+        exchange.close()
+        if near:
+            share, threads, _ = _take_cores(world, cores, settings, near)
         torch.set_num_threads(threads)
-        device, device_report = pick_device(settings.device, world)
-        store, address, nonce, note = _rendezvous(world, channel, settings)
-        notes += [note] if note else []
-        if channel is not None:
-            channel.close()
         cpu_group = init_groups(world, device, store, settings.timeout)
         facts: dict[str, Any] = {
             "peer": Peer(world.rank, world.node, world.hostname, os.getpid()),
             "cores": (share.num_cores, threads, share.shared_by),
-            "device": device_report,
-            "notes": notes,
+            "notes": [share.warning, note, met],
             "pids": _pid_namespace(),
         }
         all_facts = all_gather(facts, cpu_group)
-    warning = check_devices([f["device"] for f in all_facts], launched)
     comm = Comm(
         world=world,
         device=device,
@@ -101,13 +116,18 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
         watch = HostWatch(comm, address, settings.host_timeout, lost)
         comm = replace(comm, watch=watch)
     if world.rank == 0:
-        place = affinity.describe([f["cores"] for f in all_facts], world.num_nodes)
-        log.info("world   %s, via %s, %s", place, world.launcher, device.type)
-        _log_warnings([note for f in all_facts for note in f["notes"]] + [warning or ""])
+        _log_world(comm, all_facts)
+        _log_warnings([warning])
     return comm
 
 
-def _log_warnings(texts: list[str]) -> None:
+def _log_world(comm: Comm, all_facts: list[dict[str, Any]]) -> None:
+    place = affinity.describe([f["cores"] for f in all_facts], comm.world.num_nodes)
+    log.info("world   %s, via %s, %s", place, comm.world.launcher, comm.device.type)
+    _log_warnings([note for f in all_facts for note in f["notes"]])
+
+
+def _log_warnings(texts: list[str | None]) -> None:
     """Log each warning once, with the number of ranks that have it."""
     for text, count in Counter(filter(None, texts)).items():
         log.warning("%s%s", text, f" (on {count} ranks)" if count > 1 else "")
@@ -165,23 +185,64 @@ def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim)
     return StarChannel(world, point.addresses, point.token, START_LIMIT_S * 0.8, point.ports)
 
 
-def _take_cores(
-    world: World, channel: Channel | None, settings: RunSettings
-) -> tuple[affinity.CoreShare, int, list[str]]:
+def _with_nodes(world: World, channel: Channel | None) -> World:
+    """Return this rank's place, with the nodes that an unknown launcher did not tell."""
+    if world.launcher != UNKNOWN or channel is None:
+        return world
+    hosts = channel.all_gather(world.hostname)
+    nodes = nodes_of(hosts, hosts, [None] * world.size)
+    return replace(world, **place_of(world.rank, nodes))
+
+
+def _allowed_cores(
+    world: World, channel: Channel | None
+) -> tuple[list[affinity.Mask], affinity.Mask]:
+    """Return the masks of this node's ranks, and what this rank could widen its own to."""
     own = frozenset(os.sched_getaffinity(0))
     masks = [own] * world.local_size  # torchrun pins nothing, so its ranks are alike
     if channel is not None:
         rows = channel.all_gather([world.node, world.local_rank, affinity.runs_of(own)])
         on_node = sorted((local, runs) for node, local, runs in rows if node == world.node)
         masks = [affinity.mask_of(runs) for _, runs in on_node]
+    return masks, affinity.reachable_cpus()
+
+
+def _take_cores(
+    world: World,
+    cores: tuple[list[affinity.Mask], affinity.Mask],
+    settings: RunSettings,
+    near: Sequence[affinity.Near | None] = (),
+) -> tuple[affinity.CoreShare, int, str | None]:
+    masks, reachable = cores
     share = affinity.share_of_cores(
-        masks, affinity.reachable_cpus(), world.local_rank, affinity.physical_core
+        masks, reachable, world.local_rank, affinity.physical_core, near
     )
     if world.size == 1 and world.launcher == "single":
+        own = masks[world.local_rank]
         share = affinity.CoreShare(own, share.num_cores, share.threads, pin=False)
     threads = share.threads if settings.threads == "auto" else settings.threads
+    before = frozenset(os.sched_getaffinity(0))
     note = affinity.apply(share, threads)
-    return share, threads, [text for text in (share.warning, note) if text]
+    if near and share.pin:
+        affinity.move_others(before, share.cpus)
+    return share, threads, note
+
+
+def _take_device(
+    world: World, exchange: Channel, settings: RunSettings, launched: bool
+) -> "tuple[torch.device, str | None, list[affinity.Near | None]]":
+    """Return this rank's device, a warning if any, and where the GPUs of the node's ranks are.
+
+    Raises:
+        WorldError: on every rank, if the ranks' devices do not fit together.
+    """
+    seen = gather_gpus(world, visible_gpus(settings.device), exchange)
+    device, report = pick_device(settings.device, world, seen)
+    reports = [DeviceReport.of(row) for row in exchange.all_gather(asdict(report))]
+    warning = check_devices(reports, launched)
+    nodes = nodes_of_gpus(seen) if device.type == "cuda" else []
+    near = [None if n is None else affinity.Near(n, cpus_of(SYS, n)) for n in nodes]
+    return device, warning, near if any(near) else []
 
 
 def _rendezvous(

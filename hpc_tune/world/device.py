@@ -1,23 +1,42 @@
-"""Which device a rank computes on, and the check that no GPU is shared or idle."""
+"""Which device a rank computes on, and the check that no GPU is shared or idle.
+
+what each rank of a node sees -> assign (pure) -> this rank's device -> check of all reports
+"""
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from hpc_tune.errors import WorldError
+from hpc_tune.errors import WorldError, first_line
 from hpc_tune.world.allocator import expand_segments
 from hpc_tune.world.discover import World
+from hpc_tune.world.json_channel import Channel
+from hpc_tune.world.numa import SYS, numa_of, pci_path
 
 if TYPE_CHECKING:
     import torch
 
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What one rank sees: a name for each GPU, the same on all ranks of a node, and its NUMA node.
+
+    ``error`` says why CUDA does not start.
+    """
+
+    names: tuple[str, ...] = ()
+    numa: tuple[int | None, ...] = ()
+    error: str | None = None
+
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What one rank reports to the others: the UUIDs of its device and of all visible ones.
+    """What one rank reports to the others: the names of its device and of all visible ones.
 
     ``error`` says why it has no device, if it requested one.
     """
@@ -30,41 +49,130 @@ class DeviceReport:
     visible: tuple[str, ...] = ()
     error: str | None = None
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "DeviceReport":
+        """Return the report of another rank, which came as JSON."""
+        return cls(**{**row, "visible": tuple(row["visible"])})
 
-def pick_device(
-    wanted: Literal["auto", "cpu", "cuda"], world: World
-) -> "tuple[torch.device, DeviceReport]":
-    """Return this rank's device and its report; an error is reported, not raised.
 
-    A launcher that shows each rank one GPU leaves device 0, otherwise the local rank is the index.
-    """
+def visible_gpus(wanted: Literal["auto", "cpu", "cuda"], folder: Path = SYS) -> Gpus:
+    """Return the GPUs that this rank sees; ``folder`` is where the kernel shows its devices."""
     import torch
 
     expand_segments(os.environ, wanted)
-    cpu, rank = torch.device("cpu"), (world.rank, world.node, world.hostname)
     if wanted == "cpu" or not torch.cuda.is_available():
+        return Gpus()
+    try:
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except RuntimeError as error:
+        return Gpus(error=first_line(error))
+    numa = tuple(numa_of(pci_path(folder, address_of(gpu))) for gpu in found)
+    return Gpus(names_of(found, os.environ), numa)
+
+
+def gather_gpus(world: World, own: Gpus, exchange: Channel) -> dict[int, Gpus]:
+    """Return what each rank of this node sees, by rank. Collective."""
+    rows = exchange.all_gather([world.node, own.names, own.numa, own.error])
+    return {
+        rank: Gpus(tuple(names), tuple(numa), error)
+        for rank, (node, names, numa, error) in enumerate(rows)
+        if node == world.node
+    }
+
+
+def names_of(found: Sequence[Any], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a name for each GPU by torch's properties of it (pure).
+
+    Its UUID; the PCI address where ROCm gives none. CUDA may give a slice of a GPU (MIG) the UUID
+    of the whole, and then it is the only one that a process sees. What has the same name within one
+    process, as the parts of one AMD GPU may, is told apart by its place among them.
+    """
+    shown = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if len(found) == 1 and shown.startswith("MIG-"):
+        return (shown.partition(",")[0],)
+    names = []
+    for index, gpu in enumerate(found):
+        uuid = str(getattr(gpu, "uuid", ""))
+        known = bool(uuid.strip("0-"))
+        names.append(uuid if known else address_of(gpu) or f"device {index}")
+    if len(set(names)) == len(names):
+        return tuple(names)
+    return tuple(f"{name}, {index}" for index, name in enumerate(names))
+
+
+def address_of(gpu: Any) -> str:
+    """Return the PCI address of a GPU by torch's properties of it, such as ``"0000:17:00.0"``."""
+    fields = (getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    domain, bus, device = fields
+    return "" if bus is None else f"{domain or 0:04x}:{bus:02x}:{device or 0:02x}.0"
+
+
+def assign(seen: Mapping[int, Sequence[str]]) -> dict[int, str]:
+    """Return a GPU for each rank of a node, of those that it sees; no GPU is given twice (pure).
+
+    A rank takes the first that is free: of ranks that see the same GPUs the first takes the first,
+    and so on. If none is free, those before it move if they can (augmenting paths of Kuhn's
+    matching), so that a rank stays without only where there are too few.
+    """
+    owner: dict[str, int] = {}
+
+    def place(rank: int, tried: set[str]) -> bool:
+        free = next((gpu for gpu in seen[rank] if gpu not in owner), None)
+        if free is not None:
+            owner[free] = rank
+            return True
+        for gpu in seen[rank]:
+            if gpu not in tried:
+                tried.add(gpu)
+                if place(owner[gpu], tried):
+                    owner[gpu] = rank
+                    return True
+        return False
+
+    for rank in seen:
+        place(rank, set())
+    return {rank: gpu for gpu, rank in owner.items()}
+
+
+def pick_device(
+    wanted: Literal["auto", "cpu", "cuda"], world: World, seen: Mapping[int, Gpus]
+) -> "tuple[torch.device, DeviceReport]":
+    """Return this rank's device and its report; an error is reported, not raised.
+
+    ``seen``: what each rank of this node sees.
+    """
+    import torch
+
+    cpu, rank = torch.device("cpu"), (world.rank, world.node, world.hostname)
+    own = seen[world.rank]
+    if not own.names:
         error = None
-        if wanted == "cuda":
-            shown = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+        if wanted == "cuda" or own.error:
+            shown = ", ".join(f"{n} is {os.environ[n]}" for n in _VISIBLE if n in os.environ)
+            found = f"cannot start CUDA ({own.error})" if own.error else "finds no CUDA device"
             error = (
-                f"run.device=cuda, but torch {torch.__version__} finds no CUDA device on "
-                f"{world.hostname} (CUDA_VISIBLE_DEVICES is {shown}); request GPUs for the job, or "
-                "set run.device=cpu"
+                f"run.device={wanted}, but torch {torch.__version__} {found} on {world.hostname} "
+                f"({shown or 'CUDA_VISIBLE_DEVICES is unset'}); request GPUs for the job, or set "
+                "run.device=cpu"
             )
         return cpu, DeviceReport(*rank, "cpu", error=error)
-    visible = tuple(
-        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())
-    )
-    index = 0 if len(visible) == 1 else world.local_rank
-    if index >= len(visible):
-        error = (
-            f"{world.hostname} runs {world.local_size} ranks but shows {len(visible)} GPUs to rank "
-            f"{world.rank}; start {len(visible)} ranks per node, or set run.device=cpu"
-        )
-        return cpu, DeviceReport(*rank, "cuda", visible=visible, error=error)
-    device = torch.device("cuda", index)
+    names = {other: gpus.names for other, gpus in seen.items()}
+    chosen = assign(names)
+    if world.rank not in chosen:
+        error = _too_few(world, names, chosen)
+        return cpu, DeviceReport(*rank, "cuda", visible=own.names, error=error)
+    device = torch.device("cuda", own.names.index(chosen[world.rank]))
     torch.cuda.set_device(device)
-    return device, DeviceReport(*rank, "cuda", uuid=visible[index], visible=visible)
+    return device, DeviceReport(*rank, "cuda", uuid=chosen[world.rank], visible=own.names)
+
+
+def nodes_of_gpus(seen: Mapping[int, Gpus]) -> list[int | None]:
+    """Return the NUMA node of each rank's GPU, where it has one and that is known (pure)."""
+    chosen = assign({rank: gpus.names for rank, gpus in seen.items()})
+    return [
+        gpus.numa[gpus.names.index(chosen[rank])] if rank in chosen else None
+        for rank, gpus in seen.items()
+    ]
 
 
 def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None:
@@ -98,25 +206,69 @@ def check_devices(reports: Sequence[DeviceReport], launched: bool) -> str | None
         if len(ranks) > 1:
             where = reports[ranks[0]]
             raise WorldError(
-                f"ranks {', '.join(map(str, ranks))} on {where.hostname} share one GPU ({uuid}) "
-                f"of {len(shown[where.node])} visible; start one rank per GPU"
+                f"ranks {_first(map(str, ranks))} on {where.hostname} share one GPU ({uuid}) of "
+                f"{len(shown[where.node])} visible; start one rank per GPU"
             )
     idle = {node: sorted(uuids - owners.keys()) for node, uuids in shown.items()}
     lines = [
-        f"{hosts[node]}: {len(uuids)} of {len(shown[node])} GPUs idle ({', '.join(uuids)})"
+        f"{hosts[node]}: {len(uuids)} of {len(shown[node])} GPUs idle ({_first(uuids)})"
         for node, uuids in sorted(idle.items())
         if uuids
     ]
     if not lines:
         return None
     text = "; ".join(lines[:8])
+    num_gpus = max(map(len, shown.values()))
     if not launched:
-        num_gpus = max(map(len, shown.values()))
         return f"{text}; one process uses one GPU, mpirun -np {num_gpus} would use all"
-    raise WorldError(
-        f"{text}; start one rank per GPU, or hide the GPUs that are not for this run with "
-        "CUDA_VISIBLE_DEVICES"
+    raise WorldError(f"{text}; {_for_idle(reports, num_gpus)}")
+
+
+def _for_idle(reports: Sequence[DeviceReport], num_gpus: int) -> str:
+    """Say how to start so that none of a node's GPUs is idle."""
+    most = max(len(report.visible) for report in reports)
+    apart = len({(r.node, gpu) for r in reports for gpu in r.visible}) == sum(
+        len(report.visible) for report in reports
     )
+    if apart and num_gpus > most:
+        return (
+            f"a rank was given up to {most} GPUs and uses one: start with --gpus-per-task=1, and "
+            f"--ntasks-per-node={num_gpus} to use all"
+        )
+    return (
+        f"start one rank per GPU (--ntasks-per-node={num_gpus}), or hide the GPUs that are not for "
+        "this run with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _too_few(world: World, seen: Mapping[int, Sequence[str]], chosen: Mapping[int, str]) -> str:
+    """Say which ranks see fewer GPUs than they are: this one, and those that could make room."""
+    gpus = set(seen[world.rank])
+    while more := {g for r, gpu in chosen.items() if gpu in gpus for g in seen[r]} - gpus:
+        gpus |= more
+    ranks = [rank for rank, names in seen.items() if names and gpus.issuperset(names)]
+    together = len({gpu for names in seen.values() for gpu in names})
+    what = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    text = (
+        f"ranks {_first(map(str, ranks))} on {world.hostname} share {what} ({_first(sorted(gpus))})"
+    )
+    if together >= len(seen):
+        return (
+            f"{text}, while its {len(seen)} ranks see {together} together; show each rank all GPUs "
+            "of the job (without --gpu-bind and --gpus-per-task), or one of its own "
+            "(--gpus-per-task=1)"
+        )
+    return (
+        f"{text}; {len(seen)} ranks run there and see {together} together: start {together} per "
+        f"node (--ntasks-per-node={together}), request {len(seen)} GPUs per node "
+        f"(--gpus-per-node={len(seen)}), or set run.device=cpu"
+    )
+
+
+def _first(names: Iterable[str]) -> str:
+    """Return the first eight, and how many there are more."""
+    every = list(names)
+    return ", ".join(every[:8]) + (f" and {len(every) - 8} more" if len(every) > 8 else "")
 
 
 def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

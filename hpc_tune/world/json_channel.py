@@ -1,7 +1,7 @@
 """Communication before torch.distributed exists: one operation, an all-gather of JSON values.
 
-MPI's COMM_WORLD where there is one; else rank 0 listens at the launcher's meeting point and the
-others connect to it. Values travel as JSON, never as pickles.
+MPI's COMM_WORLD where there is one; torchrun's store, once torch is there; else rank 0 listens at
+the launcher's meeting point and the others connect to it. Values travel as JSON, never as pickles.
 """
 
 import contextlib
@@ -14,10 +14,13 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world.discover import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 NUM_CANDIDATE_PORTS = 16
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below Linux's ephemeral range, which starts at 32768
@@ -62,6 +65,24 @@ class MpiChannel:
 
     def close(self) -> None:
         """Do nothing: MPI ends with the process."""
+
+
+class StoreChannel:
+    """Speaks over torch's store, for ranks whose launcher runs one."""
+
+    def __init__(self, store: "Store", world: World) -> None:
+        """Take a store that all ranks share."""
+        self._store, self._world, self._number = store, world, 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        self._number += 1
+        keys = [f"hpc_tune/all_gather/{self._number}/{rank}" for rank in range(self._world.size)]
+        self._store.set(keys[self._world.rank], json.dumps(value))
+        return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def close(self) -> None:
+        """Do nothing: the store stays."""
 
 
 class StarChannel:

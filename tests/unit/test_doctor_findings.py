@@ -9,6 +9,7 @@ import pytest
 from hpc_tune.probe.facts import Folder, RankFacts, try_folder
 from hpc_tune.probe.findings import find_problems
 from hpc_tune.probe.links import Collective, Links, Pair, in_words, outliers, rate, rounds
+from hpc_tune.probe.nccl import Nccl
 from hpc_tune.probe.software import Compiled
 from hpc_tune.probe.table import as_dict, as_lines
 from hpc_tune.probe.topology import Card, Gpu, Topology
@@ -148,7 +149,7 @@ PLANTED = {
 
 
 def test_a_good_cluster_has_no_findings():
-    assert find_problems(world(), Links(tuple(links(*[1e10] * 6)), ())) == []
+    assert find_problems(world(), Links(tuple(links(*[4e10] * 6)), ())) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -159,12 +160,160 @@ def test_what_is_planted_is_found_and_nothing_else(name):
     assert words in found.text
 
 
-def test_the_silent_fall_back_to_sockets_is_found():
-    slow = Links(tuple(links(*[1.1e9] * 6)), ())
-    [found] = find_problems(world(), slow)
-    assert "although there is mlx5_0: NCCL has fallen back to sockets" in found.text
-    without = [dataclasses.replace(rank, topology=None) for rank in world()]
-    assert find_problems(without, slow) == []
+def network(library=None, cards=(CARD,), ethernet=None):
+    """Return two nodes of two ranks with these cards and this library."""
+    topology = dataclasses.replace(NODE, cards=cards, ethernet=ethernet or {})
+    library = library or Nccl("NCCL", "2.28.9", "2.28.9")
+    return [
+        dataclasses.replace(rank, topology=topology, library=None if rank.local_rank else library)
+        for rank in world()
+    ]
+
+
+HDR = dataclasses.replace(CARD, rate="200 Gb/sec")
+SLINGSHOT = Card("cxi0", "", "200 Gb/sec", 0, (), "Slingshot")
+EFA = Card("rdmap0s6", "ACTIVE", "100 Gb/sec", 0, (), "EFA")
+DOWN = dataclasses.replace(CARD, name="mlx5_9", state="DOWN")
+PLAIN = Nccl("NCCL", "2.28.9", "2.28.9")
+RCCL = Nccl("RCCL", "2.27.7", "2.27.7")
+LOADED = dataclasses.replace(PLAIN, plugin="/site/libnccl-net.so")
+
+
+def with_settings(library, **settings):
+    return dataclasses.replace(library, settings=settings)
+
+
+# The library, the cards, what was measured across nodes in GB/s, and what is found.
+FELL_BACK = {
+    "InfiniBand by TCP": (
+        PLAIN,
+        (HDR, DOWN),
+        1.2,
+        "across nodes 1.2 GB/s, where InfiniBand mlx5_0 is 200 Gb/s (25.0 GB/s): NCCL has probably "
+        "fallen back to TCP. NCCL_DEBUG=INFO",
+    ),
+    "InfiniBand switched off": (
+        with_settings(PLAIN, NCCL_IB_DISABLE="1"),
+        (HDR,),
+        1.2,
+        "(25.0 GB/s): NCCL_IB_DISABLE=1 sends by TCP: unset it",
+    ),
+    "sockets by choice": (
+        with_settings(PLAIN, NCCL_NET="Socket"),
+        (HDR,),
+        1.2,
+        "(25.0 GB/s): NCCL_NET=Socket sends by TCP: unset it",
+    ),
+    "Slingshot without a plugin": (
+        RCCL,
+        (SLINGSHOT,) * 4,
+        2.5,
+        "across nodes 2.5 GB/s, where Slingshot cxi0 is 200 Gb/s (25.0 GB/s): RCCL has no network "
+        "plugin on n0, n1 and sends by TCP over Slingshot. Load the site's module of aws-ofi-rccl, "
+        "so that librccl-net.so is in LD_LIBRARY_PATH",
+    ),
+    "Slingshot without a plugin, and nothing measured": (
+        PLAIN,
+        (SLINGSHOT,),
+        None,
+        "NCCL has no network plugin on n0, n1 and sends by TCP over Slingshot. Load the site's "
+        "module of aws-ofi-nccl, so that libnccl-net.so",
+    ),
+    "EFA with a plugin that was not taken": (
+        dataclasses.replace(
+            PLAIN, plugin_file="/opt/libnccl-net.so", libfabric="/opt/libfabric.so"
+        ),
+        (EFA,),
+        1.0,
+        "by TCP over EFA. It did not take /opt/libnccl-net.so: NCCL_DEBUG=INFO says why",
+    ),
+    "a plugin without libfabric": (
+        dataclasses.replace(PLAIN, plugin_file="/opt/libnccl-net.so"),
+        (SLINGSHOT,),
+        2.0,
+        "It did not take /opt/libnccl-net.so, which needs libfabric.so, and that is not found",
+    ),
+    "a plugin that is switched off": (
+        with_settings(PLAIN, NCCL_NET_PLUGIN="none", NCCL_IB_DISABLE="1"),
+        (SLINGSHOT,),
+        2.0,
+        "over Slingshot. NCCL_NET_PLUGIN=none switches it off: unset it",
+    ),
+    "a plugin, and slow all the same": (
+        with_settings(LOADED, NCCL_IB_DISABLE="1"),
+        (HDR,),
+        8.0,
+        "across nodes 8.0 GB/s, where InfiniBand mlx5_0 is 200 Gb/s",
+    ),
+    "Ethernet alone": (
+        with_settings(PLAIN, NCCL_SOCKET_IFNAME="=eth0"),
+        (),
+        1.0,
+        "across nodes 1.0 GB/s, where Ethernet eth0 is 100 Gb/s (12.5 GB/s): one connection of TCP",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FELL_BACK)
+def test_a_network_that_is_slower_than_it_was_sold_is_found_with_the_reason(name):
+    library, cards, speed, words = FELL_BACK[name]
+    measured = links(*[speed * 1e9] * 6) if speed else ()
+    ranks = network(library, cards, {"eth0": 100_000})
+    [found] = find_problems(ranks, Links(tuple(measured), ()))
+    assert found.level == "warning"
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
+    ("library", "cards", "speed"),
+    [
+        (PLAIN, (HDR,), 9.0),
+        (LOADED, (SLINGSHOT,), 18.0),
+        (LOADED, (SLINGSHOT,), None),
+        (PLAIN, (DOWN,), 1.0),
+        (PLAIN, (), 0.1),
+        (with_settings(PLAIN, NCCL_SOCKET_IFNAME="=eth0"), (), 6.0),
+    ],
+)
+def test_a_network_that_does_what_it_was_sold_for_has_no_findings(library, cards, speed):
+    measured = links(*[speed * 1e9] * 6) if speed else ()
+    ranks = network(library, cards, {"eth0": 100_000})
+    assert find_problems(ranks, Links(tuple(measured), ())) == []
+
+
+def test_cpus_and_one_node_need_no_plugin():
+    ranks = network(PLAIN, (SLINGSHOT,))
+    assert find_problems(ranks[:2], Links((), ())) == []
+    on_cpus = [dataclasses.replace(rank, nccl="", library=None) for rank in ranks]
+    assert find_problems(on_cpus, Links(tuple(links(*[1e8] * 6)), ())) == []
+
+
+def test_an_older_nccl_than_torch_was_built_for_is_found_and_where_it_is_from():
+    old = dataclasses.replace(PLAIN, version="2.18.3", libraries=("/site/libnccl.so.2",))
+    [found] = find_problems(network(old), Links((), ()))
+    assert "n0, n1: torch is built for NCCL 2.28.9, and 2.18.3 is loaded from /site/l" in found.text
+    newer = dataclasses.replace(old, version="2.30.1")
+    assert find_problems(network(newer), Links((), ())) == []
+    both = dataclasses.replace(newer, libraries=("/pip/libnccl.so.2", "/site/libnccl.so.2"))
+    [found] = find_problems(network(both), Links((), ()))
+    assert "NCCL is loaded twice (/pip/libnccl.so.2, /site/libnccl.so.2)" in found.text
+
+
+def test_a_driver_that_refuses_is_found_where_its_gpus_are_used():
+    refused = dataclasses.replace(NODE, driver_error="Insufficient Permissions")
+    ranks = world(*((r, {"topology": refused}) for r in (0, 2)))
+    [found] = find_problems(ranks, Links((), ()))
+    assert found.level == "warning"
+    assert "n0, n1: the driver's management library refuses (Insufficient Perm" in found.text
+    on_cpus = [
+        dataclasses.replace(r, device_bytes=0, device_numa=None, device_wanted="cpu", nccl="")
+        for r in ranks
+    ]
+    assert find_problems(on_cpus, Links((), ())) == []
+
+
+def test_a_rank_that_has_cores_at_its_gpu_and_elsewhere_is_no_finding():
+    assert find_problems(world((1, {"numa_nodes": (0, 1)})), Links((), ())) == []
 
 
 def test_a_card_that_is_worse_than_on_other_nodes_is_named():
@@ -234,7 +383,8 @@ def test_links_of_a_node_are_told_by_how_its_gpus_meet():
 
 
 def test_the_report_has_each_rank_and_each_finding():
-    ranks = world((0, {"shm_free_bytes": 4096}))
+    library = Nccl("NCCL", "2.28.9", "2.28.3", ("/pip/libnccl.so.2",), "/site/libnccl-net.so")
+    ranks = world((0, {"shm_free_bytes": 4096, "library": library}), (1, {"taken": (2,)}))
     small, large = (Collective("all-reduce", n, 0.001, 2e9) for n in (64, 4 << 20))
     all_links = Links(tuple(links(*[1e10] * 6)), (small, large), skipped=2)
     found = find_problems(ranks, all_links)
@@ -242,6 +392,9 @@ def test_the_report_has_each_rank_and_each_finding():
     for words in (
         "launcher  openmpi and Open MPI v5.0.11: both say 4 ranks",
         "torch is built for CUDA 12.8, the driver 580.1 has 13.0; NCCL 2.28",
+        "nccl      2.28.9 loaded, /pip/libnccl.so.2; torch is built for 2.28.3; network plugin "
+        "/site/libnccl-net.so",
+        "rank 1    H100 80.0 GiB a (NUMA 0); CPUs 2 of 2-3 (NUMA 0), 2 threads",
         "deepspeed cpu_adam compiled",
         "rank 3    H100 80.0 GiB a (NUMA 0); CPUs 2-3 (NUMA 0), 2 threads",
         "n1: 2 ranks",

@@ -111,6 +111,77 @@ def test_gpus_cards_and_how_they_meet(kernel, monkeypatch):
     assert not driver.is_up
 
 
+@pytest.mark.parametrize(
+    ("refuse", "gpus", "paths", "driver"),
+    [
+        ("nvmlDeviceGetCount", 0, 0, ""),
+        ("nvmlDeviceGetPciInfo", 0, 0, "550.54"),
+        ("nvmlDeviceGetUUID", 0, 0, "550.54"),
+        ("nvmlDeviceGetNvLinkState", 3, 3, "550.54"),
+        ("nvmlDeviceGetTopologyCommonAncestor", 3, 3, "550.54"),
+        ("nvmlSystemGetDriverVersion", 3, 3, ""),
+        ("nvmlSystemGetCudaDriverVersion", 3, 3, "550.54"),
+        ("nvmlShutdown", 3, 3, "550.54"),
+    ],
+)
+def test_what_the_driver_refuses_is_left_out_and_noted(
+    kernel, monkeypatch, refuse, gpus, paths, driver
+):
+    """As for a slice of a GPU, a virtual one, or where a site forbids it."""
+
+    def fail(*asked):
+        raise Driver.NVMLError("Not Supported")
+
+    stand_in = Driver()
+    setattr(stand_in, refuse, fail)
+    monkeypatch.setitem(sys.modules, "pynvml", stand_in)
+    found = read_topology(kernel)
+    assert (len(found.gpus), len(found.paths), found.driver) == (gpus, paths, driver)
+    noted = {"No Permission"} if refuse != "nvmlDeviceGetCount" else set()
+    quiet = ("nvmlDeviceGetNvLinkState", "nvmlDeviceGetTopologyCommonAncestor", "nvmlShutdown")
+    assert set(found.driver_error.split("; ")) == noted | (
+        set() if refuse in quiet else {"Not Supported"}
+    )
+
+
+def test_cards_of_other_networks_are_told_with_their_rate(tmp_path):
+    cards = {"cxi0": "cxi", "cxi1": "cxi", "rdmap0": "infiniband", "mlx5_0": "infiniband"}
+    for number, (name, group) in enumerate(cards.items()):
+        device = tmp_path / "devices" / f"0000:0{number}:00.0"
+        device.mkdir(parents=True)
+        card = tmp_path / "class" / group / name
+        card.mkdir(parents=True)
+        (card / "device").symlink_to(device)
+        for port, state in (("1", "1: DOWN"), ("2", "4: ACTIVE")):
+            if group == "infiniband":
+                (card / "ports" / port).mkdir(parents=True)
+                (card / "ports" / port / "state").write_text(f"{state}\n")
+                (card / "ports" / port / "rate").write_text(f"{port}00 Gb/sec (4X EDR)\n")
+                (card / "ports" / port / "link_layer").write_text("Ethernet\n")
+    (tmp_path / "drivers" / "efa").mkdir(parents=True)
+    (tmp_path / "devices" / "0000:02:00.0" / "driver").symlink_to(tmp_path / "drivers" / "efa")
+    (tmp_path / "devices" / "0000:00:00.0" / "net" / "hsn0").mkdir(parents=True)
+    for name, speed in {
+        "hsn0": "400000",
+        "eth0": "25000",
+        "eth1": "-1",
+        "docker0": "10000",
+    }.items():
+        net = tmp_path / "class" / "net" / name
+        net.mkdir(parents=True)
+        (net / "speed").write_text(f"{speed}\n")
+        if name != "docker0":  # that one is no device
+            (net / "device").symlink_to(tmp_path / "devices" / "0000:00:00.0")
+    found = read_topology(tmp_path)
+    assert [(card.name, card.kind, card.state, card.rate) for card in found.cards] == [
+        ("mlx5_0", "RoCE", "ACTIVE", "200 Gb/sec"),
+        ("rdmap0", "EFA", "ACTIVE", "200 Gb/sec"),
+        ("cxi0", "Slingshot", "", "400 Gb/sec"),
+        ("cxi1", "Slingshot", "", "200 Gb/sec"),
+    ]
+    assert found.ethernet == {"eth0": 25000, "hsn0": 400000}
+
+
 def test_without_a_driver_or_its_package_the_cards_are_told(kernel, monkeypatch, tmp_path):
     def fail():
         raise Driver.NVMLError("Driver Not Loaded")

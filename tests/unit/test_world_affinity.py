@@ -1,9 +1,12 @@
 import os
+import subprocess
+import sys
 
 import pytest
 
 from hpc_tune.world import affinity
-from hpc_tune.world.affinity import CoreShare, mask_of, runs_of, share_of_cores
+from hpc_tune.world.affinity import CoreShare, Near, mask_of, runs_of, share_of_cores
+from hpc_tune.world.numa import cpus_of, numa_of, pci_path
 
 
 def one_thread_per_core(cpu):
@@ -68,6 +71,138 @@ def test_disjoint_but_meagre_masks_are_kept_with_a_warning():
     assert share.cpus == mask(1)
     assert not share.pin
     assert "1 of the node's 8 cores, while its share would be 4" in share.warning
+
+
+# Four NUMA nodes of four CPUs, as a node of LUMI has four: its first GPUs are at the last node.
+NODES = [Near(node, mask(*range(4 * node, 4 * node + 4))) for node in range(4)]
+SIXTEEN = mask(*range(16))
+LOWER = mask(*range(8))
+NEAR = {
+    "two GPUs at each node, in another order than the CPUs": (
+        [SIXTEEN] * 8,
+        [3, 3, 1, 1, 0, 0, 2, 2],
+        [{12, 13}, {14, 15}, {4, 5}, {6, 7}, {0, 1}, {2, 3}, {8, 9}, {10, 11}],
+    ),
+    "GPUs at two nodes dealt in turn": (
+        [SIXTEEN] * 4,
+        [2, 0, 2, 0],
+        [{8, 9}, {0, 1}, {10, 11}, {2, 3}],
+    ),
+    "all GPUs at one node": ([SIXTEEN] * 2, [1, 1], [{4, 5}, {6, 7}]),
+    "a mask that has a part of each node": (
+        [mask(2, 3, 4, 5)] * 2,
+        [1, 0],
+        [{4, 5}, {2, 3}],
+    ),
+    "two masks, each split by its own ranks": (
+        [LOWER, LOWER, SIXTEEN - LOWER, SIXTEEN - LOWER],
+        [1, 0, 3, 2],
+        [{4, 5, 6, 7}, {0, 1, 2, 3}, {12, 13, 14, 15}, {8, 9, 10, 11}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_cores_are_dealt_by_the_node_of_the_gpu(name):
+    masks, nodes, expected = NEAR[name]
+    near = [NODES[node] for node in nodes]
+    reachable = frozenset().union(*masks)
+    shares = [
+        share_of_cores(masks, reachable, rank, one_thread_per_core, near)
+        for rank in range(len(masks))
+    ]
+    assert [share.cpus for share in shares] == expected
+    assert {(share.pin, share.warning) for share in shares} == {(True, None)}
+    assert [share.threads for share in shares] == [len(cpus) for cpus in expected]
+
+
+def test_ranks_that_were_pinned_to_one_core_are_spread_by_the_nodes_of_their_gpus():
+    near = [NODES[node] for node in (3, 0)]
+    shares = [
+        share_of_cores([mask(0)] * 2, SIXTEEN, rank, one_thread_per_core, near) for rank in (0, 1)
+    ]
+    assert [share.cpus for share in shares] == [{12, 13, 14, 15}, {0, 1, 2, 3}]
+    assert all("pinned all 2 ranks" in share.warning for share in shares)
+    assert all("NUMA" not in share.warning for share in shares)
+
+
+# Masks, the nodes of the GPUs, and the nodes that warnings name.
+KEPT = {
+    "without GPUs": ([SIXTEEN] * 4, [None] * 4, set()),
+    "a GPU whose place is unknown": ([SIXTEEN] * 4, [3, 3, 3, None], {3}),
+    "one node alone is allowed": ([NODES[1].cpus] * 2, [1, 1], set()),
+    "no core of a GPU's node is allowed": ([LOWER] * 4, [3, 3, 0, 1], {0, 3}),
+    "fewer CPUs at a node than GPUs": ([LOWER | {12}] * 3, [3, 3, 0], {0, 3}),
+    "a mask of its own": ([LOWER, SIXTEEN - LOWER], [0, 3], set()),
+    "a mask of its own at the wrong node": ([NODES[0].cpus, NODES[1].cpus], [1, 1], {1}),
+    "masks that overlap": ([SIXTEEN, LOWER], [3, 3], {3}),
+    "alone": ([SIXTEEN], [2], set()),
+    "more ranks than CPUs": ([mask(0, 4)] * 3, [0, 1, 2], {2}),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_otherwise_each_keeps_the_cores_that_it_has_without_gpus(name):
+    masks, nodes, warned = KEPT[name]
+    near = [None if node is None else NODES[node] for node in nodes]
+    said, reachable = set(), frozenset().union(*masks)
+    for rank in range(len(masks)):
+        before = share_of_cores(masks, reachable, rank, one_thread_per_core)
+        share = share_of_cores(masks, reachable, rank, one_thread_per_core, near)
+        assert (share.cpus, share.threads) == (before.cpus, before.threads)
+        assert (share.warning or "").startswith(before.warning or "")
+        said |= {
+            n for n in range(4) if f"GPU is at NUMA node {n}, of whose" in (share.warning or "")
+        }
+    assert said == warned
+
+
+def test_a_node_of_memory_alone_changes_nothing():
+    near = [Near(4, mask()), Near(5, mask())]
+    share = share_of_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core, near)
+    assert share == share_of_cores([SIXTEEN] * 2, SIXTEEN, 1, one_thread_per_core)
+
+
+def test_the_kernel_says_where_a_gpu_is_and_which_cpus_are_near(tmp_path):
+    gpu = tmp_path / "bus" / "pci" / "devices" / "0000:c1:00.0"
+    node = tmp_path / "devices" / "system" / "node"
+    for folder in (gpu, node / "node3", node / "node4"):
+        folder.mkdir(parents=True)
+    (gpu / "numa_node").write_text("3\n")
+    (node / "node3" / "cpulist").write_text("48-50,112,114-115\n")
+    (node / "node4" / "cpulist").write_text("\n")
+    assert numa_of(pci_path(tmp_path, "0000:c1:00.0")) == 3
+    assert cpus_of(tmp_path, 3) == mask(48, 49, 50, 112, 114, 115)
+    assert cpus_of(tmp_path, 4) == cpus_of(tmp_path, 7) == mask()
+    (gpu / "numa_node").write_text("-1\n")
+    assert numa_of(pci_path(tmp_path, "0000:c1:00.0")) is None
+    assert numa_of(pci_path(tmp_path, "")) is None
+
+
+MOVED = """
+import os, threading
+from hpc_tune.world import affinity
+both = frozenset(os.sched_getaffinity(0))
+one, other = sorted(both)[:2]
+os.sched_setaffinity(0, {one})
+done, at = threading.Event(), []
+threads = [threading.Thread(target=done.wait) for _ in range(2)]
+for thread in threads:
+    thread.start()
+os.sched_setaffinity(threads[1].native_id, both)
+share = affinity.CoreShare(frozenset({other}), 1, 1, pin=True)
+affinity.apply(share, 1)
+affinity.move_others(frozenset({one}), share.cpus)
+masks = [os.sched_getaffinity(tid) for tid in (0, *(thread.native_id for thread in threads))]
+done.set()
+assert masks == [{other}, {other}, both], masks
+"""
+
+
+def test_threads_that_have_the_mask_of_before_move_along_and_others_stay():
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("needs two CPUs")
+    subprocess.run([sys.executable, "-c", MOVED], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
