@@ -182,8 +182,6 @@ def stalled(
         said = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
     words = f"{doing}: no progress for {limit_s:.0f} s (run.timeout): {'; '.join(said)}"
     facts: dict[str, object] = {"during": doing, "late_ranks": late}
-    if late:
-        facts |= {"rank": late[0], "host": roster[late[0]].hostname}
     if trace is not None:
         words += f". The last collectives of each rank are in {trace}, for torchfrtrace"
         facts["trace"] = trace

@@ -58,12 +58,7 @@ def test_a_rank_that_waits_for_one_that_is_not_there_names_it(stays):
         "training step 7: no progress for 0 s (run.timeout): rank 1 (pid 4194305 on n0) does not "
         "answer: its process is stopped, or hangs outside of Python"
     )
-    assert error.facts == {
-        "during": "training step 7",
-        "late_ranks": [1],
-        "rank": 1,
-        "host": "n0",
-    }
+    assert error.facts == {"during": "training step 7", "late_ranks": [1]}
 
 
 def test_steps_that_go_on_are_none(stays):
@@ -146,8 +141,6 @@ def test_a_rank_that_is_behind_is_named_with_its_line():
     assert error.facts == {
         "during": "training step 5",
         "late_ranks": [2],
-        "rank": 2,
-        "host": "n1",
         "trace": "run/collectives",
     }
 
