@@ -62,7 +62,9 @@ class StepLimit:
         self._keep_trace = keep_trace
         self._every_s = min(_LOOK_EVERY_S, limit_s / _LOOKS)
         self._entered, self._doing = 0, "the first step"
-        self._over = threading.Event()
+        self._over, self._telling = threading.Event(), threading.Lock()
+        self._has_told = False
+        self._trace: str | None = None
 
     def enter(self, doing: str) -> None:
         """Begin a part of training, which all ranks begin in the same order."""
@@ -109,31 +111,40 @@ class StepLimit:
         limit.start()
         if not self._over.is_set():
             gone = {peer.rank for peer in dead_peers(self._comm)}
-            trace = self._keep_trace()
             roster, doing = self._comm.roster, self._doing
-            self._lost(stalled(places, roster, doing, self._limit_s, gone, trace))
+            self._lost(stalled(places, roster, doing, self._limit_s, gone, self._trace))
 
     def _ask(self, places: dict[int, Place]) -> None:
-        """Fill ``places`` with those of the ranks that answer."""
-        store, size = self._comm.store, self._comm.world.size
+        """Fill ``places`` with those of the ranks that answer, and let them keep their traces."""
+        store, left = self._comm.store, set(range(self._comm.world.size))
         until_s = time.monotonic() + 2 * self._every_s + 1.0
         with contextlib.suppress(RuntimeError):
             store.set(_KEY, "")
-            while len(places) < size and time.monotonic() < until_s:
-                time.sleep(0.1)
-                for rank in set(range(size)) - set(places):
+            self._tell()
+            while left and time.monotonic() < until_s:
+                for rank in sorted(left):
                     if store.check([f"{_KEY}/{rank}"]):
-                        places[rank] = Place(**json.loads(store.get(f"{_KEY}/{rank}")))
+                        place, has_trace = json.loads(store.get(f"{_KEY}/{rank}"))
+                        places[rank] = Place(**place)
+                        left -= {rank} if has_trace else set()
+                time.sleep(0.1)
 
     def _answer(self) -> None:
-        store = self._comm.store
         with contextlib.suppress(RuntimeError):  # the store is gone with its rank
             while not self._over.wait(self._every_s):
-                if store.check([_KEY]):
-                    place = json.dumps(asdict(self._place()))
-                    store.set(f"{_KEY}/{self._comm.world.rank}", place)
-                    self._keep_trace()
+                if self._comm.store.check([_KEY]):
+                    self._tell()
                     return
+
+    def _tell(self) -> None:
+        """Tell once where this rank is, and again when its trace is there: that may take longer."""
+        with self._telling:
+            if not self._has_told:
+                self._has_told = True
+                key, place = f"{_KEY}/{self._comm.world.rank}", asdict(self._place())
+                self._comm.store.set(key, json.dumps([place, False]))
+                self._trace = self._keep_trace()
+                self._comm.store.set(key, json.dumps([place, True]))
 
     def _place(self) -> Place:
         frame, line, waits = _main_frame(), "", False

@@ -105,7 +105,7 @@ def test_a_rank_that_is_asked_answers_where_it_is(stays):
         until_s = time.monotonic() + 60
         while not store.check(["hpc_tune/stalled/1"]) and time.monotonic() < until_s:
             time.sleep(0.01)
-    place = Place(**json.loads(store.get("hpc_tune/stalled/1")))
+    place = Place(**json.loads(store.get("hpc_tune/stalled/1"))[0])
     assert (place.entered, place.doing, place.waits) == (1, "beginning step 3", False)
     assert told == []
 
