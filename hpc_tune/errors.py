@@ -35,6 +35,14 @@ class LostHostError(WorldError):
     """A host is down or cut off; the same command resumes on other hosts."""
 
 
+class StalledError(WorldError):
+    """Training stood still; ``facts``, such as the ranks that are late, go into outcome.json."""
+
+    def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.facts = dict(facts)
+
+
 class CheckpointError(HpcTuneError):
     """A checkpoint cannot be written or cannot be used."""
 

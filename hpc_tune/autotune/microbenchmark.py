@@ -24,6 +24,7 @@ from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.plan.model_size import STATE_COPIES, ModelSize, measure
 from hpc_tune.plan.network import Network
@@ -66,26 +67,29 @@ class BlockModels:
         Raises:
             ConfigError: if even so few do not fit.
         """
-        make = partial(self._make, num_blocks, layout)
-        return self.comm.together("measuring a decoder block", make)
-
-    def _make(self, num_blocks: int, layout: Layout) -> NativeEngine:
         update = {"reshard": "block", "offload_params": "none"}
         parallel = self.parallel.model_copy(update=update)
         with tempfile.TemporaryDirectory() as folder:
-            shape = self._shape.with_blocks(num_blocks, Path(folder))
-            built, itemsize = shape.build(), shape.dtype.itemsize
-            size, model = measure(built.module), built.config
-            _check_room(size, self._room)
-            head = model.vocab_size * model.hidden_size * itemsize
-            self.work = StepWork(size, model, 1, self._seq_len, itemsize)
-            self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head stays in between
-            settings = EngineSettings(layout, self.comm.device, self._optim, parallel)
+            make = partial(self._build, num_blocks, Path(folder))
+            built = self.comm.together("measuring a decoder block", make)
+            together = self.comm.together
+            device = self.comm.device
+            settings = EngineSettings(layout, device, self._optim, parallel, together=together)
             engine = NativeEngine(built, settings)
         for parameter in built.module.parameters():
             if parameter.is_floating_point():
                 local_region(parameter.detach())[0].normal_(std=0.02)
         return engine
+
+    def _build(self, num_blocks: int, folder: Path) -> BuiltModel:
+        shape = self._shape.with_blocks(num_blocks, folder)
+        built, itemsize = shape.build(), shape.dtype.itemsize
+        size, model = measure(built.module), built.config
+        _check_room(size, self._room)
+        head = model.vocab_size * model.hidden_size * itemsize
+        self.work = StepWork(size, model, 1, self._seq_len, itemsize)
+        self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head stays in between
+        return built
 
     def batch(self, rows: int) -> Batch:
         """Return a micro-batch to measure with, of fewer tokens on CPUs."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -15,6 +15,20 @@ from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
 
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """Does this rank's ``work``, which sends no messages; an error of one rank is raised on all."""
+
+    def __call__(self, what: str, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns. Collective."""
+
+
+def alone(what: str, work: Callable[[], T]) -> T:
+    """Do ``work``: for a process by itself."""
+    return work()
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -22,7 +36,8 @@ class EngineSettings:
 
     ``parallel.reshard`` must have been decided. ``loss_share`` of the tokens carry loss; pipeline
     stages are balanced for that. ``reserve`` is called with the bytes of each large allocation of
-    host memory, before it.
+    host memory, before it. ``together`` is ``Comm.together``: reading and allocating may fail on
+    one rank, and the others must not wait for it in a collective.
     """
 
     layout: Layout
@@ -32,6 +47,7 @@ class EngineSettings:
     train: TrainConfig = TrainConfig()
     loss_share: float = 1.0
     reserve: Reserve = reserve_nothing
+    together: Together = alone
     faults: Faults = NO_FAULTS
 
 

@@ -27,6 +27,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.fsdp import before_backward, release_gathered, shard
 from hpc_tune.engine.gradients import (
+    Bucket,
     OverlappedAllReduce,
     Trained,
     make_buckets,
@@ -43,7 +44,7 @@ from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.dropout import use_row_dropout
-from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.load import allocate, finish_dora, load_weights
 from hpc_tune.model.regions import Region, local_region
 from hpc_tune.model.weights import TensorIndex
 
@@ -70,13 +71,17 @@ class NativeEngine:
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
         self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
-        self._stages, self._trained = _load_stages(built, settings, self._mesh, self._collectives)
+        self._stages, self._trained, self._buckets, self._adamw = settings.together(
+            "loading the model",
+            lambda: _load(built, settings, self._mesh, self._collectives),
+        )
+        for stage in self._stages:
+            finish_dora(stage)
         modules = [stage.module for stage in self._stages]
         blocks = [block for module in modules for block in block_list(module)]
         self.levers = recompute_levers(blocks, parallel.recompute, settings.train.compile)
         self._sharded = [t for t in self._trained if t.sharded]
         self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
-        self._buckets = make_buckets(self._trained, self._mesh, device, settings.reserve)
         self._uses_fsdp = uses_fsdp(layout.shard, parallel)
         self.repeats_steps = layout.replicate == layout.size and not self._uses_fsdp
         self._overlapped = [
@@ -84,8 +89,6 @@ class NativeEngine:
             for bucket in self._buckets
             if self.repeats_steps and bucket.group is not None
         ]
-        parameters = [t.parameter for t in self._trained]
-        self._adamw = make_adamw(parameters, settings.optim, settings.reserve)
         self._offloaded: OffloadedState | None = None
         has_device = device.type == "cuda" or settings.faults.moves_on_host
         if has_device and parallel.offload_params != "cpu":
@@ -281,6 +284,16 @@ class NativeEngine:
             if sharded:
                 torch._foreach_mul_(sharded, scale.to(sharded[0].device))
         return norm
+
+
+def _load(
+    built: BuiltModel, settings: EngineSettings, mesh: Mesh, collectives: CountedCollectives
+) -> tuple[list[BuiltModel], list[Trained], list[Bucket], torch.optim.AdamW]:
+    """Read and allocate what this rank holds. No messages: a rank may fail by itself."""
+    stages, trained = _load_stages(built, settings, mesh, collectives)
+    buckets = make_buckets(trained, mesh, settings.device, settings.reserve)
+    parameters = [t.parameter for t in trained]
+    return stages, trained, buckets, make_adamw(parameters, settings.optim, settings.reserve)
 
 
 def _load_stages(

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError, StalledError
 from hpc_tune.log import configure
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.json_lines import EVENTS, Events
@@ -138,8 +138,12 @@ def _outcome_of(comm: Comm | None, error: BaseException, text: str, code: int) -
     if isinstance(error, LeavingError):
         return stopped(error.reason, error.step, error.facts)
     reason = str(error) if isinstance(error, HpcTuneError) else text.splitlines()[-1]
-    where = {"rank": comm.world.rank, "host": comm.world.hostname} if comm is not None else {}
-    return Outcome("failed", reason, None, code, where)
+    facts: dict[str, Any] = {}
+    if comm is not None:
+        facts = {"rank": comm.world.rank, "host": comm.world.hostname}
+    if isinstance(error, StalledError):
+        facts |= error.facts
+    return Outcome("failed", reason, None, code, facts)
 
 
 def _write(result: Outcome, run_dir: Path | None) -> None:

@@ -36,14 +36,12 @@ def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engin
         config.train,
         loss_share=data.loss_share,
         reserve=monitor.ensure,
+        together=comm.together,
         faults=job.faults,
     )
     uses_zero = resolved.parallel.zero_stage is not None
     monitor.enter("load", "loading the model", tell=True)
-    return comm.together(
-        "loading the model",
-        lambda: (ZeroEngine if uses_zero else NativeEngine)(model.built, settings),
-    )
+    return (ZeroEngine if uses_zero else NativeEngine)(model.built, settings)
 
 
 def make_deterministic() -> None:

@@ -34,6 +34,7 @@ from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.rank_work import RankWork
 from hpc_tune.world.comm import Comm
+from hpc_tune.world.step_limit import StepLimit
 from hpc_tune.world.stop import StopFlag
 
 _MOST_RANKS = 1 << 20
@@ -64,6 +65,7 @@ class Work:
     rank_work: RankWork
     monitor: Monitor
     governor: Governor
+    step_limit: StepLimit
     profile: StepProfile
     stop: StopFlag
     start_step: int
@@ -87,6 +89,7 @@ def run_loop(work: Work) -> Outcome:
     if work.eval_batches is not None and start_step == 0:
         evals = _evaluate(work, work.eval_batches, step, evals)
     while step < work.total_steps:
+        work.step_limit.enter(f"beginning step {step + 1}")
         loader_state, began_s = work.loader.state(), time.monotonic()
         batches = work.loader.next_step()
         data_s = time.monotonic() - began_s
@@ -114,9 +117,7 @@ def run_loop(work: Work) -> Outcome:
             work.loader.restore(loader_state)
             batches = work.loader.next_step()
         phase = "save, in the background" if saver.busy else "steady"
-        work.monitor.enter(
-            "first step" if step == start_step else phase, f"training step {step + 1}"
-        )
+        _enter(work, "first step" if step == start_step else phase, f"training step {step + 1}")
         lr = learning_rate(optim, step, work.total_steps)
         num_tokens = max(1, int(ballot.loss_tokens))
         work.faults.at("step", step + 1)
@@ -151,13 +152,19 @@ def run_loop(work: Work) -> Outcome:
     return done(step)
 
 
+def _enter(work: Work, phase: str, activity: str) -> None:
+    """Begin a phase of the memory plan, on all ranks together."""
+    work.monitor.enter(phase, activity)
+    work.step_limit.enter(activity)
+
+
 def _start_save(work: Work, state: RunState) -> None:
     """Begin a save; if training waits for it, first return freed memory to the system."""
     phase = "save, in the background"
     if work.saver.waits:
         phase = "save, training waits"
         give_back()
-    work.monitor.enter(phase, f"saving step {state.step}")
+    _enter(work, phase, f"saving step {state.step}")
     work.faults.at("save", state.step)
     work.saver.start(state)
 
@@ -289,7 +296,7 @@ def _evaluate(
 
     give_back()
     phase = "save, in the background" if work.saver.busy else "evaluate"
-    work.monitor.enter(phase, f"evaluating after step {step}")
+    _enter(work, phase, f"evaluating after step {step}")
     log.info("step %d: evaluating on held-out data", step)
     began_s = time.monotonic()
     loss_sum, tokens = work.engine.evaluate(batches())

@@ -93,6 +93,7 @@ def _train(
         engine = load_engine(job, model, resolved, data)
         saved = resume(job, checkpoint, model, engine, data)
         work = prepare_training(job, model, resolved, data, engine, saved)
-        outcome = run_loop(work)
+        with work.step_limit.over():
+            outcome = run_loop(work)
         finish(job, model, forecast, work, outcome)
     return outcome

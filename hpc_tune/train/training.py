@@ -23,6 +23,7 @@ from hpc_tune.probe.software import git_commit
 from hpc_tune.train.attempt import Attempts
 from hpc_tune.train.checkpointing import Checkpointer, Writing
 from hpc_tune.train.data import Data
+from hpc_tune.train.exit import fail
 from hpc_tune.train.governor import Governor
 from hpc_tune.train.job import Job
 from hpc_tune.train.levers import loader_levers
@@ -34,6 +35,9 @@ from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.rank_work import RankWork
 from hpc_tune.train.trackers import Facts, Trackers, open_trackers
 from hpc_tune.units import format_bytes
+from hpc_tune.world.comm import Comm
+from hpc_tune.world.flight_recorder import FOLDER, keep_trace
+from hpc_tune.world.step_limit import StepLimit
 
 Expected = Callable[..., dict[str, int]]
 
@@ -52,9 +56,7 @@ def prepare_training(
     _log_micro_batches(model, resolved, data, expected)
     job.monitor.enter("first step", "beginning the first step", tell=True)
     job.monitor.limit_private_memory()
-    peak = None
-    if comm.device.type != "cpu":
-        peak = peak_flops(torch.cuda.get_device_name(comm.device))
+    peak = _peak_flops(comm)
 
     def before_update() -> None:
         job.watchdog.close()
@@ -95,9 +97,24 @@ def prepare_training(
         peak_flops=peak * comm.world.size if peak else None,
         expected_bytes=expected,
         governor=governor,
+        step_limit=_step_limit(job),
         profile=StepProfile(job.training, job.dir, config.train.profiled_steps, step, total_steps),
         faults=job.faults,
     )
+
+
+def _peak_flops(comm: Comm) -> float | None:
+    """Return those of one rank's device, None where they are not known."""
+    if comm.device.type == "cpu":
+        return None
+    return peak_flops(torch.cuda.get_device_name(comm.device))
+
+
+def _step_limit(job: Job) -> StepLimit:
+    comm, on_gpu = job.training, job.comm.device.type == "cuda"
+    lost = partial(fail, job.comm, run_dir=job.dir)
+    keep = partial(keep_trace, job.dir / FOLDER, comm.world.rank, on_gpu)
+    return StepLimit(comm, job.config.run.timeout, lost, keep)
 
 
 def _micro_size(

@@ -48,6 +48,7 @@ from hpc_tune.world.keepalive import HostWatch, Lost
 from hpc_tune.world.nodes import nodes_of, place_of
 from hpc_tune.world.numa import SYS, cpus_of
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
+from hpc_tune.world.step_limit import MARGIN_S
 
 if TYPE_CHECKING:
     import torch
@@ -303,12 +304,13 @@ def init_groups(
     """Make the default group for the device and return the gloo group for control traffic.
 
     The default group is used once: that connects all GPUs, before anything else asks for a part of
-    them, and shows a network that does not work for NCCL.
+    them, and shows a network that does not work for NCCL. Its collectives end later than
+    ``step_limit`` ends the world, which knows who is missing.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    limit = timedelta(seconds=timeout_s)
+    limit = timedelta(seconds=timeout_s + MARGIN_S)
     # Otherwise later groups, of a mesh or a library, would have a timeout of half an hour.
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit

@@ -6,7 +6,7 @@ world of one skips it. Objects are sent as pickles between the ranks of one trus
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hpc_tune.errors import HpcTuneError, RemoteError
@@ -46,7 +46,8 @@ class Comm:
     one has it too. ``roster`` holds every rank. ``store`` is the rendezvous store, ``nonce`` unique
     to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
     processes. ``num_regroups``: how often its ranks were chosen and renumbered. ``hang`` is what
-    ``watched`` watches with, where a run has set it.
+    ``watched`` watches with, where a run has set it. ``alone``: what this rank does by itself now;
+    the others would wait for ever in a collective within it if this rank failed.
     """
 
     world: World
@@ -60,6 +61,7 @@ class Comm:
     watch: Watch | None = None
     num_regroups: int = 0
     hang: HangWatch | None = None
+    alone: list[str] = field(default_factory=list)
 
     @property
     def is_rank_0(self) -> bool:
@@ -70,6 +72,7 @@ class Comm:
         """Return the object of rank ``src``; the others' is ignored. Collective."""
         import torch.distributed as dist
 
+        self._require_all()
         if self.world.size == 1:
             return value
         box = [value if self.world.rank == src else None]
@@ -78,6 +81,7 @@ class Comm:
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's object, by rank, on all ranks. Collective."""
+        self._require_all()
         return all_gather(value, self.cpu_group)
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -99,6 +103,7 @@ class Comm:
         """
         import torch.distributed as dist
 
+        self._require_all()
         if self.world.size == 1:
             return
         if limit_s is None:
@@ -128,14 +133,21 @@ class Comm:
         raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank; if it fails on one, raise on all. Collective."""
+        """Do ``work`` on every rank; if it fails on one, raise on all. Collective.
+
+        ``work`` itself holds no collective.
+        """
+        self._require_all()
         result: T | None = None
         error: HpcTuneError | None = None
+        self.alone.append(what)
         try:
             with self.watched(what):
                 result = work()
         except HpcTuneError as caught:
             error = caught
+        finally:
+            self.alone.pop()
         self.agree(error, what)
         return result  # type: ignore[return-value]
 
@@ -161,10 +173,16 @@ class Comm:
 
         return replace(self, cpu_group=_get_default_group())
 
+    def _require_all(self) -> None:
+        assert not self.alone, (
+            f"a collective within {self.alone[-1]!r}, where a rank may fail alone"
+        )
+
     def _reduce(self, values: Sequence[float], op: Any) -> list[float]:
         import torch
         import torch.distributed as dist
 
+        self._require_all()
         if self.world.size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64)

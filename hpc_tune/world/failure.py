@@ -29,6 +29,7 @@ _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little b
 _NEIGHBOUR_REPORTS_WITHIN_S = 1.0  # a rank on the dead one's node can name it
 _OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
 _FIRST_REPORT_S = 1.5  # before there is a world, rank 0 reports first and its end ends the others
+# How gloo, the store and NCCL show that another rank, or the way to it, is gone.
 _BROKEN = (
     "connection closed",
     "connection reset",
@@ -40,7 +41,15 @@ _BROKEN = (
     "failed to recv",
     "failed to send",
     "timed out",
+    "collective operation timeout",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "ncclinternalerror",
+    "nccl communicator was aborted",
 )
+_LATE = ("timed out", "timing out")
+# NCCL's words for a fault of this rank's own, which it raises as the same kind of error.
+_OWN_FAULT = ("ncclunhandledcudaerror", "ncclinvalidargument", "ncclinvalidusage")
 
 
 def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
@@ -104,6 +113,8 @@ def is_broken_connection(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | OSError) or isinstance(error, HpcTuneError):
         return False
     text = f"{type(error).__name__} {error}".lower()
+    if any(sign in text for sign in _OWN_FAULT):
+        return False
     return "Dist" in type(error).__name__ or any(sign in text for sign in _BROKEN)
 
 
@@ -176,7 +187,7 @@ def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
     text = f"{who} failed:\n{lines.rstrip()}"
     for peer in dead:
         text += f"\nrank {peer.rank} (pid {peer.pid} on host {peer.hostname}) is gone"
-    if not dead and "timed out" in str(error).lower():
+    if not dead and any(word in str(error).lower() for word in _LATE):
         text += "\nanother rank did not answer within run.timeout"
     return text
 

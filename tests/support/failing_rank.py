@@ -2,13 +2,14 @@
 
     python -m tests.support.failing_rank HOW RANK PLACE STEP [key=value ...]
 
-HOW is ``raise``, an exception that nobody expects, or ``stop``: the process is there and answers no
-more. PLACE and STEP are those of ``hpc_tune.faults``.
+HOW is ``raise``, an exception that nobody expects; ``stop``: the process is there and answers no
+more; or ``sleep``: it does not come for an hour. PLACE and STEP are those of ``hpc_tune.faults``.
 """
 
 import os
 import signal
 import sys
+import time
 
 import torch.distributed as dist
 
@@ -23,6 +24,8 @@ def fail_at(how: str, rank: int, place: str, step: int) -> Faults:
             return
         if how == "raise":
             raise KeyError(f"planted on rank {rank}")
+        if how == "sleep":
+            time.sleep(3600)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     return Faults(at=at)

@@ -3,10 +3,10 @@
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from hpc_tune.cluster import openmpi
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.mesh import world_group
-from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.units import format_bytes
@@ -24,8 +24,6 @@ from hpc_tune.world.comm import all_gather
 BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
 GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32
 NVME_BYTES_PER_TRAINED = 16  # weight, gradient and two moments in fp32
-
-T = TypeVar("T")
 
 
 def deepspeed_config(
@@ -128,22 +126,6 @@ def make_swap_folder(parallel: ParallelConfig, node_bytes: int) -> Path | None:
             "more nodes, another folder, or cpu"
         )
     return folder
-
-
-def together(work: Callable[[], T]) -> T:
-    """Do ``work`` on every rank; if it fails on one, raise on all. Collective.
-
-    DeepSpeed's collectives come next, in which the others would wait for ever.
-    """
-    result: T | HpcTuneError
-    try:
-        result = work()
-    except HpcTuneError as error:
-        result = error
-    failure = result if isinstance(result, HpcTuneError) else None
-    if failures := [error for error in all_gather(failure, world_group()) if error is not None]:
-        raise failures[0]
-    return result  # type: ignore[return-value]
 
 
 @contextmanager

@@ -1,0 +1,212 @@
+"""Ends the world when training stands still for run.timeout, and names the rank that is late.
+
+    each rank            a thread looks every few seconds whether the main thread moves
+    one that stood still asks all through the store where they are -> names who has not come
+    each rank            another thread answers, and keeps what its collectives did last
+
+torch ends a collective of NCCL that takes too long by aborting the process from C++, without a
+word about the rank that is missing. So the groups' own limit is ``MARGIN_S`` later than this one.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, StalledError
+from hpc_tune.world.comm import Comm, Peer
+from hpc_tune.world.failure import dead_peers
+
+MARGIN_S = 60.0
+_LOOK_EVERY_S = 5.0
+_LOOKS = 20  # within a limit that is short
+_LEAVE_LIMIT_S = 6.0
+_KEY = "hpc_tune/stalled"
+_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: how many parts of training it has entered, the newest, a line of code.
+
+    ``waits``: it is in a collective.
+    """
+
+    entered: int
+    doing: str
+    line: str
+    waits: bool
+
+
+class StepLimit:
+    """Watches the main thread in ``over``; ``lost`` ends the world, and is called in a thread."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        limit_s: float,
+        lost: Callable[[HpcTuneError], None],
+        keep_trace: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Stand still for ``limit_s`` at most. ``keep_trace`` writes a file and returns its folder,
+        if there is anything to write.
+        """
+        self._comm, self._limit_s, self._lost = comm, limit_s, lost
+        self._keep_trace = keep_trace
+        self._every_s = min(_LOOK_EVERY_S, limit_s / _LOOKS)
+        self._entered, self._doing = 0, "the first step"
+        self._over, self._telling = threading.Event(), threading.Lock()
+        self._has_told = False
+        self._trace: str | None = None
+
+    def enter(self, doing: str) -> None:
+        """Begin a part of training, which all ranks begin in the same order."""
+        self._entered, self._doing = self._entered + 1, doing
+
+    @contextlib.contextmanager
+    def over(self) -> Iterator[None]:
+        """Watch the block, which all ranks are in; a rank by itself waits for nobody."""
+        if self._comm.world.size > 1:
+            for work in (self._watch, self._answer):
+                threading.Thread(target=work, name="step-limit", daemon=True).start()
+        try:
+            yield
+        finally:
+            self._over.set()
+
+    def _watch(self) -> None:
+        seen, still_s = self._progress(), 0.0  # no clock: a suspended job does not hang
+        while not self._over.wait(self._every_s):
+            now = self._progress()
+            still_s = still_s + self._every_s if now == seen else 0.0
+            seen = now
+            if still_s >= self._limit_s:
+                self._end()
+                return
+
+    def _progress(self) -> tuple[object, ...]:
+        """Return what changes while the main thread does anything but wait in one place."""
+        frame = _main_frame()
+        place = (self._entered, id(frame), frame.f_lasti if frame is not None else 0)
+        if self._comm.device.type != "cpu":
+            return place  # it spins while it waits for a GPU
+        main = threading.main_thread().ident or 0
+        return *place, time.clock_gettime_ns(time.pthread_getcpuclockid(main))
+
+    def _end(self) -> None:
+        places: dict[int, Place] = {}
+        # The store may be behind a cut network.
+        asking = threading.Thread(target=self._ask, args=(places,), daemon=True)
+        asking.start()
+        asking.join(2 * (3 * self._every_s + _LEAVE_LIMIT_S))
+        limit = threading.Timer(_LEAVE_LIMIT_S, os._exit, [EXIT_FAILED])
+        limit.daemon = True
+        limit.start()
+        if not self._over.is_set():
+            gone = {peer.rank for peer in dead_peers(self._comm)}
+            roster, doing = self._comm.roster, self._doing
+            self._lost(stalled(places, roster, doing, self._limit_s, gone, self._trace))
+
+    def _ask(self, places: dict[int, Place]) -> None:
+        """Fill ``places`` with those of the ranks that answer, and let them keep their traces."""
+        store, left = self._comm.store, set(range(self._comm.world.size))
+        until_s = time.monotonic() + 2 * self._every_s + 1.0
+        with contextlib.suppress(RuntimeError):
+            store.set(_KEY, "")
+            self._tell()
+            while left and time.monotonic() < until_s:
+                for rank in sorted(left):
+                    if store.check([f"{_KEY}/{rank}"]):
+                        place, has_trace = json.loads(store.get(f"{_KEY}/{rank}"))
+                        places[rank] = Place(**place)
+                        left -= {rank} if has_trace else set()
+                time.sleep(0.1)
+
+    def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone with its rank
+            while not self._over.wait(self._every_s):
+                if self._comm.store.check([_KEY]):
+                    self._tell()
+                    return
+
+    def _tell(self) -> None:
+        """Tell once where this rank is, and again when its trace is there: that may take longer."""
+        with self._telling:
+            if not self._has_told:
+                self._has_told = True
+                key, place = f"{_KEY}/{self._comm.world.rank}", asdict(self._place())
+                self._comm.store.set(key, json.dumps([place, False]))
+                self._trace = self._keep_trace()
+                self._comm.store.set(key, json.dumps([place, True]))
+
+    def _place(self) -> Place:
+        frame, line, waits = _main_frame(), "", False
+        while frame is not None and not line:
+            code = frame.f_code
+            if code.co_filename.startswith(_OURS):
+                file = code.co_filename.removeprefix(_OURS)
+                line = f"hpc_tune/{file}:{frame.f_lineno} in {code.co_name}"
+            waits = waits or _COLLECTIVES in code.co_filename
+            frame = frame.f_back
+        return Place(self._entered, self._doing, line, waits)
+
+
+def late_ranks(places: Mapping[int, Place], size: int) -> list[int]:
+    """Return the ranks that the others wait for; none where all wait in the same place.
+
+    Those that do not answer, or else those that are behind, or else those in no collective.
+    """
+    if missing := [rank for rank in range(size) if rank not in places]:
+        return missing
+    most = max(place.entered for place in places.values())
+    if behind := [rank for rank in range(size) if places[rank].entered < most]:
+        return behind
+    busy = [rank for rank in range(size) if not places[rank].waits]
+    return busy if len(busy) < size else []
+
+
+def stalled(
+    places: Mapping[int, Place],
+    roster: Sequence[Peer],
+    doing: str,
+    limit_s: float,
+    gone: set[int],
+    trace: str | None,
+) -> StalledError:
+    """Return the error that names who is late, of what all answered to a rank at ``doing``.
+
+    ``gone``: processes that are known to have ended. ``trace``: where the ranks' collectives are.
+    """
+    late = late_ranks(places, len(roster))
+    said = [_say(roster[rank], places.get(rank), rank in gone) for rank in late[:4]]
+    if len(late) > len(said):
+        said.append(f"and {len(late) - len(said)} more")
+    if not late:
+        lines = sorted({place.line for place in places.values()})
+        said = [f"all ranks are at {', '.join(lines)}: look at the network and the devices"]
+    words = f"{doing}: no progress for {limit_s:.0f} s (run.timeout): {'; '.join(said)}"
+    facts: dict[str, object] = {"during": doing, "late_ranks": late}
+    if trace is not None:
+        words += f". The last collectives of each rank are in {trace}, for torchfrtrace"
+        facts["trace"] = trace
+    return StalledError(words, facts)
+
+
+def _say(peer: Peer, place: Place | None, is_gone: bool) -> str:
+    who = f"rank {peer.rank} (pid {peer.pid} on {peer.hostname})"
+    if is_gone:
+        return f"{who} is gone"
+    if place is None:
+        return f"{who} does not answer: its process is stopped, or hangs outside of Python"
+    return f"{who} has not come, it is at {place.doing}, {place.line}"
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)

@@ -1,0 +1,86 @@
+"""Which errors of torch show that another rank is gone, and which are a rank's own."""
+
+import pytest
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+
+from hpc_tune.errors import WorldError
+from hpc_tune.world.failure import _text, is_broken_connection
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, "
+REMOTE = (
+    NCCL + "remote process exited or there was a network error, NCCL version 2.28.9\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer n1<45001>"
+)
+SYSTEM = (
+    NCCL + "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device "
+    "error."
+)
+INTERNAL = (
+    NCCL + "internal error - please report this issue to the NCCL developers, NCCL version 2.28.9\n"
+    "ncclInternalError: Internal check failed.\nLast error:\nNET/IB: Got completion from peer n1 "
+    "with status=12 opcode=0 len=0 vendor err 129 (Send)"
+)
+WATCHDOG = (
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=712, OpType=ALLREDUCE, "
+    "NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600027 milliseconds before timing out."
+)
+ABORTED = "NCCL communicator was aborted on rank 3.  Original reason for failure was: " + WATCHDOG
+CUDA = (
+    NCCL + "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of "
+    "memory'"
+)
+USAGE = (
+    NCCL + "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+)
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer "
+    "[10.0.0.2]:33445"
+)
+LATE = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:119] Timed out waiting "
+    "1800000ms for recv operation to complete"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_broken"),
+    [
+        (DistBackendError(REMOTE), True),
+        (DistBackendError(SYSTEM), True),
+        (DistBackendError(INTERNAL), True),
+        (DistBackendError(ABORTED), True),
+        (DistBackendError(WATCHDOG), True),
+        (RuntimeError(REMOTE), True),  # of DeepSpeed's and a compiled step's own raising
+        (RuntimeError(SYSTEM), True),
+        (RuntimeError(INTERNAL), True),
+        (RuntimeError(ABORTED), True),
+        (RuntimeError(WATCHDOG), True),
+        (DistBackendError(CUDA), False),
+        (DistBackendError(USAGE), False),
+        (RuntimeError(GLOO), True),
+        (RuntimeError(LATE), True),
+        (DistNetworkError("The client socket has failed to connect to [n0]:29500"), True),
+        (DistStoreError("wait timeout after 1800000ms, keys: /default_pg/0//cuda//0"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (ValueError("connection closed by peer"), False),
+        (WorldError("rank 1 timed out"), False),
+    ],
+)
+def test_a_broken_connection_is_told_from_a_fault_of_the_rank_itself(error, is_broken):
+    assert is_broken_connection(error) is is_broken
+
+
+@pytest.mark.parametrize(
+    ("words", "is_late"),
+    [(LATE, True), (WATCHDOG, True), (ABORTED, True), (REMOTE, False), (CUDA, False)],
+)
+def test_what_took_too_long_says_that_a_rank_did_not_answer(words, is_late):
+    said = _text("rank 0 on n0", DistBackendError(words), [])
+    assert ("another rank did not answer within run.timeout" in said) is is_late
