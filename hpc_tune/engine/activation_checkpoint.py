@@ -104,7 +104,9 @@ def _recomputed(forward: Forward, recompute: Level) -> Forward:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(CURRENT.remembering(forward), self, *args, **options, **kwargs)
+        # In a graph the batch is an argument, and to make it the current one again would break it.
+        again = forward if torch.compiler.is_compiling() else CURRENT.remembering(forward)
+        return checkpoint(again, self, *args, **options, **kwargs)
 
     return recomputed
 
