@@ -94,7 +94,7 @@ def kernels_of(
     GPU is asked what it is, and the kernel is tried on it; a ``device`` of None stands for a GPU of
     a plan.
     """
-    windows = has_windows(config)
+    windows = any(windows_of(config))
     if device is not None and device.type != "cuda":
         return choose(device.type, compiled, windows, why_masked)
     why, why_no_window = why_masked or _why_not_taken(config, dtype), ""
@@ -113,11 +113,13 @@ def kernels_of(
     return choose("cuda", compiled, windows, why, why_no_window)
 
 
-def has_windows(config: Any) -> bool:
-    """Whether a transformers model has layers with a sliding window."""
+def windows_of(config: Any) -> list[int | None]:
+    """Return how many tokens each layer's sliding window has, None for a layer without one."""
+    window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None)
-    has_kind = kinds is None or "sliding_attention" in kinds
-    return bool(getattr(config, "sliding_window", None)) and has_kind
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _why_not_taken(config: Any, dtype: torch.dtype) -> str:

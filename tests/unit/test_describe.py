@@ -118,7 +118,9 @@ def test_whose_defaults_hold_is_told_where_no_file_says_anything(monkeypatch, ca
     ],
 )
 def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
-    config = SimpleNamespace(model_type=kind, num_attention_heads=4, hidden_size=32)
+    config = SimpleNamespace(
+        model_type=kind, num_attention_heads=4, hidden_size=32, num_hidden_layers=2
+    )
     module = LossModel(torch.nn.Identity(), config, within)
     built: Any = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
     settings: Any = SimpleNamespace(train=SimpleNamespace(compile=compiled))

@@ -7,13 +7,16 @@ import torch
 
 from hpc_tune.model import blocks, varlen_attention
 from hpc_tune.model.blocks import use_own_layers
-from hpc_tune.model.kernels import Kernels, choose, has_windows, kernels_of
+from hpc_tune.model.kernels import Kernels, choose, kernels_of, windows_of
 from hpc_tune.model.loss import LossModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 COMPILE = "train.compile=true"
 # The numbers that a config.json holds, as far as the rule reads them.
-LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+LLAMA = {
+    **{"num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"hidden_size": 4096, "num_hidden_layers": 32},
+}
 
 
 @pytest.mark.parametrize(
@@ -111,17 +114,21 @@ def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "has"),
+    ("said", "windows"),
     [
-        ({}, False),
-        ({"sliding_window": None}, False),
-        ({"sliding_window": 512}, True),
-        ({"sliding_window": 512, "layer_types": ["full_attention"]}, False),
-        ({"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({}, [None, None]),
+        ({"sliding_window": None}, [None, None]),
+        ({"sliding_window": 512}, [512, 512]),
+        ({"sliding_window": 512, "layer_types": ["full_attention"] * 2}, [None, None]),
+        (
+            {"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"]},
+            [None, 512],
+        ),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, [None, None]),
     ],
 )
-def test_layers_with_a_sliding_window_are_told_by_the_config(said, has):
-    assert has_windows(SimpleNamespace(**said)) == has
+def test_layers_with_a_sliding_window_are_told_by_the_config(said, windows):
+    assert windows_of(SimpleNamespace(num_hidden_layers=2, **said)) == windows
 
 
 @pytest.mark.parametrize("within", [True, False])
