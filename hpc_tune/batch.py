@@ -22,6 +22,7 @@ class Batch:
     padding. ``first_row`` is the index of the first row in the global stream of rows, and each
     further row's is higher by ``row_stride``; they key the randomness. ``document_lengths`` are the
     tokens of each row's documents, padding as the last one; without them positions are read.
+    ``padding``: the tokens of each row's padding, which are those of no document.
     """
 
     tokens_BT: torch.Tensor
@@ -32,6 +33,7 @@ class Batch:
     first_row: int
     row_stride: int = 1
     document_lengths: Sequence[Sequence[int]] = ()
+    padding: Sequence[int] = ()
 
     @property
     def rows(self) -> range:
@@ -47,6 +49,13 @@ class Batch:
     def pinned(self) -> "Batch":
         """Return this batch as a GPU copies it: half as many bytes, and the host need not wait."""
         return self._with(tensor.int().pin_memory() for tensor in self.tensors)
+
+    @property
+    def real_lengths(self) -> list[int]:
+        """The tokens of all rows' documents, without padding."""
+        padding = self.padding or [0] * len(self.document_lengths)
+        rows = zip(self.document_lengths, padding, strict=True)
+        return [length for row, padded in rows for length in (row[:-1] if padded else row)]
 
     def to(self, device: torch.device) -> "Batch":
         """Return this batch on ``device``, as int64; a GPU copies it while the host goes on."""
@@ -75,4 +84,5 @@ def empty_batch(first_row: int) -> Batch:
     """Return a row of one token without a label: it joins collectives and changes nothing."""
     zeros_BT = torch.zeros(1, 1, dtype=torch.int64)
     labels_BT = torch.full_like(zeros_BT, IGNORED_LABEL)
-    return Batch(zeros_BT, labels_BT, zeros_BT.clone(), 0, 0, first_row, document_lengths=((1,),))
+    tensors = zeros_BT, labels_BT, zeros_BT.clone()
+    return Batch(*tensors, 0, 0, first_row, document_lengths=((1,),), padding=(1,))

@@ -218,7 +218,7 @@ def make_batch(
     positions_BT = np.empty((len(rows), width), dtype=np.int64)
     counting = np.arange(width)
     num_loss_tokens = num_tokens = 0
-    document_lengths = []
+    document_lengths, padding = [], []
     for number, row in enumerate(rows):
         at, lengths = 0, []
         for tokens, loss_mask in row:
@@ -232,6 +232,7 @@ def make_batch(
             lengths.append(length)
         num_tokens += at
         document_lengths.append([length for length in (*lengths, width - at) if length])
+        padding.append(width - at)
         positions_BT[number, at:] = counting[: width - at]
     return Batch(
         torch.from_numpy(tokens_BT),
@@ -242,6 +243,7 @@ def make_batch(
         first_row,
         row_stride,
         document_lengths,
+        padding,
     )
 
 

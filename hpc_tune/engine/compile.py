@@ -3,7 +3,10 @@
     block.forward, checkpointed or not -> torch.compile
 
 Blocks are compiled, not the model: the hooks of a block (FSDP2 gathers in them) stay outside, and
-the time to compile does not grow with depth. Shapes: B rows, T tokens, D hidden.
+the time to compile does not grow with depth. Where documents begin is an argument of the graph, so
+that attention within documents stays in it.
+
+Shapes: B rows, T tokens, D hidden, N documents, L tokens of the longest one.
 """
 
 import hashlib
@@ -18,6 +21,8 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
+from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.varlen_attention import Starts
 
 Forward = Callable[..., Any]
 # A compile worker is a Python with torch plus one run of the C++ or Triton compiler.
@@ -98,7 +103,22 @@ def num_workers(threads: int, host_bytes: int) -> int:
 
 
 def _compiled(forward: Forward) -> Forward:
-    compiled = torch.compile(forward)
+    def within(
+        self: nn.Module,
+        starts_N: torch.Tensor | None,
+        longest_L: torch.Tensor | None,
+        hidden_BTD: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if starts_N is None or longest_L is None:
+            return forward(self, hidden_BTD, *args, **kwargs)
+        num_rows, num_tokens, _ = hidden_BTD.shape
+        starts = Starts(starts_N, num_rows, num_tokens, longest_L.shape[0])
+        with CURRENT.of(MicroBatch(starts=starts)):
+            return forward(self, hidden_BTD, *args, **kwargs)
+
+    compiled = torch.compile(within)
 
     def run(self: nn.Module, hidden_BTD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden_BTD.shape[1] == 1:
@@ -109,9 +129,22 @@ def _compiled(forward: Forward) -> Forward:
             # of its input, which doubles the time to compile.
             hidden_BTD = hidden_BTD.detach().requires_grad_()
         _mark_lengths(hidden_BTD, args, kwargs)
-        return compiled(self, hidden_BTD, *args, **kwargs)
+        return compiled(self, *_starts(), hidden_BTD, *args, **kwargs)
 
     return run
+
+
+def _starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Return where documents begin, and a tensor as long as the longest, of one value in memory.
+
+    A number would be compiled in, and another one would be another graph.
+    """
+    if (starts := CURRENT.batch.starts) is None:
+        return None, None
+    both = starts.starts_N, starts.starts_N[:1].expand(starts.longest)
+    for tensor in both:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return both
 
 
 def _mark_lengths(*values: Any) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.rms_norm import use_rms_norm
 from hpc_tune.model.swiglu import use_swiglu
-from hpc_tune.model.varlen_attention import why_masked
 
 
 def block_list(model: Any) -> nn.ModuleList:
@@ -29,14 +29,17 @@ def use_own_layers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Replace layers of ``blocks`` by ones that take fewer passes and keep fewer activations.
+    """Replace layers of ``blocks`` by what ``kernels.py`` chooses for ``dtype`` on ``device``.
 
-    They compute in ``dtype`` on ``device``.
+    These take fewer passes and keep fewer activations.
     """
+    why_masked = "" if module.within_documents else "its attention needs it"
+    kernels = kernels_of(module.config, dtype, compiled, device, why_masked)
     use_lora_linear(blocks)
-    if not compiled:  # a compiler chooses by itself what to keep
+    if kernels.swiglu == "own":
         use_swiglu(blocks)
-        use_rms_norm(blocks)
-    module.within_documents &= not compiled
-    if module.within_documents:
-        module.has_kernel = not why_masked(module.config, dtype, compiled, device)
+    if kernels.norm != "transformers":
+        use_rms_norm(blocks, torchs=kernels.norm == "F.rms_norm")
+    module.within_documents = kernels.attention != "mask"
+    module.has_kernel = kernels.attention == "varlen"
+    module.kernel_has_windows = kernels.window == "varlen"

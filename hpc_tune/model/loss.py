@@ -40,8 +40,9 @@ class LossModel(nn.Module):
     """A causal LM whose forward takes a ``Batch`` and returns the fp32 sum of its token losses.
 
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
-    peft model around one. ``within_documents``: attention may run document by document, which is
-    not possible in a compiled or traced block. ``has_kernel``: on a GPU, by a kernel for documents.
+    peft model around one. ``within_documents``: attention may run document by document. On a GPU
+    ``has_kernel``: by a kernel for documents, and ``kernel_has_windows``: in layers with a sliding
+    window too.
     """
 
     def __init__(self, model: nn.Module, config: Any, within_documents: bool = False) -> None:
@@ -49,6 +50,7 @@ class LossModel(nn.Module):
         self.model = model
         self.config = config
         self.within_documents, self.has_kernel = within_documents, False
+        self.kernel_has_windows = True
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_loss
         # A plan sets it to that of the device it is for.
@@ -98,7 +100,8 @@ class LossModel(nn.Module):
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         lengths, positions_BT = batch.document_lengths, batch.positions_BT
         if self.has_kernel and lengths:  # reading positions would wait for the device
-            return MicroBatch(batch.rows, starts=starts_of(lengths, positions_BT.device))
+            starts = starts_of(lengths, positions_BT.device, self.kernel_has_windows)
+            return MicroBatch(batch.rows, starts=starts)
         if self.within_documents and positions_BT.device.type == "cpu":
             return MicroBatch(batch.rows, documents_of(lengths or lengths_in(positions_BT)))
         return MicroBatch(batch.rows)

@@ -2,8 +2,8 @@
 
 transformers separates the documents of a row by a T x T mask, under which all products are computed
 and most are dropped. Here attention runs document by document: a row of D equal documents costs
-1/D. Layers with another mask (a sliding window, a mask that was passed) keep transformers' own
-attention, and so does generation, where no documents are known.
+1/D. Layers with another mask (a mask that was passed, on a CPU also a sliding window) keep
+transformers' own attention, and so does generation, where no documents are known.
 
 Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head.
 """
@@ -78,12 +78,21 @@ def _ask_no_device_for_documents() -> None:
 def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
-    other_mask = options.get("local_size") is not None or options.get("use_vmap")
-    apart = CURRENT.batch.documents or CURRENT.batch.starts is not None
-    if apart and not other_mask and options.get("attention_mask") is None:
-        return None
+    starts, window = CURRENT.batch.starts, options.get("local_size")
+    apart = CURRENT.batch.documents or starts is not None
+    if apart and not options.get("use_vmap") and options.get("attention_mask") is None:
+        if window is None:
+            return None
+        if starts is not None and starts.windows and _is_sliding(options):
+            return varlen_attention.window_mark(window, starts.starts_N.device)
     mask: torch.Tensor | None = sdpa_mask(*args, **options)
     return mask
+
+
+def _is_sliding(options: dict[str, Any]) -> bool:
+    """Whether a mask is that of a causal sliding window, and not of chunks or of both sides."""
+    window = getattr(options.get("config"), "sliding_window", None)
+    return options["local_size"] == window and "allow_is_bidirectional_skip" not in options
 
 
 def _attend(
@@ -96,11 +105,14 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    if (starts := CURRENT.batch.starts) is not None and attention_mask is None:
+    starts, window = CURRENT.batch.starts, None
+    if starts is not None and attention_mask is not None:
+        window = varlen_attention.window_of(attention_mask)
+    if starts is not None and (attention_mask is None or window is not None):
         query, key, value = map(varlen_attention.cast, (query_BHTD, key_BKTD, value_BKTD))
         if varlen_attention.suits(query, key, value, dropout):
-            return varlen_attention.attend(query, key, value, starts, scaling), None
-        attention_mask = starts.mask_B1TT()
+            return varlen_attention.attend(query, key, value, starts, scaling, window), None
+        attention_mask = starts.mask_B1TT(window)
     if attention_mask is not None or not CURRENT.batch.documents:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -3,7 +3,9 @@
     y = x / sqrt(mean(x^2) + eps) * weight
 
 Computed in fp32 and rounded where transformers rounds. Only ``x`` is kept for the backward pass, in
-its own dtype; autograd keeps it in fp32, and the normalised values too.
+its own dtype; autograd keeps it in fp32, and the normalised values too. A GPU has one kernel for
+each pass, ``F.rms_norm``, which keeps as much, and rounds once, behind the weight; on a CPU that is
+no kernel of its own.
 """
 
 import inspect
@@ -12,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 _STOCK = """\
@@ -23,11 +26,15 @@ _STOCK = """\
 """
 
 
-def use_rms_norm(blocks: Iterable[nn.Module]) -> int:
-    """Replace the forward of each RMS norm of Llama's form in ``blocks``; return how many."""
+def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
+    """Replace the forward of each RMS norm of Llama's form in ``blocks``; return how many.
+
+    ``torchs``: by ``F.rms_norm``.
+    """
+    forward = _torchs_forward if torchs else _forward
     norms = [part for block in blocks for part in block.modules() if _is_plain(part)]
     for part in norms:
-        part.forward = types.MethodType(_forward, part)
+        part.forward = types.MethodType(forward, part)
     return len(norms)
 
 
@@ -46,6 +53,13 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return stock
     out: torch.Tensor = _RmsNorm.apply(x, self.weight, self.variance_epsilon)
     return out
+
+
+def _torchs_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != self.weight.dtype:
+        stock: torch.Tensor = type(self).forward(self, x)
+        return stock
+    return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class _RmsNorm(torch.autograd.Function):

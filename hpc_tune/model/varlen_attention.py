@@ -2,6 +2,7 @@
 
     lengths of documents, on the host -> Starts, once per micro-batch, copied while the host goes on
     a layer -> varlen_attn over the tokens of all rows, end to end
+    a sliding window -> window_mark, which reaches the layer in place of its mask
 
 The kernel (FlashAttention inside torch) is told where documents begin, and computes what a T x T
 mask would keep. Nothing is asked of the device, so the host never waits for it. A wrong kernel
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import varlen
 
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
@@ -32,6 +34,9 @@ LEAST_CAPABILITY = (8, 0)
 MOST_EPS = 4
 # Documents of one token, of a block of the kernel (128), shorter and longer ones, and a whole row.
 CHECKED = ((1, 62, 128, 9), (143, 57), (200,))
+# torch 2.11 has no such option, and always lets queries share keys.
+_HAS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+_WITH_GROUPS: dict[str, bool] = {"enable_gqa": True} if _HAS_GROUPS else {}
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,14 @@ class Starts:
 
     ``starts_N`` are int32 on the device, with the end of the last document as one more. A row
     begins with a document of its own. ``longest`` counts the tokens of the longest document.
+    ``windows``: the kernel takes sliding windows too.
     """
 
     starts_N: torch.Tensor
     num_rows: int
     num_tokens: int
     longest: int
+    windows: bool = True
 
     @property
     def is_packed(self) -> bool:
@@ -58,54 +65,37 @@ class Starts:
         places_S = torch.arange(num_places, dtype=ends_N.dtype, device=ends_N.device)
         return torch.bucketize(places_S, ends_N, right=True).view(self.num_rows, self.num_tokens)
 
-    def mask_B1TT(self) -> torch.Tensor:
-        """Return a mask that is true where a token may look."""
+    def mask_B1TT(self, window: int | None = None) -> torch.Tensor:
+        """Return a mask that is true where a token may look: at ``window`` tokens, or at all."""
         documents_BT = self.documents_BT()
-        same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
-        return same_BTT.tril().unsqueeze(1)
+        same_BTT = (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)).tril()
+        return (same_BTT if window is None else same_BTT.triu(1 - window)).unsqueeze(1)
 
 
-def starts_of(lengths: Sequence[Sequence[int]], device: torch.device) -> Starts:
+def starts_of(
+    lengths: Sequence[Sequence[int]], device: torch.device, windows: bool = True
+) -> Starts:
     """Return where documents begin, by the lengths of each row's, all rows being equally long."""
     [num_tokens] = {sum(row_lengths) for row_lengths in lengths}
     flat = [length for row_lengths in lengths for length in row_lengths]
     starts_N = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
     if device.type == "cuda":
         starts_N = starts_N.pin_memory().to(device, non_blocking=True)
-    return Starts(starts_N, len(lengths), num_tokens, max(flat))
+    return Starts(starts_N, len(lengths), num_tokens, max(flat), windows)
 
 
-def why_masked(
-    config: Any, dtype: torch.dtype, compiled: bool, device: torch.device | None = None
-) -> str:
-    """Return why a model's packed rows need a mask on a GPU; "" where the kernel takes them.
+def window_mark(window: int, device: torch.device) -> torch.Tensor:
+    """Return what a layer is given for the mask of a sliding window: a shape that says its size.
 
-    ``dtype`` is that of attention. ``device`` is asked too, and the kernel is tried on it; None
-    stands for a GPU of a plan.
+    Of one value in memory: no mask that somebody else makes looks like it.
     """
-    if compiled:
-        return "train.compile=true"
-    if dtype not in DTYPES:
-        return f"the kernel takes bfloat16 and float16, not {_named(dtype)}"
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return "its layers differ in their heads"
-    values = getattr(config, "head_dim", None) or config.hidden_size // heads
-    others = (getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim"))
-    sizes = {values, *(size for size in others if size)}
-    if len(sizes) > 1 or values > MOST_VALUES or values % MULTIPLE:
-        found = " and ".join(map(str, sorted(sizes)))
-        return f"the kernel takes heads of one size, up to {MOST_VALUES} in eights, not {found}"
-    if device is None:
-        return ""
-    if device.type != "cuda":
-        return "no GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        found = ".".join(map(str, capability))
-        return f"the kernel needs a GPU of compute capability 8.0 or later, not {found}"
-    groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    return why_wrong(device, dtype, values, groups)
+    return torch.ones((), dtype=torch.bool, device=device).expand(1, 1, 1, window)
+
+
+def window_of(mask: torch.Tensor) -> int | None:
+    """Return the size of the window that ``mask`` is the mark of; None if it is a mask."""
+    is_mark = mask.dim() == 4 and mask.shape[:3] == (1, 1, 1) and mask.stride(3) == 0
+    return mask.shape[3] if is_mark else None
 
 
 def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,28 +128,40 @@ def attend(
     value_BKTD: torch.Tensor,
     starts: Starts,
     scale: float | None,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Return causal attention within documents, as BTHD."""
-    from torch.nn.attention import varlen
+    """Return causal attention within documents, as BTHD.
 
-    kernel: Any = varlen.varlen_attn
+    Of ``window`` tokens, the query's own among them.
+    """
     query_SHD, key_SKD, value_SKD = map(_end_to_end, (query_BHTD, key_BKTD, value_BKTD))
+    kernel: Any = varlen.varlen_attn
     out_SHD: torch.Tensor = kernel(
         *(query_SHD, key_SKD, value_SKD, starts.starts_N, starts.starts_N),
         *(starts.longest, starts.longest),
         scale=scale,
-        window_size=(-1, 0),  # all that is before, nothing that is after
-        **_with_groups(kernel),
+        # Of those before a token, -1 for all, and none of those after it.
+        window_size=(-1 if window is None else window - 1, 0),
+        **_WITH_GROUPS,
     )
     return out_SHD.unflatten(0, (starts.num_rows, starts.num_tokens))
 
 
 @functools.cache
-def why_wrong(device: torch.device, dtype: torch.dtype, values: int, groups: int) -> str:
-    """Return why the kernel must not be used for such heads on this device, also as a warning."""
+def why_wrong(
+    device: torch.device,
+    dtype: torch.dtype,
+    values: int,
+    groups: int,
+    window: int | None = None,
+) -> str:
+    """Return why the kernel must not be used for such heads on this device, also as a warning.
+
+    With a sliding window of ``window`` tokens, or without one.
+    """
     most = MOST_EPS * torch.finfo(dtype).eps
     try:
-        gaps = gaps_to_mask(device, dtype, values, groups)
+        gaps = gaps_to_mask(device, dtype, values, groups, window)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or another interface
         why = f"torch's variable-length kernel fails here ({first_line(error)})"
     else:
@@ -169,17 +171,24 @@ def why_wrong(device: torch.device, dtype: torch.dtype, values: int, groups: int
         why = "torch's variable-length kernel is wrong here: it differs from masked attention in "
         why += f"{', '.join(wrong)} of the norm, where rounding to {_named(dtype)} explains "
         why += f"{most:.1e}"
+    if window is not None:
+        why = f"sliding windows: {why}"
     log.warning("packed rows keep a T x T mask: %s", why)
     return why
 
 
 def gaps_to_mask(
-    device: torch.device, dtype: torch.dtype, values: int, groups: int
+    device: torch.device,
+    dtype: torch.dtype,
+    values: int,
+    groups: int,
+    window: int | None = None,
 ) -> dict[str, float]:
     """Return how far the kernel is from masked attention in fp64, as shares of the norms.
 
-    ``groups`` heads of queries share one of keys. Compared on random rows of packed documents: the
-    result and the gradients of queries, keys and values.
+    ``groups`` heads of queries share one of keys, and each token looks at ``window`` tokens or at
+    all. Compared on random rows of packed documents: the result and the gradients of queries, keys
+    and values.
     """
     starts, generator = starts_of(CHECKED, device), torch.Generator().manual_seed(0)
     rows, tokens, scale = starts.num_rows, starts.num_tokens, 0.8 * values**-0.5
@@ -192,12 +201,12 @@ def gaps_to_mask(
 
     def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-        mask = starts.mask_B1TT()
+        mask = starts.mask_B1TT(window)
         out_BHTD = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
         return out_BHTD.transpose(1, 2)
 
     def by_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend(query, key, value, starts, scale)
+        return attend(query, key, value, starts, scale, window)
 
     def results(attention: Callable[..., torch.Tensor], as_: torch.dtype) -> list[torch.Tensor]:
         leaves = [tensor.detach().to(as_).requires_grad_() for tensor in inputs]
@@ -212,12 +221,6 @@ def gaps_to_mask(
         name: float((one.double() - true).norm() / true.norm())
         for name, one, true in zip(names, found, wanted, strict=True)
     }
-
-
-@functools.cache
-def _with_groups(kernel: Callable[..., Any]) -> dict[str, bool]:
-    """Return what lets queries share keys: torch 2.11 has no such option and always does it."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
 def _end_to_end(tensor_BHTD: torch.Tensor) -> torch.Tensor:

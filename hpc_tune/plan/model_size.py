@@ -1,5 +1,7 @@
 """Bytes and flops from shapes: what a model costs before anything is allocated."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -8,6 +10,7 @@ from torch import nn
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.tensor_parallel import Role, gathered_features, roles_of
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import four_bit_layers, scale_bytes
 
@@ -138,14 +141,33 @@ def activation_bound(model: Any, tokens: int) -> int:
 
 
 def flops_per_token(size: ModelSize, model: Any, seq_len: int) -> float:
-    """Return the flops of one training step per token, without recomputation.
+    """Return the flops of one training step per token of a document of ``seq_len`` tokens.
 
-    Two per weight forward and two backward for the gradient of the input, two more for the
-    gradient of a trained weight: 4 x frozen + 6 x trained, where the input embedding counts only if
-    it is also the head. Causal attention adds 6 x layers x hidden x seq_len (arXiv:2204.02311,
-    appendix B, halved for causality). ``model`` is the transformers config.
+    Those of the weights, and of attention within it. ``model`` is the transformers config.
+    """
+    return weight_flops(size, model) + attention_flops(model, [seq_len]) / seq_len
+
+
+def weight_flops(size: ModelSize, model: Any) -> float:
+    """Return the flops of one training step per token in products with weights.
+
+    Without recomputation. Two per weight forward and two backward for the gradient of the input,
+    two more for the gradient of a trained weight: 4 x frozen + 6 x trained, where the input
+    embedding counts only if it is also the head.
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
-    weights -= (6.0 if size.is_full else 4.0) * embedding
-    return weights + 6.0 * model.num_hidden_layers * model.hidden_size * seq_len
+    return weights - (6.0 if size.is_full else 4.0) * embedding
+
+
+def attention_flops(model: Any, lengths: Sequence[int]) -> float:
+    """Return the flops of causal attention in one training step of documents of ``lengths`` tokens.
+
+    6 x hidden x length^2 in each layer (arXiv:2204.02311, appendix B, halved for causality). A
+    sliding window of W tokens leaves out the triangle of those further away, (length - W)^2.
+    """
+    scores = 0
+    for window, num_layers in Counter(windows_of(model)).items():
+        further = (max(0, length - (window or length)) for length in lengths)
+        scores += num_layers * (sum(n * n for n in lengths) - sum(n * n for n in further))
+    return 6.0 * model.hidden_size * scores

@@ -19,7 +19,7 @@ from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.memory.policy import DEVICE, HOST
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.varlen_attention import why_masked
+from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
@@ -69,7 +69,7 @@ def make_plan(
 ) -> Plan:
     """Plan a run on a machine that need not exist; no weights are read.
 
-    ``masked``: its GPUs have no kernel for documents, see ``varlen_attention.why_masked``.
+    ``masked``: its GPUs have no kernel for documents, see ``kernels.py``.
 
     Raises:
         ConfigError: if the layout does not fit the world or the model. DataError: if config.json
@@ -92,8 +92,9 @@ def make_plan(
             save,
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        masked = masked or bool(why_masked(built.config, dtype, config.train.compile))
-        step = TracedStep(shape, *what, for_gpu=on_gpu, has_kernel=on_gpu and not masked)
+        kernels = kernels_of(built.config, dtype, config.train.compile)
+        has_kernel = on_gpu and not masked and kernels.attention == "varlen"
+        step = TracedStep(shape, *what, for_gpu=on_gpu, has_kernel=has_kernel)
         trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
         report = _of_zero(trace_worst(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size)

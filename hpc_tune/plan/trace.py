@@ -45,9 +45,9 @@ from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.model.shapes import shape_directory
-from hpc_tune.model.varlen_attention import why_masked
 from hpc_tune.plan.attention_scratch import with_scratch
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.model_size import measure
@@ -169,6 +169,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         engine = NativeEngine(built, EngineSettings(layout, DEVICE, step.optim, step.parallel))
         for stage in engine._stages:
             stage.module.within_documents, stage.module.has_kernel = False, step.has_kernel
+            stage.module.kernel_has_windows = True
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
         batches = [_batch(step.micro_rows, step.seq_len) for _ in range(step.num_micro)]
         tokens = sum(batch.num_tokens for batch in batches) * layout.data_size
@@ -351,7 +352,8 @@ def traced_step(config: RunConfig, world_size: int) -> TracedStep:
     resolved = resolve(asked, measure(built.module), built.config, machine)
     rows = least_micro_rows(config.batch)
     what = (shape, resolved.layout, resolved.parallel, config.optim)
-    has_kernel = not why_masked(built.config, dtype, config.train.compile)
+    kernels = kernels_of(built.config, dtype, config.train.compile)
+    has_kernel = kernels.attention == "varlen"
     size = (config.batch.global_size, rows, config.data.seq_len)
     return TracedStep(*what, *size, has_kernel=has_kernel)
 

@@ -9,13 +9,15 @@ from hpc_tune.world.comm import Comm
 class Ballot:
     """One rank's counts and votes, or their sums over the ranks.
 
-    ``loss_tokens`` and ``tokens``: of the step's rows that this rank counts. ``save``: a checkpoint
+    ``loss_tokens``, ``tokens`` and ``attention_flops``: of the step's rows that this rank counts.
+    ``save``: a checkpoint
     is due by rank 0's clock. ``stop``: this rank was asked to stop. ``saves_done``: its part of
     the current checkpoint is written. ``levels``: the memory levels it has reached.
     """
 
     loss_tokens: float
     tokens: float
+    attention_flops: float
     save: float
     stop: float
     saves_done: float
@@ -23,6 +25,9 @@ class Ballot:
 
     def summed(self, comm: Comm) -> "Ballot":
         """Return the sums over the ranks. Collective."""
-        counts = (self.loss_tokens, self.tokens, self.save, self.stop, self.saves_done)
-        loss_tokens, tokens, save, stop, saves_done, *levels = comm.sum([*counts, *self.levels])
-        return Ballot(loss_tokens, tokens, save, stop, saves_done, tuple(levels))
+        counts = (self.loss_tokens, self.tokens, self.attention_flops)
+        votes = (self.save, self.stop, self.saves_done)
+        loss_tokens, tokens, flops, save, stop, saves_done, *levels = comm.sum(
+            [*counts, *votes, *self.levels]
+        )
+        return Ballot(loss_tokens, tokens, flops, save, stop, saves_done, tuple(levels))

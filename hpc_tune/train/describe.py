@@ -44,7 +44,6 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     config, comm, layout = model.config, job.comm, resolved.layout
     rows, rows_per_epoch = config.batch.global_size, data.loader.num_rows_per_epoch
     total_steps = data.total_steps
-    why_masked = model.why_masked(comm.device)
     lines: dict[str, Any] = {
         "world": _world(comm),
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
@@ -53,13 +52,11 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "data": _data(config.data, data),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict + allocator_of(comm.device, os.environ),
-        "mask": mask_of(model.built.config, why_masked, comm.device),
+        "kernels": str(model.kernels(comm.device)),
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
     unsaid = set() if job.chosen is not None else {"world"}
-    if comm.device.type == "cpu" and not why_masked:
-        unsaid.add("mask")
     for name, text in lines.items():
         if name not in unsaid:
             log.info("%-7s %s", name, text)
@@ -190,18 +187,6 @@ def _batch(rows: int, layout: Layout, data: Data) -> str:
         f"{math.ceil(data.loader.num_rows_per_epoch / rows)} updates per epoch, "
         f"{data.total_steps} steps = {epochs:.2f} epochs"
     )
-
-
-def mask_of(model: Any, why: str, device: torch.device) -> str:
-    """Return how attention keeps the documents of a row apart.
-
-    ``model`` is the transformers config; ``why`` there is a mask, "" if there is none.
-    """
-    if why:
-        return f"tokens x tokens for each packed row: {why}"
-    how = "document by document" if device.type == "cpu" else "by torch's variable-length kernel"
-    but = ", but for layers with a sliding window" if getattr(model, "sliding_window", 0) else ""
-    return f"none{but}: attention within documents, {how}"
 
 
 def _hardware(comm: Comm) -> str:

@@ -44,8 +44,8 @@ _MOST_RANKS = 1 << 20
 class Work:
     """What the loop trains with.
 
-    ``state(step, loader_state, evals)`` is
-    what a checkpoint of that step says; ``flops_per_token`` and ``peak_flops`` (of all ranks) give
+    ``state(step, loader_state, evals)`` is what a checkpoint of that step says; ``weight_flops`` of
+    a token, ``attention_flops`` of documents of some lengths and ``peak_flops`` (of all ranks) give
     MFU, where the peak is known; ``expected_bytes(micros, recomputes)`` is plan/messages.py's.
     ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` holds
     those of the resumed run.
@@ -70,7 +70,8 @@ class Work:
     stop: StopFlag
     start_step: int
     total_steps: int
-    flops_per_token: float
+    weight_flops: float
+    attention_flops: Callable[[Sequence[int]], float]
     peak_flops: float | None
     expected_bytes: Callable[[Sequence[tuple[int, int]], bool], dict[str, int]]
     faults: Faults
@@ -190,6 +191,7 @@ def _vote(work: Work, batches: Sequence[Batch], saved_at_s: float, reason: str |
     return Ballot(
         loss_tokens=sum(batch.num_loss_tokens for batch in counted),
         tokens=sum(batch.num_tokens for batch in counted),
+        attention_flops=sum(work.attention_flops(batch.real_lengths) for batch in counted),
         save=due and work.comm.is_rank_0,
         stop=reason is not None,
         saves_done=work.saver.vote(),
@@ -218,7 +220,8 @@ def _record(work: Work, step: _Step, sample: MemorySample | None) -> None:
     worst = _worst_of_all(work, sample, work_s)
     work.rank_work.add(step.number, work_s)
     tokens_per_s = step.ballot.tokens / step_s
-    mfu = tokens_per_s * work.flops_per_token / work.peak_flops if work.peak_flops else None
+    flops = step.ballot.tokens * work.weight_flops + step.ballot.attention_flops
+    mfu = flops / step_s / work.peak_flops if work.peak_flops else None
     work.metrics.step(
         StepMetrics(
             time=time.time(),

@@ -26,8 +26,9 @@ class StepMetrics:
     documents without padding. ``comm_s``, ``sent_bytes`` and ``expected_bytes``, by kind of
     collective and by the formulas of the layout, are rank 0's. ``most_work_s`` and
     ``least_work_s`` are the time spent neither on messages nor on data, of the slowest and of the
-    fastest rank. ``mfu`` and ``device_util`` are None where the device's peak or counters are
-    unknown. Host bytes are the fullest node's; device bytes the fullest rank's.
+    fastest rank. ``mfu`` counts the scores within documents; it and ``device_util`` are None where
+    the device's peak or counters are unknown. Host bytes are the fullest node's; device bytes the
+    fullest rank's.
     """
 
     time: float

@@ -13,10 +13,10 @@ from hpc_tune.log import log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.init_adapter import start_from
+from hpc_tune.model.kernels import Kernels, kernels_of
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
-from hpc_tune.model.varlen_attention import why_masked
 from hpc_tune.plan.model_size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.proof import Proof, prove
@@ -34,14 +34,12 @@ class Model:
     size: ModelSize
     config: RunConfig
 
-    def why_masked(self, device: torch.device) -> str:
-        """Return why packed rows need a T x T mask on ``device``; "" where they need none."""
-        built, compiled = self.built, self.config.train.compile
-        if not built.module.within_documents or built.module.is_blind:
-            return f"{built.config.model_type} models need it"
-        if device.type == "cpu":
-            return "train.compile=true" if compiled else ""
-        return why_masked(built.config, built.dtype, compiled, device)
+    def kernels(self, device: torch.device) -> Kernels:
+        """Return what computes the decoder blocks on ``device``."""
+        built, module = self.built, self.built.module
+        needs_mask = not module.within_documents or module.is_blind
+        why = f"{built.config.model_type} models need it" if needs_mask else ""
+        return kernels_of(built.config, built.dtype, self.config.train.compile, device, why)
 
 
 def build_model(job: Job, fresh: bool) -> Model:
@@ -92,7 +90,7 @@ def build_model(job: Job, fresh: bool) -> Model:
             f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
         )
     _require_supported(proof, kind, config.parallel, four_bits)
-    if proof.attention:
+    if proof.attention or (proof.kernel and comm.device.type == "cuda"):
         built.module.within_documents = False
     if config.data.packing and proof.packing:
         log.warning(

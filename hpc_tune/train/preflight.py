@@ -57,7 +57,7 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     # The other ranks wait for it.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
-    masked = ["--masked"] if on_gpu and model.why_masked(comm.device) else []
+    masked = ["--masked"] if on_gpu and model.kernels(comm.device).why_masked else []
     plan = comm.on_rank_0("planning", lambda: _plan(job.dir, machine, masked, limit_s))
     if plan is None:
         return Forecast(None, "not planned; see the warning above")

@@ -55,12 +55,14 @@ class Proof:
     """What fails with an architecture, in words; empty where nothing does.
 
     ``loss``: it cannot be trained. ``attention``: not with attention document by document.
-    ``packing``: only with one document per row. ``pipeline`` and ``tensor``: not in such a layout.
-    ``four_bits``: not with a base in 4 bits (QLoRA), which is tried for tune.method=qlora alone.
+    ``kernel``: not by a GPU's kernel, which is told where documents begin. ``packing``: only with
+    one document per row. ``pipeline`` and ``tensor``: not in such a layout. ``four_bits``: not with
+    a base in 4 bits (QLoRA), which is tried for tune.method=qlora alone.
     """
 
     loss: str = ""
     attention: str = ""
+    kernel: str = ""
     packing: str = ""
     pipeline: str = ""
     tensor: str = ""
@@ -111,9 +113,11 @@ def try_out(config: Any, four_bits: bool = False) -> Proof:
             attention, loss = loss, _guarded(trial.wrong_loss, built)
         if loss:
             return Proof(loss=loss)
+        packing = _guarded(trial.wrong_packing, built)
         return Proof(
             attention=attention,
-            packing=_guarded(trial.wrong_packing, built),
+            kernel="" if packing else _guarded(trial.wrong_by_starts, built),
+            packing=packing,
             pipeline=_guarded(trial.wrong_stages),
             tensor=_guarded(trial.wrong_slices),
             four_bits=_guarded(trial.wrong_in_four_bits) if four_bits else "",
@@ -245,6 +249,14 @@ class _Trial:
                 f"{losses[1]:.6g} instead of {losses[0]:.6g}"
             )
         return ""
+
+    def wrong_by_starts(self, built: BuiltModel) -> str:
+        """Layers are told where documents begin, as on a GPU; its kernel takes no fp32: a mask."""
+        built.module.has_kernel = built.module.kernel_has_windows = True
+        try:
+            return self.wrong_packing(built)
+        finally:
+            built.module.has_kernel = False
 
     def wrong_stages(self) -> str:
         built = self.build()

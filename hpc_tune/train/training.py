@@ -17,7 +17,7 @@ from hpc_tune.engine.base import Engine
 from hpc_tune.log import log
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.plan.messages import expected_bytes
-from hpc_tune.plan.model_size import flops_per_token
+from hpc_tune.plan.model_size import attention_flops, weight_flops
 from hpc_tune.plan.resolve import Resolved, most_micro_rows, rows_per_rank
 from hpc_tune.probe.software import git_commit
 from hpc_tune.train.attempt import Attempts
@@ -93,7 +93,8 @@ def prepare_training(
         stop=job.stop,
         start_step=step,
         total_steps=total_steps,
-        flops_per_token=flops_per_token(model.size, model.built.config, config.data.seq_len),
+        weight_flops=weight_flops(model.size, model.built.config),
+        attention_flops=partial(attention_flops, model.built.config),
         peak_flops=peak * comm.world.size if peak else None,
         expected_bytes=expected,
         governor=governor,

@@ -28,17 +28,25 @@ def attention(
     value_SKD: torch.Tensor,
     starts: list[int],
     scale: float | None,
+    before: int = -1,
 ) -> torch.Tensor:
-    """Return causal attention of each document by itself."""
+    """Return causal attention of each document by itself, to ``before`` tokens back or to all."""
     parts, groups = [], query_SHD.shape[1] // key_SKD.shape[1]
     for start, stop in pairwise(starts):
         query, key, value = (
             tensor[start:stop].transpose(0, 1).float() for tensor in (query_SHD, key_SKD, value_SKD)
         )
         key, value = (tensor.repeat_interleave(groups, 0) for tensor in (key, value))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        mask = ~_hidden(stop - start, before)
+        out = F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
         parts.append(out.transpose(0, 1))
     return torch.cat(parts).to(query_SHD.dtype)
+
+
+def _hidden(length: int, before: int) -> torch.Tensor:
+    """Return where a token of a document may not look."""
+    apart = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    return (apart < 0) | (apart > before) if before >= 0 else apart < 0
 
 
 def _forward(
@@ -55,7 +63,10 @@ def _forward(
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     starts = cu_seq_q.numpy().tolist()  # what must not wait for a device forbids Tensor.tolist
-    CALLS.append({"shapes": [tuple(t.shape) for t in (query, key, value)], "starts": starts})
+    assert window_size is not None
+    before, after = window_size
+    shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+    CALLS.append({"shapes": shapes, "starts": starts, "before": before})
     assert cu_seq_q.dtype == torch.int32
     assert cu_seq_k is not None
     assert cu_seq_k.numpy().tolist() == starts
@@ -63,10 +74,10 @@ def _forward(
     assert starts[-1] == len(query) == len(key) == len(value), "else tokens are left out"
     assert max_q == max_k == max(stop - start for start, stop in pairwise(starts))
     assert type(max_q) is int
-    assert is_causal
-    assert window_size == [-1, 0]
+    assert after == 0
+    assert is_causal == (before == -1)
     assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    out = attention(query, key, value, starts, scale)
+    out = attention(query, key, value, starts, scale, before)
     sums = torch.zeros(query.shape[1], len(query))
     return out, sums, torch.zeros(2, dtype=torch.uint64)
 
@@ -85,6 +96,7 @@ def _backward(
     is_causal: bool,
     rng_state: torch.Tensor,
     scale: float | None = None,
+    window_size: list[int] | None = None,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
     # Written out: an operator's kernel runs below autograd.
@@ -95,8 +107,8 @@ def _backward(
             tensor[start:stop].transpose(0, 1).float() for tensor in (query, key, value, grad_out)
         )
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-        later = torch.ones(stop - start, stop - start).triu(1).bool()
-        p = (scale * q @ k.mT).masked_fill(later, float("-inf")).softmax(-1)
+        hidden = _hidden(stop - start, window_size[0] if window_size is not None else -1)
+        p = (scale * q @ k.mT).masked_fill(hidden, float("-inf")).softmax(-1)
         grad_p = grad @ v.mT
         grad_scores = scale * p * (grad_p - (grad_p * p).sum(-1, keepdim=True))
         parts = grad_scores @ k, grad_scores.mT @ q, p.mT @ grad

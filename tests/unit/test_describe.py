@@ -10,7 +10,7 @@ from hpc_tune import cli
 from hpc_tune.config.load import load_config
 from hpc_tune.model.loss import LossModel
 from hpc_tune.plan.model_size import ModelSize, Weights
-from hpc_tune.train.describe import allocator_of, few_steps, mask_of, method_of, rate_of
+from hpc_tune.train.describe import allocator_of, few_steps, method_of, rate_of
 from hpc_tune.train.model import Model
 
 
@@ -108,36 +108,24 @@ def test_whose_defaults_hold_is_told_where_no_file_says_anything(monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("sliding_window", "why", "device", "said"),
-    [
-        (None, "", "cuda", "none: attention within documents, by torch's variable-length kernel"),
-        (None, "", "cpu", "none: attention within documents, document by document"),
-        (512, "", "cuda", "none, but for layers with a sliding window: attention within"),
-        (None, "train.compile=true", "cuda", "tokens x tokens for each packed row: train.compile="),
-    ],
-)
-def test_how_documents_are_kept_apart(sliding_window, why, device, said):
-    config = SimpleNamespace(sliding_window=sliding_window)
-    assert mask_of(config, why, torch.device(device)).startswith(said)
-
-
-@pytest.mark.parametrize(
     ("kind", "within", "compiled", "device", "why"),
     [
         ("llama", True, False, "cpu", ""),
         ("llama", True, True, "cpu", "train.compile=true"),
         ("llama", False, False, "cpu", "llama models need it"),
         ("opt", True, False, "cpu", "opt models need it"),
-        ("llama", True, True, "cuda", "train.compile=true"),
+        ("opt", True, True, "cuda", "opt models need it"),
     ],
 )
 def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
-    config = SimpleNamespace(model_type=kind, num_attention_heads=4, hidden_size=32)
+    config = SimpleNamespace(
+        model_type=kind, num_attention_heads=4, hidden_size=32, num_hidden_layers=2
+    )
     module = LossModel(torch.nn.Identity(), config, within)
     built: Any = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
     settings: Any = SimpleNamespace(train=SimpleNamespace(compile=compiled))
     size: Any = None
-    assert Model(built, size, settings).why_masked(torch.device(device)) == why
+    assert Model(built, size, settings).kernels(torch.device(device)).why_masked == why
 
 
 @pytest.mark.parametrize(

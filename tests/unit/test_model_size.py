@@ -6,7 +6,14 @@ from torch import nn
 
 from hpc_tune.engine.mesh import Layout
 from hpc_tune.plan.hardware import peak_flops
-from hpc_tune.plan.model_size import ModelSize, flops_per_token, measure, static_bytes
+from hpc_tune.plan.model_size import (
+    ModelSize,
+    attention_flops,
+    flops_per_token,
+    measure,
+    static_bytes,
+    weight_flops,
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -61,6 +68,34 @@ def config(tied):
 )
 def test_the_flops_of_a_token_are_those_of_the_products(size, tied, flops):
     assert flops_per_token(size, config(tied), 5) == flops
+    assert weight_flops(size, config(tied)) == flops - 360
+
+
+@pytest.mark.parametrize(
+    ("said", "lengths", "scores"),
+    [
+        # The squares of the lengths in each of 3 layers.
+        ({}, [5], 3 * 25),
+        ({}, [2, 3], 3 * (4 + 9)),
+        ({}, [], 0),
+        # Of a document of 5 tokens a window of 2 leaves out 3: 25 - 9 = 16, which are twice the
+        # 1 + 2 + 2 + 2 + 2 tokens that are looked at, less the half of each that a square lacks.
+        ({"sliding_window": 2}, [5], 3 * 16),
+        ({"sliding_window": 5}, [5], 3 * 25),
+        ({"sliding_window": 9}, [2, 3], 3 * 13),
+        (
+            {
+                "sliding_window": 2,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            [5, 1],
+            (16 + 1) + (25 + 1) + (16 + 1),
+        ),
+    ],
+)
+def test_attention_takes_the_flops_of_the_scores_within_documents(said, lengths, scores):
+    model = SimpleNamespace(**vars(config(True)), **said)
+    assert attention_flops(model, lengths) == 6 * 4 * scores
 
 
 @pytest.mark.parametrize(

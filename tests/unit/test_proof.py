@@ -60,6 +60,15 @@ def test_attention_that_needs_its_mask_is_left_to_transformers():
     assert not found.packing
 
 
+def test_sliding_windows_that_do_not_reach_the_layers_are_found(monkeypatch):
+    config = config_of("mistral", sliding_window=8)
+    assert try_out(config) == Proof()
+    monkeypatch.setattr("hpc_tune.model.varlen_attention.window_of", lambda mask: 9)
+    found = try_out(config)
+    assert "in one row" in found.kernel
+    assert found == Proof(kernel=found.kernel)
+
+
 def test_slices_whose_gradients_are_parts_of_a_sum_are_found():
     found = try_out(config_of("apertus"))
     assert not found.loss

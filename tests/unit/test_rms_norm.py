@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -30,11 +31,12 @@ def out_and_grads(norm, dtype):
     return [out.detach(), x.grad, norm.weight.grad]
 
 
+@pytest.mark.parametrize("torchs", [False, True])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
-def test_in_fp32_values_and_gradients_are_transformers(kind):
+def test_in_fp32_values_and_gradients_are_transformers(kind, torchs):
     stock = norm_of(kind)
     replaced = copy.deepcopy(stock)
-    assert use_rms_norm([replaced]) == 1
+    assert use_rms_norm([replaced], torchs) == 1
     pairs = zip(
         out_and_grads(replaced, torch.float32), out_and_grads(stock, torch.float32), strict=True
     )
@@ -42,7 +44,8 @@ def test_in_fp32_values_and_gradients_are_transformers(kind):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
 
-def test_in_bf16_they_are_as_exact_as_transformers():
+@pytest.mark.parametrize("torchs", [False, True])
+def test_in_bf16_they_are_as_exact_as_transformers(torchs):
     exact = norm_of(dtype=torch.bfloat16).float()
     generator = torch.Generator().manual_seed(1)
     x = (5 * torch.randn(SHAPE, generator=generator)).bfloat16()
@@ -58,7 +61,7 @@ def test_in_bf16_they_are_as_exact_as_transformers():
     wanted = grads(exact, torch.float32)
     stock = norm_of(dtype=torch.bfloat16)
     replaced = copy.deepcopy(stock)
-    use_rms_norm([replaced])
+    use_rms_norm([replaced], torchs)
     found = zip(grads(replaced, torch.bfloat16), grads(stock, torch.bfloat16), wanted, strict=True)
     for ours, theirs, true in found:
         assert (ours - true).norm() <= 1.02 * (theirs - true).norm()
@@ -85,15 +88,34 @@ def test_only_the_input_is_kept_and_in_its_own_dtype():
     )
 
 
-def test_weights_in_fp32_under_values_in_bf16_are_transformers_affair():
+@pytest.mark.parametrize("torchs", [False, True])
+def test_weights_in_fp32_under_values_in_bf16_are_transformers_affair(torchs):
     stock = norm_of()
     replaced = copy.deepcopy(stock)
-    use_rms_norm([replaced])
+    use_rms_norm([replaced], torchs)
     x = torch.randn(SHAPE, dtype=torch.bfloat16)
     assert replaced(x).dtype == torch.float32
     assert torch.equal(replaced(x), stock(x))
 
 
+@pytest.mark.parametrize("torchs", [False, True])
 @pytest.mark.parametrize("kind", [GemmaRMSNorm, Olmo2RMSNorm])
-def test_norms_of_another_form_are_left_alone(kind):
-    assert use_rms_norm([norm_of(kind)]) == 0
+def test_norms_of_another_form_are_left_alone(kind, torchs):
+    """Gemma's weights are stored less 1."""
+    assert use_rms_norm([norm_of(kind)], torchs) == 0
+
+
+def test_torchs_norm_is_one_operator():
+    """On a GPU that operator is one kernel forward and one backward."""
+    norm, seen = norm_of(dtype=torch.bfloat16).requires_grad_(False), []
+    use_rms_norm([norm], torchs=True)
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Seen():
+        norm(torch.randn(SHAPE, dtype=torch.bfloat16))
+    assert torch.nn.functional.rms_norm in seen
+    assert not {torch.rsqrt, torch.Tensor.rsqrt, torch.Tensor.float, torch.Tensor.mul_} & {*seen}

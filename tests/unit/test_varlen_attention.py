@@ -17,11 +17,17 @@ from hpc_tune.batch import Batch, empty_batch, full_batch
 from hpc_tune.data.loader import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model import varlen_attention
-from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.blocks import block_list
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.packed_attention import _attend, use_document_attention
+from hpc_tune.model.packed_attention import _attend, _mask, use_document_attention
 from hpc_tune.model.scoped import CURRENT, MicroBatch
-from hpc_tune.model.varlen_attention import Starts, starts_of, why_masked, why_wrong
+from hpc_tune.model.varlen_attention import (
+    Starts,
+    starts_of,
+    why_wrong,
+    window_mark,
+    window_of,
+)
 from tests.support.varlen_on_cpu import CALLS, use_cpu_kernels
 
 CPU = torch.device("cpu")
@@ -84,7 +90,7 @@ def masks(monkeypatch):
     made = []
     theirs, ours = masking_utils.sdpa_mask, Starts.mask_B1TT
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda **o: made.append(1) or theirs(**o))
-    monkeypatch.setattr(Starts, "mask_B1TT", lambda self: made.append(1) or ours(self))
+    monkeypatch.setattr(Starts, "mask_B1TT", lambda *of: made.append(1) or ours(*of))
     return made
 
 
@@ -124,7 +130,7 @@ def test_loss_and_gradients_are_those_of_the_mask(family, recompute, masks):
     assert not masks
     # Queries of 4 heads share keys of 2; selective recompute keeps the kernel's result.
     times = 2 if recompute == "full" else 1
-    wanted = {"shapes": [(48, 4, 8), (48, 2, 8), (48, 2, 8)], "starts": STARTS}
+    wanted = {"shapes": [(48, 4, 8), (48, 2, 8), (48, 2, 8)], "starts": STARTS, "before": -1}
     if family == "qwen3":
         wanted["shapes"] = [(48, 4, 128), (48, 2, 128), (48, 2, 128)]
     assert list(CALLS) == [wanted] * 2 * times
@@ -210,12 +216,53 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
     assert find(whole_BT) is None
 
 
-def test_layers_with_a_sliding_window_keep_their_mask(masks):
+@pytest.mark.parametrize("window", [1, 3, 5, 16, 100])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_sliding_window_is_that_of_the_mask(window, recompute, masks):
+    """Shorter than a document, as long as one and longer than all."""
+    module = model_of("mistral", recompute, sliding_window=window)
+    found = loss_and_grads(module)
+    assert not masks
+    assert {call["before"] for call in CALLS} == {window - 1}
+    are_equal(found, by_mask(module))
+    assert masks
+
+
+def test_layers_with_and_without_a_window_each_have_their_own(masks):
+    kinds = ["sliding_attention", "full_attention"]
+    said = {"layer_types": kinds, "sliding_window": 3, "use_sliding_window": True, "head_dim": 8}
+    module = model_of("qwen3", **said)
+    found = loss_and_grads(module)
+    assert not masks
+    assert [call["before"] for call in CALLS] == [2, -1]
+    are_equal(found, by_mask(module))
+
+
+def test_a_kernel_without_windows_leaves_them_their_mask(masks):
     module = model_of("mistral", sliding_window=3)
+    module.kernel_has_windows = False
     found = loss_and_grads(module)
     assert masks
     assert not CALLS
     are_equal(found, by_mask(module))
+
+
+def test_chunks_of_a_text_are_no_sliding_window(masks):
+    """Llama 4 asks for a mask of as many tokens, which begin anew at each multiple."""
+    config = SimpleNamespace(sliding_window=None, attention_chunk_size=3)
+    options = {"batch_size": 1, "q_length": 16, "kv_length": 16, "local_size": 3}
+    with CURRENT.of(MicroBatch(starts=starts_of([[16]], CPU))):
+        mask = _mask(**options, config=config, mask_function=masking_utils.causal_mask_function)
+    assert masks
+    assert mask is None or mask.shape[2] == 16
+
+
+def test_a_mask_is_no_mark_of_a_window():
+    assert window_of(window_mark(7, CPU)) == 7
+    assert window_of(window_mark(1, CPU)) == 1
+    whole = torch.ones(2, 1, 16, 16, dtype=torch.bool)
+    for mask in (whole, whole[:1, :, :1], whole[:1, 0], torch.ones(1, 1, 1, 16)):
+        assert window_of(mask) is None
 
 
 @pytest.mark.parametrize(("dropout", "values"), [(0.0, (8, 6)), (0.0, (12, 12)), (0.3, (8, 8))])
@@ -240,69 +287,14 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
     assert torch.equal(second_documents(), before)
 
 
-# The numbers that a config.json holds, as far as the rule reads them.
-LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype", "compiled", "why"),
-    [
-        ({}, torch.bfloat16, False, ""),
-        ({}, torch.float16, False, ""),
-        ({"head_dim": 256}, torch.bfloat16, False, ""),
-        ({}, torch.float64, False, "the kernel takes bfloat16 and float16, not float64"),
-        ({}, torch.bfloat16, True, "train.compile=true"),
-        ({"head_dim": 264}, torch.bfloat16, False, "up to 256 in eights, not 264"),
-        ({"head_dim": 100}, torch.bfloat16, False, "up to 256 in eights, not 100"),
-        ({"qk_head_dim": 192, "v_head_dim": 128}, torch.bfloat16, False, "not 128 and 192"),
-        ({"num_attention_heads": [32, 16]}, torch.bfloat16, False, "differ in their heads"),
-    ],
-)
-def test_the_rule_by_which_a_run_and_its_plan_leave_the_mask_out(config, dtype, compiled, why):
-    found = why_masked(SimpleNamespace(**{**LLAMA, **config}), dtype, compiled)
-    assert why in found
-    assert bool(why) == bool(found)
-
-
-def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
-    tried = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(varlen_attention, "why_wrong", lambda *of: tried.append(of) or "wrong")
-    gpu, llama = torch.device("cuda", 1), SimpleNamespace(**LLAMA)
-    assert "8.0 or later, not 7.5" in why_masked(llama, torch.bfloat16, False, gpu)
-    assert not tried
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert why_masked(llama, torch.bfloat16, False, gpu) == "wrong"
-    assert tried == [(gpu, torch.bfloat16, 128, 4)]
-    assert why_masked(llama, torch.bfloat16, False, CPU) == "no GPU"
-
-
-@pytest.mark.parametrize(
-    ("within", "compiled", "why", "used"),
-    [
-        (True, False, "", True),
-        (False, False, "", False),
-        (True, True, "", False),
-        (True, False, "an old GPU", False),
-    ],
-)
-def test_an_engine_uses_the_kernel_where_the_rule_says_so(within, compiled, why, used, monkeypatch):
-    def rule(config, dtype, is_compiled, device):
-        return "compiled" if is_compiled else why
-
-    monkeypatch.setattr("hpc_tune.model.blocks.why_masked", rule)
-    module = model_of()
-    module.within_documents, module.has_kernel = within, False
-    use_own_layers(module, list(block_list(module)), compiled, torch.bfloat16, CPU)
-    assert module.has_kernel == used
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("values", "groups"), [(64, 1), (64, 4), (256, 2)])
-def test_the_check_lets_a_right_kernel_pass(dtype, values, groups, caplog):
-    assert why_wrong(CPU, dtype, values, groups) == ""
+@pytest.mark.parametrize(
+    ("values", "groups", "window"), [(64, 1, None), (64, 4, None), (256, 2, None), (64, 2, 70)]
+)
+def test_the_check_lets_a_right_kernel_pass(dtype, values, groups, window, caplog):
+    assert why_wrong(CPU, dtype, values, groups, window) == ""
     assert not caplog.records
-    gaps = varlen_attention.gaps_to_mask(CPU, dtype, values, groups)
+    gaps = varlen_attention.gaps_to_mask(CPU, dtype, values, groups, window)
     assert len(gaps) == 4
     # So much is left of the bar.
     assert max(gaps.values()) < 1.5 * torch.finfo(dtype).eps
@@ -318,6 +310,8 @@ def one_more(starts_N):
 WRONG = {
     "neighbours": lambda s, o: (one_more(s), o),
     "scale": lambda s, o: (s, {**o, "scale": None}),
+    # The last token of the window is left out.
+    "window": lambda s, o: (s, {**o, "window_size": (o["window_size"][0] - 1, 0)}),
 }
 
 
@@ -334,7 +328,7 @@ def test_the_check_finds_a_wrong_kernel_and_tells_of_it_once(how, dtype, monkeyp
 
     monkeypatch.setattr(varlen, "varlen_attn", wrong)
     for _ in range(2):
-        why = why_wrong(CPU, dtype, 64, 2)
+        why = why_wrong(CPU, dtype, 64, 2, 70 if how == "window" else None)
         assert "it differs from masked attention in its result by" in why
     assert len(told) == 1
     assert why in told[0]

@@ -1,0 +1,143 @@
+"""Which implementation computes each part of a decoder block: one decision for a device.
+
+                  CPU                 CPU, compiled    GPU                 GPU, compiled
+    attention     tiles               mask             varlen              varlen
+    its windows   mask                mask             varlen              varlen
+    norms         own                 transformers     F.rms_norm          transformers
+    SwiGLU        own                 transformers     own                 transformers
+    LoRA          own                 own              own                 own
+
+A GPU whose kernel cannot take a model's heads, or is wrong, has masks. A compiler fuses norms and
+SwiGLU, and chooses what to keep of them. Without one torch has a fused norm for GPUs alone, and no
+fused SwiGLU, of which our own keeps one tensor less. torch 2.11 to 2.13 do not differ in any of it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from hpc_tune.model import varlen_attention
+from hpc_tune.model.varlen_attention import DTYPES, LEAST_CAPABILITY, MOST_VALUES, MULTIPLE
+
+Source = Literal["own", "F.rms_norm", "transformers"]
+_CHECKED_WINDOW = 70  # tokens: its edge is within the kernel's blocks, and not at the same place
+_ATTENTION = {
+    "varlen": "varlen (torch.nn.attention.varlen)",
+    "tiles": "document by document (hpc_tune's tiles)",
+    "mask": "with a mask of tokens x tokens for each packed row",
+}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes a model's decoder blocks.
+
+    ``attention`` is that of packed rows; ``window``: of the layers with a sliding window, None
+    where there are none. ``why_masked``: why one of both has a T x T mask, "" if neither has.
+    """
+
+    attention: Literal["varlen", "tiles", "mask"]
+    window: Literal["varlen", "mask"] | None
+    norm: Source
+    swiglu: Source
+    lora: Source = "own"
+    why_masked: str = ""
+
+    def __str__(self) -> str:
+        """Return it in words, as a run's start says it."""
+        attention = _ATTENTION[self.attention]
+        if self.window == "mask" and self.attention != "mask":
+            attention += ", sliding windows with a mask of tokens x tokens"
+        why = f": {self.why_masked}" if self.why_masked else ""
+        return (
+            f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}, LoRA {self.lora}"
+        )
+
+
+def choose(
+    device_type: str,
+    compiled: bool,
+    windows: bool,
+    why_masked: str = "",
+    why_no_window: str = "",
+) -> Kernels:
+    """Return what computes a model's blocks on a device.
+
+    ``windows``: it has layers with a sliding window. ``why_masked``: why its attention cannot run
+    by document there; ``why_no_window``: why a GPU's kernel takes no sliding window.
+    """
+    on_gpu = device_type == "cuda"
+    norm: Source = "transformers" if compiled else "F.rms_norm" if on_gpu else "own"
+    swiglu: Source = "transformers" if compiled else "own"
+    if not on_gpu and compiled:
+        why_masked = why_masked or "train.compile=true"
+    if why_masked:
+        return Kernels("mask", "mask" if windows else None, norm, swiglu, why_masked=why_masked)
+    if not on_gpu:
+        return Kernels("tiles", "mask" if windows else None, norm, swiglu)
+    if windows and why_no_window:
+        return Kernels("varlen", "mask", norm, swiglu, why_masked=why_no_window)
+    return Kernels("varlen", "varlen" if windows else None, norm, swiglu)
+
+
+def kernels_of(
+    config: Any,
+    dtype: torch.dtype,
+    compiled: bool,
+    device: torch.device | None = None,
+    why_masked: str = "",
+) -> Kernels:
+    """Return what computes the blocks of a model, by its transformers configuration.
+
+    ``dtype`` is that of attention, ``why_masked`` why it cannot run by document on any device. A
+    GPU is asked what it is, and the kernel is tried on it; a ``device`` of None stands for a GPU of
+    a plan.
+    """
+    windows = any(windows_of(config))
+    if device is not None and device.type != "cuda":
+        return choose(device.type, compiled, windows, why_masked)
+    why, why_no_window = why_masked or _why_not_taken(config, dtype), ""
+    if not why and device is not None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            found = ".".join(map(str, capability))
+            why = f"the kernel needs a GPU of compute capability 8.0 or later, not {found}"
+        else:
+            heads = config.num_attention_heads
+            groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
+            tried = (device, dtype, _head_sizes(config).pop(), groups)
+            why = varlen_attention.why_wrong(*tried)
+            if windows and not why:
+                why_no_window = varlen_attention.why_wrong(*tried, window=_CHECKED_WINDOW)
+    return choose("cuda", compiled, windows, why, why_no_window)
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """Return how many tokens each layer's sliding window has, None for a layer without one."""
+    window = getattr(config, "sliding_window", None) or None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _why_not_taken(config: Any, dtype: torch.dtype) -> str:
+    """Return why the variable-length kernel takes no such heads; "" where it does."""
+    if dtype not in DTYPES:
+        found = str(dtype).removeprefix("torch.")
+        return f"the kernel takes bfloat16 and float16, not {found}"
+    if not isinstance(getattr(config, "num_attention_heads", None), int):
+        return "its layers differ in their heads"
+    sizes = _head_sizes(config)
+    largest = max(sizes)
+    if len(sizes) > 1 or largest > MOST_VALUES or largest % MULTIPLE:
+        found = " and ".join(map(str, sorted(sizes)))
+        return f"the kernel takes heads of one size, up to {MOST_VALUES} in eights, not {found}"
+    return ""
+
+
+def _head_sizes(config: Any) -> set[int]:
+    values = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    others = (getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    return {values, *(size for size in others if size)}

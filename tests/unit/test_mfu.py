@@ -1,0 +1,94 @@
+"""MFU of a step: the flops of its weights and of attention within its documents."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpc_tune.batch import empty_batch, full_batch
+from hpc_tune.data.loader import make_batch
+from hpc_tune.plan.model_size import attention_flops
+from hpc_tune.train.loop import _record, _Step, _vote
+
+MODEL = SimpleNamespace(hidden_size=4, num_hidden_layers=3)
+
+
+def rows_of(*rows):
+    laid = [
+        [(np.arange(length), np.ones(length, dtype=bool)) for length in lengths] for lengths in rows
+    ]
+    return make_batch(laid, 64, 0)
+
+
+class TwoRanks:
+    """A world whose two ranks have the same rows."""
+
+    is_rank_0 = True
+    world = SimpleNamespace(rank=0)
+
+    def sum(self, values):
+        return [2 * value for value in values]
+
+    def max(self, values):
+        return values
+
+
+def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
+    """A step of 2 seconds, of 100 flops per token in weights."""
+    told: list[Any] = []
+    work: Any = SimpleNamespace(
+        comm=TwoRanks(),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(every_minutes=None)),
+        counts_rows=counts_rows,
+        saver=SimpleNamespace(vote=lambda: False),
+        governor=SimpleNamespace(votes=lambda: (), taken={}),
+        weight_flops=100.0,
+        attention_flops=partial(attention_flops, MODEL),
+        peak_flops=peak_flops,
+        faults=SimpleNamespace(at=lambda *_: None),
+        rank_work=SimpleNamespace(add=lambda *_: None),
+        metrics=SimpleNamespace(step=told.append),
+        loader=SimpleNamespace(epoch=0.0, rows=0),
+        monitor=SimpleNamespace(device_utilization=lambda: None),
+        expected_bytes=lambda *_: {},
+    )
+    ballot = _vote(work, batches, 0.0, None)
+    result: Any = SimpleNamespace(loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={})
+    _record(work, _Step(1, 1e-4, batches, ballot, result, step_s=2.0, data_s=0.0), None)
+    [metrics] = told
+    return metrics.mfu
+
+
+def test_scores_are_counted_within_documents_and_not_in_padding():
+    """Rows of 5 + 3 and of 2 tokens, padded to 8, twice on each of two ranks: 40 tokens.
+
+    Their weights take 40 x 100 flops. Attention takes 6 x hidden 4 x 3 layers x (25 + 9 + 4) for
+    each of the four batches, and rows of 8 would take 2 x 64 in place of 38.
+    """
+    batches = [rows_of((5, 3), (2,))] * 2
+    flops = 40 * 100 + 4 * 72 * 38
+    assert mfu_of(batches) == pytest.approx(flops / 2.0 / 1e6)
+
+
+def test_full_rows_have_the_flops_of_rows():
+    """Two ranks with 2 rows of 8 tokens each: 32 x (100 + 72 x 8)."""
+    assert mfu_of([full_batch(2, 8)]) == pytest.approx(32 * (100 + 72 * 8) / 2.0 / 1e6)
+    assert mfu_of([rows_of((8,), (8,))]) == mfu_of([full_batch(2, 8)])
+
+
+def test_rows_that_another_rank_counts_are_counted_once():
+    assert mfu_of([full_batch(2, 8)], counts_rows=False) == 0.0
+
+
+def test_a_device_without_a_known_peak_has_no_mfu():
+    assert mfu_of([full_batch(2, 8)], peak_flops=None) is None
+
+
+def test_padding_is_no_document():
+    batch = rows_of((5, 3), (2,))
+    assert [list(row) for row in batch.document_lengths] == [[5, 3], [2, 6]]
+    assert batch.real_lengths == [5, 3, 2]
+    assert full_batch(2, 8).real_lengths == [8, 8]
+    assert empty_batch(0).real_lengths == []
