@@ -21,7 +21,11 @@ def main() -> None:
     doctor = subprocess.Popen(
         [sys.executable, "-m", "hpc_tune", *words], stdout=subprocess.PIPE, text=True
     )
-    task.tell(MACHINE, **_card(task.on_gpu))
+    card = _card(task.on_gpu)
+    if task.on_gpu and not card["card"]:
+        task.tell(MACHINE, "failed", "torch finds no CUDA device", **card)
+    else:
+        task.tell(MACHINE, **card)
     printed, _ = doctor.communicate()
     try:
         told = json.loads(printed)

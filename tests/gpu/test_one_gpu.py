@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from hpc_tune.batch import full_batch
 from hpc_tune.config.load import load_config
+from hpc_tune.config.schema import MemoryConfig
 from hpc_tune.errors import LeavingError
+from hpc_tune.faults import NO_FAULTS
 from hpc_tune.memory.device import is_out_of_memory
-from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.train.exit import ResumePoint
-from hpc_tune.train.memory_exit import MemoryExit
+from hpc_tune.train.memory_exit import MemoryExit, make_monitor
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from tests.support.ranks import ROOT, rank_environment, run_ranks
 from tests.support.training import SMALL, losses, rows, worst_gap
@@ -90,8 +91,9 @@ def test_an_allocation_beyond_the_limit_is_a_reason_to_leave_and_no_crash(comm, 
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, comm.device)
     assert is_out_of_memory(caught.value)
-    monitor = Monitor(None, comm.device)
+    monitor = make_monitor(MemoryConfig(), comm, tmp_path, NO_FAULTS)
     leaving = MemoryExit(comm, monitor, tmp_path, ResumePoint(3)).cause_of(caught.value)
+    monitor.close()
     assert isinstance(leaving, LeavingError)
     assert leaving.step == 3
     assert "device memory of rank 0" in leaving.reason

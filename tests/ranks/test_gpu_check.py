@@ -13,7 +13,7 @@ from tests.support.ranks import HANG_S, ROOT, rank_environment
 @pytest.mark.timeout(700)
 def test_every_part_passes_on_a_cpu(tmp_path):
     program = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu"]
-    words = ["--minutes", "9", "--out", str(tmp_path / "out")]
+    words = ["--minutes", "30", "--out", str(tmp_path / "out")]
     done = subprocess.run(
         [*program, *words],
         capture_output=True,
@@ -34,7 +34,7 @@ def test_every_part_passes_on_a_cpu(tmp_path):
         for name, part in parts.items()
     }
     plain = [one for one in found["losses"].values() if "fp32" in one["name"]]
-    assert len(plain) == 9
+    assert len(plain) == 7
     assert all(one["gap"] < 1e-5 for one in plain)
     assert found["speed"]["bf16"]["tokens_per_s"] > 0
     assert set(found["qlora"]) > {"1 blocks", "2 blocks"}

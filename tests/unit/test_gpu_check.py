@@ -27,7 +27,7 @@ def part(name, code, limit_s=60.0, needs=()):
     return Part(name, limit_s, "a part of the test", ("-c", code), needs)
 
 
-def checked(tmp_path, *parts, minutes=5.0, device="cpu"):
+def checked(tmp_path, *parts, minutes=5.0, device="cuda"):
     check = Check(tmp_path, device, minutes, {"date": "today"})
     passed = run_parts(parts, check)
     return passed, json.loads((tmp_path / "gpu-check.json").read_text())
@@ -79,7 +79,7 @@ def test_what_is_missing_is_skipped_by_name(tmp_path):
 
 def test_without_a_gpu_the_other_parts_are_not_tried(tmp_path):
     looks = part("looks", TELL + "task.tell('machine', card=None, driver='1.2')")
-    passed, told = checked(tmp_path, looks, part("later", TELLS), device="cuda")
+    passed, told = checked(tmp_path, looks, part("later", TELLS))
     assert passed
     assert statuses(told) == {"looks": "passed", "later": "skipped"}
     assert told["parts"][1]["reason"] == "no GPU was found"
