@@ -167,7 +167,7 @@ def _run(part: Part, result: Result, check: Check) -> None:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(mark),
+            env=_environment(mark, check.device),
             cwd=ROOT,
             start_new_session=True,
         )
@@ -213,11 +213,14 @@ def _verdict(result: Result, code: int | None) -> tuple[Status, str]:
     return "passed", without
 
 
-def _environment(mark: str) -> dict[str, str]:
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+def _environment(mark: str, device: str) -> dict[str, str]:
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [str(ROOT), *(os.path.abspath(path) for path in given if path)]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", MARK: mark}
-    return {**os.environ, **offline, **own}
+    own |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+    # Of several GPUs the first: the Trainer would use all.
+    one = {"CUDA_VISIBLE_DEVICES": "0"} if device == "cuda" else {}
+    return {**one, **os.environ, **own}
 
 
 def kill_marked(mark: str) -> None:

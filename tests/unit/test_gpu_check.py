@@ -93,7 +93,7 @@ HIDES += "s.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """The processes that this test has started and that are left."""
+    """The processes that this test has started and that are left; they end with it."""
     monkeypatch.setenv("HPC_TUNE_TEST_MARK", str(tmp_path))
 
     def find():
@@ -104,10 +104,12 @@ def left(tmp_path, monkeypatch):
             except OSError:
                 continue
             if f"HPC_TUNE_TEST_MARK={tmp_path}".encode() in environment:
-                found.append((folder / "cmdline").read_bytes())
+                found.append(int(folder.name))
         return found
 
-    return find
+    yield find
+    for pid in find():
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_part_is_killed_with_all_its_processes_at_its_limit(tmp_path, left):
@@ -147,7 +149,7 @@ run_parts([Part("waits", 600.0, "", ("-c", {code!r}))], check)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_check_that_is_cut_off_has_given_what_it_had(tmp_path, left, number):
-    code = TELLS + "import time; time.sleep(8)"
+    code = TELLS + "import time; time.sleep(600)"
     program = CUT.format(root=str(ROOT), out=str(tmp_path), code=code)
     check = subprocess.Popen([sys.executable, "-c", program])
     file = tmp_path / "gpu-check.json"
