@@ -7,6 +7,7 @@ found stays if it is cut off.
 """
 
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -46,8 +47,12 @@ class Task:
 
     def tell(self, name: str, status: Status = "passed", reason: str = "", **found: Any) -> None:
         """Append what was found of ``name``."""
-        said = {"reason": reason[-MOST_WORDS:]} if reason else {}
-        line = json.dumps({"name": name, "status": status, **said, **found})
+        said: dict[str, Any] = {"reason": reason[-MOST_WORDS:]} if reason else {}
+        for key, value in found.items():
+            # JSON has no nan.
+            is_number = not isinstance(value, float) or math.isfinite(value)
+            said[key] = value if is_number else str(value)
+        line = json.dumps({"name": name, "status": status, **said})
         with self.figures.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         print(line, flush=True)

@@ -14,9 +14,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_check  # noqa: E402 - it lies beside what it imports
+import gpu_jobs  # noqa: E402
+import gpu_ladder  # noqa: E402
 from gpu_losses import COMPILED, EAGER, Variant, bound_of, references_of  # noqa: E402
 from gpu_parts import Check, Part, run_parts  # noqa: E402
 from gpu_qlora import most_blocks  # noqa: E402
+from gpu_task import Task  # noqa: E402
 
 TELL = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); from gpu_task import Task; "
 TELL += "task = Task.of_arguments(); "
@@ -215,3 +218,59 @@ def test_as_many_blocks_are_measured_as_time_and_memory_allow():
     assert most_blocks(found, 5, left_s=1000.0, room_bytes=30 * 10**9) == 20
     assert most_blocks(found, 5, left_s=10.0, room_bytes=80 * 10**9) < 8
     assert most_blocks(found, 5, left_s=4 + 20 * 3.5, room_bytes=None) == 20
+
+
+DIES = """
+import json, sys
+file, results, first = sys.argv[1:]
+for job in json.load(open(file))[int(first):]:
+    if job["name"] == "dies":
+        sys.exit(3)
+    with open(results, "a") as out:
+        out.write("0\\n")
+"""
+
+
+def test_runs_go_on_behind_one_that_ends_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_jobs, "PROGRAM", tmp_path / "program.py")
+    gpu_jobs.PROGRAM.write_text(DIES)
+    jobs = [gpu_jobs.Job(name, ()) for name in ("fine", "dies", "dies", "fine", "dies")]
+    launch, until_s = gpu_jobs.Launch("some", jobs, tmp_path), time.monotonic() + 60
+    while not launch.is_over and time.monotonic() < until_s:
+        launch.look()
+        time.sleep(0.01)
+    assert launch.codes == [0, 3, 3, 0, 3]
+
+
+FREE = [5.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("codes", "rungs", "losses", "said"),
+    [
+        ([0], ["split_micro_batches"], [5.0, 4.001], None),
+        ([75, 75, 0], [], [5.0, 4.0], None),
+        ([0], [], [5.0, 4.0], "it never met the limit"),
+        ([75, 75], ["recompute"], [5.0], "it was not done after 2 starts"),
+        ([75, 1], [], [5.0], "a start ended in another way"),
+        ([75, 0], [], [5.0, 4.5], "the losses are 0.5 from those"),
+        ([75, 0], [], [5.0], "the losses are inf from those"),
+    ],
+)
+def test_a_ladder_is_judged_by_how_each_start_ended_and_by_the_losses(
+    tmp_path, codes, rungs, losses, said
+):
+    for name, some in ((gpu_ladder.FREE, FREE), (gpu_ladder.LIMITED, losses)):
+        run_dir = gpu_jobs.run_of(tmp_path, name)
+        run_dir.mkdir()
+        lines = [json.dumps({"step": n + 1, "loss": loss}) for n, loss in enumerate(some)]
+        (run_dir / "metrics.jsonl").write_text("\n".join(lines))
+    events = [{"kind": "governor", "step": 2, "action": rung} for rung in rungs]
+    (run_dir / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
+    task = Task(tmp_path / "figures", tmp_path, "cuda", time.monotonic() + 60)
+    gpu_ladder._tell(task, codes, ["why"] * len(codes))
+    told = json.loads(task.figures.read_text())
+    assert told["rungs"] == [f"step 2: {rung}" for rung in rungs]
+    assert told["status"] == ("passed" if said is None else "failed")
+    if said is not None:
+        assert said in told["reason"]
