@@ -2,6 +2,7 @@
 # make test   installs what it needs; style, types, unit tests, and one real run for each promise
 # make test-all   the whole matrix of each promise, with what can be installed here of the following
 # make soak   the long proofs, and whatever measures time; their figures belong into benchmarks/
+# make gpu    checks hpc_tune on a machine with one GPU, in 8 minutes and without a network
 # make slurm  installs Slurm (root, Debian): jobs
 # make launchers  unpacks other MPIs (Debian): ranks started by each
 # make browser  installs Chromium (root, Debian): reports as it shows them
@@ -25,7 +26,7 @@ export PATH := $(BIN):$(PATH)
 # DeepSpeed's C++ parts are compiled where they are used, not at its installation.
 export DS_BUILD_OPS = 0
 
-.PHONY: demo test test-all lint nvme slurm launchers browser harness soak clean
+.PHONY: demo test test-all lint gpu nvme slurm launchers browser harness soak clean
 
 PYTEST = python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
@@ -51,6 +52,10 @@ lint: $(VENV)/.test
 	ruff check .
 	ruff format --check .
 	mypy
+
+# Nothing is installed for it: such a machine may have no network.
+gpu:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) tools/gpu_check.py
 
 nvme: $(VENV)/.test
 	DS_ACCELERATOR=cpu python -c 'from hpc_tune.engine.async_io import load_async_io as load; load("make nvme")'

@@ -4,8 +4,9 @@
 
 Started by tools/bench.py in an environment of its own. SETTINGS: model, tokens (a JSON file of
 [token ids, labels] per document), mode (ddp, zero2, zero3, fsdp2), dtype, rows, steps, save_at,
-cpu. Rank r leaves OUT_DIR/RANK.jsonl, a line per optimizer step: when it was done, the tokens of
-documents that it has trained on so far, and the seconds that it has stood still for saves.
+cpu; random: only the model's config.json is there. Rank r leaves OUT_DIR/RANK.jsonl, a line per
+optimizer step: when it was done, the tokens of documents that it has trained on so far, the
+seconds that it has stood still for saves, and the peak of the GPU's allocator.
 """
 
 import json
@@ -17,7 +18,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Row = dict[str, list[int]]
@@ -56,6 +63,7 @@ class Lines(TrainerCallback):
             "time": time.time(),
             "tokens": self.trainer.num_tokens,
             "save_s": self.trainer.save_s,
+            "device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         }
         print(json.dumps(row), file=self._file, flush=True)
 
@@ -89,6 +97,16 @@ def sharding(mode: str, dtype: str) -> dict[str, Any]:
     return {}
 
 
+def load(settings: dict[str, Any]) -> Any:
+    """Return the model, or one of its shape with random weights."""
+    dtype = DTYPES[settings["dtype"]]
+    if not settings.get("random"):
+        return AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
+    config = AutoConfig.from_pretrained(settings["model"])
+    with torch.device("cpu" if settings["cpu"] else "cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
 def main() -> None:
     """Train a few steps and write when each was done."""
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -114,7 +132,7 @@ def main() -> None:
         remove_unused_columns=False,
         **sharding(mode, dtype),
     )
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=DTYPES[dtype])
+    model = load(settings)
     model.config.use_cache = False
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     lines = Lines(out / f"{os.environ.get('RANK', '0')}.jsonl")

@@ -51,7 +51,7 @@ def run_shape(asked: argparse.Namespace) -> dict[str, Any]:
     tokens_per_s = told["tokens"] / statistics.median(told["seconds"][WARM:])
     devices = asked.ranks if asked.device == "cuda" else 1  # a CPU's is of all its cores
     ceiling = devices * ceiling_of(told["dtype"], asked.device)
-    planned = _planned_bytes(words, asked.ranks, told["device_total"])
+    planned = planned_bytes(words, asked.ranks, told["device_total"])
     limit = ceiling / told["flops_per_token"]
     found = Found(tokens_per_s, limit, seen.host_bytes, told["device_bytes"], planned)
     print(f"{asked.model} on {asked.ranks} x {told['device']}, {told['layout']}, {told['dtype']}")
@@ -71,7 +71,7 @@ def table(found: Found) -> Iterator[str]:
         yield f"planned      {found.planned_bytes / 1e9:.2f} GB, {off:+.1%}"
 
 
-def _planned_bytes(words: list[str], ranks: int, device_total: int | None) -> int | None:
+def planned_bytes(words: list[str], ranks: int, device_total: int | None) -> int | None:
     """Return the traced peak of one GPU's allocator; on CPUs the weights would not be a file's."""
     if device_total is None:
         return None

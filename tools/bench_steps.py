@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.base import EngineSettings
+from hpc_tune.engine.base import EngineSettings, StepResult
+from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
+from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.model_size import flops_per_token, measure
+from hpc_tune.plan.model_size import ModelSize, flops_per_token, measure
 from hpc_tune.plan.resolve import most_micro_rows, resolve
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
@@ -83,23 +85,45 @@ def main() -> None:
     shutdown(comm)
 
 
-def run(config: RunConfig, comm: Comm, num_steps: int) -> dict[str, object]:
-    """Train for ``num_steps`` steps and return what rank 0 writes."""
-    device, on_gpu = comm.device, comm.device.type == "cuda"
+@dataclass(frozen=True)
+class Steps:
+    """An engine with a model of random weights, and the micro-batches of each of its steps."""
+
+    engine: NativeEngine
+    size: ModelSize
+    layout: Layout
+    dtype: torch.dtype
+    flops_per_token: float
+    batch: Batch
+    num_micro: int
+    num_tokens: int
+
+    def step(self, config: RunConfig, device: torch.device) -> tuple[float, StepResult]:
+        """Do one; return its seconds and its result."""
+        began_s = time.perf_counter()
+        # The loss is read at the end of a step: the device has done all of it.
+        batches = [self.batch.to(device)] * self.num_micro
+        result = self.engine.train_step(batches, self.num_tokens, config.optim.peak_lr)
+        return time.perf_counter() - began_s, result
+
+
+def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
+    """Make the engine; each row is one document. Collective."""
+    device = comm.device
     dtype = compute_dtype(config.model.dtype, device)
     directory = shape_directory(config.model.path)
     built = build(directory, dtype, config.tune, config.train.seed, weights=False)
     size = measure(built.module)
-    room = torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 60
+    room = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 1 << 60
     machine = Machine(comm.world.size, 1, room, 0)  # copies within nodes are not looked for
     resolved = resolve(config.parallel, size, built.config, machine)
     layout = resolved.layout
     assert isinstance(built.index, ShapeIndex)
     index = RandomIndex(built.index)
-    engine = NativeEngine(
-        replace(built, index=index),
-        EngineSettings(layout, device, config.optim, resolved.parallel, config.train),
+    settings = EngineSettings(
+        layout, device, config.optim, resolved.parallel, config.train, faults=faults
     )
+    engine = NativeEngine(replace(built, index=index), settings)
     index.forget()
     rows, length = most_micro_rows(config.batch, layout), config.data.seq_len
     num_micro = math.ceil(config.batch.global_size / (layout.data_size * rows))
@@ -111,25 +135,30 @@ def run(config: RunConfig, comm: Comm, num_steps: int) -> dict[str, object]:
         *(tokens_BT, tokens_BT, positions_BT, *counts), document_lengths=[[length]] * rows
     )
     num_tokens = num_micro * rows * length * layout.data_size
-    seconds = []
+    flops = flops_per_token(size, built.config, length)
+    return Steps(engine, size, layout, dtype, flops, batch, num_micro, num_tokens)
+
+
+def run(config: RunConfig, comm: Comm, num_steps: int) -> dict[str, object]:
+    """Train for ``num_steps`` steps and return what rank 0 writes."""
+    device, on_gpu = comm.device, comm.device.type == "cuda"
+    steps, seconds = prepare(config, comm), []
     for _ in range(num_steps):
-        began_s = time.perf_counter()
-        # The loss is read at the end of a step: the device has done all of it.
-        result = engine.train_step([batch.to(device)] * num_micro, num_tokens, config.optim.peak_lr)
-        seconds.append(time.perf_counter() - began_s)
+        step_s, result = steps.step(config, device)
+        seconds.append(step_s)
         if comm.is_rank_0:
             print(f"step {len(seconds)}: {seconds[-1]:.2f} s, loss {result.loss:.3f}", flush=True)
     peak_bytes = torch.cuda.max_memory_allocated(device) if on_gpu else 0
     [most_bytes] = comm.max([float(peak_bytes)])
     return {
         "seconds": seconds,
-        "tokens": num_tokens,
+        "tokens": steps.num_tokens,
         "loss": result.loss,
-        "layout": str(layout),
-        "dtype": "bf16" if dtype == torch.bfloat16 else "fp32",
-        "flops_per_token": flops_per_token(size, built.config, length),
+        "layout": str(steps.layout),
+        "dtype": "bf16" if steps.dtype == torch.bfloat16 else "fp32",
+        "flops_per_token": steps.flops_per_token,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "device_total": room if on_gpu else None,
+        "device_total": torch.cuda.mem_get_info(device)[1] if on_gpu else None,
         "device_bytes": int(most_bytes) if on_gpu else None,
     }
 

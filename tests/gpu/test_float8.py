@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
 ON_GPU = [*SMALL, "batch.micro_size=8", "model.dtype=bf16", "train.compile=true", "optim.lr=1e-3"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.timeout(900)
 def test_float8_losses_stay_near_those_of_bf16(tmp_path, method):

@@ -1,0 +1,68 @@
+"""A part of tools/gpu_check.py: QLoRA of Llama 3 70B's decoder blocks, as many as fit.
+
+2 blocks and 8 of them tell what one more takes of memory and time, most of which is quantising it.
+From that follows how many are measured at last: up to all 80.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from gpu_shapes import Shapes, config_of
+from gpu_task import Task
+
+SHAPE = "shape:llama3-70b"
+FEW, MORE = 2, 8
+MARGIN_S = 12.0  # for the end of the process, and what takes longer than the blocks before
+USED_SHARE = 0.9  # of the device
+
+
+def main() -> None:
+    """Measure few blocks, then as many as fit."""
+    task = Task.of_arguments()
+    num_steps = 5 if task.on_gpu else 3
+    few, more = (FEW, MORE) if task.on_gpu else (1, 2)
+    shapes = Shapes(task)
+    found = {num: told for num in (few, more) if (told := _measured(task, shapes, num, num_steps))}
+    if len(found) == 2:
+        total = torch.cuda.mem_get_info()[1] if task.on_gpu else None
+        room = None if total is None else int(USED_SHARE * total)
+        num = most_blocks(found, num_steps, task.left_s() - MARGIN_S, room)
+        text = (config_of(task, SHAPE) / "config.json").read_text(encoding="utf-8")
+        num = min(num, json.loads(text)["num_hidden_layers"])
+        if num > more:
+            _measured(task, shapes, num, num_steps)
+        else:
+            task.tell("more blocks", "skipped", "no time or memory was left")
+    shapes.close()
+
+
+def _measured(task: Task, shapes: Shapes, num: int, num_steps: int) -> dict[str, Any] | None:
+    model, seq_len = config_of(task, SHAPE, num), 4096 if task.on_gpu else 64
+    settings = shapes.settings(model, seq_len, "tune.method=qlora", "parallel.recompute=full")
+    return shapes.measure(f"{num} blocks", settings, num_steps, shapes.plan(settings))
+
+
+def most_blocks(
+    found: Mapping[int, Mapping[str, Any]], num_steps: int, left_s: float, room_bytes: int | None
+) -> int:
+    """Return how many blocks can be measured in ``left_s`` and ``room_bytes``.
+
+    ``found`` has what two numbers of blocks took; more take more in proportion.
+    """
+    (few, less), (more, most) = sorted(found.items())
+
+    def of(told: Mapping[str, Any]) -> float:
+        return float(told["load_s"] + told["first_step_s"] + (num_steps - 1) * told["step_s"])
+
+    per_block_s = max((of(most) - of(less)) / (more - few), 1e-3)
+    num = more + int((left_s - of(most)) / per_block_s)
+    if room_bytes is not None:
+        per_block = max(1, (most["peak_bytes"] - less["peak_bytes"]) // (more - few))
+        num = min(num, more + (room_bytes - most["peak_bytes"]) // per_block)
+    return num
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""A part of tools/gpu_check.py: LoRA of Llama 3 8B at 4,096 tokens, random weights, one row."""
+
+import torch
+from gpu_shapes import Shapes, config_of
+from gpu_task import Task
+
+from hpc_tune.engine.float8 import check_float8
+from hpc_tune.errors import ConfigError
+
+SHAPE = "shape:llama3-8b"
+COMPILED = ("train.compile=true",)
+VARIANTS = {
+    "bf16": (),
+    "bf16, compiled": COMPILED,
+    "float8, compiled": (*COMPILED, "train.float8=true"),
+}
+
+
+def main() -> None:
+    """Measure each variant, the plan's figure beside it."""
+    task = Task.of_arguments()
+    seq_len, num_steps = (4096, 10) if task.on_gpu else (64, 3)
+    model, shapes, possible = config_of(task, SHAPE), Shapes(task), {}
+    for name, more in VARIANTS.items():
+        if why := _why_not(task, more):
+            task.tell(name, "skipped", why)
+        else:
+            possible[name] = shapes.settings(model, seq_len, *more)
+    plans = {name: shapes.plan(settings) for name, settings in possible.items()}
+    for name, settings in possible.items():
+        shapes.measure(name, settings, num_steps, plans[name])
+    shapes.close()
+
+
+def _why_not(task: Task, more: tuple[str, ...]) -> str:
+    if "train.float8=true" in more:
+        try:
+            check_float8(torch.device(task.device))
+        except ConfigError as error:
+            return str(error)
+    if more and not task.on_gpu:
+        return "compiling takes longer than all of this on a CPU; the part losses does it"
+    return ""
+
+
+if __name__ == "__main__":
+    main()
