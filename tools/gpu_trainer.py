@@ -9,15 +9,12 @@ from typing import Any
 
 from gpu_task import Task
 
+from hpc_tune.model.builtin import SHAPE
+
 TOOLS = Path(__file__).resolve().parent
 SHAPES = TOOLS.parent / "hpc_tune" / "shapes"
 NAME = "bf16, Trainer with peft"
 WARM = 2  # steps whose time does not count
-# For CPUs: a Llama of two small blocks.
-TOY = {
-    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 320},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-}
 
 
 def main() -> int:
@@ -28,7 +25,9 @@ def main() -> int:
     if not task.on_gpu:
         model = task.work / "toy"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(TOY), encoding="utf-8")
+        (model / "config.json").write_text(
+            json.dumps({"model_type": "llama", **SHAPE}), encoding="utf-8"
+        )
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     draw = random.Random(0)
     rows = [[draw.randrange(vocab_size) for _ in range(seq_len)] for _ in range(steps)]
