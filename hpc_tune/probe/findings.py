@@ -19,7 +19,7 @@ LOCKED_BYTES, LEAST_LOCKED_BYTES = 1 << 30, 1 << 20
 DISK_BYTES = 1 << 30
 HOST_BYTES_PER_RANK = 1 << 30
 _SLOW_DISK = 20e6
-# NCCL over RDMA reaches most of a card's rate, TCP a tenth to a fourth of a fast one's.
+# Below this part of a card's rate, TCP is what carries the messages: RDMA comes near the rate.
 _SOLD_SHARE = 3
 _OFF = {"NCCL_NET": "socket", "NCCL_NET_PLUGIN": "none", "NCCL_IB_DISABLE": "1"}
 

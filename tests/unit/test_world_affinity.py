@@ -205,6 +205,57 @@ def test_threads_that_have_the_mask_of_before_move_along_and_others_stay():
     subprocess.run([sys.executable, "-c", MOVED], check=True, timeout=60)
 
 
+# Rank 1 of two, whose GPUs are at each other's half of the cores; rank 0 is played.
+RANK_1 = """
+import json, os, sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from hpc_tune.config.schema import RunSettings
+from hpc_tune.world import bootstrap, device
+from hpc_tune.world.discover import World
+
+class Cuda:
+    def is_available(self): return True
+    def device_count(self): return 2
+    def set_device(self, device): pass
+    def get_device_properties(self, index):
+        address = dict(pci_domain_id=0, pci_bus_id=index, pci_device_id=0)
+        return SimpleNamespace(uuid="ab"[index], **address)
+
+class Exchange:
+    def all_gather(self, value):
+        if isinstance(value, dict):
+            return [{**value, "rank": 0, "uuid": "a"}, value]
+        return [json.loads(json.dumps(value))] * 2
+
+torch.cuda, folder = Cuda(), Path(sys.argv[1])
+both = sorted(os.sched_getaffinity(0))[:2]
+os.sched_setaffinity(0, both)
+for index, cpu in enumerate(reversed(both)):  # GPU 0 at the node of the second CPU
+    gpu = folder / "bus" / "pci" / "devices" / f"0000:0{index}:00.0"
+    node = folder / "devices" / "system" / "node" / f"node{index}"
+    gpu.mkdir(parents=True), node.mkdir(parents=True)
+    (gpu / "numa_node").write_text(str(index))
+    (node / "cpulist").write_text(str(cpu))
+device.visible_gpus.__defaults__, bootstrap.SYS = (folder,), folder
+world = World(1, 2, 1, 2, 0, 1, "n0", "slurm")
+cores, settings = ([frozenset(both)] * 2, frozenset(both)), RunSettings()
+bootstrap._take_cores(world, cores, settings)
+before = os.sched_getaffinity(0)
+device, warning, near = bootstrap._take_device(world, Exchange(), settings, True)
+share, threads, _ = bootstrap._take_cores(world, cores, settings, near)
+assert (str(device), warning) == ("cuda:1", None)
+assert (before, os.sched_getaffinity(0), threads) == ({both[1]}, {both[0]}, 1)
+"""
+
+
+def test_a_rank_moves_to_the_cores_at_its_gpu_once_it_has_one(tmp_path):
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("needs two CPUs")
+    subprocess.run([sys.executable, "-c", RANK_1, tmp_path], check=True, timeout=120)
+
+
 @pytest.mark.parametrize(
     ("shares", "num_nodes", "line"),
     [
