@@ -111,8 +111,10 @@ def _recomputed(forward: Forward, recompute: Level) -> Forward:
 
         Whether it does, its first pass of a training step shows; in a graph that costs nothing.
         """
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
         run, more = CURRENT.remembering(forward), {**options, **kwargs}
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return checkpoint(run, self, *args, **more)
         if self in without_draws:
             return checkpoint(run, self, *args, preserve_rng_state=False, **more)

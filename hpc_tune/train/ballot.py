@@ -11,7 +11,8 @@ class Ballot:
 
     ``loss_tokens`` and ``tokens``: of the step's rows that this rank counts. ``save``: a checkpoint
     is due by rank 0's clock. ``stop``: this rank was asked to stop. ``saves_done``: its part of
-    the current checkpoint is written. ``levels``: the memory levels it has reached.
+    the current checkpoint is written. ``garbage``: it has garbage to collect. ``levels``: the
+    memory levels it has reached.
     """
 
     loss_tokens: float
@@ -19,10 +20,13 @@ class Ballot:
     save: float
     stop: float
     saves_done: float
+    garbage: float
     levels: tuple[float, ...]
 
     def summed(self, comm: Comm) -> "Ballot":
         """Return the sums over the ranks. Collective."""
-        counts = (self.loss_tokens, self.tokens, self.save, self.stop, self.saves_done)
-        loss_tokens, tokens, save, stop, saves_done, *levels = comm.sum([*counts, *self.levels])
-        return Ballot(loss_tokens, tokens, save, stop, saves_done, tuple(levels))
+        votes = (self.save, self.stop, self.saves_done, self.garbage, *self.levels)
+        loss_tokens, tokens, save, stop, saves_done, garbage, *levels = comm.sum(
+            [self.loss_tokens, self.tokens, *votes]
+        )
+        return Ballot(loss_tokens, tokens, save, stop, saves_done, garbage, tuple(levels))
