@@ -111,13 +111,13 @@ def _recomputed(forward: Forward, recompute: Level) -> Forward:
 
         Whether it does, its first pass of a training step shows; in a graph that costs nothing.
         """
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
         more = {**options, **kwargs}
         if torch.compiler.is_compiling():
             # The batch is an argument here, and to make it the current one again would break it.
             return checkpoint(forward, self, *args, **more)
         run = CURRENT.remembering(forward)
-        if not torch.is_grad_enabled():
-            return checkpoint(run, self, *args, **more)
         if self in without_draws:
             return checkpoint(run, self, *args, preserve_rng_state=False, **more)
         before = _random_state(*args)

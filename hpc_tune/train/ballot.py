@@ -10,9 +10,9 @@ class Ballot:
     """One rank's counts and votes, or their sums over the ranks.
 
     ``loss_tokens``, ``tokens`` and ``attention_flops``: of the step's rows that this rank counts.
-    ``save``: a checkpoint
-    is due by rank 0's clock. ``stop``: this rank was asked to stop. ``saves_done``: its part of
-    the current checkpoint is written. ``levels``: the memory levels it has reached.
+    ``save``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
+    ``saves_done``: its part of the current checkpoint is written. ``garbage``: it has garbage to
+    collect. ``levels``: the memory levels it has reached.
     """
 
     loss_tokens: float
@@ -21,13 +21,14 @@ class Ballot:
     save: float
     stop: float
     saves_done: float
+    garbage: float
     levels: tuple[float, ...]
 
     def summed(self, comm: Comm) -> "Ballot":
         """Return the sums over the ranks. Collective."""
         counts = (self.loss_tokens, self.tokens, self.attention_flops)
-        votes = (self.save, self.stop, self.saves_done)
-        loss_tokens, tokens, flops, save, stop, saves_done, *levels = comm.sum(
+        votes = (self.save, self.stop, self.saves_done, self.garbage)
+        loss_tokens, tokens, flops, save, stop, saves_done, garbage, *levels = comm.sum(
             [*counts, *votes, *self.levels]
         )
-        return Ballot(loss_tokens, tokens, flops, save, stop, saves_done, tuple(levels))
+        return Ballot(loss_tokens, tokens, flops, save, stop, saves_done, garbage, tuple(levels))

@@ -7,6 +7,7 @@
 Control flow depends on agreed values only, so that every rank takes the same branch.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from hpc_tune.memory.host import give_back
 from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
+from hpc_tune.train import garbage
 from hpc_tune.train.attempt import Attempts
 from hpc_tune.train.ballot import Ballot
 from hpc_tune.train.checkpointing import Checkpointer
@@ -99,6 +101,8 @@ def run_loop(work: Work) -> Outcome:
         work.faults.at("boundary", step + 1)
         reason = work.stop.reason(margin_s)
         ballot = _vote(work, batches, saved_at_s, reason)
+        if ballot.garbage:
+            gc.collect()
         stop_reason = _first_reason(work, reason) if ballot.stop else None
         saver.advance(ballot.saves_done)
         micro_size = work.loader.micro_size
@@ -195,6 +199,7 @@ def _vote(work: Work, batches: Sequence[Batch], saved_at_s: float, reason: str |
         save=due and work.comm.is_rank_0,
         stop=reason is not None,
         saves_done=work.saver.vote(),
+        garbage=garbage.is_due(),
         levels=work.governor.votes(),
     ).summed(work.comm)
 

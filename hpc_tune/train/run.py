@@ -21,6 +21,7 @@ from hpc_tune.train.data import look_for_data, open_data
 from hpc_tune.train.describe import describe
 from hpc_tune.train.exit import ResumePoint, failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
+from hpc_tune.train.garbage import collected_in_step
 from hpc_tune.train.job import open_job
 from hpc_tune.train.layout import resolve_layout
 from hpc_tune.train.loading import load_engine, make_deterministic
@@ -93,7 +94,7 @@ def _train(
         engine = load_engine(job, model, resolved, data)
         saved = resume(job, checkpoint, model, engine, data)
         work = prepare_training(job, model, resolved, data, engine, saved)
-        with work.step_limit.over():
+        with work.step_limit.over(), collected_in_step():
             outcome = run_loop(work)
         finish(job, model, forecast, work, outcome)
     return outcome

@@ -1,0 +1,32 @@
+"""Garbage collection in step with all ranks.
+
+Python collects when a process has made enough objects: each rank at another time, while the others
+wait for it in their next collective. Here all ranks do at the boundary at which one of them has
+made many.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_MOST_OBJECTS = 100_000  # some 10 MB; selective recompute leaves a hundred for each block's pass
+_FAR_TOO_MANY = 10 * _MOST_OBJECTS  # a rank alone collects them, within a step or an evaluation
+
+
+@contextmanager
+def collected_in_step() -> Iterator[None]:
+    """Leave garbage in a block to those who ask ``is_due``; what was there before stays."""
+    gc.collect()
+    gc.freeze()  # the model's modules and parameters, which no collection need look at
+    before = gc.get_threshold()
+    gc.set_threshold(_FAR_TOO_MANY)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+def is_due() -> bool:
+    """Whether many more objects were made than freed since the last collection."""
+    return gc.get_count()[0] > _MOST_OBJECTS
