@@ -13,7 +13,6 @@ documents.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import varlen
 
 from hpc_tune.errors import first_line
 from hpc_tune.log import log
@@ -35,8 +33,7 @@ MOST_EPS = 4
 # Documents of one token, of a block of the kernel (128), shorter and longer ones, and a whole row.
 CHECKED = ((1, 62, 128, 9), (143, 57), (200,))
 # torch 2.11 has no such option, and always lets queries share keys.
-_HAS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-_WITH_GROUPS: dict[str, bool] = {"enable_gqa": True} if _HAS_GROUPS else {}
+_WITH_GROUPS: dict[str, bool] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
 
 
 @dataclass(frozen=True)
@@ -134,6 +131,8 @@ def attend(
 
     Of ``window`` tokens, the query's own among them.
     """
+    from torch.nn.attention import varlen  # it imports the compiler
+
     query_SHD, key_SKD, value_SKD = map(_end_to_end, (query_BHTD, key_BKTD, value_BKTD))
     kernel: Any = varlen.varlen_attn
     out_SHD: torch.Tensor = kernel(

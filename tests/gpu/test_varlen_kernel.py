@@ -11,11 +11,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch.profiler import profile
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hpc_tune.data.loader import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.blocks import block_list
+from hpc_tune.engine.compile import compile_blocks
+from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.varlen_attention import (
@@ -23,7 +27,6 @@ from hpc_tune.model.varlen_attention import (
     MOST_EPS,
     gaps_to_mask,
     starts_of,
-    why_masked,
 )
 
 capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
@@ -55,12 +58,13 @@ def batch_of(*rows):
     return make_batch(laid, max(map(sum, rows)), 0)
 
 
-def model_of(shape, recompute="none", dtype=torch.bfloat16):
-    config = CONFIG_MAPPING["llama"](**shape)
+def model_of(shape, recompute="none", dtype=torch.bfloat16, window=None):
+    family = "mistral" if window else "llama"
+    config = CONFIG_MAPPING[family](**shape, **({"sliding_window": window} if window else {}))
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config, dtype=dtype).to(GPU)
     module = LossModel(lm, config, use_document_attention(lm)).train()
-    assert not why_masked(config, dtype, False, GPU)
+    assert not kernels_of(config, dtype, False, GPU).why_masked
     module.has_kernel = True
     checkpoint_blocks(list(block_list(module)), recompute)
     return module
@@ -82,25 +86,57 @@ def by_mask(module):
         module.has_kernel = True
 
 
+@pytest.mark.parametrize("window", [None, 1, 70, 128])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("values", [8, 64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_is_masked_attention_but_for_rounding(dtype, values, groups):
-    gaps = gaps_to_mask(GPU, dtype, values, groups)
+def test_the_kernel_is_masked_attention_but_for_rounding(dtype, values, groups, window):
+    gaps = gaps_to_mask(GPU, dtype, values, groups, window)
     eps = torch.finfo(dtype).eps
     print({name: f"{gap / eps:.2f} eps" for name, gap in gaps.items()})
     assert max(gaps.values()) < MOST_EPS * eps
 
 
+@pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_loss_and_gradients_are_those_of_the_mask(recompute):
-    module, batch = model_of(SMALL, recompute), batch_of((100, 1, 300, 5), (7, 250), (400,))
+def test_loss_and_gradients_are_those_of_the_mask(recompute, window):
+    module = model_of(SMALL, recompute, window=window)
+    batch = batch_of((100, 1, 300, 5), (7, 250), (400,))
     loss, grads = step(module, batch).item(), [p.grad.clone() for p in module.parameters()]
     with by_mask(module):
         wanted, wanted_grads = step(module, batch).item(), [p.grad for p in module.parameters()]
     assert loss == pytest.approx(wanted, rel=2e-3)
     for grad, other in zip(grads, wanted_grads, strict=True):
         assert (grad - other).norm() < 0.05 * other.norm()
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_blocks_have_the_kernel_and_the_same_losses(recompute, window):
+    module = model_of(SMALL, recompute, window=window)
+    batches = [batch_of((100, 1, 300, 5), (7, 250)), batch_of((30, 200), (500, 2), (1,))]
+    wanted = [step(module, batch).item() for batch in batches]
+    compile_blocks(list(block_list(module)))
+    counters.clear()
+    assert [step(module, batch).item() for batch in batches] == pytest.approx(wanted, rel=2e-3)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    with profile() as found:
+        step(module, batches[0])
+    assert any("flash" in event.key for event in found.key_averages())
+
+
+def test_norms_are_one_kernel_that_rounds_once():
+    module, batch = model_of(SMALL), batch_of((100, 300), (250,))
+    wanted, grads = step(module, batch).item(), [p.grad.clone() for p in module.parameters()]
+    use_own_layers(module, list(block_list(module)), False, torch.bfloat16, GPU)
+    with profile() as found:
+        loss = step(module, batch).item()
+    names = {event.key for event in found.key_averages()}
+    assert {"aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"} <= names
+    assert loss == pytest.approx(wanted, rel=2e-3)
+    for grad, parameter in zip(grads, module.parameters(), strict=True):
+        assert (parameter.grad - grad).norm() < 0.05 * grad.norm()
 
 
 def test_a_batch_of_single_tokens_is_trained():

@@ -7,6 +7,7 @@ import functools
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,11 +163,11 @@ def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
     assert static_bytes(measure(built.module), layout) == sum(report[n] for n in STATE)
 
 
-def small_llama(folder: Path) -> None:
+def small_llama(folder: Path, **more: Any) -> None:
     shape = json.loads((shape_directory("shape:llama3-8b") / "config.json").read_text())
     small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    text = json.dumps({**shape, **small, **heads, "vocab_size": 4096})
+    text = json.dumps({**shape, **small, **heads, "vocab_size": 4096, **more})
     (folder / "config.json").write_text(text)
 
 
@@ -228,8 +229,9 @@ for masked in (False, True):
 """
 
 
-def test_a_step_without_masks_grows_with_the_tokens_and_not_with_their_square(tmp_path):
-    small_llama(tmp_path)
+@pytest.mark.parametrize("more", [{}, {"model_type": "mistral", "sliding_window": 512}])
+def test_a_step_without_masks_grows_with_the_tokens_and_not_with_their_square(tmp_path, more):
+    small_llama(tmp_path, **more)
     done = run_python("-c", LINEAR, str(tmp_path))
     assert done.returncode == 0, done.stderr
     (short, middle, long), masked = map(json.loads, done.stdout.splitlines())
