@@ -9,22 +9,12 @@ from hpc_tune.errors import DataError
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.discover import World
 
-WORLD = World(
-    rank=0,
-    size=1,
-    local_rank=0,
-    local_size=1,
-    node=0,
-    num_nodes=1,
-    hostname="n0",
-    launcher="single",
-)
+WORLD = World(0, 1, 0, 1, 0, 1, "n0", "single")
 
 
 def comm():
-    return Comm(
-        WORLD, torch.device("cpu"), None, (), None, "nonce", threads=1, sees_local_pids=True
-    )
+    device = torch.device("cpu")
+    return Comm(WORLD, device, None, (), None, "nonce", threads=1, sees_local_pids=True)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +32,7 @@ def comm():
 )
 def test_a_collective_where_a_rank_may_fail_alone_is_refused_by_name(collective):
     one = comm()
-    with pytest.raises(AssertionError, match="a collective in 'reading the weights'"):
+    with pytest.raises(AssertionError, match="a collective within 'reading the weights'"):
         one.together("reading the weights", lambda: collective(one))
     collective(one)  # it is none any more
 
