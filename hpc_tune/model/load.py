@@ -2,7 +2,7 @@
 
 allocate        uninitialised memory, after the engine has cut and sharded the module
 load_weights    each rank reads its own regions; adapters and buffers get their first values
-finish_dora     first values that need weights of several ranks
+finish_dora     first values that need the weights of several ranks
 """
 
 import math
@@ -56,7 +56,7 @@ def load_weights(
 ) -> None:
     """Fill the allocated module: base weights from disk, adapters and buffers with first values.
 
-    Sends no messages: a rank may fail by itself. ``finish_dora`` does the rest.
+    Sends no messages: a rank may fail by itself. ``finish_dora`` does what needs several.
 
     With ``parameters=False`` only the buffers, for an engine that fills parameters by itself.
     ``reserve`` is called before host memory is filled.
@@ -85,6 +85,8 @@ def load_weights(
     _init_buffers(built.module.causal_lm())
     if built.seq_len is not None:
         settle_positions(built.module, built.seq_len)
+    if built.tune.method == "dora" and parameters and built.start is None:
+        _init_magnitudes(built.module, sharded=False)
 
 
 def _map_pages(
@@ -172,15 +174,17 @@ def _init_buffers(model: Any) -> None:
 
 
 def finish_dora(built: BuiltModel) -> None:
-    """Give DoRA's magnitudes their first values: the norm of each row of the loaded base weight.
+    """Give DoRA's magnitudes of sharded weights their first values. Collective."""
+    if built.tune.method == "dora" and built.start is None:
+        _init_magnitudes(built.module, sharded=True)
 
-    B is zero at first. Nothing for other methods. Collective: base weights may be sharded.
-    """
-    if built.tune.method != "dora" or built.start is not None:
-        return
-    layers: Any = built.module.modules()
+
+def _init_magnitudes(module: nn.Module, sharded: bool) -> None:
+    """DoRA's magnitude: the L2 norm of each output row of the base weight (B is zero at first)."""
+    layers: Any = module.modules()
     for layer in layers:
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
             base = layer.get_base_layer().weight.detach()
-            full = base.full_tensor() if isinstance(base, DTensor) else base
-            magnitude.weight.data.copy_(full.float().norm(dim=1))
+            if isinstance(base, DTensor) == sharded:
+                full = base.full_tensor() if isinstance(base, DTensor) else base
+                magnitude.weight.data.copy_(full.float().norm(dim=1))

@@ -33,7 +33,7 @@ from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
-from hpc_tune.model.load import allocate, finish_dora, load_weights
+from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
 
@@ -162,7 +162,6 @@ def _loaded(built: BuiltModel) -> BuiltModel:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
     load_weights(built)
-    finish_dora(built)
     return built
 
 

@@ -127,7 +127,10 @@ def _micro_size(
     if saved is not None and saved.layout == asdict(layout):
         return saved.micro_size
     most_rows = most_micro_rows(config.batch, layout)
-    return largest_micro_size(job.comm, engine, job.monitor, config.data.seq_len, most_rows)
+    limit = _step_limit(job)
+    limit.enter("measuring micro-batches")
+    with limit.over():
+        return largest_micro_size(job.comm, engine, job.monitor, config.data.seq_len, most_rows)
 
 
 def _saver(job: Job, model: Model, engine: Engine) -> Checkpointer:

@@ -40,7 +40,7 @@ from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
-from hpc_tune.model.load import allocate, finish_dora, load_weights
+from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
 
@@ -206,7 +206,6 @@ class ZeroEngine:
 
         with zero_settings.local_rank(device):
             optimizer = settings.together("loading the model", load)
-            finish_dora(built)
             return _start(built.module, optimizer, config)
 
     def _load(self, built: BuiltModel, config: dict[str, Any]) -> torch.optim.AdamW:

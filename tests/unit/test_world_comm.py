@@ -1,0 +1,48 @@
+"""What a rank does alone holds no collective: another that has failed would never join it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hpc_tune.errors import DataError
+from hpc_tune.world.comm import Comm
+from hpc_tune.world.discover import World
+
+WORLD = World(0, 1, 0, 1, 0, 1, "n0", "single")
+
+
+def comm():
+    device = torch.device("cpu")
+    return Comm(WORLD, device, None, (), None, "nonce", threads=1, sees_local_pids=True)
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda c: c.sum([1.0]),
+        lambda c: c.max([1.0]),
+        lambda c: c.broadcast(1),
+        lambda c: c.barrier("all"),
+        lambda c: c.agree(None, "loading"),
+        lambda c: c.together("loading", int),
+        lambda c: c.on_rank_0("loading", int),
+        lambda c: replace(c, threads=2).sum([1.0]),
+    ],
+)
+def test_a_collective_where_a_rank_may_fail_alone_is_refused_by_name(collective):
+    one = comm()
+    with pytest.raises(AssertionError, match="a collective within 'reading the weights'"):
+        one.together("reading the weights", lambda: collective(one))
+    collective(one)  # it is none any more
+
+
+def test_it_may_be_called_again_after_an_error():
+    one = comm()
+
+    def fail():
+        raise DataError("cut off")
+
+    with pytest.raises(DataError):
+        one.together("reading the weights", fail)
+    assert one.together("reading the weights", lambda: 7) == 7
