@@ -7,7 +7,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from hpc_tune.config.schema import OptimConfig
+from hpc_tune.engine.adamw import MOMENTS, make_adamw
 from hpc_tune.engine.fsdp import release_gathered
+from hpc_tune.engine.optimizer_offload import OffloadedState
 
 
 @pytest.fixture
@@ -31,3 +34,28 @@ def test_after_a_pass_without_gradients_nothing_stays_gathered(alone):
         release_gathered(module)
         assert not any(gathered())
         assert torch.equal(module(torch.ones(2, 4)), before)
+
+
+def test_moments_that_are_moved_are_plain_tensors_and_shards_again_later(alone):
+    """The device that they lie on: test_fake_cuda.py."""
+    ended = []
+    for moves in (True, False):
+        torch.manual_seed(0)
+        module = fully_shard(nn.Linear(4, 4))
+        weights = list(module.parameters())
+        adamw = make_adamw(weights, OptimConfig(lr=0.01, weight_decay=0.1))
+        moved = OffloadedState(adamw) if moves else None
+        for _ in range(2):
+            module(torch.ones(2, 4)).square().sum().backward()
+            (moved or adamw).step()
+        kinds = {type(moment) for moment in _moments(adamw, weights)}
+        assert kinds == {torch.Tensor if moves else DTensor}
+        if moved is not None:
+            moved.close()
+        ended.append([t.full_tensor() for t in (*weights, *_moments(adamw, weights))])
+    for one, other in zip(*ended, strict=True):
+        assert torch.equal(one, other)
+
+
+def _moments(adamw, weights):
+    return [adamw.state[weight][name] for weight in weights for name in MOMENTS]
