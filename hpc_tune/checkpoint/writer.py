@@ -153,7 +153,7 @@ class Writer:
                 self._over = True
                 self._copies.clear()
                 self._changed.notify_all()
-            if device is not None:
+            if device is not None and self._copies_all:
                 device.close()
 
     def _count(self) -> None:
