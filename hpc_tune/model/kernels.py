@@ -9,7 +9,9 @@
 
 A GPU whose kernel cannot take a model's heads, or is wrong, has masks. A compiler fuses norms and
 SwiGLU, and chooses what to keep of them. Without one torch has a fused norm for GPUs alone, and no
-fused SwiGLU, of which our own keeps one tensor less. torch 2.11 to 2.13 do not differ in any of it.
+fused SwiGLU, of which our own keeps one tensor less. Our LoRA product is for plain matrices: peft's
+stays for a base in 4 bits or float8, for DoRA and for dropout. torch 2.11 to 2.13 do not differ in
+any of it.
 """
 
 from dataclasses import dataclass
@@ -35,13 +37,14 @@ class Kernels:
 
     ``attention`` is that of packed rows; ``window``: of the layers with a sliding window, None
     where there are none. ``why_masked``: why one of both has a T x T mask, "" if neither has.
+    ``lora``: of the adapters' products, None without adapters.
     """
 
     attention: Literal["varlen", "tiles", "mask"]
     window: Literal["varlen", "mask"] | None
     norm: Source
     swiglu: Source
-    lora: Source = "own"
+    lora: Literal["own", "peft"] | None = "own"
     why_masked: str = ""
 
     def __str__(self) -> str:
@@ -50,9 +53,8 @@ class Kernels:
         if self.window == "mask" and self.attention != "mask":
             attention += ", sliding windows with a mask of tokens x tokens"
         why = f": {self.why_masked}" if self.why_masked else ""
-        return (
-            f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}, LoRA {self.lora}"
-        )
+        lora = f", LoRA {self.lora}" if self.lora else ""
+        return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}"
 
 
 def choose(
@@ -111,6 +113,13 @@ def kernels_of(
             if windows and not why:
                 why_no_window = varlen_attention.why_wrong(*tried, window=_CHECKED_WINDOW)
     return choose("cuda", compiled, windows, why, why_no_window)
+
+
+def lora_by(method: str, dropout: float, float8: bool) -> Literal["own", "peft"] | None:
+    """Return what computes the products of adapters; None where all weights are trained."""
+    if method == "full":
+        return None
+    return "own" if method == "lora" and not dropout and not float8 else "peft"
 
 
 def windows_of(config: Any) -> list[int | None]:

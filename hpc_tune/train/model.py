@@ -13,7 +13,7 @@ from hpc_tune.log import log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.init_adapter import start_from
-from hpc_tune.model.kernels import Kernels, kernels_of
+from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
@@ -39,7 +39,9 @@ class Model:
         built, module = self.built, self.built.module
         needs_mask = not module.within_documents or module.is_blind
         why = f"{built.config.model_type} models need it" if needs_mask else ""
-        return kernels_of(built.config, built.dtype, self.config.train.compile, device, why)
+        tune, train = self.config.tune, self.config.train
+        found = kernels_of(built.config, built.dtype, train.compile, device, why)
+        return replace(found, lora=lora_by(tune.method, tune.dropout, train.float8))
 
 
 def build_model(job: Job, fresh: bool) -> Model:

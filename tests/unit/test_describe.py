@@ -123,7 +123,9 @@ def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
     )
     module = LossModel(torch.nn.Identity(), config, within)
     built: Any = SimpleNamespace(module=module, config=config, dtype=torch.bfloat16)
-    settings: Any = SimpleNamespace(train=SimpleNamespace(compile=compiled))
+    tune = SimpleNamespace(method="lora", dropout=0.0)
+    train = SimpleNamespace(compile=compiled, float8=False)
+    settings: Any = SimpleNamespace(train=train, tune=tune)
     size: Any = None
     assert Model(built, size, settings).kernels(torch.device(device)).why_masked == why
 

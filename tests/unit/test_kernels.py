@@ -7,7 +7,7 @@ import torch
 
 from hpc_tune.model import blocks, varlen_attention
 from hpc_tune.model.blocks import use_own_layers
-from hpc_tune.model.kernels import Kernels, choose, kernels_of, windows_of
+from hpc_tune.model.kernels import Kernels, choose, kernels_of, lora_by, windows_of
 from hpc_tune.model.loss import LossModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -129,6 +129,21 @@ def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
 )
 def test_layers_with_a_sliding_window_are_told_by_the_config(said, windows):
     assert windows_of(SimpleNamespace(num_hidden_layers=2, **said)) == windows
+
+
+@pytest.mark.parametrize(
+    ("method", "dropout", "float8", "by"),
+    [
+        ("lora", 0.0, False, "own"),
+        ("lora", 0.1, False, "peft"),
+        ("lora", 0.0, True, "peft"),
+        ("qlora", 0.0, False, "peft"),
+        ("dora", 0.0, False, "peft"),
+        ("full", 0.0, True, None),
+    ],
+)
+def test_adapters_of_plain_matrices_have_a_product_of_their_own(method, dropout, float8, by):
+    assert lora_by(method, dropout, float8) == by
 
 
 @pytest.mark.parametrize("within", [True, False])
