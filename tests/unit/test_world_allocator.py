@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from hpc_tune.world.allocator import can_map_memory, expand_segments
-from hpc_tune.world.device import pick_device
-from hpc_tune.world.discover import World
+from hpc_tune.world.device import visible_gpus
 
 SET = "expandable_segments:True"
 
@@ -37,7 +36,7 @@ def test_they_do_before_torch_is_asked_for_a_device(monkeypatch):
         "hpc_tune.world.device.expand_segments", lambda *_: order.append("segments")
     )
     monkeypatch.setattr("torch.cuda.is_available", lambda: order.append("device") or False)
-    pick_device("auto", World(0, 1, 0, 1, 0, 1, "n0", "single"))
+    visible_gpus("auto")
     assert order == ["segments", "device"]
 
 
