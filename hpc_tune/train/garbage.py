@@ -15,15 +15,13 @@ _FAR_TOO_MANY = 10 * _MOST_OBJECTS  # a rank alone collects them, within a step 
 
 @contextmanager
 def collected_in_step() -> Iterator[None]:
-    """Leave garbage in a block to those who ask ``is_due``; what was there before stays."""
+    """Leave garbage in a block to those who ask ``is_due``."""
     gc.collect()
-    gc.freeze()  # the model's modules and parameters, which no collection need look at
     before = gc.get_threshold()
     gc.set_threshold(_FAR_TOO_MANY)
     try:
         yield
     finally:
-        gc.unfreeze()
         gc.set_threshold(*before)
 
 

@@ -39,7 +39,8 @@ def test_16_ranks_without_arguments_give_the_losses_of_one(tmp_path):
     before, _, _ = done.stderr.partition("step 0:")
     first = [line.split()[0] for line in before.splitlines() if not line.startswith("warning: ")]
     assert first == [
-        *("world", "model", "method", "data", "layout", "memory", "batch", "rate", "files"),
+        *("world", "model", "method", "data", "layout", "memory", "kernels"),
+        *("batch", "rate", "files"),
         "micro-batches",
     ]
 
