@@ -175,7 +175,7 @@ def test_every_layout_trains_evaluates_saves_and_resumes(
                 ("pipeline interleaved", "eager"),
                 ("fsdp", "lazy"),
                 ("fsdp", "eager"),
-                ("zero3", "lazy"),
+                ("zero2", "lazy"),
             )
         ),
     ],
@@ -203,7 +203,8 @@ def test_auto_measures_and_trains_on_three_ranks(shared, monkeypatch, mode):
     assert len(losses(shared / name)) == 3
 
 
-@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
 def test_the_doctor_measures_the_links_of_three_ranks(tmp_path, mode):
     argv = ["-m", PROGRAM, "doctor", "run.device=cpu", "--json", f"run.dir={tmp_path}"]
     done = mpirun(3, argv, env={MODE: mode})
