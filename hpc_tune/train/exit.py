@@ -69,9 +69,11 @@ def startup_watchdog(
 ) -> Iterator["StartupWatchdog"]:
     """Watch ``stop`` in a block, until the watchdog is closed; find the cause of its errors."""
     watchdog = StartupWatchdog(comm, stop, run_dir, resume_point)
-    with translating(watchdog.cause_of):
-        yield watchdog
-    watchdog.close()
+    try:
+        with translating(watchdog.cause_of):
+            yield watchdog
+    finally:
+        watchdog.close()
 
 
 @contextmanager

@@ -34,22 +34,40 @@ def wait_until(what, limit_s=120.0):
         time.sleep(0.02)
 
 
-def wait_until_unwatched():
-    wait_until(lambda: "startup-watchdog" not in {thread.name for thread in threading.enumerate()})
+def watchdogs():
+    return {t for t in threading.enumerate() if t.name == "startup-watchdog"}
 
 
-def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left):
+@pytest.fixture
+def unwatched():
+    """Wait until the watchdogs that began in this test have ended."""
+    before = watchdogs()
+    return lambda: wait_until(lambda: watchdogs() <= before)
+
+
+def test_a_rank_that_is_asked_leaves_after_a_while(tmp_path, left, unwatched):
     early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint(7))
     wait_until(lambda: left)
     early.close()
     assert [(e.reason, e.step, e.exit_code) for e in left[:1]] == [("STOP file", 7, EXIT_RESUMABLE)]
-    wait_until_unwatched()
+    unwatched()
 
 
-def test_one_that_has_begun_to_train_does_not(tmp_path, left):
+def test_one_that_has_begun_to_train_does_not(tmp_path, left, unwatched):
     early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint())
     early.close()
-    wait_until_unwatched()
+    unwatched()
+    assert left == []
+
+
+def test_a_phase_that_fails_is_not_watched_any_longer(tmp_path, left, unwatched):
+    stop = StopFlag(tmp_path, environ={})
+    with (
+        pytest.raises(ConfigError),
+        train_exit.startup_watchdog(None, stop, tmp_path, ResumePoint()),
+    ):
+        raise ConfigError("no such model")
+    unwatched()
     assert left == []
 
 
