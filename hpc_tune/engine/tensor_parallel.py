@@ -29,6 +29,7 @@ from torch import nn
 
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
+from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.loss import LossModel, scale_logits
 
 
@@ -204,6 +205,9 @@ class _Slicer:
         for a, b in adapters:
             self._cut(a, "weight", 1)
             self.partial.add(b.weight)
+        for dropout in getattr(layer, "lora_dropout", nn.ModuleDict()).values():
+            if isinstance(dropout, RowDropout):
+                dropout.take_slice(self._axis.rank, self._axis.size)
         if split:
             layer.register_forward_pre_hook(lambda _, x: (_Split.apply(x[0], self._axis),))
         if base.bias is None:

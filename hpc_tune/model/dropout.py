@@ -1,7 +1,8 @@
 """Dropout that does not depend on how rows are spread over ranks and micro-batches.
 
 A mask is a function of (seed, row of the global stream, layer), so a run that resumes with another
-number of ranks, micro-batch size or engine drops the same values. On a GPU, where random numbers
+number of ranks, micro-batch size or engine drops the same values; a rank that holds a slice of the
+features drops those of its slice. On a GPU, where random numbers
 depend on the size of the tensor, rows must also be padded to the same width, as packed ones mostly
 are.
 """
@@ -22,18 +23,25 @@ class RowDropout(nn.Module):
     def __init__(self, p: float, seed: int, layer: str) -> None:
         super().__init__()
         self.p, self._key = p, f"{seed} {layer}"
+        self._slice, self._num_slices = 0, 1
+
+    def take_slice(self, number: int, of: int) -> None:
+        """Take inputs to be slice ``number`` of the features, which lie in ``of`` slices."""
+        self._slice, self._num_slices = number, of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop values of ``x``, whose first dimension is rows, or rows times tokens."""
         if not self.training:
             return x
-        kept = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kept = x.new_empty((*x.shape[:-1], x.shape[-1] * self._num_slices))
         generator = torch.Generator(x.device)
         rows = CURRENT.batch.rows
         for row, mask in zip(rows, kept.view(len(rows), -1), strict=True):
             digest = hashlib.blake2b(f"{self._key} {row}".encode(), digest_size=7)
             generator.manual_seed(int(digest.hexdigest(), 16))
             mask.bernoulli_(1 - self.p, generator=generator)
+        if self._num_slices > 1:  # a copy: the backward pass keeps it, and need not keep all
+            kept = kept.chunk(self._num_slices, -1)[self._slice].contiguous()
         return x * kept.div_(1 - self.p)
 
 

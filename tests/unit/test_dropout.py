@@ -28,6 +28,15 @@ def test_a_shorter_row_has_the_beginning_of_the_mask():
     assert torch.equal(short[0], dropped([5])[0, :7])
 
 
+def test_slices_of_the_features_have_the_slices_of_the_mask():
+    whole = dropped([5, 6])
+    for number in range(4):
+        layer = RowDropout(P, 0, "a")
+        layer.take_slice(number, 4)
+        with CURRENT.of(MicroBatch([5, 6])):
+            assert torch.equal(layer(torch.ones(2, 16, 8)), whole.chunk(4, -1)[number])
+
+
 @pytest.mark.parametrize("other", [{"rows": [6]}, {"seed": 1}, {"layer": "b"}])
 def test_another_row_seed_or_layer_has_another_mask(other):
     assert not torch.equal(dropped([5]), dropped(**{"rows": [5], **other}))
