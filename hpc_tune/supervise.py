@@ -30,7 +30,7 @@ from hpc_tune.cluster.schedulers import job_end, job_of
 from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, ConfigError
 from hpc_tune.log import log
-from hpc_tune.rundir import outcome
+from hpc_tune.rundir import heartbeat, outcome
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.train.reporting import write_report
 
@@ -255,19 +255,21 @@ class Supervisor:
         if start.status != "failed" or asked or exit_code == EXIT_USER or self._asked is not None:
             return start
         accused = accused_by(ended) | lines.accused("exit_code" in ended)
+        if heartbeat.was_memory(heartbeat.read(self._run_dir)):
+            accused = {}  # the next start takes less of it
         return replace(start, lost_nodes=self._leave_out(start, accused))
 
     def _leave_out(self, start: Start, accused: Mapping[str, str]) -> bool:
         """Leave out nodes that are lost or accused; return whether any was lost."""
         progressed = start.to_step > start.from_step
         found, lost = self._nodes.examine(start.nodes, accused, progressed)
+        has_events = (self._run_dir / EVENTS).is_file()
+        events = Events(self._run_dir / EVENTS if has_events else None)
         for node, why in found.items():
-            log.warning("node %s is left out from now on: %s", node, why)
-        if found and (self._run_dir / EVENTS).is_file():
-            events = Events(self._run_dir / EVENTS)
-            for node, why in found.items():
-                events.write("left_out", node=node, why=why, began_s=time.time())
-            events.close()
+            message = f"node {node} is left out from now on: {why}"
+            log.warning("%s", message)
+            events.write("left_out", node=node, message=message, began_s=time.time())
+        events.close()
         return lost
 
     def _reason(self, ended: Mapping[str, object]) -> str:

@@ -65,8 +65,9 @@ class Nodes:
         if self._kind == "srun":
             self._launch = launch_words.without_kill(self._launch)
         self._counts = self._find_counts()
-        self._steps: set[str] = set()
+        self._before: set[str] | None = None  # the steps that others have started
         self._shares = False
+        self._lost: dict[str, str] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="hpc_tune-", ignore_cleanup_errors=True)
         if self.spares and not self.can_choose:
             log.warning("slurm.spare_nodes=%d has no effect: %s", self.spares, self._why_not())
@@ -103,8 +104,7 @@ class Nodes:
 
         On fewer, those nodes are used whose ranks a layout divides.
         """
-        if self._slurm is not None:
-            self._steps = self._slurm.steps()
+        self._wait_for_steps()
         shared = SHARE if self._shares else {}
         if not self.can_choose or not (self.left_out or self.spares):
             return Command(self._launch, shared, list(self._given))
@@ -146,18 +146,28 @@ class Nodes:
         if not found:
             found = self._rotated(used, progressed)
         self.left_out |= found
+        self._lost = lost
         return found, bool(lost)
 
     def end_steps(self) -> None:
         """End what is left of the last start's steps, which would keep nodes and GPUs."""
+        self._lost = {}
+        if self._slurm is not None:
+            self._slurm.end(self._slurm.steps() - (self._before or set()), _GONE_OF_LOST_S)
+
+    def _wait_for_steps(self) -> None:
+        """Wait until the last start's steps are gone, but not for those of lost nodes."""
         if self._slurm is None:
             return
-        new = self._slurm.steps() - self._steps
-        if self._slurm.end(new, _GONE_OF_LOST_S):
-            return
-        is_lost = bool(self._slurm.sick(self._usable))
-        if is_lost or not self._slurm.end(new, _GONE_S):
+        left = set() if self._before is None else self._slurm.steps() - self._before
+        if left and (self._lost or not self._slurm.end(left, _GONE_S)):
+            log.warning(
+                "Slurm still lists the step %s, as it does where a node is lost: the next one "
+                "shares what it holds",
+                ", ".join(sorted(left)),
+            )
             self._shares = True
+        self._before = self._slurm.steps()
 
     def _rotated(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
         """Where nothing says which node is at fault: none at first, then one for a spare."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 
 from hpc_tune.cluster.protocol import Environ
 from hpc_tune.cluster.slurm import expand_nodelist
-from hpc_tune.log import log
 
 # With it a step shares what an old one, of which a lost node has not reported the end, still holds.
 SHARE = {"SLURM_OVERLAP": "1"}
@@ -79,11 +78,6 @@ class SlurmNodes:
         _said("scancel", *sorted(left))
         while left := left & self.steps():
             if time.monotonic() > until_s:
-                log.warning(
-                    "Slurm still lists the step %s %.0f s after its end, as it does where a node "
-                    "is lost: the next step shares what it holds",
-                    *(", ".join(sorted(left)), limit_s),
-                )
                 return False
             time.sleep(_POLL_S)
         return True
