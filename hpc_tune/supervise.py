@@ -53,6 +53,7 @@ _POLL_S = 0.2
 _READ_S = 2.0  # for what a launcher printed last
 _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
+_BY_LAUNCHER = " to the ranks alone"
 _ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
 Next = Literal["done", "again", "requeue", "give up"]
@@ -238,6 +239,10 @@ class Supervisor:
         if reader is not None:
             reader.join(_READ_S)
         self._nodes.end_steps()
+        # A node that does not find Python exits with this code too.
+        may_be_sick = code == EXIT_USER and _stamp(self._run_dir) == before
+        if lost := may_be_sick and self._leave_out(command.nodes, {}, True):
+            code = EXIT_FAILED
         until_s = time.time() + _SETTLE_S
         while _stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
@@ -252,17 +257,20 @@ class Supervisor:
         job_id = None if self._job is None else self._job.id
         start = Start(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
         start = replace(start, nodes=command.nodes, left_out=left_out, missing=command.missing)
-        if start.status != "failed" or asked or exit_code == EXIT_USER or self._asked is not None:
-            return start
+        has_failed = start.status == "failed" or reason.endswith(_BY_LAUNCHER)
+        if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
+            return replace(start, lost_nodes=lost)
         accused = accused_by(ended) | lines.accused("exit_code" in ended)
         if heartbeat.was_memory(heartbeat.read(self._run_dir)):
             accused = {}  # the next start takes less of it
-        return replace(start, lost_nodes=self._leave_out(start, accused))
+        lost = self._leave_out(command.nodes, accused, newest > from_step)
+        return replace(start, lost_nodes=lost)
 
-    def _leave_out(self, start: Start, accused: Mapping[str, str]) -> bool:
-        """Leave out nodes that are lost or accused; return whether any was lost."""
-        progressed = start.to_step > start.from_step
-        found, lost = self._nodes.examine(start.nodes, accused, progressed)
+    def _leave_out(
+        self, nodes: Sequence[str], accused: Mapping[str, str], progressed: bool
+    ) -> bool:
+        """Leave out those of ``nodes`` that are lost or accused; return whether any was lost."""
+        found, lost = self._nodes.examine(nodes, accused, progressed)
         has_events = (self._run_dir / EVENTS).is_file()
         events = Events(self._run_dir / EVENTS if has_events else None)
         for node, why in found.items():
@@ -281,7 +289,7 @@ class Supervisor:
             return _PREEMPTED
         # A launcher that has lost a rank ends the others by such a signal; the user did not.
         by_launcher = ended["reason"] in _ENDED_BY
-        return f"{ended['reason']} to the ranks alone" if by_launcher else str(ended["reason"])
+        return f"{ended['reason']}{_BY_LAUNCHER}" if by_launcher else str(ended["reason"])
 
     def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
         """Wait for the launcher, but not for ever once outcome.json is written."""

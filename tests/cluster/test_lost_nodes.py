@@ -85,14 +85,17 @@ def check_goes_on(job, alone, left_out, nodes):
     return last["left_out"][left_out]
 
 
-def test_a_node_whose_daemon_and_ranks_are_killed_is_replaced_by_a_spare(mended, tmp_path, alone):
-    job = submitted(mended, tmp_path, 3, "slurm.spare_nodes=1")
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("mpirun", marks=pytest.mark.soak)])
+def test_a_node_whose_daemon_and_ranks_are_killed_is_replaced_by_a_spare(
+    mended, tmp_path, alone, launcher
+):
+    job = submitted(mended, tmp_path, 3, "slurm.spare_nodes=1", launcher=launcher)
     job.wait_for_step(10)
     began_s = time.time()
     mended.kill("n2")
     took_s = seconds_to_go_on(job, began_s)
     why = check_goes_on(job, alone, "n2", ["n1", "n3"])
-    print(f"killed slurmd: {took_s:.1f} s to the next step; {why}")
+    print(f"killed slurmd, {launcher}: {took_s:.1f} s to the next step; {why}")
     assert "probe" in why or "Slurm says: mixed*" in why
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+import psutil
 import pytest
 
 from hpc_tune.world.processes import is_alive
@@ -217,6 +218,26 @@ def test_a_lost_host_is_left_out_and_the_others_go_on_with_the_same_losses(tmp_p
     done = train([*ENDLESS, "memory.governor=off", "optim.schedule=constant", *steps])
     assert done.returncode == 0, done.stderr
     assert worst_gap(losses(run_dir), losses(undisturbed)) < 1e-5
+
+
+@pytest.mark.full
+def test_ranks_whose_supervise_is_killed_save_though_nobody_reads_what_they_say(tmp_path):
+    run_dir = tmp_path / "run"
+    with hosts(2, tmp_path) as made, supervised(OPEN_MPI, made, 2, run_dir) as job:
+        job.wait_for_step(5)
+        [pid] = [
+            process.pid
+            for process in psutil.Process(job.process.pid).children(recursive=True)
+            if process.cmdline()[1:3] == ["-c", SUPERVISE]
+        ]
+        os.kill(pid, signal.SIGKILL)
+        until_s = time.monotonic() + 60
+        while not (run_dir / "outcome.json").exists():
+            assert time.monotonic() < until_s, job.stderr
+            time.sleep(0.1)
+    assert outcome(run_dir)["reason"] == "SIGUSR1"
+    saved = outcome(run_dir)["step"]
+    assert (run_dir / "checkpoints" / f"step-{saved:08d}").is_dir()
 
 
 @pytest.mark.full

@@ -1,6 +1,9 @@
 """Which nodes a job goes on with after a failure, with stand-ins for Slurm's programs."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -282,3 +285,60 @@ def test_mpirun_gets_a_hostfile_of_the_nodes_that_are_left(tmp_path):
     assert command.words[3:] == ["-n", "2", "python"]
     with open(command.words[2], encoding="utf-8") as file:
         assert file.read() == "n2 slots=2\n"
+
+
+SUPERVISE = """
+import os, sys
+from pathlib import Path
+from hpc_tune import log, supervise
+from hpc_tune.cluster.nodes import Nodes
+from hpc_tune.config.parallel import ParallelConfig
+log.configure(0)
+supervise._SETTLE_S = 0.2
+launch, run_dir = ["srun", "python"], Path(sys.argv[1])
+nodes = Nodes(launch, os.environ, parallel=ParallelConfig(replicate=3, shard=2))
+sys.exit(supervise.Supervisor(launch, [], run_dir, ["true"], False, nodes=nodes).run())
+"""
+DONE = '{"status": "done", "reason": "all steps done", "exit_code": 0}'
+
+
+def supervised(cluster, fails):
+    """Supervise a run whose first start ``fails``, as shell says; return what is left of it."""
+    run_dir = cluster.folder / "run"
+    run_dir.mkdir()
+    (run_dir / "events.jsonl").touch()
+    srun = cluster.folder / "srun"
+    done = f"echo '{DONE}' > {run_dir}/outcome.json"
+    train = f"if [ -e tried ]; then {done}; else touch tried; {fails}; fi"
+    text = srun.read_text() + f'\ncase "$*" in *train*) {train};; esac\n'
+    srun.write_text(text)
+    argv = [sys.executable, "-c", SUPERVISE, str(run_dir)]
+    environ = os.environ | cluster.environ
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = (run_dir / "starts.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return done.stderr, [json.loads(line) for line in lines], events
+
+
+def test_the_start_after_a_failure_is_without_the_accused_node_and_all_files_say_so(cluster):
+    said = "srun: error: n2: tasks 2-3: Exited with exit code 9"
+    stderr, (first, last), events = supervised(cluster, f'echo "{said}" >&2; exit 9')
+    why = f"the launcher says: {said}"
+    assert (first["nodes"], first["left_out"]) == (["n1", "n2", "n3"], {})
+    assert (last["nodes"], last["left_out"], last["missing"]) == (["n1", "n3"], {"n2": why}, 1)
+    assert not first["lost_nodes"]
+    assert said in stderr.splitlines(), "what the launcher prints is passed on"
+    assert f"node n2 is left out from now on: {why}" in stderr
+    assert "on 2 of 3 nodes, 4 ranks, with parallel.replicate=2: the global batch" in stderr
+    assert "--nodes=2 --ntasks=4 --nodelist=n1,n3" in stderr
+    assert [(event["kind"], event["node"]) for event in events] == [("left_out", "n2")]
+
+
+def test_a_node_that_cannot_start_python_is_no_mistake_in_the_configuration(cluster):
+    """The shell's code for a program that is not there is that of wrong settings, too."""
+    cluster.mute = ["n3"]
+    cluster.write()
+    stderr, (first, last), _ = supervised(cluster, "exit 2")
+    assert (first["exit_code"], first["lost_nodes"]) == (1, True)
+    assert list(last["left_out"]) == ["n3"]
