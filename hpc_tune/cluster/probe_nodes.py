@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -57,8 +58,8 @@ def _why_silent(argv: Sequence[str], environment: Mapping[str, str]) -> str:
         return f"a probe had no answer in {LIMIT_S:.0f} s"
     if process.returncode == 0:
         return ""
-    lines = said.strip().splitlines()
-    return f"a probe failed: {lines[0] if lines else f'exit code {process.returncode}'}"
+    told = next((line.strip() for line in said.splitlines() if re.search(r"\w", line)), "")
+    return f"a probe failed: {told or f'exit code {process.returncode}'}"
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

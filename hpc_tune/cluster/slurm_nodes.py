@@ -56,7 +56,7 @@ class SlurmNodes:
         held = expand_nodelist(shown[1]) if shown else list(nodes)
         states = _said("sinfo", "-N", "-h", "-o", "%N %T", "-n", ",".join(nodes)).split()
         found = {
-            node: f"Slurm says: {state}"
+            node: _why_sick(state)
             for node, state in zip(states[::2], states[1::2], strict=False)
             if node in nodes and _SICK.fullmatch(state)
         }
@@ -81,6 +81,11 @@ class SlurmNodes:
                 return False
             time.sleep(_POLL_S)
         return True
+
+
+def _why_sick(state: str) -> str:
+    silent = " and does not respond" if state.endswith("*") else ""
+    return f"Slurm says that it is {state.rstrip('*')}{silent}"
 
 
 def _run_lengths(text: str) -> list[int | None]:

@@ -196,7 +196,7 @@ def test_what_slurm_and_a_probe_find_goes_before_what_was_accused(cluster):
     cluster.write()
     found, lost = nodes.examine(["n1", "n2", "n3"], {"n1": "the launcher says: x"}, False)
     assert (list(found), lost) == (["n3"], True)
-    assert found["n3"] == "Slurm says: down*"
+    assert found["n3"] == "Slurm says that it is down and does not respond"
     cluster.mute = ["n2"]
     cluster.write()
     found, lost = nodes.examine(["n1", "n2"], {}, False)
