@@ -30,8 +30,7 @@ from hpc_tune.cluster.schedulers import job_end, job_of
 from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, ConfigError
 from hpc_tune.log import log
-from hpc_tune.rundir import heartbeat, outcome
-from hpc_tune.rundir.json_lines import EVENTS, Events
+from hpc_tune.rundir import heartbeat, left_out, outcome
 from hpc_tune.train.reporting import write_report
 
 FILE = "starts.jsonl"
@@ -216,29 +215,13 @@ class Supervisor:
     def _start(self) -> Start:
         """Run the ranks once, and return how that ended."""
         before, from_step = _stamp(self._run_dir), _newest(self._run_dir)
-        command, left_out = self._nodes.command(), dict(self._nodes.left_out)
+        command, without = self._nodes.command(), dict(self._nodes.left_out)
         self._argv = [*command.words, "-m", "hpc_tune", "train", *self._arguments]
         self._argv += command.settings
         if command.told:
             log.warning("%s: the global batch and the losses stay the same", command.told)
         log.info("from step %d: %s", from_step, shlex.join(map(mask, self._argv)))
-        lines = LauncherLines()
-        # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
-        self._child = subprocess.Popen(
-            self._argv,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if self._nodes.can_choose else None,
-            env={**os.environ, **command.environment},
-            start_new_session=True,
-            preexec_fn=_stop_with_parent(),
-        )
-        reader = lines.copy(self._child.stderr) if self._child.stderr is not None else None
-        if self._asked is not None:
-            self._forward()  # the signal came meanwhile
-        code = self._wait(self._child, before)
-        if reader is not None:
-            reader.join(_READ_S)
-        self._nodes.end_steps()
+        code, lines = self._launch(command.environment, before)
         # A node that does not find Python exits with this code too.
         may_be_sick = code == EXIT_USER and _stamp(self._run_dir) == before
         if lost := may_be_sick and self._leave_out(command.nodes, {}, True):
@@ -256,7 +239,7 @@ class Supervisor:
         newest = _newest(self._run_dir)
         job_id = None if self._job is None else self._job.id
         start = Start(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
-        start = replace(start, nodes=command.nodes, left_out=left_out, missing=command.missing)
+        start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
         has_failed = start.status == "failed" or reason.endswith(_BY_LAUNCHER)
         if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
             return replace(start, lost_nodes=lost)
@@ -266,18 +249,33 @@ class Supervisor:
         lost = self._leave_out(command.nodes, accused, newest > from_step)
         return replace(start, lost_nodes=lost)
 
+    def _launch(self, added: Mapping[str, str], before: object) -> tuple[int, LauncherLines]:
+        """Run the launcher to its end; return its exit code, and what it said of nodes."""
+        lines = LauncherLines()
+        # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
+        self._child = subprocess.Popen(
+            self._argv,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if self._nodes.can_choose else None,
+            env={**os.environ, **added},
+            start_new_session=True,
+            preexec_fn=_stop_with_parent(),
+        )
+        reader = lines.copy(self._child.stderr) if self._child.stderr is not None else None
+        if self._asked is not None:
+            self._forward()  # the signal came meanwhile
+        code = self._wait(self._child, before)
+        if reader is not None:
+            reader.join(_READ_S)
+        self._nodes.end_steps()
+        return code, lines
+
     def _leave_out(
         self, nodes: Sequence[str], accused: Mapping[str, str], progressed: bool
     ) -> bool:
         """Leave out those of ``nodes`` that are lost or accused; return whether any was lost."""
         found, lost = self._nodes.examine(nodes, accused, progressed)
-        has_events = (self._run_dir / EVENTS).is_file()
-        events = Events(self._run_dir / EVENTS if has_events else None)
-        for node, why in found.items():
-            message = f"node {node} is left out from now on: {why}"
-            log.warning("%s", message)
-            events.write("left_out", node=node, message=message, began_s=time.time())
-        events.close()
+        left_out.tell(self._run_dir, found)
         return lost
 
     def _reason(self, ended: Mapping[str, object]) -> str:

@@ -28,6 +28,7 @@ def check_done(job, restarts):
     assert outcome(job.run_dir)["status"] == "done"
     assert int(said["Restarts"]) == restarts
     assert "Traceback" not in job.text
+    assert "give up" not in job.text, "nothing was: it went on"
 
 
 @BY_BOTH
