@@ -6,6 +6,7 @@ runs, so that --help and wrong arguments are answered without importing torch.
 """
 
 import math
+import os
 import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -139,11 +140,14 @@ def convert(options: Namespace) -> int:
 )
 def supervise(options: Namespace) -> int:
     """In a batch job, start the ranks, restart them after a failure, and requeue the job."""
+    from hpc_tune.cluster.nodes import Nodes
     from hpc_tune.supervise import Supervisor
 
-    run, launch = options.config.run, [*options.launch, *options.python]
+    config, launch = options.config, [*options.launch, *options.python]
+    nodes = Nodes(launch, os.environ, config.slurm, config.parallel)
+    arguments, run = _arguments_for(options), config.run
     return Supervisor(
-        launch, _arguments_for(options), Path(run.dir), options.requeue, run.report
+        launch, arguments, Path(run.dir), options.requeue, run.report, nodes=nodes
     ).run()
 
 

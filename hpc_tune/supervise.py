@@ -3,9 +3,9 @@
     the ranks end -> decide (pure) -> done | start again here | requeue the job | give up
 
 A launcher's exit code is not reliable: ``outcome.json`` says how a run ended, and the newest
-checkpoint how far it came. Every start is one line of ``starts.jsonl`` in the run directory, which
-outlives the job: a run that crashes at the same step again and again is given up, also over
-requeues.
+checkpoint how far it came. Nodes that are lost or sick are left out (cluster/nodes.py). Every start
+is one line of ``starts.jsonl`` in the run directory, which outlives the job: a run that crashes at
+the same step again and again is given up, also over requeues.
 """
 
 import contextlib
@@ -18,17 +18,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from hpc_tune.cluster.blame import LauncherLines, accused_by
+from hpc_tune.cluster.nodes import Nodes
 from hpc_tune.cluster.schedulers import job_end, job_of
 from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, ConfigError
 from hpc_tune.log import log
-from hpc_tune.rundir import outcome
+from hpc_tune.rundir import heartbeat, left_out, outcome
 from hpc_tune.train.reporting import write_report
 
 FILE = "starts.jsonl"
@@ -37,7 +39,9 @@ MOST_CRASHES = 2  # in a row without a newer checkpoint
 MOST_LEAVES = 8
 MOST_REQUEUES = 3  # in a row without a newer checkpoint
 LEAST_LEFT_S = 120.0  # with less time left, a start is not worth it
-_LINGER_S = 60.0  # a launcher may live that long after outcome.json is written
+# So long a launcher may live on after outcome.json is written; after a failure ranks end sooner,
+# and srun waits for a lost node's for minutes.
+_LINGER_S, _LINGER_FAILED_S = 60.0, 15.0
 # Ranks may outlive a killed launcher, and a shared file system may show files late.
 _SETTLE_S = 5.0
 # That long before the end of the job the ranks are asked to stop, where no scheduler has done it;
@@ -45,8 +49,10 @@ _SETTLE_S = 5.0
 _ASK_S = 60.0
 _CLOSE_S = 15.0  # before the end of the job, ranks that still run are killed, to requeue in time
 _POLL_S = 0.2
+_READ_S = 2.0  # for what a launcher printed last
 _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
+_BY_LAUNCHER = " to the ranks alone"
 _ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
 Next = Literal["done", "again", "requeue", "give up"]
@@ -57,7 +63,9 @@ class Start:
     """One start of the ranks, and how it ended.
 
     ``from_step`` and ``to_step`` are of the newest checkpoints before and after; ``asked``: the
-    job must end, since its time is over or another job takes its nodes.
+    job must end, since its time is over or another job takes its nodes. ``nodes`` are those of the
+    ranks, where they are known, ``left_out`` those that were not used, and why; ``missing``: how
+    many were fewer than asked for. ``lost_nodes``: it ended because nodes were lost.
     """
 
     from_step: int
@@ -67,16 +75,29 @@ class Start:
     exit_code: int
     asked: bool
     job: str | None
+    nodes: Sequence[str] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    missing: int = 0
+    lost_nodes: bool = False
 
 
-def decide(starts: Sequence[Start], left_s: float | None, can_requeue: bool) -> tuple[Next, str]:
+def decide(
+    starts: Sequence[Start],
+    left_s: float | None,
+    can_requeue: bool,
+    spares: int = 0,
+    too_few: str | None = None,
+) -> tuple[Next, str]:
     """Return what follows the last of ``starts``, and why.
 
-    ``left_s`` is the time left to the job, None without a limit.
+    ``left_s`` is the time left to the job, None without a limit. ``spares``: nodes that the job had
+    besides; ``too_few``: why it cannot go on with the nodes that are left.
     """
     last = starts[-1]
     if last.status == "done":
         return "done", "all steps are done"
+    if last.exit_code == EXIT_USER and last.missing and can_requeue:
+        return "requeue", f"not on {last.missing} nodes fewer: {last.reason}"
     if last.exit_code == EXIT_USER:
         return "give up", f"restarting would not help: {last.reason}"
     if last.reason in ("STOP file", *_ENDED_BY):
@@ -84,13 +105,16 @@ def decide(starts: Sequence[Start], left_s: float | None, can_requeue: bool) -> 
     barren = _barren(starts)
     # An error that the user must fix is no crash, such as a run directory that is in use.
     failed = [start for start in barren if start.status == "failed" and not start.asked]
-    crashes = sum(start.exit_code != EXIT_USER for start in failed)
-    if crashes >= MOST_CRASHES:
+    crashes = sum(start.exit_code != EXIT_USER and not start.lost_nodes for start in failed)
+    # Each spare node may have taken the place of a sick one.
+    if crashes >= MOST_CRASHES + spares:
         return "give up", f"{crashes} crashes in a row made no progress beyond step {last.to_step}"
     if len(barren) >= MOST_LEAVES:
         return "give up", f"{len(barren)} starts made no progress beyond step {last.to_step}"
     if not last.asked and (left_s is None or left_s > LEAST_LEFT_S):
-        return "again", last.reason
+        if too_few is None:
+            return "again", last.reason
+        return "requeue" if can_requeue else "give up", too_few
     if not can_requeue:
         return "give up", "time limit reached, and nothing can requeue this job: submit it again"
     jobs = sum(start.asked for start in barren)
@@ -116,14 +140,18 @@ class Supervisor:
         requeue: Sequence[str] | None = None,
         report: bool = True,
         environ: Mapping[str, str] = os.environ,
+        nodes: Nodes | None = None,
     ) -> None:
         """Take the command: ``launch`` (srun or mpirun with options, and a Python) before
         ``-m hpc_tune train arguments``.
 
         ``requeue`` is the command that puts the job back into its queue; without it the scheduler's
         own where there is one. ``report``: write report.html after a start that did not finish.
+        ``nodes`` are those of the job; by default none is ever left out.
         """
         self._argv = [*launch, "-m", "hpc_tune", "train", *arguments]
+        self._arguments = list(arguments)
+        self._nodes = nodes or Nodes(launch, {})
         self._report = report
         self._run_dir, self._requeue = run_dir, list(requeue or [])
         self._job = job = job_of(environ)
@@ -153,8 +181,8 @@ class Supervisor:
         while True:
             starts.append(self._start())
             _append(self._run_dir, starts[-1])
-            step, (following, why) = starts[-1].to_step, self._decide(starts)
-            log.info("step %d: %s: %s", step, following, why)
+            following, why = self._decide(starts)
+            log.info("%s", self._told(starts[-1], following, why))
             if self._report and following in ("again", "give up") and self._asked is None:
                 write_report(self._run_dir)
             match following:
@@ -169,22 +197,35 @@ class Supervisor:
 
     def _decide(self, starts: Sequence[Start]) -> tuple[Next, str]:
         left_s = None if self._end_s is None else self._end_s - time.time()
-        return decide(starts, left_s, bool(self._requeue))
+        nodes = self._nodes
+        return decide(starts, left_s, bool(self._requeue), nodes.spares, nodes.too_few())
+
+    def _told(self, last: Start, following: Next, why: str) -> str:
+        if following != "give up" or last.reason not in _ENDED_BY:
+            return f"step {last.to_step}: {following}: {why}"
+        # Slurm sends it too, before it queues a job again or when the first node fails.
+        saved = f"step {last.to_step} is saved" if last.to_step else "nothing is saved yet"
+        if self._job is None:
+            return f"{saved}; it was ended from outside ({last.reason})"
+        return (
+            f"{saved}; the job was ended from outside ({last.reason}). If the scheduler queues it "
+            "again, it goes on from there"
+        )
 
     def _start(self) -> Start:
         """Run the ranks once, and return how that ended."""
         before, from_step = _stamp(self._run_dir), _newest(self._run_dir)
+        command, without = self._nodes.command(), dict(self._nodes.left_out)
+        self._argv = [*command.words, "-m", "hpc_tune", "train", *self._arguments]
+        self._argv += command.settings
+        if command.told:
+            log.warning("%s: the global batch and the losses stay the same", command.told)
         log.info("from step %d: %s", from_step, shlex.join(map(mask, self._argv)))
-        # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
-        self._child = subprocess.Popen(
-            self._argv,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_stop_with_parent(),
-        )
-        if self._asked is not None:
-            self._forward()  # the signal came meanwhile
-        code = self._wait(self._child, before)
+        code, lines = self._launch(command.environment, before)
+        # A node that does not find Python exits with this code too.
+        may_be_sick = code == EXIT_USER and _stamp(self._run_dir) == before
+        if lost := may_be_sick and self._leave_out(command.nodes, {}, True):
+            code = EXIT_FAILED
         until_s = time.time() + _SETTLE_S
         while _stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
@@ -197,7 +238,45 @@ class Supervisor:
         asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)
         newest = _newest(self._run_dir)
         job_id = None if self._job is None else self._job.id
-        return Start(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
+        start = Start(from_step, newest, ended["status"], reason, exit_code, asked, job_id)
+        start = replace(start, nodes=command.nodes, left_out=without, missing=command.missing)
+        has_failed = start.status == "failed" or reason.endswith(_BY_LAUNCHER)
+        if lost or not has_failed or asked or exit_code == EXIT_USER or self._asked is not None:
+            return replace(start, lost_nodes=lost)
+        accused = accused_by(ended) | lines.accused("exit_code" in ended)
+        if heartbeat.was_memory(heartbeat.read(self._run_dir)):
+            accused = {}  # the next start takes less of it
+        lost = self._leave_out(command.nodes, accused, newest > from_step)
+        return replace(start, lost_nodes=lost)
+
+    def _launch(self, added: Mapping[str, str], before: object) -> tuple[int, LauncherLines]:
+        """Run the launcher to its end; return its exit code, and what it said of nodes."""
+        lines = LauncherLines()
+        # In a session of its own, to be killed as a whole; a terminal's Ctrl-C comes here alone.
+        self._child = subprocess.Popen(
+            self._argv,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if self._nodes.can_choose else None,
+            env={**os.environ, **added},
+            start_new_session=True,
+            preexec_fn=_stop_with_parent(),
+        )
+        reader = lines.copy(self._child.stderr) if self._child.stderr is not None else None
+        if self._asked is not None:
+            self._forward()  # the signal came meanwhile
+        code = self._wait(self._child, before)
+        if reader is not None:
+            reader.join(_READ_S)
+        self._nodes.end_steps()
+        return code, lines
+
+    def _leave_out(
+        self, nodes: Sequence[str], accused: Mapping[str, str], progressed: bool
+    ) -> bool:
+        """Leave out those of ``nodes`` that are lost or accused; return whether any was lost."""
+        found, lost = self._nodes.examine(nodes, accused, progressed)
+        left_out.tell(self._run_dir, found)
+        return lost
 
     def _reason(self, ended: Mapping[str, object]) -> str:
         """Return why the ranks ended: for a signal, by who has sent it."""
@@ -208,7 +287,7 @@ class Supervisor:
             return _PREEMPTED
         # A launcher that has lost a rank ends the others by such a signal; the user did not.
         by_launcher = ended["reason"] in _ENDED_BY
-        return f"{ended['reason']} to the ranks alone" if by_launcher else str(ended["reason"])
+        return f"{ended['reason']}{_BY_LAUNCHER}" if by_launcher else str(ended["reason"])
 
     def _wait(self, child: "subprocess.Popen[bytes]", before: object) -> int:
         """Wait for the launcher, but not for ever once outcome.json is written."""
@@ -222,7 +301,7 @@ class Supervisor:
             if self._end_s is not None and now_s > self._end_s - _ASK_S and self._asked is None:
                 log.info("the job ends in %.0f s: asking its ranks to stop", _ASK_S)
                 self._on_signal(signal.SIGUSR1)
-            lingers = ended_s is not None and now_s - ended_s > _LINGER_S
+            lingers = ended_s is not None and now_s - ended_s > self._linger_s()
             is_over = self._end_s is not None and now_s > self._end_s - _CLOSE_S
             if lingers or is_over:
                 why = "the job's time limit is reached" if is_over else "its ranks have exited"
@@ -231,6 +310,10 @@ class Supervisor:
                     os.killpg(child.pid, signal.SIGKILL)
                 return child.wait()
         return code
+
+    def _linger_s(self) -> float:
+        has_failed = (outcome.read(self._run_dir) or {}).get("status") == "failed"
+        return min(_LINGER_S, _LINGER_FAILED_S) if has_failed else _LINGER_S
 
     def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
         self._asked = number

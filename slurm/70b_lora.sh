@@ -10,11 +10,12 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --mem=700G
 #SBATCH --time=12:00:00
-# --- what makes a run survive its time limit and preemption ---
+# --- what makes a run survive its time limit, preemption and the loss of a node ---
 #SBATCH --job-name=hpc_tune-70b
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --signal=B:USR1@300
 set -eo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"

@@ -9,11 +9,12 @@
 #SBATCH --cpus-per-task=1
 #SBATCH --mem=3G
 #SBATCH --time=00:20:00
-# --- what makes a run survive its time limit and preemption ---
+# --- what makes a run survive its time limit, preemption and the loss of a node ---
 #SBATCH --job-name=hpc_tune-tiny
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --signal=B:USR1@120
 set -eo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"

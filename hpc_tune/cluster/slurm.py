@@ -225,10 +225,16 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
             f"{', '.join(wrong)}: a line of #SBATCH takes letters, digits and "
             "@ % + = : , . / [ ] | & * - _, no space and no quotes"
         )
+    if settings.min_nodes > settings.nodes:
+        raise ConfigError(
+            f"slurm.min_nodes={settings.min_nodes} of slurm.nodes={settings.nodes}: expected no "
+            "more than there are"
+        )
     launch = f"{settings.launch} {settings.container}".strip()
     _require_words(settings, launch, [*arguments, str(folder)])
     lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
-    lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "set -eo pipefail"]
+    lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "#SBATCH --no-kill"]
+    lines.append("set -eo pipefail")
     lines.append(f"cd {shlex.quote(str(folder))}")
     if settings.modules:
         lines.append(f"module load {shlex.join(settings.modules)}")
@@ -307,7 +313,7 @@ def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
         ("account", "--account", settings.account),
         ("partition", "--partition", settings.partition),
         ("qos", "--qos", settings.qos),
-        ("nodes", "--nodes", settings.nodes),
+        ("nodes", "--nodes", settings.nodes + settings.spare_nodes),
         ("tasks_per_node", "--ntasks-per-node", per_node),
         ("cpus_per_task", "--cpus-per-task", settings.cpus_per_task),
         ("gpus_per_node", "--gpus-per-node", settings.gpus_per_node or None),

@@ -52,6 +52,16 @@ class SlurmConfig(Section):
     partition: str | None = Field(None, description="The partition. Unset: the cluster's default.")
     qos: str | None = Field(None, description="The quality of service. Unset: the default.")
     nodes: PositiveInt = Field(1, description="Nodes of the job.")
+    spare_nodes: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Nodes that the job has besides: they wait, and each takes the place of a node "
+        "that is lost or sick. supervise obeys it under other schedulers and launchers too.",
+    )
+    min_nodes: PositiveInt = Field(
+        1,
+        description="With fewer nodes left than that, the job is queued again instead of going on "
+        "with fewer ranks (the losses are the same). supervise obeys it everywhere.",
+    )
     gpus_per_node: Annotated[int, Field(ge=0)] = Field(
         0, description="GPUs of each node, one rank each. 0: ranks on CPUs."
     )

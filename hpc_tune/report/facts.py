@@ -44,11 +44,13 @@ def starts(run: Run) -> list[Start]:
     steps = _by_segment(run, run.steps)
     events = _by_segment(run, run.of_kind("start"))
     stops = _by_segment(run, run.of_kind("stop"))
+    left_out = _by_segment(run, run.of_kind("left_out"))
     for place, segment in enumerate(segments):
         event = events[place][-1] if events[place] else {}
         # Not of a start that failed before it wrote its own first event.
         ended = [e for e in stops[place] if e.get("began_s", 0.0) <= segment.begin_s]
         silent = str(run.state) if place + 1 == len(segments) else "killed"
+        nodes = ", ".join(str(e.get("node")) for e in left_out[place])
         found.append(
             Start(
                 number=place + 1,
@@ -60,7 +62,8 @@ def starts(run: Run) -> list[Start]:
                 layout=str(event.get("layout", "")).partition(":")[0],
                 first_step=int(steps[place][0]["step"]) if steps[place] else None,
                 last_step=int(steps[place][-1]["step"]) if steps[place] else None,
-                ended=str(ended[-1].get("reason", "")) if ended else silent,
+                ended=(str(ended[-1].get("reason", "")) if ended else silent)
+                + (f"; node {nodes} is left out from then on" if nodes else ""),
             )
         )
     return found

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+import psutil
 import pytest
 
 from hpc_tune.world.processes import is_alive
@@ -57,6 +58,19 @@ class JobAcross(Job):
         found = {rank_of(pid): pid for pid in self.rank_pids()}
         assert sorted(found) == list(range(num_ranks))
         return found
+
+
+def supervised(name, made, num_hosts, run_dir, *words):
+    """Return a job of one rank on each host, under a supervise on the first."""
+    launcher = across(name, made, range(num_hosts), 1)
+    before = launcher.command(num_hosts)
+    launch = shlex.join(before[before.index(made.names[0]) + 1 : -1])
+    often = ["run.host_timeout=4", "checkpoint.every_steps=2"]
+    job = JobAcross(launcher, num_hosts, run_dir, *often, *words)
+    arguments = job.argv[job.argv.index("hpc_tune") + 1 :]
+    job.argv = made.on(0, sys.executable, "-c", shlex.quote(SUPERVISE), shlex.quote(launch))
+    job.argv += arguments
+    return job
 
 
 def seconds_until_gone(pids):
@@ -151,29 +165,21 @@ def cut_off(tmp_path, num_hosts, per_host, lost, name):
 def test_a_rank_that_is_stopped_is_no_lost_host_and_supervise_outlives_a_lost_one(tmp_path):
     """mpirun waits for the daemon of a host that is gone; supervise ends it, and starts again."""
     run_dir = tmp_path / "run"
-    with hosts(2, tmp_path) as made:
-        launcher = across(OPEN_MPI, made, [0, 1], 1)
-        words = launcher.command(2)
-        launch = shlex.join(words[words.index(made.names[0]) + 1 : -1])
-        job = JobAcross(launcher, 2, run_dir, "run.host_timeout=4", "checkpoint.every_steps=2")
-        arguments = job.argv[job.argv.index("hpc_tune") + 1 :]
-        job.argv = made.on(0, sys.executable, "-c", shlex.quote(SUPERVISE), shlex.quote(launch))
-        job.argv += arguments
-        with job:
-            job.wait_for_step(3)
-            pids = job.pids(2)
-            os.kill(pids[1], signal.SIGSTOP)
-            time.sleep(8)
-            assert all(map(is_alive, pids.values())), job.stderr
-            os.kill(pids[1], signal.SIGCONT)
-            job.wait_for_step(max(rows(run_dir, "loss")) + 2)
-            made.cut(1)
-            took_s = seconds_until_gone(pids)
-            job.wait_for_text("its ranks have exited", 20)
-            made.mend(1)
-            job.wait_for_text("resumed from", 60)
-            (run_dir / "STOP").touch()
-            job.wait_for_end(60)
+    with hosts(2, tmp_path) as made, supervised(OPEN_MPI, made, 2, run_dir) as job:
+        job.wait_for_step(3)
+        pids = job.pids(2)
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(8)
+        assert all(map(is_alive, pids.values())), job.stderr
+        os.kill(pids[1], signal.SIGCONT)
+        job.wait_for_step(max(rows(run_dir, "loss")) + 2)
+        made.cut(1)
+        took_s = seconds_until_gone(pids)
+        job.wait_for_text("its ranks have exited", 20)
+        made.mend(1)
+        job.wait_for_text("resumed from", 60)
+        (run_dir / "STOP").touch()
+        job.wait_for_end(60)
     print(f"run.host_timeout=4: ranks gone after {max(took_s.values()):.1f} s")
     assert max(took_s.values()) < 4 + 6 + 2
     starts = [json.loads(line) for line in (run_dir / "starts.jsonl").read_text().splitlines()]
@@ -182,6 +188,56 @@ def test_a_rank_that_is_stopped_is_no_lost_host_and_supervise_outlives_a_lost_on
     assert "has not answered in 4 s" in starts[0]["reason"]
     assert starts[-1]["status"] == "stopped", job.stderr
     assert starts[-1]["from_step"] == starts[0]["to_step"] >= 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", [name if name == OPEN_MPI else pytest.param(name, marks=soak) for name in ACROSS]
+)
+def test_a_lost_host_is_left_out_and_the_others_go_on_with_the_same_losses(tmp_path, name):
+    run_dir, words = tmp_path / "run", ["parallel.replicate=3", "optim.schedule=constant"]
+    with hosts(3, tmp_path) as made, supervised(name, made, 3, run_dir, *words) as job:
+        job.wait_for_step(5)
+        began_s = time.monotonic()
+        made.cut(1)
+        job.wait_for_text("resumed from", 120)
+        step = events(run_dir, "resume")[-1]["step"] + 1
+        job.wait_for_step(step + 4)
+        print(f"{name}: {time.monotonic() - began_s:.1f} s until step {step}")
+        (run_dir / "STOP").touch()
+        job.wait_for_end(60)
+    first, last = (json.loads(line) for line in (run_dir / "starts.jsonl").read_text().splitlines())
+    assert (first["status"], first["nodes"]) == ("failed", list(made.names))
+    assert last["nodes"] == [made.names[0], made.names[2]]
+    assert list(last["left_out"]) == [made.names[1]]
+    assert "a probe" in last["left_out"][made.names[1]]
+    assert "on 2 of 3 nodes, 2 ranks, with parallel.replicate=2" in job.stderr
+    # The losses are those of one process that nothing happened to.
+    undisturbed = tmp_path / "undisturbed"
+    steps = [f"train.max_steps={outcome(run_dir)['step']}", f"run.dir={undisturbed}"]
+    done = train([*ENDLESS, "memory.governor=off", "optim.schedule=constant", *steps])
+    assert done.returncode == 0, done.stderr
+    assert worst_gap(losses(run_dir), losses(undisturbed)) < 1e-5
+
+
+@pytest.mark.full
+def test_ranks_whose_supervise_is_killed_save_though_nobody_reads_what_they_say(tmp_path):
+    run_dir = tmp_path / "run"
+    with hosts(2, tmp_path) as made, supervised(OPEN_MPI, made, 2, run_dir) as job:
+        job.wait_for_step(5)
+        [pid] = [
+            process.pid
+            for process in psutil.Process(job.process.pid).children(recursive=True)
+            if process.cmdline()[1:3] == ["-c", SUPERVISE]
+        ]
+        os.kill(pid, signal.SIGKILL)
+        until_s = time.monotonic() + 60
+        while not (run_dir / "outcome.json").exists():
+            assert time.monotonic() < until_s, job.stderr
+            time.sleep(0.1)
+    assert outcome(run_dir)["reason"] == "SIGUSR1"
+    saved = outcome(run_dir)["step"]
+    assert (run_dir / "checkpoints" / f"step-{saved:08d}").is_dir()
 
 
 @pytest.mark.full

@@ -75,11 +75,15 @@ class Job:
         *words: str,
         launcher: str = "srun",
         options: Sequence[str] = (),
+        through: str = "",
     ) -> None:
-        """Submit it with settings ``words`` and ``options`` of sbatch."""
+        """Submit it with settings ``words`` and ``options`` of sbatch.
+
+        ``through`` is what the launcher starts Python with, as a container.
+        """
         self.cluster, self.run_dir, self.output = cluster, folder / "run", folder / "output"
         folder.mkdir(parents=True, exist_ok=True)
-        cluster.environment["HPC_TUNE_LAUNCH"] = launch_by(launcher)
+        cluster.environment["HPC_TUNE_LAUNCH"] = f"{launch_by(launcher)} {through}".strip()
         words = (*SETTINGS, f"run.dir={self.run_dir}", f"data.cache={folder / 'data'}", *words)
         options = (f"--output={self.output}", f"--chdir={ROOT}", *options)
         self.number = cluster.submit(*options, str(ROOT / "slurm" / script), *words)

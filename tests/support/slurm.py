@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.ranks import ROOT, rank_environment
@@ -141,6 +142,37 @@ class Slurm:
             self.hurry(said)
             time.sleep(0.3)
         return said
+
+    def kill(self, node: str) -> None:
+        """Kill a node's daemon and all that it has started: what a machine that dies looks like.
+
+        But for the connections, which are reset.
+        """
+        pids = [int((self.folder / f"slurmd-{node}.pid").read_text())]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURMD_NODENAME") == node:
+                    above = process.parent()
+                    is_step = above is not None and above.name().startswith("slurmstepd")
+                    pids += [process.pid, *([above.pid] if is_step else [])]
+        for pid in dict.fromkeys(pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def mend(self) -> None:
+        """Start the daemons that were killed, and make all nodes usable again."""
+        for node in self.nodes:
+            pid = int((self.folder / f"slurmd-{node}.pid").read_text())
+            if not psutil.pid_exists(pid):
+                self.run("slurmd", "-N", node, "-c")
+        time.sleep(1.0)
+        for node in self.nodes:
+            with contextlib.suppress(AssertionError):  # it is well
+                self.run("scontrol", "update", f"nodename={node}", "state=resume")
+        until_s = time.monotonic() + START_S
+        while set(self.run("sinfo", "-h", "-N", "-o", "%t").split()) - {"idle", "mix", "alloc"}:
+            assert time.monotonic() < until_s, self.run("sinfo", "-N", "-l")
+            time.sleep(0.2)
 
     def hurry(self, said: Mapping[str, str]) -> None:
         """Let a requeued job begin, which waits for two minutes otherwise.

@@ -50,6 +50,7 @@ def test_all_that_is_set_stands_in_the_script(tmp_path):
         "#SBATCH --signal=B:USR1@600",
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
+        "#SBATCH --no-kill",
         "set -eo pipefail",
         f"cd '{tmp_path}/my run'",
         "module load python/3.11 openmpi",
@@ -59,6 +60,13 @@ def test_all_that_is_set_stands_in_the_script(tmp_path):
         "exec python -m hpc_tune supervise --launch 'srun --mpi=pmix apptainer exec --nv "
         "'\"'\"'my image.sif'\"'\"'' --python python --config a.yaml train.seed=3",
     ]
+
+
+def test_spare_nodes_are_asked_for_besides(tmp_path):
+    text = render(SlurmConfig(nodes=4, spare_nodes=1), [], tmp_path)
+    assert "#SBATCH --nodes=5\n" in text
+    with pytest.raises(ConfigError, match="slurm.min_nodes=5 of slurm.nodes=4"):
+        render(SlurmConfig(nodes=4, spare_nodes=1, min_nodes=5), [], tmp_path)
 
 
 def test_what_is_not_set_does_not(tmp_path):

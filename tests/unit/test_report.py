@@ -204,6 +204,20 @@ def test_a_start_that_failed_early_does_not_say_how_the_one_before_ended(make):
     assert second.ended == "memory is short"
 
 
+def test_a_node_that_supervise_has_left_out_is_told_with_the_start_that_lost_it(make):
+    message = "node n2 is left out from now on: Slurm says: down"
+    events = [
+        event("stop", BEGAN_S + 20, reason="host n2 is gone"),
+        event("left_out", BEGAN_S + 40, node="n2", message=message, began_s=BEGAN_S + 40),
+        event("start", BEGAN_S + 60, size=1),
+    ]
+    path = make(events=events, outcome=DONE)
+    first, second = starts(read_run(path))
+    assert first.ended == "host n2 is gone; node n2 is left out from then on"
+    assert (first.seconds, second.ended) == (20, "done")
+    assert message in write_report([path]).read_text()
+
+
 def test_what_was_sent_is_compared_with_the_formula(make):
     sent = {"sent_bytes": {"all_reduce": 3 << 20}, "expected_bytes": {"all_reduce": 2 << 20}}
     run = read_run(make(steps=[step(n, BEGAN_S + n, **sent) for n in (1, 2)]))

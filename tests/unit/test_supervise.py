@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,8 @@ def start(from_step, to_step, status="failed", reason="exited with 1", exit_code
 
 CRASH, MEMORY = start(10, 10), start(10, 10, "stopped", "host memory of n1", 75)
 TIME = start(10, 10, "stopped", "SIGUSR1", 75, asked=True)
+LOST = replace(CRASH, lost_nodes=True)
+FEWER = replace(start(10, 10, exit_code=2), missing=1)
 # Starts, seconds left, whether the job can be requeued -> what follows.
 ROWS = {
     "done": ([start(10, 20, "done", "all steps done", 0)], 5.0, True, "done"),
@@ -63,6 +66,9 @@ ROWS = {
         True,
         "again",
     ),
+    "nodes were lost twice": ([LOST, LOST], 3600.0, True, "again"),
+    "refused on fewer nodes": ([FEWER], 3600.0, True, "requeue"),
+    "refused on fewer nodes, and nobody requeues": ([FEWER], 3600.0, False, "give up"),
     "scancel": ([start(0, 5, "stopped", "SIGTERM", 75)], 3600.0, True, "give up"),
 }
 
@@ -71,6 +77,13 @@ ROWS = {
 def test_what_follows_an_end(row):
     starts, left_s, can_requeue, expected = ROWS[row]
     assert decide(starts, left_s, can_requeue)[0] == expected
+
+
+def test_spare_nodes_are_starts_more_and_too_few_nodes_none():
+    assert decide([CRASH, CRASH], 3600.0, True, spares=1)[0] == "again"
+    assert decide([CRASH] * 3, 3600.0, True, spares=1)[0] == "give up"
+    assert decide([LOST], 3600.0, True, too_few="1 of 2") == ("requeue", "1 of 2")
+    assert decide([LOST], 3600.0, False, too_few="1 of 2") == ("give up", "1 of 2")
 
 
 # Stands for srun or mpirun: does what the next line of its script says, whatever it is to start.
@@ -202,6 +215,8 @@ def test_scancel_ctrl_c_and_a_closed_terminal_end_it_without_a_requeue(tmp_path,
     job.process.send_signal(number)
     assert job.end() == 75, job.stderr
     assert not job.requeued.exists()
+    assert f"step 4 is saved; it was ended from outside ({number.name})" in job.stderr
+    assert "give up" not in job.stderr
 
 
 def test_what_crashes_at_once_is_given_up_over_jobs_too(tmp_path):

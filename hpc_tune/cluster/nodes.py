@@ -1,0 +1,209 @@
+"""On which nodes of a job the ranks are started, and which are left out after a failure, and why.
+
+    a start has failed -> its steps are ended -> Slurm, a probe: lost nodes
+                                              -> the launcher, the report: accused nodes
+    -> the nodes that are left, without spares -> the launcher's command for the next start
+
+Where the nodes are not known, or the launcher is none that can be told them, none is left out.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc_tune.cluster import launch_words
+from hpc_tune.cluster.probe_nodes import silent
+from hpc_tune.cluster.protocol import Environ
+from hpc_tune.cluster.slurm_nodes import SHARE, SlurmNodes
+from hpc_tune.config.fewer_ranks import fitted
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.log import log
+
+_GONE_S, _GONE_OF_LOST_S = 60.0, 5.0  # until Slurm lists an ended step no more
+_DRAINED = "drain"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What starts the ranks: its words, what it adds to the environment, and on which nodes.
+
+    On fewer nodes than asked for, by ``missing``, there are ``settings`` for the layout, and
+    ``told`` says so.
+    """
+
+    words: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    nodes: Sequence[str] = ()
+    missing: int = 0
+    settings: Sequence[str] = ()
+    told: str = ""
+
+
+class Nodes:
+    """The nodes of one job and its launcher. ``left_out`` are those that are not used, and why."""
+
+    def __init__(
+        self,
+        launch: Sequence[str],
+        environ: Environ,
+        slurm: SlurmConfig | None = None,
+        parallel: ParallelConfig | None = None,
+    ) -> None:
+        """Take the launcher's command, and the settings of the run."""
+        slurm, self._parallel = slurm or SlurmConfig(), parallel or ParallelConfig()
+        self._launch, self.spares, self._least = list(launch), slurm.spare_nodes, slurm.min_nodes
+        self.left_out: dict[str, str] = {}
+        self._num_blind = self._num_rotated = 0
+        self._slurm = SlurmNodes.of_job(environ)
+        if self._slurm is not None:
+            self._given = self._slurm.given()
+        else:
+            self._given = launch_words.hosts_in(launch, environ)
+        self._kind = launch_words.kind_of(launch[0]) if len(self._given) > 1 else None
+        if self._kind == "srun":
+            self._launch = launch_words.without_kill(self._launch)
+        self._counts = self._find_counts()
+        self._before: set[str] | None = None  # the steps that others have started
+        self._shares = False
+        self._lost: dict[str, str] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="hpc_tune-", ignore_cleanup_errors=True)
+        if self.spares and not self.can_choose:
+            log.warning("slurm.spare_nodes=%d has no effect: %s", self.spares, self._why_not())
+
+    @property
+    def can_choose(self) -> bool:
+        """Whether ranks can be started on some of the nodes only."""
+        return self._kind is not None and bool(self._counts)
+
+    def _why_not(self) -> str:
+        if len(self._given) < 2:
+            return "the job has no second node that is known"
+        if self._kind is None:
+            return f"{self._launch[0]} is no launcher that can be told its nodes"
+        return "its options do not say how many ranks each node has"
+
+    @property
+    def _usable(self) -> list[str]:
+        return [node for node in self._given if node not in self.left_out]
+
+    @property
+    def _wanted(self) -> int:
+        return max(1, len(self._given) - self.spares)
+
+    def too_few(self) -> str | None:
+        """Return why the job cannot go on with the nodes that are left, if so."""
+        left, of = len(self._usable), len(self._given)
+        if not self.can_choose or left >= self._least:
+            return None
+        return f"{left} of {of} nodes are left, fewer than slurm.min_nodes={self._least}"
+
+    def command(self) -> Command:
+        """Return the command of the next start, on as many nodes as it is to have.
+
+        On fewer, those nodes are used whose ranks a layout divides.
+        """
+        self._wait_for_steps()
+        shared = SHARE if self._shares else {}
+        if not self.can_choose or not (self.left_out or self.spares):
+            return Command(self._launch, shared, list(self._given))
+        use = self._usable[: self._wanted]
+        axes: dict[str, int] | None = {}
+        if len(use) < self._wanted:
+            while (axes := self._fitted(use)) is None and len(use) > self._least:
+                use.pop()
+        words = self._words_for({node: self._counts[node] for node in use}, "hosts")
+        missing = self._wanted - len(use)
+        settings = [f"parallel.{name}={size}" for name, size in (axes or {}).items()]
+        told = f"on {len(use)} of {self._wanted} nodes, {self._num_ranks(use)} ranks"
+        told += f", with {' '.join(settings)}" if settings else ""
+        return Command(words, shared, use, missing, settings, told if missing else "")
+
+    def _fitted(self, nodes: Sequence[str]) -> dict[str, int] | None:
+        return fitted(self._parallel, self._num_ranks(nodes))
+
+    def examine(
+        self, used: Sequence[str], accused: Mapping[str, str], progressed: bool
+    ) -> tuple[dict[str, str], bool]:
+        """After a failed start on ``used``, return which nodes are left out from now on, and why.
+
+        Also whether they are lost, by Slurm or by a probe: then nobody else is to blame.
+        ``accused`` are those that the launcher or the report names; ``progressed``: whether the
+        start saved a newer checkpoint.
+        """
+        if not self.can_choose:
+            return {}, False
+        lost = self._slurm.sick(self._usable) if self._slurm is not None else {}
+        if len(lost) == len(self._usable):  # an administrator drains all of them, later
+            lost = {node: why for node, why in lost.items() if _DRAINED not in why}
+        rest = [node for node in self._usable if node not in lost]
+        lost |= silent(rest, self._probe_of, {**SHARE} if self._slurm is not None else {})
+        named = {node: accused[name] for name in accused if (node := self._node(name)) in used}
+        if len(named) == len(used):
+            named = {}
+        found = lost or {node: why for node, why in named.items() if node in self._usable}
+        if not found:
+            found = self._rotated(used, progressed)
+        self.left_out |= found
+        self._lost = lost
+        return found, bool(lost)
+
+    def end_steps(self) -> None:
+        """End what is left of the last start's steps, which would keep nodes and GPUs."""
+        self._lost = {}
+        if self._slurm is not None:
+            self._slurm.end(self._slurm.steps() - (self._before or set()), _GONE_OF_LOST_S)
+
+    def _wait_for_steps(self) -> None:
+        """Wait until the last start's steps are gone, but not for those of lost nodes."""
+        if self._slurm is None:
+            return
+        left = set() if self._before is None else self._slurm.steps() - self._before
+        if left and (self._lost or not self._slurm.end(left, _GONE_S)):
+            log.warning(
+                "Slurm still lists the step %s, as it does where a node is lost: the next one "
+                "shares what it holds",
+                ", ".join(sorted(left)),
+            )
+            self._shares = True
+        self._before = self._slurm.steps()
+
+    def _rotated(self, used: Sequence[str], progressed: bool) -> dict[str, str]:
+        """Where nothing says which node is at fault: none at first, then one for a spare."""
+        self._num_blind = 1 if progressed else self._num_blind + 1
+        if self._num_blind < 2 or len(self._usable) <= self._wanted:
+            return {}
+        self._num_rotated += 1
+        node = used[-1 - (self._num_rotated - 1) % len(used)]
+        return {node: "nothing says which node is at fault: a spare one is tried in its place"}
+
+    def _find_counts(self) -> dict[str, int]:
+        """Return the ranks of each node, nothing if they are not known."""
+        if self._kind is None:
+            return {}
+        each = launch_words.ranks_of_each_node(self._launch)
+        number = launch_words.number_of_ranks(self._launch, self._kind)
+        given = {node: count for node, count in self._given.items() if count is not None}
+        if len(given) == len(self._given) and number in (None, sum(given.values())):
+            return given
+        if each is None and number is not None and number % self._wanted == 0:
+            each = number // self._wanted
+        return {} if each is None else dict.fromkeys(self._given, each)
+
+    def _num_ranks(self, nodes: Sequence[str]) -> int:
+        return sum(self._counts[node] for node in nodes)
+
+    def _words_for(self, ranks: Mapping[str, int], file: str) -> list[str]:
+        assert self._kind is not None
+        hostfile = Path(self._folder.name) / file
+        hostfile.write_text(launch_words.hostfile_of(self._kind, ranks), encoding="utf-8")
+        return launch_words.on_nodes(self._launch, self._kind, ranks, hostfile)
+
+    def _probe_of(self, node: str) -> list[str]:
+        return [*self._words_for({node: 1}, f"probe-{node}"), "-c", ""]
+
+    def _node(self, host: str) -> str | None:
+        """Return the node of that host name, with or without a domain."""
+        by_host = {node.partition(".")[0]: node for node in self._given}
+        return by_host.get(host.partition(".")[0])
