@@ -33,7 +33,7 @@ import numpy as np
 
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.seal import is_intact
-from hpc_tune.data.tokenizer import FastTokenizer, describe
+from hpc_tune.data.tokenizer import FastTokenizer, describe, num_ids
 from hpc_tune.errors import DataError
 
 FORMAT = "hpc_tune tokens"
@@ -191,7 +191,7 @@ class TokenStore:
             raise DataError(
                 f"{self.path} was prepared with the tokenizer {self.attributes.tokenizer}"
                 f" (fingerprint {made_with[:12]}, {self.attributes.vocab_size} tokens), but the"
-                f" model's tokenizer is {describe(tokenizer)} ({mark[:12]}, {len(tokenizer)}"
+                f" model's tokenizer is {describe(tokenizer)} ({mark[:12]}, {num_ids(tokenizer)}"
                 " tokens); vocabulary, special tokens and chat template must be the same. Set"
                 f" model.path or data.chat_template to what it was made with, or {PREPARE_AGAIN}"
             )

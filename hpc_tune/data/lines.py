@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpc_tune.data.files import PACKED
-from hpc_tune.data.records import Text, WrongRecord
+from hpc_tune.data.records import Text
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 READ_BYTES = 1 << 20

@@ -22,9 +22,9 @@ from hpc_tune.data.records import (
     Example,
     NotLearned,
     Text,
-    WrongRecord,
     to_example,
 )
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 BadRows = Literal["refuse", "skip"]
@@ -35,10 +35,10 @@ _FORMS = (
     ("prompt", "completion", "response"), ("text",),
 )  # fmt: skip
 _FURTHER = {
-    "messages": ("system", "tools", *FLAGS),
-    "conversations": ("system", "tools", *FLAGS),
-    "instruction": ("system", "tools", "history", *FLAGS),
-    "prompt": ("system", "tools", *FLAGS),
+    "messages": ("system", "tools", "functions", *FLAGS),
+    "conversations": ("system", "tools", "functions", *FLAGS),
+    "instruction": ("system", "tools", "functions", "history", *FLAGS),
+    "prompt": ("system", "tools", "functions", *FLAGS),
     "text": FLAGS,
 }
 _QUESTIONS = ("instruction", "prompt", "question", "query")

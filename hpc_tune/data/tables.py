@@ -13,7 +13,8 @@ from typing import Any
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.lines import open_bytes
 from hpc_tune.data.reading import Reading, choose_columns
-from hpc_tune.data.records import FLAGS, PREFERENCES, WrongRecord
+from hpc_tune.data.records import FLAGS, PREFERENCES
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 PARQUET_ROWS = 256
