@@ -9,6 +9,7 @@ from hpc_tune.log import log
 from hpc_tune.model.config_json import config_json
 from hpc_tune.model.language import refuse_code, require_directory
 from hpc_tune.model.tokenizer_file import TOKENIZER_FILE, by_its_file, read_whole_file
+from hpc_tune.pointer_file import why_pointer
 
 
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
@@ -35,6 +36,8 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     if chat_template is None:
         _find_template(tokenizer, directory)
     else:
+        if why := why_pointer(Path(chat_template)):
+            raise DataError(why)
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
