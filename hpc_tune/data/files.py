@@ -163,10 +163,10 @@ def _of_glob(name: str, matched: Sequence[Path]) -> Found:
 
 def _of_folder(folder: Path) -> Found:
     if (cached := snapshot_of(folder)) is not None:
-        chosen, others = cached
+        chosen, older = cached
         found = _of_folder(chosen)
         why = f"another revision of the dataset than the one that is read, {chosen.name}"
-        return Found(found.files, (*found.left_out, *((other, why) for other in others)))
+        return Found(found.files, (*found.left_out, *((revision, why) for revision in older)))
     if (folder / SPLITS_FILE).is_file() or (folder / STATE_FILE).is_file():
         return _saved_dataset(folder)
     files, left_out = _known(_walk(folder, set()))
@@ -198,6 +198,7 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
     seen.add(folder.resolve())
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+        entries += [folder / ".hoodie"] if (folder / ".hoodie").is_dir() else []
         inner = [entry for entry in entries if entry.is_dir() and entry.resolve() not in seen]
         files = [entry for entry in entries if entry.is_file()]
         broken = [e for e in entries if e.is_symlink() and not e.exists() and kind_of(e)]
@@ -212,9 +213,9 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
                 f"{folder} has {entry.name} within it, a folder of the hub's cache; name it "
                 f"itself: data.path={entry}"
             )
-        if entry.name == "_delta_log":
+        if table := _table_with_history(folder, entry):
             raise DataError(
-                f"{folder} is a Delta table, whose files hold rows that were deleted since; write "
+                f"{folder} is {table} table, whose files hold rows that were deleted since; write "
                 "what it holds now as Parquet into another folder"
             )
         if entry.name.startswith("_"):
@@ -226,6 +227,17 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
             )
         files += _walk(entry, seen)
     return sorted(files)
+
+
+def _table_with_history(folder: Path, inner: Path) -> str | None:
+    """Return of what kind a table is whose history is in ``inner``; None if it is no such table."""
+    if (
+        inner.name == "metadata"
+        and (folder / "data").is_dir()
+        and any(inner.glob("*.metadata.json"))
+    ):
+        return "an Iceberg"
+    return {"_delta_log": "a Delta", ".hoodie": "a Hudi"}.get(inner.name)
 
 
 def _known(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:

@@ -23,6 +23,7 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
     "tool_response": "tool",
     "function_response": "tool",
+    "function": "tool",
     "function_call": "assistant",
     "tool_call": "assistant",
 }
@@ -158,7 +159,7 @@ def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any])
             plain["content"] = _content(plain["content"], where)
         if calls := calls_of(message, tools, where):
             plain["tool_calls"] = calls
-        if plain["role"] == "function":
+        if plain["role"] == "function":  # OpenAI's older name
             plain["role"] = "tool"
         checked.append(plain)
     return Chat(checked, tools, frozenset(unlearned))
@@ -166,7 +167,7 @@ def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any])
 
 def _flag_of(fields: dict[str, Any], where: str) -> bool | None:
     """Return whether a turn, or a row, is marked to be learned; None without a mark."""
-    flags = {name: fields[name] for name in FLAGS if fields.get(name) is not None}
+    flags = {name: fields[name] for name in FLAGS if not is_unset(fields.get(name))}
     for name, value in flags.items():
         if value not in (0, 1):
             raise WrongRecord(
@@ -271,7 +272,7 @@ def _turn(turn: Any, number: int, field: str) -> dict[str, Any]:
 def _as_call(message: Any, number: int, field: str) -> Any:
     """Return a turn that is a call of tools, or its answer, in the form that templates expect."""
     role = message.get("role") if isinstance(message, dict) else None
-    if role in ("observation", "tool_response", "function_response"):
+    if role in ("observation", "tool_response", "function_response", "function"):
         return {**message, "role": "tool"}
     if role not in _CALLS or not isinstance(message.get("content"), str):
         return message

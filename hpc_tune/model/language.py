@@ -41,7 +41,8 @@ def require_directory(directory: Path) -> None:
             "downloaded in a run, because compute nodes have no internet. On the login node: hf "
             "download NAME --local-dir DIR"
         )
-    snapshots = sorted((directory / "snapshots").glob("*"))
+    is_inside = directory.name == "snapshots" and (directory.parent / "blobs").is_dir()
+    snapshots = sorted((directory if is_inside else directory / "snapshots").glob("*"))
     if snapshots and not (directory / "config.json").is_file():
         raise DataError(
             f"model.path={directory}: a folder of the hub's cache, not of a model; name its "

@@ -36,8 +36,8 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     if chat_template is None:
         _find_template(tokenizer, directory)
     else:
-        if why := why_pointer(Path(chat_template)):
-            raise DataError(why)
+        if pointer := why_pointer(Path(chat_template)):
+            raise DataError(pointer)
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -77,18 +77,24 @@ def _find_end_token(tokenizer: Any, directory: Path) -> None:
             setattr(tokenizer, role, None)
     if tokenizer.eos_token is not None:
         return
+    named = _settings(directory / "special_tokens_map.json").get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    found = [("special_tokens_map.json", named)]
     for file in ("generation_config.json", "config.json"):
         ends = _settings(directory / file).get("eos_token_id")
         for number in ends if isinstance(ends, list) else [ends]:
-            token = tokenizer.convert_ids_to_tokens(number) if type(number) is int else None
-            if token is not None:
-                tokenizer.eos_token = token
-                log.info(
-                    "%s: its tokenizer names no end token (eos_token); texts and answers end with "
-                    "%s, eos_token_id=%d of %s",
-                    *(directory, token, number, file),
-                )
-                return
+            if type(number) is int and number >= 0:
+                found.append((file, tokenizer.convert_ids_to_tokens(number)))
+    vocabulary = tokenizer.get_vocab()
+    for file, token in found:
+        if token in vocabulary:
+            tokenizer.eos_token = token
+            log.info(
+                "%s: its tokenizer names no end token (eos_token); texts and answers end with %s, "
+                "the end of %s",
+                *(directory, token, file),
+            )
+            return
 
 
 def _find_template(tokenizer: Any, directory: Path) -> None:

@@ -108,7 +108,7 @@ def test_an_end_token_that_the_tokenizer_does_not_name_is_the_models(named, file
     settings = model | ends if file == "config.json" else ends
     (tmp_path / file).write_text(json.dumps(settings))
     assert load_tokenizer(tmp_path).eos_token == "</s>"
-    assert f"eos_token_id=2 of {file}" in caplog.text
+    assert f"texts and answers end with </s>, the end of {file}" in caplog.text
 
 
 def test_the_template_of_the_processor_is_taken_where_there_is_no_other(tmp_path):
