@@ -16,6 +16,7 @@ import torch
 
 from hpc_tune.atomic_file import sync_folder
 from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
+from hpc_tune.checkpoint.chat_template import OTHERS, write_template
 from hpc_tune.checkpoint.store import synced
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
@@ -60,7 +61,7 @@ def export_adapter(
     with replacing(out, base) as temporary:
         write_adapter(index, tune, base, temporary)
         copy_tokenizer(base, temporary)
-        write_template(template, temporary)
+        write_template(template, base, temporary)
         named = (name.removeprefix(_ADAPTER_PREFIX) for name in index.pieces)
         whole = any(map(_LANGUAGE_MODEL.match, named))
         write_card(checkpoint, base, temporary, "adapter", whole)
@@ -131,7 +132,7 @@ def export_merged(
                 shutil.copyfile(file_path, temporary / file_path.name)
         if stored.scales:
             _drop_quantization(temporary / "config.json")
-        write_template(template, temporary)
+        write_template(template, base, temporary)
         write_card(checkpoint, base, temporary, "merged")
     progress.close()
     return out
@@ -310,17 +311,6 @@ def copy_tokenizer(base: Path, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
 
 
-def write_template(template: str | None, out: Path) -> None:
-    """Put a chat template into an export, also where older transformers look for it."""
-    if template is None:
-        return
-    (out / "chat_template.jinja").write_text(template, encoding="utf-8")
-    file = out / "tokenizer_config.json"
-    if file.is_file():
-        settings = json.loads(file.read_text(encoding="utf-8")) | {"chat_template": template}
-        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
 def _is_export(out: Path) -> bool:
     """Whether a folder is empty, or holds weights beside a model's small files and nothing else."""
     if not out.is_dir():
@@ -329,7 +319,7 @@ def _is_export(out: Path) -> bool:
     weights = (ADAPTER_FILE, "model.safetensors.index.json", GGUF_FILE)
     return not entries or (
         any(entry.name in weights for entry in entries)
-        and all(e.suffix in _SUFFIXES or e.name in (CARD, CONFIG) for e in entries)
+        and all(e.suffix in _SUFFIXES or e.name in (CARD, CONFIG, OTHERS) for e in entries)
     )
 
 

@@ -18,14 +18,8 @@ import numpy as np
 import torch
 
 from hpc_tune.checkpoint.card import write_card
-from hpc_tune.checkpoint.export import (
-    GGUF_FILE,
-    Merged,
-    check_room,
-    copy_tokenizer,
-    replacing,
-    write_template,
-)
+from hpc_tune.checkpoint.chat_template import write_template
+from hpc_tune.checkpoint.export import GGUF_FILE, Merged, check_room, copy_tokenizer, replacing
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.lazy_imports import is_installed
@@ -86,7 +80,7 @@ def export_gguf(
         _add_shape(writer, config)
         with tempfile.TemporaryDirectory() as folder:
             copy_tokenizer(base, Path(folder))
-            write_template(template, Path(folder))
+            write_template(template, base, Path(folder))
             num_tokens = regions["token_embd.weight"].shape[0]
             _add_tokenizer(writer, Path(folder), num_tokens, config)
         _write_tensors(writer, regions, config, architecture)

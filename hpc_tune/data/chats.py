@@ -6,31 +6,36 @@ template writes the text (plain text, prompts and answers of a base model), it i
 stock tokenizer, control tokens included.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from hpc_tune.data.answers import AnswerFinder, Span, blocks_of, with_marks
+from hpc_tune.data.answers import PROBE, AnswerFinder, Span, blocks_of
 from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion
+from hpc_tune.data.templates import ChatTemplates
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.errors import DataError
 
 LossOn = Literal["answers", "all"]
-# What templates that print today's date get, so that the same data are the same bytes tomorrow.
-TEMPLATE_DATE = datetime(2026, 1, 1)
-_DATE = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 # What a template raises that cannot render messages.
 REFUSALS = (
     *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, MemoryError, NameError, RuntimeError, SyntaxError),
 )
 _REASON_CHARS = 120
+_KNOWN_ROLES = {"system", "user", "assistant"}
+# What others call the assistant, in small letters.
+_ANSWERING = ("assistant", "gpt", "chatgpt", "model", "bot", "chatbot", "ai", "agent")
+# Turns that show which control tokens a template writes around them; the first that it renders.
+_TURNS = (
+    ("system", "user", "assistant", "tool", "assistant", "user"),
+    ("system", "user", "assistant", "user"),
+    ("user", "assistant", "user"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,12 @@ class Renderer:
     ) -> None:
         """Take the tokenizer with its chat template; ``stand_ins`` are in what is rendered."""
         self._tokenizer, self._loss_on, self._counters = tokenizer, loss_on, counters
+        self._templates = ChatTemplates(tokenizer.chat_template)
         controls = controls_of(tokenizer)
-        self.stand_ins = StandIns(controls, counters)
+        self.stand_ins = StandIns(controls, self._turn_controls(controls), counters)
         self._answers = AnswerFinder(controls)
-        self._chat_template = with_fixed_date(tokenizer.chat_template)
-        self._marked_template = with_marks(self._chat_template)
+        self._written_roles: set[str] = set()  # by the template, as far as has been seen
+        self._shows_tools = False
 
     def render(self, example: Chat | Completion) -> Rendered | str:
         """Return the text and its spans, or the reason to drop the example.
@@ -73,16 +79,18 @@ class Renderer:
             DataError: for messages where the tokenizer has no chat template.
         """
         if isinstance(example, Completion):
-            if not self._tokenizer.chat_template:
+            if not self._templates:
                 return self._render_plain(example)
             example = Chat(example.messages())
-        if not self._tokenizer.chat_template:
+        if not self._templates:
             raise DataError(
                 f"the data are chats (messages), but the tokenizer {describe(self._tokenizer)} has"
                 " no chat template; set data.chat_template to a Jinja file, or use the instruct"
                 " model's"
             )
-        typed = example
+        typed = example = replace(example, messages=self._with_content(example.messages))
+        others = sorted({message["role"] for message in example.messages} - _KNOWN_ROLES)
+        roles = f"; of the roles {', '.join(others)}" if others else ""
         try:
             messages = self.stand_ins.hide_in(example.messages)
             example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
@@ -90,24 +98,34 @@ class Renderer:
         except REFUSALS as error:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = f"{kind}{str(error)[:_REASON_CHARS]}"
-            return f"the chat template refused the messages ({reason})"
+            return f"the chat template refused the messages ({reason}){roles}"
         if ESCAPED_IN_JSON in full and example != typed:
             return "the chat template writes a typed control token as JSON in ASCII"
+        self._count_left_out(example, full)
         if self._loss_on == "all" and not example.unlearned:
             return Rendered(full, None)
         numbers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
         if not numbers:
-            return "no answer of the assistant"
+            return f"no answer of the assistant{roles}"
         spans = self._spans(example, numbers, full)
         if self._loss_on == "all":
             return self._all_but(example, numbers, spans, full)
+        for role in (m["role"] for m in messages if m["role"] != "assistant"):
+            if role.strip().lower() in _ANSWERING:
+                self._counters.count_role("other_answers", role)
+        return self._answers_of(example, numbers, spans, full)
+
+    def _answers_of(
+        self, example: Chat, numbers: list[int], spans: list[Span | None], full: str
+    ) -> Rendered | str:
+        """Learn the answers of a chat; count what of them is not learned."""
         learned, num_empty = [], 0
         for number, span in zip(numbers, spans, strict=True):
             answer = full[slice(*span)] if span else ""
             if number in example.unlearned:
                 self._counters.marked_answers += 1
                 continue
-            message = messages[number]
+            message = example.messages[number]
             self._counters.lost_reasoning += _reasoning(message) not in answer
             self._counters.lost_calls += any(name not in answer for name in _called(message))
             if _is_empty(message, answer):
@@ -128,8 +146,9 @@ class Renderer:
 
     def _spans(self, chat: Chat, numbers: list[int], full: str) -> list[Span | None]:
         """Return the characters of the answers with these numbers; None where that is unsure."""
-        if self._marked_template is not None:
-            marked = self._apply(chat.messages, False, chat.tools, self._marked_template)
+        _, template = self._templates.choose(chat.tools is not None)
+        if template is not None:
+            marked = self._apply(chat.messages, False, chat.tools, template)
             if len(found := blocks_of(marked, full)) == len(numbers):
                 return [*found]
 
@@ -140,6 +159,67 @@ class Renderer:
                 return None
 
         return self._answers.find(render, chat.messages, numbers, full)
+
+    def _with_content(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages without null in place of text, which templates write as None.
+
+        Beside calls it stays: templates ask whether there is text, too.
+        """
+        filled = []
+        for message in messages:
+            if "content" in message and message["content"] is None and not _called(message):
+                self._counters.null_contents += message["role"] != "assistant"
+                message = {**message, "content": ""}
+            filled.append(message)
+        return filled
+
+    def _count_left_out(self, chat: Chat, full: str) -> None:
+        """Count the messages, and the tools, that the template does not write.
+
+        A text that is not found as it is may have been written in another form: in its place a
+        probe is rendered, and looked for.
+        """
+        suspects = {
+            number: f"{PROBE}{number}x"
+            for number, message in enumerate(chat.messages)
+            if message["role"] != "assistant"
+            and (text := (message.get("content") or "").strip())
+            and not (message["role"] in self._written_roles and text in full)
+        }
+        probed = [
+            {**message, "content": suspects[number]} if number in suspects else message
+            for number, message in enumerate(chat.messages)
+        ]
+        names = [_name_of_tool(tool) for tool in chat.tools or ()]
+        try:
+            written = self._apply(probed, False, chat.tools).lower() if suspects else ""
+            if names and not (self._shows_tools and all(name in full for name in names)):
+                template, _ = self._templates.choose(has_tools=True)
+                self._shows_tools = self._apply(chat.messages, False, None, template) != full
+                self._counters.lost_tools += not self._shows_tools
+        except REFUSALS:
+            return
+        for number, probe in suspects.items():
+            role = chat.messages[number]["role"]
+            if probe.lower() in written:
+                self._written_roles.add(role)
+            else:
+                self._counters.count_role("left_out", role)
+
+    def _turn_controls(self, controls: Sequence[str]) -> set[str]:
+        """Return the control tokens that are not an answer's own: those around turns, bos, eos.
+
+        All of them, where the template renders no turns by which they could be found.
+        """
+        named = {t for t in self._tokenizer.special_tokens_map.values() if isinstance(t, str)}
+        for roles in _TURNS if self._templates else ():
+            turns = [{"role": role, "content": PROBE} for role in roles]
+            try:
+                text = self._apply(turns, True, None)
+            except REFUSALS:
+                continue
+            return named | {control for control in controls if control in text}
+        return {*controls}
 
     def _all_but(
         self, chat: Chat, numbers: list[int], spans: list[Span | None], full: str
@@ -182,7 +262,7 @@ class Renderer:
         text: str = self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            chat_template=template or self._chat_template,
+            chat_template=template or self._templates.choose(tools is not None)[0],
             add_generation_prompt=generation,
             tokenize=False,
         )
@@ -208,20 +288,6 @@ def controls_of(tokenizer: FastTokenizer) -> list[str]:
     return sorted(filter(None, marked | {*tokenizer.all_special_tokens}))
 
 
-def with_fixed_date(template: Any) -> Any:
-    """Return a chat template that prints TEMPLATE_DATE where it would print today's date."""
-    if not isinstance(template, str):
-        return None  # of several, transformers chooses
-    return _DATE.sub(lambda found: repr(TEMPLATE_DATE.strftime(found["format"])), template)
-
-
-def template_date_of(tokenizer: FastTokenizer) -> str:
-    """Return the date that a chat template prints in place of today's; empty if it prints none."""
-    template = tokenizer.chat_template
-    is_dated = isinstance(template, str) and _DATE.search(template) is not None
-    return TEMPLATE_DATE.date().isoformat() if is_dated else ""
-
-
 def _is_empty(message: dict[str, Any], learned: str) -> bool:
     """Return whether nothing of an answer is in ``learned``, the text that is learned."""
     text = (message.get("content") or "").rpartition("</think>")[2].strip()
@@ -232,6 +298,11 @@ def _is_empty(message: dict[str, Any], learned: str) -> bool:
 def _called(message: dict[str, Any]) -> list[str]:
     """Return the names of the tools that an answer calls."""
     return [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
+
+
+def _name_of_tool(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def _reasoning(message: dict[str, Any]) -> str:

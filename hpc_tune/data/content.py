@@ -2,7 +2,7 @@
 
 ``TokenStore.open`` reads no documents: it takes the same time for any size. ``verify`` reads each
 byte, a second or two for a GB. All other ranks wait for rank 0 meanwhile, so a run does it once for
-each file, before the first step, and again only if the file's size or modification time changed.
+each file, before the first step, and again only if its size or the time of its change is another.
 """
 
 import contextlib
@@ -65,7 +65,8 @@ def verify_once(store: TokenStore, known: Path, is_new: bool = False) -> None:
         DataError: if a byte has changed since it was written.
     """
     status, name = store.path.stat(), str(store.path.resolve())
-    mark = [store.attributes.content, status.st_size, status.st_mtime_ns]
+    times = status.st_mtime_ns, status.st_ctime_ns
+    mark = [store.attributes.content, status.st_size, *times]
     try:
         marks = dict(json.loads(known.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -7,7 +7,7 @@ people's text is replaced in the same way, so that any text comes back as it was
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hpc_tune.data.counts import Counters
@@ -21,25 +21,39 @@ _REASONING = re.compile(r"think|thought|reason", re.IGNORECASE)
 class StandIns:
     """Stands for the control tokens of one tokenizer in people's text, counting them."""
 
-    def __init__(self, controls: Sequence[str], counters: Counters) -> None:
-        """Take the control tokens as text."""
+    def __init__(
+        self, controls: Sequence[str], turn_controls: Collection[str], counters: Counters
+    ) -> None:
+        """Take the control tokens as text; ``turn_controls``: those that no answer has."""
         self._counters = counters
         self._typed = [ESCAPE, *sorted(set(controls), key=len, reverse=True)]
         self._number = {text: number for number, text in enumerate(self._typed)}
         self._all = any_of(self._typed)
-        self._but_reasoning = any_of([text for text in self._typed if not _REASONING.search(text)])
+        others = [text for text in self._typed if not _REASONING.search(text)]
+        self._but_reasoning = any_of(others)
+        own = {text for text in others if text != ESCAPE and text not in turn_controls}
+        self._but_own = any_of([text for text in others if text not in own])
+        self._own = any_of(sorted(own))
         last = chr(_FIRST + len(self._typed) - 1)
         self._stand_in = re.compile(f"{ESCAPE}([{chr(_FIRST)}-{last}])")
 
     def hide_in(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with typed control tokens hidden, in whatever text they have.
 
-        An assistant's own marks of reasoning (``</think>``) stay: they are the answer's form.
+        An assistant's own marks stay, of reasoning (``</think>``) and of calls (``<tool_call>``):
+        they are the answer's form. Those around turns are nobody's to write.
         """
         return [
-            self.hide(m, self._but_reasoning if m["role"] == "assistant" else self._all)
-            for m in messages
+            self._hide_in_answer(m) if m["role"] == "assistant" else self.hide(m) for m in messages
         ]
+
+    def _hide_in_answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        text = message.get("content")
+        self._counters.own_controls += len(self._own.findall(text)) if text else 0
+        return {
+            key: self.hide(value, self._but_own if key == "content" else self._but_reasoning)
+            for key, value in message.items()
+        }
 
     def hide(self, value: Any, typed: re.Pattern[str] | None = None) -> Any:
         """Return a value of JSON types with typed control tokens hidden in all of its texts."""

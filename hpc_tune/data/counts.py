@@ -15,12 +15,23 @@ _REMARKS = {
     "empty_answers": "empty answers not learned",
     "marked_answers": "answers not learned, as the data mark them",
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
+    "unended_texts": "texts and answers without an end token: the tokenizer names none (eos_token),"
+    " so the model will not learn where to stop",
+    "null_contents": "messages whose content is null, taken as empty",
     "lost_calls": "answers whose calls of tools the chat template leaves out (data.chat_template"
     " takes one that writes them)",
+    "lost_tools": "rows whose tools the chat template does not show (data.chat_template takes one"
+    " that does)",
+    "own_controls": "control tokens in answers, such as those of calls, learned as such",
     "control_texts": "control tokens in people's text, taken as plain text",
     "bad_rows": "bad rows skipped, as data.bad_rows says",
     "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
     " split_special_tokens)",
+}
+_OF_ROLES = {
+    "left_out": "messages of role {role} that the chat template leaves out (data.chat_template"
+    " takes one that writes them)",
+    "other_answers": "messages of role {role} not learned: only those of role assistant are",
 }
 
 
@@ -40,24 +51,34 @@ class Counters:
     marked_answers: int = 0
     lost_reasoning: int = 0
     lost_calls: int = 0
+    lost_tools: int = 0
+    unended_texts: int = 0
+    null_contents: int = 0
+    own_controls: int = 0
     control_texts: int = 0
     bad_rows: int = 0
     control_tokens: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    other_answers: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
 
     def drop(self, reason: str) -> None:
         """Count one example that gives no document."""
-        if reason not in self.dropped and len(self.dropped) >= _MOST_REASONS:
-            reason = "other reasons"
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        _count(self.dropped, reason, "other reasons")
+
+    def count_role(self, name: str, role: str) -> None:
+        """Count a message of a role in the field ``name``."""
+        _count(getattr(self, name), role, "others")
 
     def add(self, other: "Counters") -> None:
         """Add another part's counts to these."""
         for name, value in asdict(other).items():
-            if name != "dropped":
-                setattr(self, name, getattr(self, name) + value)
-        for reason, count in other.dropped.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
+            own = getattr(self, name)
+            if isinstance(own, dict):
+                for key, count in value.items():
+                    own[key] = own.get(key, 0) + count
+            else:
+                setattr(self, name, own + value)
 
     def __str__(self) -> str:
         """Return one line for a person."""
@@ -71,8 +92,18 @@ class Counters:
         """Return what was cut, not learned and dropped, one phrase each."""
         counts = {remark: getattr(self, name) for name, remark in _REMARKS.items()}
         parts = [f"{count:,} {remark}" for remark, count in counts.items() if count]
+        for name, remark in _OF_ROLES.items():
+            roles = sorted(getattr(self, name).items())
+            parts += [f"{count:,} {remark.format(role=role)}" for role, count in roles]
         parts += [f"{count:,} dropped: {reason}" for reason, count in sorted(self.dropped.items())]
         return parts
+
+
+def _count(counts: dict[str, int], key: str, others: str) -> None:
+    """Count ``key``, or ``others`` where there are too many keys already."""
+    if key not in counts and len(counts) >= _MOST_REASONS:
+        key = others
+    counts[key] = counts.get(key, 0) + 1
 
 
 @dataclass

@@ -18,9 +18,8 @@ from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, Rendered, Renderer
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
-from hpc_tune.data.tokenizer import FastTokenizer, require_fast
+from hpc_tune.data.tokenizer import FastTokenizer, are_controls_text, require_fast
 from hpc_tune.data.writer import Block, token_dtype
-from hpc_tune.errors import DataError
 
 # One call of the tokenizer gets about this much text. A token costs it some 200 bytes while it
 # works, so a call peaks at about 25 MB even where each byte is a token; that is also enough text to
@@ -39,7 +38,6 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._seq_len = seq_len
-        self._dtype = token_dtype(len(tokenizer))
         own = self._backend.encode("", add_special_tokens=True).ids
         bos = tokenizer.bos_token_id
         self._bos = [bos] if bos is not None and bos in own else []
@@ -47,7 +45,7 @@ class Encoder:
         self._line_end = self._backend.encode("\n", add_special_tokens=False).ids
         added = self._backend.get_added_tokens_decoder()
         self._control_ids = [number for number, token in added.items() if token.special]
-        self._are_controls_text = bool(getattr(tokenizer, "split_special_tokens", False))
+        self._are_controls_text = are_controls_text(tokenizer)
         self.counters = Counters()
         self._renderer = Renderer(tokenizer, loss_on, self.counters)
 
@@ -111,10 +109,10 @@ class Encoder:
         parts, texts = [], _parts(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
             for encoding in self._encode_batch(batch, self._as_text(item)):
-                parts.append(np.array(encoding.ids, dtype=self._dtype))
+                parts.append(np.array(encoding.ids, dtype=np.uint32))
         ids = np.concatenate(parts)
         bos, eos = self._marks(item, ids)
-        return np.concatenate([np.array(bos, self._dtype), ids, np.array(eos, self._dtype)])
+        return np.concatenate([np.array(bos, np.uint32), ids, np.array(eos, np.uint32)])
 
     def _short_block(self, rendered: list[Rendered]) -> Iterator[Block]:
         if not rendered:
@@ -191,6 +189,7 @@ class Encoder:
         if item.is_plain:
             inner = ids[brings_bos : len(ids) - brings_eos]
             self.counters.control_tokens += int(np.isin(inner, self._control_ids).sum())
+        self.counters.unended_texts += item.eos and not self._eos
         bos = self._bos if item.bos and not brings_bos else []
         return bos, self._eos if item.eos and not brings_eos else []
 
@@ -247,12 +246,10 @@ class Encoder:
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
         tokens = np.concatenate([tokens for tokens, _ in documents])
         mask = np.concatenate([mask for _, mask in documents])
-        if (highest := tokens.max()) > np.iinfo(self._dtype).max:
-            raise DataError(f"the tokenizer gave token {highest}, which is outside its vocabulary")
         self.counters.documents += len(lengths)
         self.counters.tokens += len(tokens)
         self.counters.loss_tokens += int(mask.sum())
-        yield Block(lengths, tokens.astype(self._dtype, copy=False), mask)
+        yield Block(lengths, tokens.astype(token_dtype(int(tokens.max()) + 1), copy=False), mask)
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_tune.data.dataset_card import train_files
+from hpc_tune.data.hub_cache import is_cache, own_name, refuse_several_revisions, snapshot_of
 from hpc_tune.errors import DataError
+from hpc_tune.pointer_file import why_pointer
 
 Kind = Literal["jsonl", "array", "parquet", "arrow", "csv", "text", "pydocs"]
 Paths = str | list[str]
@@ -86,15 +88,21 @@ def find(paths: Paths) -> Found:
         raise DataError("data.path is an empty list; name at least one file or folder")
     sources = [_find_one(path) for path in as_list(paths)]
     files = [file for source in sources for file in source.files]
+    refuse_several_revisions(files)
     seen: set[Path] = set()
     for file in files:
-        if (resolved := file.resolve()) in seen:
+        if why := why_pointer(file):
+            raise DataError(why)
+        if (resolved := own_name(file)) in seen:
             raise DataError(
                 f"{shown(paths)} names {file} twice; to learn from it more often, raise "
                 "train.epochs or copy it"
             )
         seen.add(resolved)
-    return Found(tuple(files), tuple(left for source in sources for left in source.left_out))
+    left_out = [left for source in sources for left in source.left_out]
+    empty = [file for file in files if len(files) > 1 and file.stat().st_size == 0]
+    kept = tuple(file for file in files if file not in empty)
+    return Found(kept, (*left_out, *((file, "empty") for file in empty)))
 
 
 def say_read(found: Found) -> str:
@@ -119,6 +127,8 @@ def _find_one(name: str) -> Found:
     if not path.exists() and glob.has_magic(name):
         matched = sorted(Path(match) for match in glob.glob(name, recursive=True))
         return _of_glob(name, matched)
+    if why := why_pointer(path):
+        raise DataError(why)
     if not path.exists():
         raise DataError(f"there is no data at {name}{_instead(name) or _near(path)}")
     if path.is_file():
@@ -152,6 +162,11 @@ def _of_glob(name: str, matched: Sequence[Path]) -> Found:
 
 
 def _of_folder(folder: Path) -> Found:
+    if (cached := snapshot_of(folder)) is not None:
+        chosen, older = cached
+        found = _of_folder(chosen)
+        why = f"another revision of the dataset than the one that is read, {chosen.name}"
+        return Found(found.files, (*found.left_out, *((revision, why) for revision in older)))
     if (folder / SPLITS_FILE).is_file() or (folder / STATE_FILE).is_file():
         return _saved_dataset(folder)
     files, left_out = _known(_walk(folder, set()))
@@ -183,14 +198,24 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
     seen.add(folder.resolve())
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+        entries += [folder / ".hoodie"] if (folder / ".hoodie").is_dir() else []
         inner = [entry for entry in entries if entry.is_dir() and entry.resolve() not in seen]
         files = [entry for entry in entries if entry.is_file()]
+        broken = [e for e in entries if e.is_symlink() and not e.exists() and kind_of(e)]
     except OSError as error:
         raise DataError(f"{folder} cannot be read as a folder: {error.strerror}") from None
+    for entry in broken:
+        where = f"{entry} is a link to {entry.readlink()}, where there is no file; copy it again"
+        raise DataError(why_pointer(entry) or where)
     for entry in inner:
-        if entry.name == "_delta_log":
+        if is_cache(entry):
             raise DataError(
-                f"{folder} is a Delta table, whose files hold rows that were deleted since; write "
+                f"{folder} has {entry.name} within it, a folder of the hub's cache; name it "
+                f"itself: data.path={entry}"
+            )
+        if table := _table_with_history(folder, entry):
+            raise DataError(
+                f"{folder} is {table} table, whose files hold rows that were deleted since; write "
                 "what it holds now as Parquet into another folder"
             )
         if entry.name.startswith("_"):
@@ -202,6 +227,17 @@ def _walk(folder: Path, seen: set[Path]) -> list[Path]:
             )
         files += _walk(entry, seen)
     return sorted(files)
+
+
+def _table_with_history(folder: Path, inner: Path) -> str | None:
+    """Return of what kind a table is whose history is in ``inner``; None if it is no such table."""
+    if (
+        inner.name == "metadata"
+        and (folder / "data").is_dir()
+        and any(inner.glob("*.metadata.json"))
+    ):
+        return "an Iceberg"
+    return {"_delta_log": "a Delta", ".hoodie": "a Hudi"}.get(inner.name)
 
 
 def _known(files: Iterable[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
@@ -279,6 +315,9 @@ def _saved_dataset(path: Path) -> Found:
         # Only names: nothing outside of the folder is read.
         files = tuple(path / Path(entry["filename"]).name for entry in state["_data_files"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        for name in (SPLITS_FILE, STATE_FILE):
+            if why := why_pointer(path / name):
+                raise DataError(why) from None
         raise DataError(
             f"{path} looks like a dataset saved by save_to_disk, but its {STATE_FILE} cannot be "
             f"read ({error!r}); save it again"

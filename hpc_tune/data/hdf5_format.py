@@ -33,8 +33,9 @@ import numpy as np
 
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.seal import is_intact
-from hpc_tune.data.tokenizer import FastTokenizer, describe
+from hpc_tune.data.tokenizer import FastTokenizer, describe, num_ids
 from hpc_tune.errors import DataError
+from hpc_tune.pointer_file import why_pointer
 
 FORMAT = "hpc_tune tokens"
 # 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took control tokens
@@ -191,7 +192,7 @@ class TokenStore:
             raise DataError(
                 f"{self.path} was prepared with the tokenizer {self.attributes.tokenizer}"
                 f" (fingerprint {made_with[:12]}, {self.attributes.vocab_size} tokens), but the"
-                f" model's tokenizer is {describe(tokenizer)} ({mark[:12]}, {len(tokenizer)}"
+                f" model's tokenizer is {describe(tokenizer)} ({mark[:12]}, {num_ids(tokenizer)}"
                 " tokens); vocabulary, special tokens and chat template must be the same. Set"
                 f" model.path or data.chat_template to what it was made with, or {PREPARE_AGAIN}"
             )
@@ -238,6 +239,8 @@ class TokenStore:
 def _require_ours(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"there is no prepared data file at {path}; {PREPARE_AGAIN}")
+    if why := why_pointer(path):
+        raise DataError(why)
     with path.open("rb") as file:
         start = file.read(len(HDF5_MAGIC))
         intact = start == HDF5_MAGIC and is_intact(file)

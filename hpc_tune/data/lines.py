@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpc_tune.data.files import PACKED
-from hpc_tune.data.records import Text, WrongRecord
+from hpc_tune.data.records import Text
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 READ_BYTES = 1 << 20
@@ -47,7 +48,9 @@ def open_bytes(file: Path) -> Iterator[BinaryIO]:
         with packed, io.BufferedReader(packed, READ_BYTES) as opened:
             yield opened
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be unpacked ({error}); write it again") from error
+        long = "too much memory" in str(error)
+        todo = "it was packed with --long: pack it with --long=27 at most" if long else "write it"
+        raise DataError(f"{file} cannot be unpacked ({error}); {todo} again") from error
 
 
 def is_array(file: Path) -> bool:

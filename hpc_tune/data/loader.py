@@ -44,28 +44,29 @@ class Loader:
         rank: int = 0,
         size: int = 1,
         micro_size: int = 1,
-        prefetch_bytes: int = PREFETCH_BYTES,
+        prefetch_bytes: int | None = None,
     ) -> None:
         """Pack the store's length histogram; no document is read yet.
 
         ``rank`` and ``size`` are those of the data-parallel axis. ``total_rows`` is where the
         stream ends, by default after one epoch; ``global_size`` rows go into each step over all
-        ranks, fewer into the last one.
+        ranks, fewer into the last one. ``prefetch_bytes``: as ``set_prefetch``, None as
+        ``prefetch_limit``.
         """
-        self._store, self._seq_len, self._global_size = store, order.seq_len, global_size
+        self._seq_len, self._global_size = order.seq_len, global_size
         self._rank, self._size, self._micro_size = rank, size, micro_size
         self._identity: _State = {
             "order": ORDER_VERSION,
             "content": store.attributes.content,
             **asdict(order),
         }
-        self._sampler = PackedSampler(
-            store.length_values, store.length_counts, store.by_length, order
-        )
+        self._packed = _PackedRows(store, order)
+        self._sampler = self._packed.sampler
         self.total_rows = self._sampler.num_rows if total_rows is None else total_rows
         self._rows = 0
         self._pins = False
-        self._prefetcher = Prefetcher(self._build, prefetch_bytes, self._step_bytes())
+        limit = self.prefetch_bytes if prefetch_bytes is None else prefetch_bytes
+        self._prefetcher = Prefetcher(self._build, limit, self._step_bytes())
         if rank == 0:
             _warn_of_cuts(store, order.seq_len)
 
@@ -78,6 +79,11 @@ class Loader:
     def padding(self) -> float:
         """The share of the rows' tokens that packing leaves empty."""
         return self._sampler.padding
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """What prefetched steps may take, unless ``set_prefetch`` says otherwise."""
+        return prefetch_limit(self._step_bytes())
 
     @property
     def micro_size(self) -> int:
@@ -163,20 +169,69 @@ class Loader:
         stop, micro_size = self._after(start), self._micro_size
         if start >= stop:
             return None
-        most_rows = -(-(stop - start) // self._size)
         own_rows = range(start + self._rank, stop, self._size)
+        most_rows = -(-(stop - start) // self._size)
+        batches = self._packed.batches(own_rows, most_rows, micro_size)
+        return [batch.pinned() for batch in batches] if self._pins else batches, stop
+
+
+class HeldOut:
+    """A fixed sample of held-out rows, packed once: the same ones whatever the world."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        order: SampleOrder,
+        num_rows: int | None = None,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        """Pack the store's length histogram. ``num_rows`` None means all."""
+        self._packed, self._rank, self._size = _PackedRows(store, order), rank, size
+        num_packed = self._packed.sampler.num_rows
+        self._num_rows = min(num_rows or num_packed, num_packed)
+        if rank == 0:
+            _warn_of_cuts(store, order.seq_len)
+
+    def batches(self, micro_size: int = 1) -> Iterator[Batch]:
+        """Yield this rank's part, the same number of batches on every rank.
+
+        ``empty_batch`` fills up.
+        """
+        for start in range(0, self._num_rows, self._size * micro_size):
+            stop = min(start + self._size * micro_size, self._num_rows)
+            own_rows = range(start + self._rank, stop, self._size)
+            yield from self._packed.batches(own_rows, 1, micro_size)
+
+
+def prefetch_limit(step_bytes: int) -> int:
+    """Return what prefetched steps may take: a step ahead in any case, however large it is."""
+    return max(PREFETCH_BYTES, step_bytes)
+
+
+class _PackedRows:
+    """The rows of a store: packed once, read when a batch is made of them."""
+
+    def __init__(self, store: TokenStore, order: SampleOrder) -> None:
+        self._store, self._seq_len = store, order.seq_len
+        self.sampler = PackedSampler(
+            store.length_values, store.length_counts, store.by_length, order
+        )
+
+    def batches(self, own_rows: range, most_rows: int, micro_size: int) -> list[Batch]:
+        """Build the micro-batches of ``own_rows``, as many as a rank with ``most_rows`` has."""
         batches = []
         for at in range(0, most_rows, micro_size):
             rows = own_rows[at : at + micro_size]
             documents = [
-                [self._store.document(d) for d in self._sampler.documents_of(r)] for r in rows
+                [self._store.document(d) for d in self.sampler.documents_of(r)] for r in rows
             ]
             batches.append(
-                make_batch(documents, self._seq_len, rows[0], self._size)
+                make_batch(documents, self._seq_len, rows[0], own_rows.step)
                 if rows
-                else empty_batch(start)
+                else empty_batch(own_rows.start)
             )
-        return [batch.pinned() for batch in batches] if self._pins else batches, stop
+        return batches
 
 
 def _warn_of_cuts(store: TokenStore, seq_len: int) -> None:
@@ -245,30 +300,3 @@ def make_batch(
         document_lengths,
         padding,
     )
-
-
-def eval_batches(
-    store: TokenStore,
-    order: SampleOrder,
-    num_rows: int | None = None,
-    rank: int = 0,
-    size: int = 1,
-    micro_size: int = 1,
-) -> Iterator[Batch]:
-    """Yield this rank's part of a fixed sample of rows: the same ones whatever the world.
-
-    ``num_rows`` None means all. Every rank gets the same number of batches; ``empty_batch`` fills
-    up.
-    """
-    loader = Loader(
-        store,
-        order,
-        global_size=size * micro_size,
-        rank=rank,
-        size=size,
-        micro_size=micro_size,
-        prefetch_bytes=0,
-    )
-    loader.total_rows = min(num_rows or loader.total_rows, loader.total_rows)
-    while batches := loader.next_step():
-        yield from batches

@@ -32,14 +32,14 @@ import numpy as np
 
 from hpc_tune import __version__
 from hpc_tune.atomic_file import replacing
-from hpc_tune.data.chats import template_date_of
 from hpc_tune.data.counts import Counters, Findings
 from hpc_tune.data.encode import Encoder, LossOn
 from hpc_tune.data.files import Paths, as_list, shown
 from hpc_tune.data.hdf5_format import VERSION, Attributes, TokenStore
 from hpc_tune.data.reading import PLAIN, Reading, require_columns
 from hpc_tune.data.sources import Chunk, ends_of_files, identity, list_chunks, read_chunk
-from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint
+from hpc_tune.data.templates import template_date_of
+from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint, num_ids
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError, HpcTuneError
 from hpc_tune.log import log
@@ -124,7 +124,7 @@ def plan(
     attributes = Attributes(
         tokenizer=describe(tokenizer),
         tokenizer_fingerprint=mark,
-        vocab_size=len(tokenizer),
+        vocab_size=num_ids(tokenizer),
         seq_len=settings.seq_len,
         loss_on=settings.loss_on,
         template_date=template_date_of(tokenizer),

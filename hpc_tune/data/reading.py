@@ -22,9 +22,9 @@ from hpc_tune.data.records import (
     Example,
     NotLearned,
     Text,
-    WrongRecord,
     to_example,
 )
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 BadRows = Literal["refuse", "skip"]
@@ -35,10 +35,10 @@ _FORMS = (
     ("prompt", "completion", "response"), ("text",),
 )  # fmt: skip
 _FURTHER = {
-    "messages": ("system", "tools", *FLAGS),
-    "conversations": ("system", "tools", *FLAGS),
-    "instruction": ("system", "tools", "history", *FLAGS),
-    "prompt": ("system", "tools", *FLAGS),
+    "messages": ("system", "tools", "functions", *FLAGS),
+    "conversations": ("system", "tools", "functions", *FLAGS),
+    "instruction": ("system", "tools", "functions", "history", *FLAGS),
+    "prompt": ("system", "tools", "functions", *FLAGS),
     "text": FLAGS,
 }
 _QUESTIONS = ("instruction", "prompt", "question", "query")
@@ -76,14 +76,14 @@ def choose_columns(
     Raises:
         DataError: if there are none, one is there twice, or one of data.columns is missing.
     """
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"{file} has the column {twice[0]} twice; give each a name of its own")
     columns = dict(reading.columns)
     if missing := [name for name in columns if name not in names]:
         raise DataError(_missing(str(file), missing, names))
     chosen = [name for name in names if name in KNOWN or name in columns]
     if not chosen:
         raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED}")
+    if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
+        raise DataError(f"{file} has the column {twice[0]} twice; give each a name of its own")
     findings.note(columns, (name for name in names if name not in chosen))
     return chosen
 

@@ -1,9 +1,11 @@
 """One record of raw data -> one example: which fields are known, and what they must hold."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from hpc_tune.data.calls import calls_of, tools_of
+from hpc_tune.data.values import WrongRecord, from_json, is_unset, name_of, shown
 
 EXPECTED = (
     "expected one of: messages (chat), conversations (ShareGPT), instruction and output (alpaca),"
@@ -21,19 +23,17 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
     "tool_response": "tool",
     "function_response": "tool",
+    "function": "tool",
     "function_call": "assistant",
     "tool_call": "assistant",
 }
 # Turns that are calls of tools as JSON text: of LLaMA-Factory, of ms-swift.
 _CALLS = ("function_call", "tool_call")
-_LISTS = ("messages", "conversations")
+_BLANK = [("messages", ""), ("conversations", "")]
+_CALL_KEYS = ("tool_calls", "function_call")
 # How trainers mark a turn that is not to be learned: OpenAI and Mistral, axolotl, ms-swift, verl.
 FLAGS = ("weight", "train", "training", "loss", "loss_mask")
 PREFERENCES = ("chosen", "rejected", "kto_tag")
-
-
-class WrongRecord(ValueError):
-    """A record that is no example; the reader adds file and line to the message."""
 
 
 class NotLearned(Exception):
@@ -95,7 +95,7 @@ def to_example(record: Any) -> Example:
         NotLearned: if it is marked so as a whole.
     """
     if not isinstance(record, dict):
-        raise WrongRecord(f"found a JSON {_name(record)}, expected an object with fields")
+        raise WrongRecord(f"found a JSON {name_of(record)}, expected an object with fields")
     readers: dict[str, Callable[[dict[str, Any]], Example]] = {
         "messages": lambda fields: _dialogue(fields, "messages"),
         "conversations": lambda fields: _dialogue(fields, "conversations"),
@@ -104,12 +104,12 @@ def to_example(record: Any) -> Example:
         "text": lambda fields: Text(_string(fields, "text")),
     }
     _refuse_preferences(record)
-    for field, reader in readers.items():
-        value = record.get(field)
-        if value is not None and not (value == "" and field in _LISTS):
-            return _marked(reader(record), record)
-    fields = ", ".join(map(str, record)) or "no fields"
-    raise WrongRecord(f"found the fields {fields}; {EXPECTED}")
+    fields = [f for f in readers if record.get(f) is not None and (f, record[f]) not in _BLANK]
+    if fields:
+        field = next((field for field in fields if record[field] != []), fields[0])
+        return _marked(readers[field](record), record)
+    names = ", ".join(map(str, record)) or "no fields"
+    raise WrongRecord(f"found the fields {names}; {EXPECTED}")
 
 
 def _marked(example: Example, record: dict[str, Any]) -> Example:
@@ -118,19 +118,9 @@ def _marked(example: Example, record: dict[str, Any]) -> Example:
         return example
     if _flag_of(record, "the row") is False:
         raise NotLearned
-    if isinstance(example, Text) or not (tools := _tools(record)):
+    if isinstance(example, Text) or not (tools := tools_of(record)):
         return example
     return Chat(example.messages(), tools)
-
-
-def _from_json(value: Any, where: str, blank: Any) -> Any:
-    """Return what a text holds as JSON, ``blank`` if it is blank; what is no text as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else blank
-    except (ValueError, RecursionError) as error:
-        raise WrongRecord(f"{where} is text that is not JSON ({error}): {_shown(value)}") from error
 
 
 def _refuse_preferences(record: dict[str, Any]) -> None:
@@ -147,7 +137,7 @@ def _refuse_preferences(record: dict[str, Any]) -> None:
 
 def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any]) -> Chat:
     """Bring messages to the form that chat templates expect."""
-    checked, unlearned = [], set()
+    checked, unlearned, tools = [], set(), tools_of(record)
     row = _flag_of(record, "the row")
     for number, message in enumerate(messages):
         where = f"{field}: message {number + 1} ({message['role']})"
@@ -159,25 +149,29 @@ def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any])
             )
         if (flag is False or (flag is None and row is False)) and message["role"] == "assistant":
             unlearned.add(number)
-        plain = {key: value for key, value in message.items() if key not in FLAGS}
+        # A template asks whether a key is there, and others' rows have it.
+        plain = {
+            key: value
+            for key, value in message.items()
+            if key == "content" or not (key in (*FLAGS, *_CALL_KEYS) or is_unset(value))
+        }
         if "content" in plain:
             plain["content"] = _content(plain["content"], where)
-        if plain.get("tool_calls"):
-            if not isinstance(plain["tool_calls"], list):
-                kind = _name(plain["tool_calls"])
-                raise WrongRecord(f"{where}: tool_calls is {kind}, expected a list")
-            plain["tool_calls"] = [_call(call, where) for call in plain["tool_calls"]]
+        if calls := calls_of(message, tools, where):
+            plain["tool_calls"] = calls
+        if plain["role"] == "function":  # OpenAI's older name
+            plain["role"] = "tool"
         checked.append(plain)
-    return Chat(checked, _tools(record), frozenset(unlearned))
+    return Chat(checked, tools, frozenset(unlearned))
 
 
 def _flag_of(fields: dict[str, Any], where: str) -> bool | None:
     """Return whether a turn, or a row, is marked to be learned; None without a mark."""
-    flags = {name: fields[name] for name in FLAGS if fields.get(name) is not None}
+    flags = {name: fields[name] for name in FLAGS if not is_unset(fields.get(name))}
     for name, value in flags.items():
         if value not in (0, 1):
             raise WrongRecord(
-                f"{where}: {name} is {_shown(value)}, expected 0 or 1, false or true: an answer is "
+                f"{where}: {name} is {shown(value)}, expected 0 or 1, false or true: an answer is "
                 "learned or not"
             )
     if len(set(map(bool, flags.values()))) > 1:
@@ -190,7 +184,7 @@ def _content(content: Any, where: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise WrongRecord(f"{where}: content is {_name(content)}, expected text")
+        raise WrongRecord(f"{where}: content is {name_of(content)}, expected text")
     texts = []
     for part in content:
         if isinstance(part, dict):
@@ -201,27 +195,15 @@ def _content(content: Any, where: str) -> str | None:
                 )
             part = part.get("text")
         if not isinstance(part, str):
-            raise WrongRecord(f"{where}: a part of its content is {_name(part)}, expected text")
+            raise WrongRecord(f"{where}: a part of its content is {name_of(part)}, expected text")
         texts.append(part)
     return "".join(texts)
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    """Return a call of a tool with its arguments as an object: templates write them as JSON."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise WrongRecord(f"{where}: a tool call is {_shown(call)}, expected a name and arguments")
-    if not isinstance(function.get("arguments"), str):
-        return dict(call)
-    arguments = _from_json(function["arguments"], f"{where}: arguments", {})
-    function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
 
 
 def _not_empty(messages: Any, field: str) -> list[Any]:
     if not isinstance(messages, list) or not messages:
         raise WrongRecord(
-            f"{field} is {_name(messages)}, expected a list with at least one message"
+            f"{field} is {name_of(messages)}, expected a list with at least one message"
         )
     return messages
 
@@ -231,21 +213,21 @@ def _messages(messages: Any, field: str) -> list[dict[str, Any]]:
     for number, message in enumerate(_not_empty(messages, field), 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise WrongRecord(
-                f"{field}: message {number} is {_shown(message)}, expected an object with role and"
+                f"{field}: message {number} is {shown(message)}, expected an object with role and"
                 " content"
             )
-        if "content" not in message and "tool_calls" not in message:
+        if "content" not in message and all(is_unset(message.get(key)) for key in _CALL_KEYS):
             raise WrongRecord(f"{field}: message {number} ({message['role']}) has no content")
     return messages
 
 
 def _dialogue(record: dict[str, Any], field: str) -> Chat:
     """Read turns of role and content, or ShareGPT's of from and value, in either field."""
-    turns = _from_json(record[field], field, [])
+    turns = from_json(record[field], field, [])
     if isinstance(turns, dict):
         turns = _rows_of(turns, field)
     first = _not_empty(turns, field)[0]
-    if isinstance(first, dict) and "from" in first and "role" not in first:
+    if isinstance(first, dict) and first.get("from") is not None and first.get("role") is None:
         turns = [_turn(turn, number, field) for number, turn in enumerate(turns, 1)]
     turns = [_as_call(turn, number, field) for number, turn in enumerate(turns, 1)]
     return _as_chat(_with_system(_messages(turns, field), field, record), field, record)
@@ -268,7 +250,7 @@ def _rows_of(columns: dict[str, Any], field: str) -> list[Any]:
     """Return turns that are stored as one list per key, as a Sequence of datasets is."""
     lists = [values for values in columns.values() if isinstance(values, list)]
     if len(lists) < len(columns) or len({len(values) for values in lists}) != 1:
-        raise WrongRecord(f"{field} is {_name(columns)}, expected a list with messages")
+        raise WrongRecord(f"{field} is {name_of(columns)}, expected a list with messages")
     turns = [dict(zip(columns, turn, strict=True)) for turn in zip(*lists, strict=True)]
     return [{k: v for k, v in turn.items() if v is not None or k == "content"} for turn in turns]
 
@@ -278,10 +260,11 @@ def _turn(turn: Any, number: int, field: str) -> dict[str, Any]:
     role = _SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
     if role is None or not isinstance(turn.get("value"), str):
         raise WrongRecord(
-            f"{field}: turn {number} is {_shown(turn)}, expected from (one of"
+            f"{field}: turn {number} is {shown(turn)}, expected from (one of"
             f" {', '.join(_SHAREGPT_ROLES)}) and value (text)"
         )
-    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    named = ("from", "value", "role", "content")
+    others = {key: value for key, value in turn.items() if key not in named}
     role = turn["from"] if turn["from"] in _CALLS else role
     return {"role": role, "content": turn["value"], **others}
 
@@ -289,11 +272,11 @@ def _turn(turn: Any, number: int, field: str) -> dict[str, Any]:
 def _as_call(message: Any, number: int, field: str) -> Any:
     """Return a turn that is a call of tools, or its answer, in the form that templates expect."""
     role = message.get("role") if isinstance(message, dict) else None
-    if role in ("observation", "tool_response", "function_response"):
+    if role in ("observation", "tool_response", "function_response", "function"):
         return {**message, "role": "tool"}
     if role not in _CALLS or not isinstance(message.get("content"), str):
         return message
-    calls = _from_json(message["content"], f"{field}: turn {number} ({role})", {})
+    calls = from_json(message["content"], f"{field}: turn {number} ({role})", {})
     calls = calls if isinstance(calls, list) else [calls]
     calls = [{"type": "function", "function": call} for call in calls]
     return {**message, "role": "assistant", "content": "", "tool_calls": calls}
@@ -303,7 +286,7 @@ def _alpaca(record: dict[str, Any]) -> Completion:
     instruction, output = _string(record, "instruction"), _string(record, "output")
     given = _optional(record, "input")
     plain = "Carry out the task that follows.\n\n"
-    history, answers = _history(_from_json(record.get("history"), "history", [])), []
+    history, answers = _history(from_json(record.get("history"), "history", [])), []
     for question, answer in history:
         plain += f"### Instruction:\n{question}\n\n### Response:\n"
         answers.append((len(plain), len(plain) + len(answer)))
@@ -325,7 +308,7 @@ def _history(turns: Any) -> tuple[tuple[str, str], ...]:
     """Return alpaca's earlier turns: a list of [question, answer]."""
     for turn in turns or ():
         if not isinstance(turn, list | tuple) or [*map(type, turn)] != [str, str]:
-            raise WrongRecord(f"history has {_shown(turn)}, expected [question, answer]")
+            raise WrongRecord(f"history has {shown(turn)}, expected [question, answer]")
     return tuple((question, answer) for question, answer in turns or ())
 
 
@@ -340,14 +323,6 @@ def _completion(record: dict[str, Any]) -> Example:
     return Completion(text, completion, plain_prompt=text, system=_optional(record, "system"))
 
 
-def _tools(record: dict[str, Any]) -> list[Any] | None:
-    """Return the tools for the template; files of one type per column hold them as JSON text."""
-    tools = _from_json(record.get("tools"), "tools", [])
-    if tools and not isinstance(tools, list):
-        raise WrongRecord(f"tools is {_name(tools)}, expected a list")
-    return tools or None
-
-
 def _optional(record: dict[str, Any], field: str) -> str:
     return _string(record, field) if record.get(field) else ""
 
@@ -358,16 +333,5 @@ def _string(record: dict[str, Any], field: str) -> str:
             f"found the fields {', '.join(record)}, but {field} is missing; {EXPECTED}"
         )
     if not isinstance(record[field], str):
-        raise WrongRecord(f"{field} is {_name(record[field])}, expected text")
+        raise WrongRecord(f"{field} is {name_of(record[field])}, expected text")
     return record[field]
-
-
-def _name(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "text", bool: "true or false", type(None): "null"}
-    name = names.get(type(value), "number")
-    return f"empty {name}" if value in ([], {}, "") else name
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -216,7 +216,11 @@ def _examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tu
 
 def _since(before: dict[str, Any], counters: Counters) -> Counters:
     """Return what was counted since ``before``."""
-    now = asdict(counters)
-    dropped = {k: n - before["dropped"].get(k, 0) for k, n in now.pop("dropped").items()}
-    new = {name: count - before[name] for name, count in now.items()}
-    return Counters(**new, dropped={reason: count for reason, count in dropped.items() if count})
+    new: dict[str, Any] = {}
+    for name, now in asdict(counters).items():
+        if isinstance(now, dict):
+            differences = {key: count - before[name].get(key, 0) for key, count in now.items()}
+            new[name] = {key: count for key, count in differences.items() if count}
+        else:
+            new[name] = now - before[name]
+    return Counters(**new)

@@ -23,7 +23,8 @@ from hpc_tune.data import lines, pydocs, tables
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.files import KNOWN, Kind, Paths, as_list, find, kind_of, shown
 from hpc_tune.data.reading import PLAIN, Reading, as_example
-from hpc_tune.data.records import Completion, Example, WrongRecord
+from hpc_tune.data.records import Completion, Example
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 CHUNK_BYTES = 4 << 20
@@ -83,14 +84,19 @@ def read_chunk(
 
 
 def identity(paths: Paths) -> str:
-    """Return a hash of the source's paths, sizes and modification times."""
+    """Return a hash of the source's paths and sizes, and of when its files were changed.
+
+    The time of change is the file system's own: what edits a file in place may set its modification
+    time back, as ``touch -r`` and ``rsync --times`` do, and cannot set this one.
+    """
     if isinstance(paths, str) and is_builtin(paths):
         facts: list[Any] = [paths, sys.version, _builtin_modules(paths)]
     else:
         facts = [str(Path(path).resolve()) for path in as_list(paths)]
         for file in find(paths).files:
             status = file.stat()
-            facts.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+            times = status.st_mtime_ns, status.st_ctime_ns
+            facts.append((str(file.resolve()), status.st_size, *times))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.lines import open_bytes
 from hpc_tune.data.reading import Reading, choose_columns
-from hpc_tune.data.records import FLAGS, PREFERENCES, WrongRecord
+from hpc_tune.data.records import FLAGS, PREFERENCES
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 PARQUET_ROWS = 256
@@ -215,8 +216,8 @@ def _checked(batch: Any) -> list[Any]:
 
     try:
         batch.validate(full=True)
-        return [_plain(row) for row in batch.to_pylist()]
-    except (pyarrow.ArrowException, ValueError) as error:
+        return [_plain(row) for row in batch.to_pylist(maps_as_pydicts="strict")]
+    except (pyarrow.ArrowException, ValueError, KeyError) as error:  # KeyError: a map's key twice
         if batch.num_rows == 1:
             return [WrongRecord(f"cannot be read ({error})")]
     return [row for at in range(batch.num_rows) for row in _checked(batch.slice(at, 1))]
@@ -225,16 +226,25 @@ def _checked(batch: Any) -> list[Any]:
 def _plain(row: dict[str, Any]) -> Any:
     """Return a row without nulls, its bytes as text."""
     try:
-        plain = {k: v.decode() if isinstance(v, bytes) else v for k, v in row.items()}
+        plain = _as_json(row)
     except UnicodeDecodeError as error:
         return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
-    if all(value is None for value in plain.values()):
+    if all(value is None for value in row.values()):
         return WrongRecord("all its columns are null")
-    return _without_nulls(plain)
+    return plain
 
 
-def _without_nulls(value: Any) -> Any:
-    """Drop the keys that a struct column fills with nulls because other rows have them."""
+def _as_json(value: Any) -> Any:
+    """Return bytes as text and keys of maps as text; drop the keys that are null.
+
+    A struct column has them because other rows do.
+    """
+    if isinstance(value, bytes):
+        return value.decode()
     if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {
+            str(_as_json(key)): _as_json(item)
+            for key, item in value.items()
+            if item is not None or key == "content"
+        }
+    return [_as_json(item) for item in value] if isinstance(value, list) else value

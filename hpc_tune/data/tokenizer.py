@@ -34,8 +34,11 @@ class FastTokenizer(Protocol):
     def apply_chat_template(self, conversation: Sequence[Any], **options: Any) -> Any:
         """Render messages to text."""
 
+    def get_vocab(self) -> dict[str, int]:
+        """Each token and its number, added tokens included."""
+
     def __len__(self) -> int:
-        """Size of the vocabulary, added tokens included."""
+        """How many tokens there are, added ones included."""
 
 
 def require_fast(tokenizer: Any) -> FastTokenizer:
@@ -58,20 +61,32 @@ def describe(tokenizer: Any) -> str:
     return str(getattr(tokenizer, "name_or_path", "") or "unnamed")
 
 
+def are_controls_text(tokenizer: FastTokenizer) -> bool:
+    """Return whether control tokens in plain text are text, by ``split_special_tokens``."""
+    return bool(getattr(tokenizer, "split_special_tokens", False))
+
+
+def num_ids(tokenizer: FastTokenizer) -> int:
+    """Return the highest token number plus one: more than there are tokens, if some are unused."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def fingerprint(tokenizer: FastTokenizer) -> str:
     """Return a sha256 over everything that decides which tokens and masks a text becomes.
 
     That is the backend (vocabulary, merges, normaliser, pre-tokeniser, added tokens), the special
-    tokens and the chat template in use. Truncation and padding are left out: calls change them, and
-    preparing turns both off.
+    tokens, the chat template in use, and whether control tokens in plain text are text. Truncation
+    and padding are left out: calls change them, and preparing turns both off.
     """
     backend = json.loads(require_fast(tokenizer).backend_tokenizer.to_str())
     backend.pop("truncation", None)
     backend.pop("padding", None)
-    parts = (
+    parts: tuple[Any, ...] = (
         backend,
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         tokenizer.chat_template,
     )
+    if are_controls_text(tokenizer):
+        parts = (*parts, "split_special_tokens")
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -31,9 +31,9 @@ class Block:
     loss_mask: np.ndarray
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest unsigned type that holds every token number."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+def token_dtype(num_ids: int) -> np.dtype:
+    """Return the smallest unsigned type that holds every token number below ``num_ids``."""
+    return np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32)
 
 
 def write_store(

@@ -24,6 +24,7 @@ from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.config_json import config_json
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
+from hpc_tune.pointer_file import why_pointer
 
 # Where config.json may name kernels of the hub, as OWNER/NAME.
 _KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
@@ -40,6 +41,16 @@ def require_directory(directory: Path) -> None:
             "downloaded in a run, because compute nodes have no internet. On the login node: hf "
             "download NAME --local-dir DIR"
         )
+    is_inside = directory.name == "snapshots" and (directory.parent / "blobs").is_dir()
+    snapshots = sorted((directory if is_inside else directory / "snapshots").glob("*"))
+    if snapshots and not (directory / "config.json").is_file():
+        raise DataError(
+            f"model.path={directory}: a folder of the hub's cache, not of a model; name its "
+            f"snapshot: model.path={' or '.join(map(str, snapshots))}"
+        )
+    for file in sorted(directory.iterdir()):
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and (why := why_pointer(file)):
+            raise DataError(why)
 
 
 def read_config(directory: Path) -> Any:

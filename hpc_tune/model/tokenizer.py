@@ -1,11 +1,15 @@
 """The tokenizer of a model directory, and whether it fits the model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import DataError, first_line
+from hpc_tune.log import log
 from hpc_tune.model.config_json import config_json
 from hpc_tune.model.language import refuse_code, require_directory
+from hpc_tune.model.tokenizer_file import TOKENIZER_FILE, by_its_file, read_whole_file
+from hpc_tune.pointer_file import why_pointer
 
 
 def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
@@ -23,22 +27,96 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         )
     except Exception as error:  # whatever transformers and tokenizers raise for odd files
         refuse_code(directory, "tokenizer_config.json", error)
-        files = sorted(file.name for file in directory.glob("*token*"))
-        raise DataError(
-            f"{directory}: no usable tokenizer (found {', '.join(files) or 'no file of one'}: "
-            f"{first_line(error)}); copy tokenizer.json and tokenizer_config.json of the model "
-            "into it, or fetch it whole: hf download NAME --local-dir DIR"
-        ) from None
+        tokenizer = _without_class(directory, error)
     if not tokenizer.is_fast:
         raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
+    tokenizer = by_its_file(tokenizer, directory)
+    _find_end_token(tokenizer, directory)
     _require_embeddings(directory, tokenizer)
-    if chat_template is not None:
+    if chat_template is None:
+        _find_template(tokenizer, directory)
+    else:
+        if pointer := why_pointer(Path(chat_template)):
+            raise DataError(pointer)
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
     return tokenizer
+
+
+def _without_class(directory: Path, error: Exception) -> Any:
+    """Return the tokenizer that tokenizer.json is, where transformers' class fails by ``error``."""
+    try:
+        if not (directory / TOKENIZER_FILE).is_file():
+            raise error
+        tokenizer = read_whole_file(directory)
+    except Exception:  # of the same kinds
+        files = sorted(file.name for file in directory.glob("*token*"))
+        raise DataError(
+            f"{directory}: no usable tokenizer (found {', '.join(files) or 'no file of one'}: "
+            f"{first_line(error)}); copy tokenizer.json and tokenizer_config.json of the model "
+            "into it, or fetch it whole: hf download NAME --local-dir DIR"
+        ) from None
+    log.info(
+        "%s: its tokenizer.json is taken; the class that tokenizer_config.json names cannot be "
+        "made of it (%s)",
+        *(directory, first_line(error)),
+    )
+    return tokenizer
+
+
+def _find_end_token(tokenizer: Any, directory: Path) -> None:
+    """Take the end token of the model's configuration where the tokenizer names none.
+
+    An empty name, as early conversions of LLaMA have it, would be read as the unknown token.
+    """
+    for role in ("bos_token", "eos_token"):
+        if not getattr(tokenizer, role):
+            setattr(tokenizer, role, None)
+    if tokenizer.eos_token is not None:
+        return
+    named = _settings(directory / "special_tokens_map.json").get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    found = [("special_tokens_map.json", named)]
+    for file in ("generation_config.json", "config.json"):
+        ends = _settings(directory / file).get("eos_token_id")
+        for number in ends if isinstance(ends, list) else [ends]:
+            if type(number) is int and number >= 0:
+                found.append((file, tokenizer.convert_ids_to_tokens(number)))
+    vocabulary = tokenizer.get_vocab()
+    for file, token in found:
+        if token in vocabulary:
+            tokenizer.eos_token = token
+            log.info(
+                "%s: its tokenizer names no end token (eos_token); texts and answers end with %s, "
+                "the end of %s",
+                *(directory, token, file),
+            )
+            return
+
+
+def _find_template(tokenizer: Any, directory: Path) -> None:
+    """Take the chat template of the processor of a model with images, where there is no other."""
+    for file in ("chat_template.json", "processor_config.json"):
+        if tokenizer.chat_template:
+            return
+        template = _settings(directory / file).get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}
+        if template:
+            tokenizer.chat_template = template
+            log.info("%s: the chat template is that of %s", directory, file)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Return what a JSON file holds; nothing where there is none that can be read."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def embedding_rows(directory: Path) -> int | None:

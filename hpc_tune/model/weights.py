@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
 from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
+from hpc_tune.pointer_file import why_pointer
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
@@ -120,7 +121,8 @@ class TensorIndex:
             ) from None
         except (SafetensorError, OSError, *_MISFITS) as error:
             raise self._error(
-                f"{file}: not a whole safetensors file ({error}); it is cut off or damaged, "
+                why_pointer(file)
+                or f"{file}: not a whole safetensors file ({error}); it is cut off or damaged, "
                 "copy it again"
             ) from None
 

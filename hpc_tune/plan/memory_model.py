@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hpc_tune.checkpoint.export import merge_bytes
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
-from hpc_tune.data.loader import BYTES_PER_TOKEN, PREFETCH_BYTES
+from hpc_tune.data.loader import BYTES_PER_TOKEN, prefetch_limit
 from hpc_tune.engine.base import uses_fsdp
 from hpc_tune.engine.compile import WORKER_BYTES, num_workers
 from hpc_tune.engine.mesh import Layout
@@ -123,7 +123,8 @@ def memory_by_phase(
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
     step = _step_bytes(trace, on_cpu, model, settings)
     left = STEPPED_BYTES if on_cpu else 0
-    buffers = min(PREFETCH_BYTES, 2 * settings.step_tokens * BYTES_PER_TOKEN)
+    step_bytes = settings.step_tokens * BYTES_PER_TOKEN
+    buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
     state = STATES_SAVED * model.trained
 
     def phase(name: str, on_device: int, on_host: int, first: int = 0) -> Phase:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from hpc_tune.data.loader import PREFETCH_BYTES, Loader
+from hpc_tune.data.loader import Loader
 from hpc_tune.memory.device import give_back_cache
 from hpc_tune.memory.host import give_back, own_bytes
 from hpc_tune.memory.policy import Action, Lever
@@ -22,7 +22,7 @@ def loader_levers(loader: Loader, data_file: Path) -> dict[Action, Lever]:
         return f"{format_bytes(max(0, before - own_bytes()))} given back by rank 0"
 
     def shrink_buffers(times: int) -> str:
-        loader.set_prefetch(0 if times else PREFETCH_BYTES)
+        loader.set_prefetch(0 if times else loader.prefetch_bytes)
         return f"prefetching {'disabled' if times else 'enabled'}"
 
     def split_micro_batches(times: int) -> str:

@@ -11,7 +11,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.export import pack_adapter
 from hpc_tune.checkpoint.staging import CudaDevice
 from hpc_tune.checkpoint.state import Evals, RunState
-from hpc_tune.data.loader import eval_batches
+from hpc_tune.data.loader import HeldOut
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine
 from hpc_tune.log import log
@@ -203,11 +203,11 @@ def _evaluation(
     config, store = model.config, data.eval_store
     if store is None:
         return None
-    return lambda: eval_batches(
+    held_out = HeldOut(
         store,
         SampleOrder(config.data.seq_len, config.data.packing, seed=0),
         num_rows=config.train.eval_rows,
         rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
-        micro_size=data.loader.micro_size,
     )
+    return lambda: held_out.batches(data.loader.micro_size)

@@ -23,7 +23,7 @@ from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import Loader, eval_batches
+from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.mesh import Layout
@@ -87,7 +87,7 @@ def main() -> None:
 def run(engine, store, world, rank, watch):
     """Do what a run does between its start and its end; return what was noted."""
     order = SampleOrder(SEQ_LEN, True, 0)
-    place = {"rank": world.coordinates(rank).data, "size": world.data_size, "micro_size": 1}
+    place = {"rank": world.coordinates(rank).data, "size": world.data_size}
     rows = MICROS * world.data_size
     loader = Loader(store, order, global_size=rows, prefetch_bytes=0, **place)
     loader.pin_batches()
@@ -106,7 +106,7 @@ def run(engine, store, world, rank, watch):
         note(what)
 
     step("step")
-    engine.evaluate(eval_batches(store, order, rows, **place))
+    engine.evaluate(HeldOut(store, order, rows, **place).batches())
     note("evaluation")
     noted["save"] = copied(engine)
     if Action.MOVE_OPTIMIZER in engine.levers:

@@ -23,7 +23,16 @@ from house_table import (  # noqa: E402
 
 # From the lowest floor to the highest; what is in one row must not know its neighbours.
 FLOORS = (
-    ("errors", "units", "log", "lazy_imports", "faults", "atomic_file", "safe_yaml"),
+    (
+        "errors",
+        "units",
+        "log",
+        "lazy_imports",
+        "faults",
+        "atomic_file",
+        "safe_yaml",
+        "pointer_file",
+    ),
     ("config",),
     ("cluster",),
     ("world", "batch"),

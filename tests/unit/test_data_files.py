@@ -149,6 +149,12 @@ def test_partitions_tell_splits_and_tables_with_a_history_are_refused(tmp_path):
     _put(tmp_path, "_delta_log/00000000000000000000.json")
     with pytest.raises(DataError, match="is a Delta table"):
         find(str(tmp_path))
+    _put(tmp_path / "hudi", "a.parquet", ".hoodie/hoodie.properties")
+    with pytest.raises(DataError, match="is a Hudi table"):
+        find(str(tmp_path / "hudi"))
+    _put(tmp_path / "iceberg", "data/a.parquet", "metadata/v1.metadata.json")
+    with pytest.raises(DataError, match="is an Iceberg table"):
+        find(str(tmp_path / "iceberg"))
 
 
 def test_links_to_folders_are_followed_and_a_circle_of_them_ends(tmp_path):

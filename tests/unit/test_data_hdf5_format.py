@@ -244,6 +244,13 @@ def test_a_run_verifies_a_file_once_and_again_when_it_has_changed(tmp_path, monk
     (tmp_path / "known.json").write_text("[1")
     verify_once(store, tmp_path / "known.json")
     assert len(times) == 3
+    status = store.path.stat()
+    with store.path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    os.utime(store.path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    verify_once(store, tmp_path / "known.json")
+    assert len(times) == 4
 
 
 def test_the_highest_token_is_known_and_must_have_an_embedding(tmp_path):

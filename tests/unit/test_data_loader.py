@@ -7,9 +7,11 @@ import torch
 from test_data_support import attributes, store_of_lengths
 
 from hpc_tune.batch import IGNORED_LABEL
+from hpc_tune.data import loader as loader_module
+from hpc_tune.data import sampler
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import Loader, eval_batches, make_batch
+from hpc_tune.data.loader import HeldOut, Loader, make_batch
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import CheckpointError, DataError
@@ -208,7 +210,7 @@ def test_error_in_the_thread_comes_out_of_next_step(store):
             raise OSError(f"cannot read document {document}")
         return store.document(document)
 
-    loader._store = dataclasses.make_dataclass("Breaking", ["document"])(breaks_soon)
+    loader._packed._store = dataclasses.make_dataclass("Breaking", ["document"])(breaks_soon)
     with pytest.raises(OSError, match="cannot read document"):
         _all_steps(loader)
     assert num_read == 21
@@ -218,9 +220,9 @@ def test_error_in_the_thread_comes_out_of_next_step(store):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_evaluation_has_the_same_rows_for_any_number_of_ranks(store, size):
     order = SampleOrder(64, packing=True, seed=0)
-    reference = _rows(eval_batches(store, order, num_rows=11))
+    reference = _rows(HeldOut(store, order, num_rows=11).batches())
     parts = [
-        list(eval_batches(store, order, num_rows=11, rank=r, size=size, micro_size=2))
+        list(HeldOut(store, order, num_rows=11, rank=r, size=size).batches(micro_size=2))
         for r in range(size)
     ]
     assert len({len(part) for part in parts}) == 1
@@ -242,9 +244,39 @@ def test_documents_that_are_cut_are_warned_of_once(store, caplog):
     assert "prepared with seq_len 60: 7 documents are cut" in caplog.text
 
 
+def test_held_out_rows_are_packed_and_warned_of_once_for_all_evaluations(
+    store, caplog, monkeypatch
+):
+    packed = []
+    pack = sampler.pack
+
+    def counted(*given):
+        packed.append(given)
+        return pack(*given)
+
+    monkeypatch.setattr(sampler, "pack", counted)
+    held_out = HeldOut(store, SampleOrder(32, packing=True, seed=0), num_rows=7)
+    first, second = (_rows(held_out.batches(micro_size)) for micro_size in (1, 3))
+    assert first == second
+    assert len(packed) == 1
+    assert len(caplog.records) == 1
+
+
+def test_a_step_is_prefetched_however_large_it_is(store, monkeypatch):
+    monkeypatch.setattr(loader_module, "PREFETCH_BYTES", 10)
+    loader = _loader(store)
+    first = loader.next_step()
+    deadline_s = time.monotonic() + 20
+    while loader._prefetcher._queued_bytes == 0 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert loader._prefetcher._queued_bytes > 10
+    assert first
+    loader.close()
+
+
 def test_evaluation_of_all_rows_has_each_document_once(store):
     order = SampleOrder(64, packing=False, seed=0)
-    total = sum(b.num_loss_tokens for b in eval_batches(store, order))
+    total = sum(b.num_loss_tokens for b in HeldOut(store, order).batches())
     assert total == sum(length - 1 for length in LENGTHS)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from test_data_support import byte_tokenizer, chat, write_jsonl
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from hpc_tune.data import prepare as module
 from hpc_tune.data import sources
@@ -209,6 +211,22 @@ def test_copies_of_the_source_on_other_nodes_may_have_other_times_but_no_other_c
             prepare(
                 source, out, tokenizer, PrepareSettings(200), Ranks(share=lambda own: of_rank_0)
             )
+
+
+def test_numbers_behind_a_gap_are_kept_in_prepared_data(tmp_path):
+    tokenizer = byte_tokenizer(template=None)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["added_tokens"].append(content["added_tokens"][-1] | {"id": 66000, "content": "<far>"})
+    content["model"]["vocab"]["<far>"] = 66000
+    far = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token="<|im_end|>"
+    )
+    source = write_jsonl(tmp_path / "d.jsonl", [{"text": "near"}, {"text": "a <far> b"}])
+    prepare(str(source), tmp_path / "d.h5", far, PrepareSettings(200))
+    store = TokenStore.open(tmp_path / "d.h5")
+    assert store.attributes.vocab_size == 66001
+    assert (store.attributes.highest_token, store.tokens.dtype.itemsize) == (66000, 4)
+    assert far.decode(store.document(1)[0]) == "a <far> b<|im_end|>"
 
 
 JOB = """

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -298,6 +299,16 @@ def test_identity_follows_size_and_time_of_the_files(tmp_path):
     path.touch()
     assert identity(str(path)) != first
     assert identity("builtin:pydocs") != identity("builtin:pydocs:heldout")
+
+
+def test_data_edited_in_place_with_the_same_size_and_time_are_other_data(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"text": "a"}])
+    first, status = identity(str(path)), path.stat()
+    write_jsonl(path, [{"text": "b"}])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    now = path.stat()
+    assert (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert identity(str(path)) != first
 
 
 def test_pydocs_gives_thousands_of_pairs_with_whole_modules_held_out():

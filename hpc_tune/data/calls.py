@@ -1,0 +1,113 @@
+"""Tools and calls of tools in records, in the form that chat templates expect.
+
+    tools, functions (OpenAI's older name)           -> a list of {type, function}
+    tool_calls, function_call (OpenAI's older form)  -> a list of {type, function: {name, ...}}
+
+Either may be JSON as text, as files of one type per column hold them. Arguments become an object:
+templates write them as JSON.
+"""
+
+from typing import Any
+
+from hpc_tune.data.values import WrongRecord, from_json, is_unset, name_of, shown
+
+_ARGUMENTS = ("arguments", "parameters")  # the latter as Llama 3 writes them
+# Where a null is a value of a JSON schema; elsewhere in one it fills a key that others have.
+_NULL_IS_A_VALUE = ("default", "const", "example")
+
+
+def tools_of(record: dict[str, Any]) -> list[Any] | None:
+    """Return the tools of a row for the template; None without any.
+
+    Raises:
+        WrongRecord: if they are no list, or two different ones.
+    """
+    tools = [_tool(tool) for tool in _list_of(record, "tools")]
+    functions = [
+        {"type": "function", "function": _tool(function)}
+        for function in _list_of(record, "functions")
+    ]
+    if tools and functions and _bare(tools) != _bare(functions):
+        raise WrongRecord("tools and functions are there, and they differ; keep one of them")
+    return tools or functions or None
+
+
+def calls_of(message: dict[str, Any], tools: list[Any] | None, where: str) -> list[dict[str, Any]]:
+    """Return the calls of a message.
+
+    Raises:
+        WrongRecord: if one has no name, or tool_calls and function_call differ.
+    """
+    given = from_json(message.get("tool_calls"), f"{where}: tool_calls", [])
+    if not is_unset(given) and not isinstance(given, list):
+        raise WrongRecord(f"{where}: tool_calls is {name_of(given)}, expected a list")
+    calls = [_call(call, where) for call in given or ()]
+    older = from_json(message.get("function_call"), f"{where}: function_call", None)
+    if not is_unset(older):
+        call = _call({"type": "function", "function": older}, where)
+        if calls and _bare(calls) != _bare([call]):
+            raise WrongRecord(
+                f"{where}: tool_calls and function_call are there, and they differ; keep one"
+            )
+        calls = calls or [call]
+    known = {
+        function["name"]: (function.get("parameters") or {}).get("properties")
+        for function in _bare(tools or [])
+        if isinstance(function, dict) and isinstance(function.get("name"), str)
+    }
+    for call in calls:
+        function = call.get("function", call)
+        properties = known.get(function["name"])
+        if isinstance(properties, dict) and isinstance(function.get("arguments"), dict):
+            function["arguments"] = {
+                name: value
+                for name, value in function["arguments"].items()
+                if value is not None or name in properties
+            }
+    return calls
+
+
+def _list_of(record: dict[str, Any], field: str) -> list[Any]:
+    tools = from_json(record.get(field), field, [])
+    if tools and not isinstance(tools, list):
+        raise WrongRecord(f"{field} is {name_of(tools)}, expected a list")
+    return tools or []
+
+
+def _tool(tool: Any) -> Any:
+    try:
+        return _without_nulls(from_json(tool, "a tool", {}))
+    except RecursionError:
+        raise WrongRecord("nested too deeply") from None
+
+
+def _bare(entries: list[Any]) -> list[Any]:
+    """Return the functions of tools or calls, without what is around them."""
+    return [(e.get("function") or e) if isinstance(e, dict) else e for e in entries]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the keys of a schema that are null because other tools of the file have them."""
+    if isinstance(value, dict):
+        return {
+            key: item if key in _NULL_IS_A_VALUE else _without_nulls(item)
+            for key, item in value.items()
+            if item is not None or key in _NULL_IS_A_VALUE
+        }
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    """Return a call of a tool as new objects, with its arguments as an object."""
+    entries = given.items() if isinstance(given, dict) else ()
+    call = {k: v for k, v in entries if k in _ARGUMENTS or not is_unset(v)}
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise WrongRecord(f"{where}: a tool call is {shown(given)}, expected a name and arguments")
+    function = dict(function)
+    for field in _ARGUMENTS:
+        if field in function:
+            arguments = from_json(function.pop(field), f"{where}: {field}", {})
+            function["arguments"] = {} if arguments is None else arguments
+            break
+    return {**call, "function": function} if "function" in call else function

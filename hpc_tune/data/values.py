@@ -1,0 +1,36 @@
+"""Values of records as messages name them, and what is raised for a wrong one."""
+
+import json
+from typing import Any
+
+
+class WrongRecord(ValueError):
+    """A record that is no example; the reader adds file and line to the message."""
+
+
+def from_json(value: Any, where: str, blank: Any) -> Any:
+    """Return what a text holds as JSON, ``blank`` if it is blank; what is no text as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else blank
+    except (ValueError, RecursionError) as error:
+        raise WrongRecord(f"{where} is text that is not JSON ({error}): {shown(value)}") from error
+
+
+def is_unset(value: Any) -> bool:
+    """Return whether a value is null or empty: what tools write under keys that say nothing."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def name_of(value: Any) -> str:
+    """Return what kind of JSON value this is."""
+    names = {dict: "object", list: "list", str: "text", bool: "true or false", type(None): "null"}
+    name = names.get(type(value), "number")
+    return f"empty {name}" if value in ([], {}, "") else name
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON, cut."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

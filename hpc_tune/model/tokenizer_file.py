@@ -1,0 +1,171 @@
+"""Whether transformers reads a tokenizer as tokenizer.json says it, and what is taken if not.
+
+Some classes of transformers 5 take vocabulary and merges from tokenizer.json and drop its
+normalizer and pre-tokenizer for their own: a model then gets other tokens than it was trained with.
+``PreTrainedTokenizerFast`` reads the whole file. Both are tried on ``PROBES``, on pieces of the
+vocabulary and on control tokens in text; where they differ, the file is right.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.errors import first_line
+from hpc_tune.log import log
+
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+WHOLE_FILE_CLASS = "PreTrainedTokenizerFast"  # transformers 5 calls it TokenizersBackend
+PROBES = (
+    "In  2023 there were 650841823 people in 12 cities; 3.14159, 1,000,000 and 0x7f.",
+    "\n  It's what we'LL see:\r\n\r\n\tthe   end...  ",
+    "def f(x_1, *, y=None):\n        return {'a': [x_1 ** 2, y // 3]}  # camelCase\n\n\n    pass\n",
+    "<div class=\"a\">https://example.org/a?b=c&d=%20e</div> user@example.org #tag",
+    "Die Größe, café and cafe\u0301, ﬁne ½ ² Å, Straße, naïve; ‘quotes’ — “dash”…",
+    "Привет, мир! Ελληνικά. שלום עולם. مرحبا بالعالم. नमस्ते दुनिया।",
+    "今日は世界。中文字符，한국어 문장입니다. ภาษาไทย",
+    "👍🏽 👩‍👩‍👧 🇳🇴 \u00a0\u200b\u3000x∑∞≠≤ \u2581a\x01",
+    " leading", "  two", "trailing ", "A", "a\n\nb", "1", "12345678901",
+)  # fmt: skip
+_PIECES = 512
+_CONTROLS = 64
+_SHOWN = 12
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+def by_its_file(tokenizer: Any, directory: Path) -> Any:
+    """Return ``tokenizer`` if it makes the tokens of its tokenizer.json, else one that does.
+
+    What differs is logged. Without tokenizer.json there is nothing to compare with.
+    """
+    file = directory / TOKENIZER_FILE
+    if not file.is_file():
+        return tokenizer
+    from tokenizers import Tokenizer
+
+    raw = Tokenizer.from_file(str(file))
+    texts = _probes(raw)
+    if not is_by_class(tokenizer):
+        _say_config_differs(tokenizer, raw, texts, directory)
+        return tokenizer
+    whole = read_whole_file(directory)
+    found = _first_difference(tokenizer, whole, texts)
+    if found is None:
+        return tokenizer
+    log.info(
+        "%s: text becomes the tokens of its tokenizer.json. The class %s, which transformers takes "
+        "for it, would make others: %s. Exports name %s, which reads the whole file",
+        *(directory, type(tokenizer).__name__, found, WHOLE_FILE_CLASS),
+    )
+    _keep_roles(whole, tokenizer)
+    _say_config_differs(whole, raw, texts, directory)
+    return whole
+
+
+def is_by_class(tokenizer: Any) -> bool:
+    """Return whether a tokenizer is of a class of its own, not of the one that reads the file."""
+    from transformers import PreTrainedTokenizerFast
+
+    return type(tokenizer) is not PreTrainedTokenizerFast
+
+
+def read_whole_file(directory: Path) -> Any:
+    """Return the tokenizer of a directory as its tokenizer.json and tokenizer_config.json say."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
+
+
+def name_whole_file_class(tokenizer: Any, out: Path) -> None:
+    """Let those who load the tokenizer files in ``out`` by transformers get the same tokens.
+
+    ``tokenizer`` makes those that were trained with. tokenizer_config.json is written anew only
+    where the class that is taken by it makes others.
+    """
+    file = out / TOKENIZER_CONFIG
+    if not file.is_file() or not (out / TOKENIZER_FILE).is_file():
+        return
+    texts = _probes(tokenizer.backend_tokenizer)
+    if _difference_of_loaded(out, tokenizer, texts) is None:
+        return
+    settings = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": WHOLE_FILE_CLASS}
+    for role in _ROLES:
+        if (text := getattr(tokenizer, role, None)) and not settings.get(role):
+            settings[role] = str(text)
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+    if found := _difference_of_loaded(out, tokenizer, texts):
+        log.warning(
+            "transformers' AutoTokenizer reads the exported tokenizer in another way than it was "
+            "trained with, whatever tokenizer_class says: %s. Load it by %s.from_pretrained",
+            *(found, WHOLE_FILE_CLASS),
+        )
+
+
+def _difference_of_loaded(directory: Path, tokenizer: Any, texts: Sequence[str]) -> str | None:
+    """Return where what AutoTokenizer makes of a directory differs from ``tokenizer``."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        return _first_difference(loaded, tokenizer, texts)
+    except Exception as error:  # whatever a class raises that cannot be made of the file
+        return first_line(error)
+
+
+def _probes(raw: Any) -> list[str]:
+    """Return texts that show how a tokenizer cuts, some of its own vocabulary among them."""
+    size, added = raw.get_vocab_size(), raw.get_added_tokens_decoder()
+    pieces = [raw.decode([number]) for number in range(0, size, max(1, size // _PIECES))]
+    rows = ["".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
+    rows += [" ".join(pieces[at : at + 8]) for at in range(0, len(pieces), 8)]
+    controls = [token.content for token in added.values()][:_CONTROLS]
+    return [*PROBES, *rows, *(f"a {text} b{text}\n{text}c" for text in controls)]
+
+
+def _first_difference(tokenizer: Any, other: Any, texts: Sequence[str]) -> str | None:
+    """Return where two tokenizers of transformers make other tokens; None where they do not."""
+    one, two = tokenizer.backend_tokenizer, other.backend_tokenizer
+    ends = [backend.encode("", add_special_tokens=True).ids for backend in (one, two)]
+    if ends[0] != ends[1]:
+        return f"around a text it puts {_named(one, ends[0])}, the file {_named(two, ends[1])}"
+    return _difference(one, two, texts)
+
+
+def _difference(one: Any, two: Any, texts: Sequence[str]) -> str | None:
+    for backend in (one, two):
+        backend.no_truncation()
+        backend.no_padding()
+    both = [backend.encode_batch(texts, add_special_tokens=False) for backend in (one, two)]
+    for text, *(first, second) in zip(texts, *both, strict=True):
+        if (a := first.ids) != (b := second.ids):
+            at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+            parts = (_named(one, a[at:]), _named(two, b[at:]))
+            return f"{text[:60]!r} has {parts[0]} where the file has {parts[1]}"
+    return None
+
+
+def _named(backend: Any, ids: Sequence[int]) -> str:
+    shown = [backend.id_to_token(number) for number in ids[:_SHOWN]]
+    return f"[{' '.join(map(str, shown))}{' ...' if len(ids) > _SHOWN else ''}]"
+
+
+def _keep_roles(whole: Any, tokenizer: Any) -> None:
+    """Keep the special tokens that a class knows by itself, where the file has them."""
+    vocabulary = whole.get_vocab()
+    for role in _ROLES:
+        if getattr(whole, role) is None and str(getattr(tokenizer, role)) in vocabulary:
+            setattr(whole, role, str(getattr(tokenizer, role)))
+
+
+def _say_config_differs(tokenizer: Any, raw: Any, texts: Sequence[str], directory: Path) -> None:
+    """Log where tokenizer_config.json changes what tokenizer.json says, as it may."""
+    if found := _difference(tokenizer.backend_tokenizer, raw, texts):
+        log.info(
+            "%s: tokenizer_config.json changes tokens of tokenizer.json, and is taken as "
+            "transformers takes it: %s",
+            *(directory, found),
+        )
