@@ -47,6 +47,10 @@ class CheckpointError(HpcTuneError):
     """A checkpoint cannot be written or cannot be used."""
 
 
+class UnreadableError(HpcTuneError):
+    """The file system refuses to read a checkpoint, which may be whole."""
+
+
 class MemoryBudgetError(HpcTuneError):
     """The work does not fit into the memory of the host or device; the user changes one of them."""
 

@@ -8,7 +8,7 @@ from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flat
-from hpc_tune.errors import CheckpointError, ConfigError
+from hpc_tune.errors import CheckpointError, ConfigError, UnreadableError
 from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.weights import index_model_directory
@@ -94,13 +94,19 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
     lines, all_valid = _outcome_lines(path), True
     if lines and not (path / "checkpoints").is_dir():
         return [*lines, "no checkpoint yet"], True
-    paths = [path] if (path / MANIFEST).is_file() else _store_of(path).steps()
-    for checkpoint in paths:
+    is_one = (path / MANIFEST).is_file()
+    for checkpoint in [path] if is_one else _store_of(path).steps():
         try:
             lines.append(_line(checkpoint, check_bytes))
-        except CheckpointError as error:
+        except (CheckpointError, UnreadableError) as error:
             all_valid = False
-            lines.append(f"{checkpoint.name}  NOT VALID: {error}")
+            is_read = isinstance(error, CheckpointError)
+            lines.append(f"{checkpoint.name}  {'NOT VALID' if is_read else 'UNREADABLE'}: {error}")
+    for aside in [] if is_one else _store_of(path).superseded():
+        lines.append(
+            f"{aside.name}  put aside: the run went on from an earlier one; remove it if it is not "
+            f"needed, or resume from it with checkpoint.resume={aside}"
+        )
     return lines, all_valid
 
 

@@ -98,7 +98,7 @@ class RunState:
     loader: dict[str, Any]
     layout: dict[str, int]
     micro_size: int
-    config: dict[str, Any]
+    config: Settings
     eval_loss: float | None = None
     evals: dict[str, Any] = field(default_factory=dict)
     governor: list[str] = field(default_factory=list)
@@ -179,5 +179,10 @@ def _changed(saved: RunState, settings: Settings, names: Sequence[str]) -> list[
     return [
         f"{name}: {before.get(name)} in the checkpoint, {now[name]} now"
         for name in names
-        if before.get(name) != now[name]
+        if _meaning(name, before.get(name)) != _meaning(name, now[name])
     ]
+
+
+def _meaning(name: str, value: Any) -> Any:
+    """Return what two values have in common that mean the same: the order of targets is nothing."""
+    return set(value) if name == "tune.targets" and isinstance(value, list | tuple) else value

@@ -8,35 +8,44 @@ Writing step 100, in this order:
     4  manifest.json                             step, state, size and SHA-256 of each file; synced
     5  fsync of the .tmp folder
     6  rename to step-00000100, fsync of checkpoints/
-    7  other checkpoints that are not to stay: renamed to .tmp, then removed
+    7  later checkpoints, of a course that the run has left: renamed to step-N.superseded
+    8  older checkpoints that are not to stay: renamed to .tmp, then removed
 
 A full fine-tune has no weights-* and no adapter/: its ranks write all they hold into rank-*.
 
-A checkpoint is valid if its name has no .tmp, its manifest's own hash is right, and every file in
+A checkpoint is valid if its name is step-N, its manifest's own hash is right, and every file in
 it has the size and hash of the manifest. So a reader ignores a .tmp folder (an interrupted save or
-removal), and names the damaged file of a checkpoint that was damaged later. The only
-operation that makes a checkpoint appear is the rename of step 6, which is atomic within one folder
-on local disks, NFS and Lustre; no locks are used.
+removal), and names the damaged file of a checkpoint that was damaged later. A file that the file
+system refuses to read is not damaged: nothing older is taken in its place. The only operation
+that makes a checkpoint appear is the rename of step 6, which is atomic within one folder on local
+disks, NFS and Lustre; no locks are used.
 """
 
+import errno
 import hashlib
 import json
+import math
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_tune.atomic_file import sync_file, sync_folder
-from hpc_tune.errors import CheckpointError
+from hpc_tune.errors import CheckpointError, UnreadableError
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
+_SUPERSEDED = ".superseded"
 _READ_BYTES = 1 << 20
+_READ_AGAIN_AFTER_S = (0.5, 2.0, 5.0)  # a server that is replaced answers again
+_DAMAGES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+T = TypeVar("T")
 
 
 class Store:
@@ -56,8 +65,16 @@ class Store:
         named = [(m, p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
         return [p for _, p in sorted(named, key=lambda pair: int(pair[0][1]))]
 
+    def superseded(self) -> list[Path]:
+        """Return the checkpoints of courses that the run has left, which are kept for the user."""
+        return sorted(self.folder.glob(f"step-*{_SUPERSEDED}"))
+
     def latest(self) -> Path | None:
-        """Return the newest checkpoint that verifies."""
+        """Return the newest checkpoint that verifies.
+
+        Raises:
+            UnreadableError: if the file system refuses to read one that may be the newest.
+        """
         return newest_valid(self.steps(), damage_of)
 
     def begin(self, step: int) -> Path:
@@ -75,8 +92,16 @@ class Store:
             raise CheckpointError(f"{temporary} cannot be made: {error}") from None
         return temporary
 
-    def commit(self, temporary: Path, state: dict[str, Any], files: Iterable[WrittenFile]) -> Path:
+    def commit(
+        self,
+        temporary: Path,
+        state: dict[str, Any],
+        files: Iterable[WrittenFile],
+        require_wanted: Callable[[], None] = lambda: None,
+    ) -> Path:
         """Make a written folder a checkpoint, remove older ones, and return its path.
+
+        ``require_wanted`` is called before anything is changed for good; it may raise.
 
         Raises:
             CheckpointError: if the file system refuses; older checkpoints are then untouched.
@@ -90,21 +115,22 @@ class Store:
         try:
             _write_synced(temporary / MANIFEST, {**body, "sha256": _hash_of(body)})
             sync_folder(temporary)
-            if final.exists():  # only a damaged one is ever written again
-                _remove(final)
+            require_wanted()
+            if final.exists():  # it was damaged, or the run has gone back behind it
+                _supersede(final)
             temporary.rename(final)
             sync_folder(self.folder)
         except OSError as error:
             raise CheckpointError(f"{final} cannot be committed: {error}") from None
-        self.prune(final)
+        self.prune(final, require_wanted)
         return final
 
     def abandon(self, temporary: Path) -> None:
         """Remove the files of an unfinished checkpoint."""
         shutil.rmtree(temporary, ignore_errors=True)
 
-    def prune(self, newest: Path) -> None:
-        """Keep ``newest``, those before it by the keep settings, and nothing else.
+    def prune(self, newest: Path, require_wanted: Callable[[], None] = lambda: None) -> None:
+        """Keep ``newest``, and those before it by the keep settings; put later ones aside.
 
         Later ones are of steps that the run repeats, because they were damaged or an older one was
         resumed. Folders that end in .tmp were interrupted.
@@ -112,28 +138,39 @@ class Store:
         steps = self.steps()
         end = steps.index(newest) + 1
         old = steps[: max(0, end - self._keep)]
-        stays = {self._best(steps[:end])} | {p for p in old if self._is_every(p)}
         try:
+            for path in steps[end:]:
+                require_wanted()
+                _supersede(path)
+            stays = {self._best(steps[:end])} | {p for p in old if self._is_every(p)}
             for leftover in self.folder.glob("step-*.tmp"):
+                require_wanted()
                 shutil.rmtree(leftover)
-            for path in (*steps[end:], *(p for p in old if p not in stays)):
+            for path in (p for p in old if p not in stays):
+                require_wanted()
                 _remove(path)
         except OSError as error:
             log.warning("an old checkpoint could not be removed: %s", error)
+        except UnreadableError as error:  # it may be the best
+            log.warning("no old checkpoint is removed: %s", error)
 
     def _is_every(self, path: Path) -> bool:
         step = int(path.name.removeprefix("step-"))
         return self._keep_every is not None and step % self._keep_every == 0
 
     def _best(self, steps: list[Path]) -> Path | None:
-        """Return the checkpoint with the lowest held-out loss, the newest of equal ones."""
+        """Return the checkpoint with the lowest held-out loss, the newest of equal ones.
+
+        Raises:
+            UnreadableError: if the file system refuses to tell a loss.
+        """
         losses = []
         for number, path in enumerate(steps if self._keep_best else ()):
             try:
                 loss = read_state(path).get("eval_loss")
             except CheckpointError:
                 continue
-            if loss is not None:
+            if isinstance(loss, float) and math.isfinite(loss):
                 losses.append((loss, -number, path))
         return min(losses)[2] if losses else None
 
@@ -143,6 +180,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: if it is missing or damaged, or of another format.
+        UnreadableError: if the file system refuses to read it.
     """
     return _read_manifest(path)["state"]
 
@@ -152,21 +190,49 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> None:
 
     Raises:
         CheckpointError: names the first file that is missing, cut off or damaged.
+        UnreadableError: if the file system refuses to read one, again and again.
     """
     for name, entry in islice(_read_manifest(path)["files"].items(), part, None, parts):
-        file = path / name
+        _verify_file(path / name, entry)
+
+
+def _verify_file(file: Path, entry: dict[str, Any]) -> None:
+    size = _read(file, lambda: file.stat().st_size)
+    if size != entry["bytes"]:
+        raise CheckpointError(f"{file} has {size} bytes, expected {entry['bytes']}")
+    if _read(file, lambda: _hash_file(file)) != entry["sha256"]:
+        raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's")
+
+
+def _read(file: Path, reading: Callable[[], T]) -> T:
+    """Return what ``reading`` a file of a checkpoint gives, which may succeed at a later attempt.
+
+    Raises:
+        CheckpointError: if it is not there. UnreadableError: if the file system refuses.
+    """
+    for wait_s in (*_READ_AGAIN_AFTER_S, None):
         try:
-            size = file.stat().st_size
-            if size != entry["bytes"]:
-                raise CheckpointError(f"{file} has {size} bytes, expected {entry['bytes']}")
-            if _hash_file(file) != entry["sha256"]:
-                raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's")
+            return reading()
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
+            if error.errno in _DAMAGES:
+                raise CheckpointError(f"{file} cannot be read: {error}") from None
+            if wait_s is None:
+                raise UnreadableError(
+                    f"{file} cannot be read: {error.strerror}, {len(_READ_AGAIN_AFTER_S) + 1} "
+                    f"times in {sum(_READ_AGAIN_AFTER_S):.0f} s. Its checkpoint may be whole, so "
+                    "no other is taken: look at the file system and start again, or move the "
+                    "folder of that checkpoint away"
+                ) from None
+        time.sleep(wait_s)
+    raise AssertionError("not reached")
 
 
 def damage_of(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return what ``verify`` finds wrong with a checkpoint, None if it is valid."""
+    """Return what ``verify`` finds wrong with a checkpoint, None if it is valid.
+
+    Raises:
+        UnreadableError: if the file system refuses to read it.
+    """
     try:
         verify(path, part, parts)
     except CheckpointError as error:
@@ -188,13 +254,14 @@ def newest_valid(
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
+    content = _read(file, lambda: _content_of(file))
+    if content is None:
+        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}")
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(content)
         body = {key: manifest[key] for key in ("format", "files", "state")}
         intact = manifest["sha256"] == _hash_of(body)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}") from None
     if not intact:
         raise CheckpointError(f"{file} is damaged: its SHA-256 does not fit its content")
@@ -211,6 +278,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
             raise CheckpointError(f"{file} has no size and hash of {name}")
     return body
+
+
+def _content_of(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def _hash_of(body: dict[str, Any]) -> str:
@@ -242,3 +316,22 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def _supersede(path: Path) -> None:
+    """Put aside a checkpoint behind which the run has gone back: nothing resumes from it by itself.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    for number in count(1):
+        again = f".{number}" if number > 1 else ""
+        aside = path.with_name(f"{path.name}{again}{_SUPERSEDED}")
+        if not aside.exists():
+            break
+    path.rename(aside)
+    log.warning(
+        "the run has gone on from a checkpoint before %s, which is kept as %s: remove it when you "
+        "do not need it, or resume from it with checkpoint.resume",
+        *(path.name, aside),
+    )

@@ -34,6 +34,7 @@ class Writer:
     ) -> None:
         """Start to write ``files``; their regions must stay as they are until ``release``."""
         self._files, self._budget_bytes, self._faults = dict(files), budget_bytes, faults
+        self._folder = next((file.parent for file in self._files), Path("a checkpoint"))
         self._regions = [region for regions in self._files.values() for region in regions]
         self._pieces = list(pieces_of_all(self._regions))
         self._numbers: dict[int, list[int]] = defaultdict(list)  # pieces of each region
@@ -63,16 +64,20 @@ class Writer:
         return self._num_progressed
 
     def give_up(self, why: str) -> None:
-        """Count as failed from now on, whatever the thread does."""
-        self._error, self._over = CheckpointError(why), True
+        """Count as failed from now on, unless all is written; the thread ends when it can."""
+        with self._changed:
+            if not self._over:
+                self._error, self._over = CheckpointError(why), True
+                self._changed.notify_all()
 
     def result(self) -> list[WrittenFile]:
-        """Return what was written.
+        """Return what was written, when it is.
 
         Raises:
             CheckpointError: if a file could not be written.
         """
-        assert self._over
+        with self._changed:
+            self._changed.wait_for(lambda: self._over)
         if self._error is not None:
             raise self._error
         return self._written
@@ -95,10 +100,6 @@ class Writer:
                     )
                 progress = self.progress
             self._released = True
-
-    @property
-    def _folder(self) -> Path:
-        return next(iter(self._files)).parent
 
     def _may_change(self, first: int) -> bool:
         """Whether the values may be changed, of which those from piece ``first`` on are copied."""
@@ -163,6 +164,8 @@ class Writer:
         """Yield the values of the next region: the copies of its pieces, or else what is there."""
         self._num_read += 1
         for number in self._numbers[self._num_read - 1]:
+            if self._error is not None:  # given up: another save may write the same file
+                raise self._error
             self._faults.write(number, self._copies.keys())
             with self._changed:
                 copy = self._copies.pop(number, None)

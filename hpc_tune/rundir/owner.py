@@ -140,6 +140,10 @@ class LiveMark:
             time.sleep(min(_LOOK_EVERY_S, self._touch_every_s))
         self._thread.start()
 
+    def is_anothers(self) -> bool:
+        """Tell whether another job has taken the folder over."""
+        return nonce_in(self._path) not in (None, self._me.nonce)
+
     def close(self) -> None:
         """Give the folder back, if this rank has taken it."""
         self._over.set()
@@ -167,8 +171,7 @@ class LiveMark:
 
     def _keep(self) -> None:
         while not self._over.wait(self._touch_every_s):
-            nonce = nonce_in(self._path)
-            if nonce not in (None, self._me.nonce) and not self._over.is_set():
+            if self.is_anothers() and not self._over.is_set():
                 owner = (_look(self._path) or (None,))[0]
                 self._lost(
                     InUseError(

@@ -11,8 +11,8 @@ class Ballot:
 
     ``loss_tokens``, ``tokens`` and ``attention_flops``: of the step's rows that this rank counts.
     ``save``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
-    ``saves_done``: its part of the current checkpoint is written. ``garbage``: it has garbage to
-    collect. ``levels``: the memory levels it has reached.
+    ``saves_done``: 1 if it has done its part of the current checkpoint, see checkpointing.py.
+    ``garbage``: it has garbage to collect. ``levels``: the memory levels it has reached.
     """
 
     loss_tokens: float

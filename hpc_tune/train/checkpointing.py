@@ -1,6 +1,7 @@
 """All ranks save together: the store's protocol, the engine's tensors, the manifest's state.
 Errors are agreed between the steps, never raised on one rank alone."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.regions import Region, WrittenFile
 from hpc_tune.rundir.json_lines import Events
 from hpc_tune.train.exit import ResumePoint
+from hpc_tune.train.save_reports import Report, Reports
 from hpc_tune.world.comm import Comm
 
 T = TypeVar("T")
@@ -36,25 +38,48 @@ _POLL_S = 0.02
 class Writing:
     """How a rank writes: the save fails if the file system takes no byte for ``limit_s``;
     ``admit(bytes, why)`` tells whether there is memory for copies; ``device()`` is what copies
-    them if the engine is on one; ``faults`` are for tests.
+    them if the engine is on one; ``owns_folder()`` tells whether the run directory is still this
+    job's; ``faults`` are for tests.
     """
 
     limit_s: float
     admit: Callable[[int, str], bool] = lambda num_bytes, why: True
     device: Callable[[], Device] | None = None
+    owns_folder: Callable[[], bool] = lambda: True
     faults: Faults = NO_FAULTS
+
+
+@dataclass(frozen=True)
+class _Committed:
+    """A checkpoint that is there, its bytes, and the seconds from the save's begin until then."""
+
+    path: Path
+    num_bytes: int
+    save_s: float
+
+
+@dataclass
+class _Save:
+    """A save of this rank: what writes its part, and then tells rank 0, or commits."""
+
+    state: RunState
+    folder: Path
+    began_s: float
+    writer: Writer
+    task: "_Task[_Committed | None]"
 
 
 class Checkpointer:
     """Writes checkpoints, one at a time, while training goes on.
 
         start      rank 0 makes the folder, every rank's thread begins to write
-        writing    at each boundary the ranks count who is done; when all are, rank 0's thread
-        committing writes the manifest and renames; the boundary after that knows it
+        written    a thread of each rank tells rank 0's (save_reports.py)
+        committed  by that thread, when all have: it writes the manifest and renames
+        known      to all ranks at the first boundary after that
 
-    The ranks agree within the one sum of each step boundary, so threads send no messages, and no
-    collective waits for a slow file system. Every method but ``before_update`` and
-    ``vote`` is collective.
+    So a save is there as soon as its bytes are, however long a step takes, and whatever becomes of
+    that step. The ranks learn of it within the one sum of each step boundary, and no collective
+    waits for a slow file system. Every method but ``before_update`` and ``vote`` is collective.
     """
 
     def __init__(
@@ -76,12 +101,9 @@ class Checkpointer:
         self._settings, self._writing = settings, writing
         self._background = settings.background and engine.saves_in_background
         self._in_pieces = False
-        self._writer: Writer | None = None
-        self._commit: _Task | None = None
-        self._state: RunState | None = None
-        self._folder = Path()
-        self._files: list[WrittenFile] = []
-        self._began_s = self._blocked_s = self._waits_since_s = 0.0
+        self._committed_step = resume_point.step or 0
+        self._save: _Save | None = None
+        self._blocked_s = self._waits_since_s = 0.0
         self._seen, self._seen_at_s = -1, 0.0
         self.last_save_s = FIRST_SAVE_GUESS_S
 
@@ -92,13 +114,13 @@ class Checkpointer:
 
     @property
     def committed_step(self) -> int:
-        """The step of the newest checkpoint, 0 before there is one."""
-        return self._resume_point.step or 0
+        """The step of the newest checkpoint that all ranks know of, 0 before there is one."""
+        return self._committed_step
 
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self._state is not None
+        return self._save is not None
 
     @property
     def waits(self) -> bool:
@@ -111,43 +133,54 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if any rank cannot write and checkpoint.required.
         """
-        self._began_s, self._blocked_s = time.monotonic(), 0.0
+        began_s, self._blocked_s = time.monotonic(), 0.0
         with self._blocking():
             try:
-                self._folder = self._comm.on_rank_0(
+                folder, name = self._comm.on_rank_0(
                     "making a checkpoint folder",
-                    lambda: self._store.begin(state.step),
+                    lambda: (self._store.begin(state.step), os.urandom(8).hex()),
                 )
             except HpcTuneError as error:
                 self._give_up(state.step, error)
                 return
-            self._state = state
-            self._writer = self._begin(self._parts())
-            self._seen, self._seen_at_s = -1, self._began_s
+            writer = self._begin(self._parts(folder))
+            reports = Reports(self._comm, name)
+            task = _Task(lambda task: self._end(save, reports, task))
+            save = self._save = _Save(state, folder, began_s, writer, task)
+            self._seen, self._seen_at_s = -1, began_s
+            task.start()
         if self.waits:
             self.finish()
 
     def before_update(self) -> None:
         """Wait until the engine's tensors may change."""
-        if self._writer is not None:
+        if self._save is not None:
             with self._blocking():
-                self._writer.release(self._writing.limit_s)
+                self._save.writer.release(self._writing.limit_s)
 
     def vote(self) -> float:
-        """Return what this rank adds to the next boundary's sum: 1 if its part is done."""
-        task = self._commit or self._writer
-        if task is None or task.over:
+        """Return what this rank adds to the next boundary's sum.
+
+        That is 1 if it has done its part, on rank 0 the commit. If rank 0 cannot know that, it is
+        the number of ranks: then all hear of it.
+        """
+        if (save := self._save) is None:
             return 1.0
-        progress, now_s = task.progress, time.monotonic()
+        if save.task.over:
+            return 1.0 if save.task.error is None else float(self._comm.world.size)
+        progress, now_s = save.writer.progress + save.task.progress, time.monotonic()
         if progress != self._seen:
             self._seen, self._seen_at_s = progress, now_s
         elif now_s - self._seen_at_s > (limit_s := self._writing.limit_s):
-            task.give_up(f"no byte was written for {limit_s:.0f} s: the file system hangs")
-            return 1.0
+            why = f"no byte was written for {limit_s:.0f} s: the file system hangs"
+            if not save.writer.over:
+                save.writer.give_up(why)  # and its task tells rank 0
+            else:
+                save.task.give_up(why)
         return 0.0
 
     def advance(self, num_done: float) -> None:
-        """Do the next stage of a save if all ranks have finished the one before.
+        """Learn of the end of a save if all ranks have voted for it.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write and checkpoint.required.
@@ -186,59 +219,85 @@ class Checkpointer:
         self._blocked_s += time.monotonic() - self._waits_since_s
 
     def _advance(self, num_done: float) -> None:
-        if self._state is None or num_done < self._comm.world.size:
+        if self._save is None or num_done < self._comm.world.size:
             return
-        state, is_rank_0 = self._state, self._comm.is_rank_0
+        save, self._save = self._save, None
         try:
-            if self._writer is not None:
-                writer, self._writer = self._writer, None
-                written = self._comm.together("writing a checkpoint", writer.result)
-                self._files = [f for some in self._comm.gather(written) for f in some]
-                if is_rank_0:
-                    self._commit = _Task(lambda: self._commit_files(state))
-                return
-            commit, self._commit = self._commit, None
-            path = self._comm.on_rank_0(
-                "committing a checkpoint",
-                lambda: commit.result() if commit else None,
-            )
+            own = self._comm.together("saving a checkpoint", save.task.result)
         except HpcTuneError as error:
-            self._commit, self._state = None, None
-            if is_rank_0:
-                self._store.abandon(self._folder)
-            self._give_up(state.step, error)
+            save.writer.give_up(str(error))
+            self._give_up(save.state.step, error)
             return
-        self._state, self._resume_point.step = None, state.step
-        now_s = time.monotonic()
-        self.last_save_s = now_s - self._began_s
-        blocked_s = self._blocked_s + now_s - self._waits_since_s
+        committed = self._comm.broadcast(own)
+        assert committed is not None
+        self._committed_step = self._resume_point.step = save.state.step
+        self.last_save_s = committed.save_s
+        blocked_s = self._blocked_s + time.monotonic() - self._waits_since_s
         self._events.write(
             "checkpoint",
-            state.step,
-            path=str(path),
-            bytes=sum(f.num_bytes for f in self._files),
-            save_s=round(self.last_save_s, 3),
+            save.state.step,
+            path=str(committed.path),
+            bytes=committed.num_bytes,
+            save_s=round(committed.save_s, 3),
             blocked_s=round(blocked_s, 3),
         )
 
-    def _parts(self) -> dict[Path, list[Region]]:
+    def _parts(self, folder: Path) -> dict[Path, list[Region]]:
         """Return what this rank writes, by file: optimizer state apart from adapters."""
         regions, file = self._engine.regions(), f"{self._comm.world.rank:05d}.safetensors"
-        parts = {self._folder / f"rank-{file}": regions}
+        parts = {folder / f"rank-{file}": regions}
         if self._pack is not None:
             is_state = [r.name.startswith(STATE_PREFIXES) for r in regions]
             parts = {
-                self._folder / f"{kind}-{file}": list(compress(regions, which))
+                folder / f"{kind}-{file}": list(compress(regions, which))
                 for kind, which in (("rank", is_state), ("weights", [not s for s in is_state]))
             }
         return {path: some for path, some in parts.items() if some}
 
-    def _commit_files(self, state: RunState) -> Path:
+    def _end(
+        self, save: _Save, reports: Reports, task: "_Task[_Committed | None]"
+    ) -> _Committed | None:
+        """Tell rank 0 what this rank has written; there, commit what all have. For a thread.
+
+        Raises:
+            CheckpointError: if any rank could not write, or rank 0 cannot know or commit.
+        """
+        try:
+            own = Report(tuple(save.writer.result()))
+        except CheckpointError as error:
+            own = Report(error=str(error))
+        if not self._comm.is_rank_0:
+            reports.send(own)
+            return None
+        is_there = False
+        try:
+            all_reports = reports.collect(own, task.go_on)
+            _require_written(all_reports)
+            files = [file for report in all_reports for file in report.files]
+            path, files = self._commit(save, files, task)
+            is_there = True
+        finally:
+            if not is_there and not task.over:  # once given up, another save may write there
+                self._store.abandon(save.folder)
+        self._resume_point.step = save.state.step  # should the run end before the next boundary
+        num_bytes = sum(file.num_bytes for file in files)
+        return _Committed(path, num_bytes, time.monotonic() - save.began_s)
+
+    def _commit(
+        self, save: _Save, files: list[WrittenFile], task: "_Task[_Committed | None]"
+    ) -> tuple[Path, list[WrittenFile]]:
+        def require_wanted() -> None:
+            task.go_on()
+            if not self._writing.owns_folder():
+                raise CheckpointError(f"{save.folder}: another job has taken the run directory")
+
         if self._pack is not None:
-            weights = [f.name for f in self._files if f.name.startswith("weights-")]
-            rest = [f for f in self._files if f.name not in weights]
-            self._files = rest + self._pack(self._folder, weights)
-        return self._store.commit(self._folder, state.to_json(), self._files)
+            weights = [f.name for f in files if f.name.startswith("weights-")]
+            rest = [f for f in files if f.name not in weights]
+            files = rest + self._pack(save.folder, weights)
+        task.go_on()
+        state = save.state.to_json()
+        return self._store.commit(save.folder, state, files, require_wanted), files
 
     def _give_up(self, step: int, error: HpcTuneError) -> None:
         if self._settings.required:
@@ -248,32 +307,58 @@ class Checkpointer:
             log.warning("step %d was not saved, training continues: %s", step, error)
 
 
-class _Task(Generic[T]):
-    """Work in a thread of its own."""
+def _require_written(reports: Sequence[Report]) -> None:
+    """Raise the error of the first rank that has one."""
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise CheckpointError(f"rank {rank}: {report.error}" if rank else report.error)
 
-    def __init__(self, work: Callable[[], T]) -> None:
+
+class _Task(Generic[T]):
+    """Work in a thread of its own, from ``start`` on; the work gets the task."""
+
+    def __init__(self, work: Callable[["_Task[T]"], T]) -> None:
         self.over = False
         self.progress = 0
+        self.error: HpcTuneError | None = None
         self._result: T | None = None
-        self._error: HpcTuneError | None = None
-        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+        self._deciding = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name="checkpoint-commit", daemon=True
+        )
 
-    def _run(self, work: Callable[[], T]) -> None:
-        try:
-            self._result = work()
-        except HpcTuneError as error:
-            self._error = error
-        except Exception as error:  # a thread's error must reach the loop
-            self._error = CheckpointError(f"a checkpoint cannot be committed: {error!r}")
-        finally:
-            self.over = True
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def go_on(self) -> None:
+        """Count as progress; raise in the thread if the work was given up."""
+        self.progress += 1
+        if self.over:
+            raise self.error or CheckpointError("the save was given up")
 
     def give_up(self, why: str) -> None:
-        """Count as failed from now on."""
-        self._error, self.over = CheckpointError(why), True
+        """Count as failed from now on, unless it is over."""
+        self._decide(None, CheckpointError(why))
 
     def result(self) -> T:
-        """Return what the work returned, or raise what it raised."""
-        if self._error is not None:
-            raise self._error
+        """Return what the work returned, or raise what it raised. Work that is not over is given
+        up: another rank has failed.
+        """
+        self._decide(None, None)
+        if self.error is not None:
+            raise self.error
         return self._result  # type: ignore[return-value]
+
+    def _run(self, work: Callable[["_Task[T]"], T]) -> None:
+        try:
+            self._decide(work(self), None)
+        except HpcTuneError as error:
+            self._decide(None, error)
+        except Exception as error:  # a thread's error must reach the loop
+            self._decide(None, CheckpointError(f"a checkpoint cannot be committed: {error!r}"))
+
+    def _decide(self, result: T | None, error: HpcTuneError | None) -> None:
+        with self._deciding:
+            if not self.over:
+                self._result, self.error, self.over = result, error, True

@@ -110,8 +110,9 @@ def run_loop(work: Work) -> Outcome:
         stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
-        # A save that is due by the clock waits for the one before it.
-        if saved_step != step and not saver.busy and (stop_reason or ballot.save):
+        # A save that is due by the clock waits for the one before it; a stop tries one again.
+        is_new = (saver.committed_step if stop_reason else saved_step) != step
+        if is_new and not saver.busy and (stop_reason or ballot.save):
             saved_step, saved_at_s = step, time.monotonic()
             _start_save(work, work.state(step, loader_state, evals))
         if stop_reason:
@@ -132,7 +133,7 @@ def run_loop(work: Work) -> Outcome:
             work.loader.restore(loader_state)
             continue
         step += 1
-        _check_finite(result, step, saver.committed_step)
+        _check_finite(result, step, saver)
         step_s = time.monotonic() - began_s
         sample = work.monitor.worst()
         work.governor.see(sample)
@@ -148,6 +149,9 @@ def run_loop(work: Work) -> Outcome:
             saved_step, saved_at_s = step, time.monotonic()
             _start_save(work, work.state(step, work.loader.state(), evals))
     saver.finish()
+    if saver.committed_step < step:
+        _start_save(work, work.state(step, work.loader.state(), evals))
+        saver.finish()
     if evals.first is not None and evals.last is not None and evals.last != evals.first:
         (_, first), (_, last) = evals.first, evals.last
         change = 100 * (last / first - 1)
@@ -209,11 +213,12 @@ def _first_reason(work: Work, reason: str | None) -> str:
     return next(own for own in work.comm.gather(reason) if own is not None)
 
 
-def _check_finite(result: StepResult, step: int, saved_step: int) -> None:
+def _check_finite(result: StepResult, step: int, saver: Checkpointer) -> None:
     if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+        saver.finish()  # what is being saved are the values before this step
         raise HpcTuneError(
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; both must be "
-            f"finite. The last checkpoint is of step {saved_step}. Lower optim.lr, set "
+            f"finite. The last checkpoint is of step {saver.committed_step}. Lower optim.lr, set "
             "optim.clip_norm, or look for corrupt examples in the data"
         )
 
@@ -314,6 +319,8 @@ def _evaluate(
     eval_s = time.monotonic() - began_s
     loss = loss_sum / max(1, tokens)
     work.metrics.evaluation(step, loss, tokens, eval_s)
+    if not math.isfinite(loss):
+        log.warning("step %d: the held-out loss is %s; it is never taken for the best", step, loss)
     log.info("step %d: held-out loss %.4f over %d tokens (%.1fs)", step, loss, tokens, eval_s)
     return before.with_(step, loss)
 

@@ -20,7 +20,8 @@ def find_checkpoint(job: Job) -> Path | None:
     """Return the checkpoint to resume from, or None for a fresh start. Collective.
 
     Raises:
-        CheckpointError: if the requested one does not verify. ConfigError: if it is no checkpoint,
+        CheckpointError: if the requested one does not verify. UnreadableError: if the file system
+        refuses to read one that may be the newest. ConfigError: if it is no checkpoint,
         or of a run whose settings differ where they must not, or if a fresh start is requested
         where checkpoints are.
     """
@@ -106,19 +107,21 @@ def _newest_valid(comm: Comm, store: Store) -> Path | None:
 
 def _damage(comm: Comm, path: Path) -> str | None:
     """Return what is wrong with a checkpoint; each rank reads its share of the bytes."""
-    with comm.watched("verifying a checkpoint"):
-        own = damage_of(path, comm.world.rank, comm.world.size)
+    own = comm.together(
+        "verifying a checkpoint", lambda: damage_of(path, comm.world.rank, comm.world.size)
+    )
     return next((damage for damage in comm.gather(own) if damage), None)
 
 
 def _was_applied(store: Store, wanted: str) -> bool:
     """Tell whether the newest checkpoint was saved by a run with this ``checkpoint.resume``.
 
-    Then this is the same command again, after a stop or in a job that was queued again.
+    Then this is the same command again, after a stop or in a job that was queued again. One whose
+    manifest is damaged does not tell, the one before it does.
     """
-    for newest in store.steps()[-1:]:
+    for path in reversed(store.steps()):
         with contextlib.suppress(CheckpointError):
-            state = RunState.from_json(read_state(newest), str(newest))
+            state = RunState.from_json(read_state(path), str(path))
             return bool(state.config["checkpoint"]["resume"] == wanted)
     return False
 

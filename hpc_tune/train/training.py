@@ -138,7 +138,13 @@ def _saver(job: Job, model: Model, engine: Engine) -> Checkpointer:
     if tune.method != "full":
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
     device = CudaDevice if job.comm.device.type == "cuda" else None
-    writing = Writing(job.config.run.timeout, job.monitor.admit, device, job.faults)
+    writing = Writing(
+        job.config.run.timeout,
+        job.monitor.admit,
+        device,
+        lambda: not job.owner.is_anothers(),
+        job.faults,
+    )
     common = (job.training, job.store, engine, job.events, job.config.checkpoint)
     return Checkpointer(*common, writing, job.resume_point, pack)
 

@@ -82,7 +82,7 @@ class Comm:
     def gather(self, value: T) -> list[T]:
         """Return every rank's object, by rank, on all ranks. Collective."""
         self._require_all()
-        return all_gather(value, self.cpu_group)
+        return [value] if self.world.size == 1 else all_gather(value, self.cpu_group)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the element-wise sum over the ranks, added in fp64. Collective."""

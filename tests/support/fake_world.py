@@ -123,6 +123,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
 
     from hpc_tune.model import config_json
     from hpc_tune.train.run import run
+    from hpc_tune.train.save_reports import Report, Reports
     from hpc_tune.world.bootstrap import Peer
     from hpc_tune.world.comm import Comm
     from hpc_tune.world.stop import StopFlag
@@ -161,8 +162,7 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
     def all_gather_object(values, value, group=None):
         counts.add("all_gather")
         counts.add("object_bytes", size * len(pickle.dumps(value)))
-        # A list is of files: with whole weights on each rank, the first alone writes.
-        values[:] = [[] if isinstance(value, list) else value] * size
+        values[:] = [value] * size
         values[rank] = value
 
     def counted(owner, name, what):
@@ -178,6 +178,8 @@ def run_as(rank: int, size: int, config: Any, said: list[Any], counts: Counts) -
         (dist, "all_reduce", all_reduce),
         (dist, "broadcast_object_list", broadcast_object_list),
         (dist, "all_gather_object", all_gather_object),
+        # With whole weights on each rank, the first alone writes.
+        (Reports, "collect", lambda self, own, between: [own] + [Report()] * (size - 1)),
         counted(dist, "barrier", "barrier"),
         counted(dist, "new_group", "groups"),
         counted(dist.distributed_c10d, "_new_group_with_tag", "group_calls"),

@@ -145,6 +145,16 @@ def test_a_change_that_makes_another_run_is_refused(name):
         warnings_of(state(), with_field(name, OTHER[name]), "abc", 40)
 
 
+def test_the_same_targets_in_another_order_are_the_same():
+    before, again, fewer = (
+        with_field("tune.targets", targets)
+        for targets in (["q_proj", "v_proj"], ["v_proj", "q_proj", "v_proj"], ["v_proj"])
+    )
+    assert warnings_of(state(before), again, "abc", 40) == []
+    with pytest.raises(ConfigError, match=r"tune\.targets: .* in the checkpoint, .* now"):
+        warnings_of(state(before), fewer, "abc", 40)
+
+
 @pytest.mark.parametrize("name", WARN)
 def test_a_change_of_course_warns_with_both_values(name):
     part, _, field = name.partition(".")

@@ -2,6 +2,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from hpc_tune.checkpoint import store as store_module
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
-from hpc_tune.errors import CheckpointError
+from hpc_tune.errors import CheckpointError, UnreadableError
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
 
@@ -162,12 +163,14 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(store, warni
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(store, damage):
+def test_a_damaged_checkpoint_is_put_aside_when_its_step_comes_again(store, damage):
     save(store, 10)
     DAMAGES[damage](save(store, 20))
+    left = [p.name for p in store.steps()]
     again = save(store, 20)
     assert store.latest() == again
-    assert names(store) == ["step-00000010", "step-00000020"]
+    aside = ["step-00000020.superseded"] if "step-00000020" in left else []
+    assert names(store) == ["step-00000010", "step-00000020", *aside]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -178,16 +181,106 @@ def test_a_save_after_a_damaged_newer_one_is_not_the_one_that_goes(tmp_path, kee
     assert store.latest() == tmp_path / "step-00000050"
     path = save(store, 60)
     assert store.latest() == path
-    assert names(store) == ["step-00000050", "step-00000060"][-keep:]
+    kept = ["step-00000050", "step-00000060"][-keep:]
+    assert names(store) == [*kept, "step-00000100.superseded"]
 
 
-def test_a_run_that_went_back_forgets_what_came_after(store):
-    """A later start must not go on from step 30 of the run before."""
-    for step in (10, 20, 30):
-        save(store, step)
+def test_a_run_that_went_back_puts_aside_what_came_after_and_says_so(store, warnings):
+    """A later start must not go on from step 30 of the run before, and nothing is lost."""
+    paths = [save(store, step) for step in (10, 20, 30)]
+    held = [(path / "rank-00001.safetensors").read_bytes() for path in paths]
     assert store.latest() != (path := save(store, 11))
     assert store.latest() == path
-    assert names(store) == ["step-00000010", "step-00000011"]
+    aside = [path.with_name(f"{path.name}.superseded") for path in paths[1:]]
+    assert store.superseded() == aside
+    assert names(store) == ["step-00000010", "step-00000011", *(path.name for path in aside)]
+    for path, content in zip(aside, held[1:], strict=True):
+        verify(path)
+        assert (path / "rank-00001.safetensors").read_bytes() == content
+    assert [str(path) in said for path, said in zip(aside, warnings(), strict=True)] == [True] * 2
+    save(store, 20)
+    save(store, 12)
+    assert [path.name for path in store.superseded()] == [
+        "step-00000020.2.superseded",
+        "step-00000020.superseded",
+        "step-00000030.superseded",
+    ]
+
+
+class Failing:
+    """Lets reading one file fail a number of times, as a server does that is replaced."""
+
+    def __init__(self, monkeypatch, path, number, times):
+        self.left, self.waited = times, []
+        real = Path.open
+
+        def open_(file, *args, **more):
+            if file == path and self.left:
+                self.left -= 1
+                raise OSError(number, os.strerror(number))
+            return real(file, *args, **more)
+
+        monkeypatch.setattr(Path, "open", open_)
+        monkeypatch.setattr(store_module.time, "sleep", self.waited.append)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", [MANIFEST, "rank-00001.safetensors"])
+def test_a_file_that_cannot_be_read_is_no_damage_and_nothing_older_is_taken(
+    store, monkeypatch, name, number
+):
+    save(store, 10)
+    newest = save(store, 20)
+    failing = Failing(monkeypatch, newest / name, number, times=2)
+    assert store.latest() == newest
+    assert failing.waited == [0.5, 2.0]
+    failing.left = 1000
+    with pytest.raises(UnreadableError, match=rf"{name} cannot be read: .*4 times in 8 s.*whole"):
+        store.latest()
+    assert failing.left == 996
+
+
+def test_the_best_is_not_removed_where_its_loss_cannot_be_read(tmp_path, monkeypatch, warnings):
+    store = Store(tmp_path, keep=1, keep_best=True)
+    for step, loss in ((10, 2.0), (20, 3.0)):
+        store.commit(store.begin(step), {"step": step, "eval_loss": loss}, [])
+    Failing(monkeypatch, tmp_path / "step-00000010" / MANIFEST, errno.EIO, times=1000)
+    store.commit(store.begin(30), {"step": 30, "eval_loss": 4.0}, [])
+    assert names(store) == ["step-00000010", "step-00000020", "step-00000030"]
+    assert "no old checkpoint is removed" in warnings()[0]
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
+    store, kept = Store(tmp_path, keep=1, keep_best=True), []
+    for step, loss in enumerate((math.nan, 3.0, 2.0, math.inf, -math.inf, math.nan, 2.5), 1):
+        store.commit(store.begin(step), {"step": step, "eval_loss": loss}, [])
+        kept.append([int(name[5:]) for name in names(store)])
+    assert kept == [[1], [2], [3], [3, 4], [3, 5], [3, 6], [3, 7]]
+
+
+def test_a_commit_that_is_not_wanted_any_more_changes_nothing_from_then_on(tmp_path):
+    """Its thread may wake up when the run has given it up, and saved again."""
+    found = []
+    for calls in range(1, 6):
+        for step in (10, 20, 40):
+            save(Store(tmp_path / str(calls), keep=9), step)
+        (tmp_path / str(calls) / "step-00000025.tmp").mkdir()
+        store, left = Store(tmp_path / str(calls), keep=1), iter([False] * (calls - 1) + [True])
+
+        def require_wanted(left=left):
+            if next(left):
+                raise CheckpointError("given up")
+
+        with pytest.raises(CheckpointError, match="given up"):
+            store.commit(store.begin(35), {"step": 35}, [], require_wanted)
+        found.append([name[5:].lstrip("0") for name in names(store)])
+    assert found == [
+        ["10", "20", "25.tmp", "35.tmp", "40"],
+        ["10", "20", "25.tmp", "35", "40"],
+        ["10", "20", "25.tmp", "35", "40.superseded"],
+        ["10", "20", "35", "40.superseded"],
+        ["20", "35", "40.superseded"],
+    ]
 
 
 def test_what_a_kill_left_behind_is_removed_by_the_next_commit(store):
