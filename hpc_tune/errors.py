@@ -28,19 +28,26 @@ class DataError(HpcTuneError):
 
 
 class WorldError(HpcTuneError):
-    """The ranks do not form the world that the launcher promised."""
+    """The ranks do not form the world that the launcher promised.
+
+    ``facts``, such as the ranks that are gone, go into outcome.json.
+    """
+
+    def __init__(self, message: str, facts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.facts = dict(facts or {})
 
 
-class LostHostError(WorldError):
+class GoneError(WorldError):
+    """Ranks have ended without a word; the same command resumes."""
+
+
+class LostHostError(GoneError):
     """A host is down or cut off; the same command resumes on other hosts."""
 
 
 class StalledError(WorldError):
-    """Training stood still; ``facts``, such as the ranks that are late, go into outcome.json."""
-
-    def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
-        super().__init__(message)
-        self.facts = dict(facts)
+    """The ranks stood still; the same command resumes."""
 
 
 class CheckpointError(HpcTuneError):

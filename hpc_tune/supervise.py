@@ -29,6 +29,7 @@ from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, ConfigError
 from hpc_tune.log import log
 from hpc_tune.rundir import outcome
+from hpc_tune.rundir.owner import owner_of
 from hpc_tune.train.reporting import write_report
 
 FILE = "starts.jsonl"
@@ -47,6 +48,7 @@ _CLOSE_S = 15.0  # before the end of the job, ranks that still run are killed, t
 _POLL_S = 0.2
 _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
+_REFUSED = "refused"  # before the run directory was taken
 _ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
 Next = Literal["done", "again", "requeue", "give up"]
@@ -151,7 +153,11 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         starts = _read(self._run_dir)
         while True:
-            starts.append(self._start())
+            start = self._start()
+            if start.status == _REFUSED:
+                log.error("given up: %s. Nothing was changed", start.reason)
+                return EXIT_USER
+            starts.append(start)
             _append(self._run_dir, starts[-1])
             step, (following, why) = starts[-1].to_step, self._decide(starts)
             log.info("step %d: %s: %s", step, following, why)
@@ -189,6 +195,9 @@ class Supervisor:
         while _stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
         ended = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
+        if code == EXIT_USER and (ended or {}).get("exit_code") != EXIT_USER:
+            # The ranks have written nothing, and what is there now is another job's.
+            ended = {"status": _REFUSED, "reason": _why_refused(self._run_dir)}
         if ended is None:
             reason = f"{self._argv[0]} exited with code {code}, and there is no outcome.json"
             ended = {"status": "failed", "reason": reason}
@@ -265,6 +274,13 @@ def _stamp(run_dir: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns
+
+
+def _why_refused(run_dir: Path) -> str:
+    owner = owner_of(run_dir)
+    if owner is None:
+        return "the start was refused, see the message above"
+    return f"run.dir={run_dir} is in use by {owner}"
 
 
 def _newest(run_dir: Path) -> int:

@@ -12,7 +12,7 @@ from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.rundir import heartbeat, nearby, outcome
+from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.units import format_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -139,8 +139,10 @@ def _outcome_lines(path: Path) -> list[str]:
     last = heartbeat.read(path)
     if not last:
         return []
-    if time.time() - max(beat.time for beat in last) < heartbeat.ALIVE_S:
-        return [f"outcome: none yet, the run is {last[0].phase}"]
+    silent_s = time.time() - max(beat.time for beat in last)
+    if silent_s < heartbeat.ALIVE_S and not owner.has_died(path):
+        seen = "" if silent_s < heartbeat.QUIET_S else f", no sign of life for {silent_s:.0f} s"
+        return [f"outcome: none yet, the run is {last[0].phase}{seen}"]
     return [f"outcome: {heartbeat.last_seen(last)}"]
 
 

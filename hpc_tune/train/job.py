@@ -18,10 +18,10 @@ from hpc_tune.rundir import heartbeat, nearby, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.exit import ResumePoint, StartupWatchdog, fail, startup_watchdog, translating
+from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
 from hpc_tune.train.memory_exit import MemoryExit, make_monitor
 from hpc_tune.train.trackers import require_trackers
-from hpc_tune.world.comm import Comm
+from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.hang import HangWatch
 from hpc_tune.world.stop import StopFlag, process_start
 
@@ -65,7 +65,7 @@ def open_job(
         ConfigError: if the directory cannot be written, is not shared, or is in use by another job.
     """
     run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
-    resume_point = ResumePoint()
+    resume_point = comm.resume_point
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail, comm, run_dir=run_dir)
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))

@@ -69,6 +69,7 @@ class StepLimit:
     def enter(self, doing: str) -> None:
         """Begin a part of training, which all ranks begin in the same order."""
         self._entered, self._doing = self._entered + 1, doing
+        self._comm.begin(doing)
 
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
