@@ -63,16 +63,20 @@ class MemoryBudgetError(HpcTuneError):
 class LeavingError(HpcTuneError):
     """The run stops immediately and on purpose; rerunning it resumes from the last checkpoint.
 
-    ``facts`` go into outcome.json.
+    ``facts`` go into outcome.json. ``words`` say why it stops, if not ``reason`` alone.
     """
 
     exit_code = EXIT_RESUMABLE
 
     def __init__(
-        self, reason: str, step: int | None, facts: Mapping[str, Any] | None = None
+        self,
+        reason: str,
+        step: int | None,
+        facts: Mapping[str, Any] | None = None,
+        words: str | None = None,
     ) -> None:
         rerun = f"resume from step {step}" if step else "start again"
-        super().__init__(f"{reason}: stopped immediately. Rerun the same command to {rerun}")
+        super().__init__(f"{words or reason}. Rerun the same command to {rerun}")
         self.reason, self.step, self.facts = reason, step, dict(facts or {})
 
 

@@ -149,6 +149,9 @@ def _outcome_lines(path: Path) -> list[str]:
 def _store_of(path: Path) -> Store:
     store = Store(path / "checkpoints", keep=1)
     if not store.folder.is_dir():
+        if (path / nearby.SETTINGS).is_file():
+            why = (outcome.read(path) or {}).get("reason", "it has not come to a save")
+            raise ConfigError(f"{path} has no checkpoint: {why}")
         raise ConfigError(
             f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "
             f"(with {MANIFEST} in it){nearby.hint(path)}"

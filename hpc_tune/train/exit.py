@@ -21,6 +21,7 @@ from hpc_tune.rundir import details, outcome
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.outcome import Outcome, stopped
 from hpc_tune.rundir.owner import InUseError, release
+from hpc_tune.units import format_seconds
 from hpc_tune.world.bootstrap import bootstrap
 from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.failure import Failure, die, is_broken_connection, report_failure
@@ -213,7 +214,12 @@ class StartupWatchdog:
                         fail(self._comm, self._error_of(reason), self._run_dir)
 
     def _error_of(self, reason: str) -> LeavingError:
-        return LeavingError(reason, self._resume_point.step)
+        doing = "starting" if self._comm is None else self._comm.doing[0]
+        words = f"stopped while {doing} ({reason})"
+        if reason == "time limit":
+            limit = f"the limit of {format_seconds(self._stop.limit_s)}"
+            words = f"{limit} ended while {doing}, before a step was done. Give more time"
+        return LeavingError(reason, self._resume_point.step, words=words)
 
     def _reason(self, margin_s: float = 0.0) -> str | None:
         return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None

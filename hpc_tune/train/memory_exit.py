@@ -92,4 +92,5 @@ class MemoryExit:
         if self.governor is not None:
             advice, taken = self.governor.advice(need), self.governor.taken
         step = self._resume_point.step or 0
-        return LeavingError(f"{need.words}. {advice}", step, facts_of(need, taken))
+        words = f"stopped before memory ran out while {self._comm.doing[0]}: {need.words}. {advice}"
+        return LeavingError(f"{need.words}. {advice}", step, facts_of(need, taken), words)

@@ -138,7 +138,7 @@ def test_old_parts_of_the_same_output_are_removed_and_young_ones_kept(source, tm
 def test_where_all_answers_begin_too_late_the_length_to_raise_is_named(tmp_path):
     source = write_jsonl(tmp_path / "d.jsonl", [chat("question " * 40, "answer")] * 5)
     with pytest.raises(DataError) as refused:
-        _prepare_with(source, tmp_path / "d.h5", 1)
+        _prepare_with(str(source), tmp_path / "d.h5", 1)
     assert str(refused.value).endswith(
         "d.jsonl: all 5 answers begin after token 200: raise data.seq_len"
     )

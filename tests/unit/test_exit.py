@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError, LostHostError
+from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, GoneError, LeavingError, LostHostError
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
 from hpc_tune.train.exit import StartupWatchdog
@@ -138,3 +138,80 @@ def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
     assert outcome.written_since(tmp_path, time.time() + 5) is None
     (tmp_path / "outcome.json").write_text("{")
     assert outcome.written_since(tmp_path, 0.0) is None
+
+
+@pytest.fixture
+def failed(monkeypatch, capsys):
+    """What a rank prints of an error, and what it leaves in outcome.json."""
+    monkeypatch.setattr(train_exit, "die", lambda comm, code: None)
+    monkeypatch.setattr("hpc_tune.world.failure._reports_first", lambda comm, store_is_gone: True)
+
+    def fail(error, run_dir, **progress):
+        comm = comm_of(1, **progress)
+        comm.roster, comm.watch = (), None
+        train_exit.fail(comm, error, run_dir)
+        return capsys.readouterr().err, outcome.read(run_dir) if run_dir else None
+
+    return fail
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_an_error_that_nobody_expected_is_one_line_that_names_its_traceback(tmp_path, failed):
+    said, told = failed(raised(KeyError("no such thing")), tmp_path)
+    file = tmp_path / "failures" / "rank-1.txt"
+    line = "rank 1 on n1 failed while training step 8: KeyError: 'no such thing'. Last checkpoint: "
+    assert said == f"error: {line}step 7. Details: {file}\n"
+    assert told["reason"] == said.removeprefix("error: ").rstrip()
+    assert (told["during"], told["last_checkpoint"], told["rank"]) == ("training step 8", 7, 1)
+    assert "Traceback" in file.read_text()
+    failed(raised(KeyError("another thing")), tmp_path)
+    assert file.read_text().count("Traceback") == 2
+
+
+@pytest.mark.parametrize("where", ["no run directory", "a folder that cannot be written"])
+def test_a_traceback_that_no_file_takes_is_printed(tmp_path, failed, where):
+    (tmp_path / "failures").write_text("in the way")
+    run_dir = None if where == "no run directory" else tmp_path
+    said, _ = failed(raised(KeyError("no such thing")), run_dir)
+    line, *rest = said.splitlines()
+    assert line.endswith("KeyError: 'no such thing'. Last checkpoint: step 7.")
+    assert rest[0] == "Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (60, "Last checkpoint: step 60. Rerun the same command, on other hosts too, to resume"),
+        (0, "Nothing is saved yet. Rerun the same command, on other hosts too, to start again."),
+        (None, "training step 8. Rerun the same command, on other hosts too."),
+    ],
+)
+def test_a_lost_host_is_told_with_the_last_checkpoint_and_what_to_do(tmp_path, failed, step, said):
+    facts = {"lost_hosts": ["n2"], "lost_ranks": [2, 3]}
+    lost = GoneError("host n2 (ranks 2, 3) is gone while training step 8", facts)
+    printed, told = failed(lost, tmp_path, step=step)
+    assert said in printed
+    assert printed == f"error on rank 1 on n1: {told['reason']}\n"
+    assert (told["lost_hosts"], told["lost_ranks"]) == (["n2"], [2, 3])
+    assert not (tmp_path / "failures").exists()
+
+
+def test_an_error_of_the_user_is_told_as_it_is(tmp_path, failed):
+    said, told = failed(ConfigError("optim.lr=x: give a number"), tmp_path)
+    assert said == "error on rank 1 on n1: optim.lr=x: give a number\n"
+    assert told["reason"] == "optim.lr=x: give a number"
+
+
+def test_a_limit_that_ends_before_a_step_asks_for_more_time(tmp_path):
+    stop = StopFlag(None, time_limit_s=0.0, environ={})
+    early = StartupWatchdog(comm_of(0, "loading the model"), stop, tmp_path, ResumePoint())
+    said = str(early._error_of("time limit"))
+    early.close()
+    assert said.startswith("the limit of 0s ended while loading the model, before a step was done")
+    assert "Give more time" in said
