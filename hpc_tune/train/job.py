@@ -23,6 +23,7 @@ from hpc_tune.train.memory_exit import MemoryExit, make_monitor
 from hpc_tune.train.trackers import require_trackers
 from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.hang import HangWatch
+from hpc_tune.world.roll_call import RollCall
 from hpc_tune.world.stop import StopFlag, process_start
 
 
@@ -89,10 +90,11 @@ def open_job(
             monitor.start(memory_exit.leave)
             keep = config.checkpoint
             store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
-            yield Job(
-                *(config, comm, training, run_dir, last, store, events, monitor, memory_exit),
-                *(resume_point, owner, stop, watchdog, chosen, faults),
-            )
+            with RollCall(comm, config.run.timeout, lost).over():
+                yield Job(
+                    *(config, comm, training, run_dir, last, store, events, monitor, memory_exit),
+                    *(resume_point, owner, stop, watchdog, chosen, faults),
+                )
 
 
 def _make_run_dir(
