@@ -1,5 +1,6 @@
 """Errors, split by who must act, and the exit codes of the command line."""
 
+import errno
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,22 @@ class StalledError(WorldError):
 
 class CheckpointError(HpcTuneError):
     """A checkpoint cannot be written or cannot be used."""
+
+
+class DiskError(HpcTuneError):
+    """A file system takes nothing more; the user makes room, or chooses another."""
+
+    exit_code = EXIT_USER
+
+    @classmethod
+    def of(cls, error: OSError) -> "DiskError | None":
+        """Return the error in words, None if it is of another kind."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return None
+        return cls(
+            f"{error.filename or 'a file'} cannot be written: {error.strerror}. Make room there, "
+            "or choose a run.dir on another file system"
+        )
 
 
 class MemoryBudgetError(HpcTuneError):

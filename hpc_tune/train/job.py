@@ -77,7 +77,9 @@ def open_job(
             lambda: _make_run_dir(run_dir, owner, config.run, write_settings),
         )
         _require_shared(comm, run_dir)
-        events = Events(run_dir / EVENTS if is_rank_0 else None)
+        events = comm.together(
+            "opening the events", lambda: Events(run_dir / EVENTS if is_rank_0 else None)
+        )
         monitor = comm.together(
             "reading the memory limits", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hpc_tune.errors import HpcTuneError, RemoteError
+from hpc_tune.errors import DiskError, HpcTuneError, RemoteError
 from hpc_tune.world.discover import World
 from hpc_tune.world.failure import time_limit
 from hpc_tune.world.hang import HangWatch
@@ -154,7 +154,7 @@ class Comm:
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; if it fails on one, raise on all. Collective.
 
-        ``work`` itself holds no collective.
+        ``work`` itself holds no collective. A full disk fails it as an error of ours does.
         """
         self._require_all()
         before = self.begin(what)
@@ -166,6 +166,9 @@ class Comm:
                 result = work()
         except HpcTuneError as caught:
             error = caught
+        except OSError as caught:
+            if (error := DiskError.of(caught)) is None:
+                raise
         finally:
             self.alone.pop()
         self.agree(error, what)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpc_tune.cluster.launchers import PROCESSES, rank_hint
 from hpc_tune.errors import (
     EXIT_FAILED,
+    DiskError,
     GoneError,
     HpcTuneError,
     LeavingError,
@@ -109,6 +110,8 @@ def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
     """
     if isinstance(error, RemoteError):
         return None
+    if isinstance(error, OSError):
+        error = DiskError.of(error) or error
     if comm is None:
         if rank_hint(os.environ) > 0:
             time.sleep(_FIRST_REPORT_S)
