@@ -128,7 +128,7 @@ def _with_checkpoint(told: Failure, comm: Comm | None, error: BaseException) -> 
     if isinstance(error, HpcTuneError) and error.exit_code != EXIT_FAILED:
         return told
     said = [told.reason.rstrip(".")]
-    if step is not None:
+    if step is not None and "last checkpoint" not in told.reason.lower():
         said.append(f"Last checkpoint: step {step}" if step else "Nothing is saved yet")
     if told.facts or is_broken_connection(error):
         again = "to start again" if step == 0 else "to resume from there" if step else ""
