@@ -61,13 +61,13 @@ class DiskError(HpcTuneError):
     exit_code = EXIT_USER
 
     @classmethod
-    def of(cls, error: OSError) -> "DiskError | None":
-        """Return the error in words, None if it is of another kind."""
+    def of(cls, error: OSError, doing: str) -> "DiskError | None":
+        """Return the error in words, None if it is of another kind; ``doing`` met it."""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             return None
+        where = f"{error.filename} cannot be written" if error.filename else doing
         return cls(
-            f"{error.filename or 'a file'} cannot be written: {error.strerror}. Make room there, "
-            "or choose a run.dir on another file system"
+            f"{where}: {error.strerror}. Make room, or choose a run.dir on another file system"
         )
 
 
@@ -81,6 +81,7 @@ class LeavingError(HpcTuneError):
     """The run stops immediately and on purpose; rerunning it resumes from the last checkpoint.
 
     ``facts`` go into outcome.json. ``words`` say why it stops, if not ``reason`` alone.
+    ``can_rerun``: the same command would not stop in the same place.
     """
 
     exit_code = EXIT_RESUMABLE
@@ -91,9 +92,10 @@ class LeavingError(HpcTuneError):
         step: int | None,
         facts: Mapping[str, Any] | None = None,
         words: str | None = None,
+        can_rerun: bool = True,
     ) -> None:
-        rerun = f"resume from step {step}" if step else "start again"
-        super().__init__(f"{words or reason}. Rerun the same command to {rerun}")
+        rerun = f"Rerun the same command to {f'resume from step {step}' if step else 'start again'}"
+        super().__init__(f"{words or reason}. {rerun if can_rerun else 'Give more time'}")
         self.reason, self.step, self.facts = reason, step, dict(facts or {})
 
 

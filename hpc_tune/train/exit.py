@@ -215,11 +215,12 @@ class StartupWatchdog:
 
     def _error_of(self, reason: str) -> LeavingError:
         doing = "starting" if self._comm is None else self._comm.doing[0]
-        words = f"stopped while {doing} ({reason})"
-        if reason == "time limit":
+        words, is_too_short = f"stopped while {doing} ({reason})", reason == "time limit"
+        if is_too_short:
             limit = f"the limit of {format_seconds(self._stop.limit_s)}"
-            words = f"{limit} ended while {doing}, before a step was done. Give more time"
-        return LeavingError(reason, self._resume_point.step, words=words)
+            words = f"{limit} ended while {doing}, before a step was done"
+        step = self._resume_point.step
+        return LeavingError(reason, step, words=words, can_rerun=not is_too_short)
 
     def _reason(self, margin_s: float = 0.0) -> str | None:
         return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None

@@ -110,7 +110,7 @@ def _make_run_dir(
         last = previous.read(run_dir)
         (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
         heartbeat.clear(run_dir)
-        (run_dir / outcome.FILE).unlink(missing_ok=True)
+        outcome.begin(run_dir)
         write_settings()
     except OSError as error:
         raise ConfigError(

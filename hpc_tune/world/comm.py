@@ -167,7 +167,7 @@ class Comm:
         except HpcTuneError as caught:
             error = caught
         except OSError as caught:
-            if (error := DiskError.of(caught)) is None:
+            if (error := DiskError.of(caught, what)) is None:
                 raise
         finally:
             self.alone.pop()

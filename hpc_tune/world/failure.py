@@ -111,7 +111,7 @@ def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
     if isinstance(error, RemoteError):
         return None
     if isinstance(error, OSError):
-        error = DiskError.of(error) or error
+        error = DiskError.of(error, comm.doing[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
             time.sleep(_FIRST_REPORT_S)

@@ -214,4 +214,27 @@ def test_a_limit_that_ends_before_a_step_asks_for_more_time(tmp_path):
     said = str(early._error_of("time limit"))
     early.close()
     assert said.startswith("the limit of 0s ended while loading the model, before a step was done")
-    assert "Give more time" in said
+    assert said.endswith(". Give more time")
+
+
+def test_a_run_whose_disk_is_full_still_has_room_for_its_outcome(tmp_path, monkeypatch):
+    outcome.begin(tmp_path)
+    written = outcome.write_file
+
+    def write_file(path, text):
+        if (tmp_path / outcome.RESERVE).exists():
+            raise OSError(28, "No space left on device")
+        written(path, text)
+
+    monkeypatch.setattr(outcome, "write_file", write_file)
+    outcome.write(outcome.Outcome("failed", "the disk is full", None, 2), tmp_path)
+    assert outcome.read(tmp_path)["reason"] == "the disk is full"
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+
+
+def test_the_last_outcome_stays_where_there_is_no_room_for_another(tmp_path):
+    outcome.write(outcome.Outcome("failed", "the first", None, 1), tmp_path)
+    (tmp_path / outcome.RESERVE).mkdir()  # takes no bytes, as a full disk
+    with pytest.raises(OSError, match="directory"):
+        outcome.begin(tmp_path)
+    assert outcome.read(tmp_path)["reason"] == "the first"

@@ -56,9 +56,16 @@ def test_a_full_disk_is_an_error_that_all_ranks_agree_on(number):
     def fail():
         raise OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
 
-    said = f"runs/x/metrics.jsonl cannot be written: {os.strerror(number)}. Make room there"
+    said = f"runs/x/metrics.jsonl cannot be written: {os.strerror(number)}. Make room"
     with pytest.raises(DiskError, match=re.escape(said)):
         comm().together("opening the metrics", fail)
+
+    def fail_to_write():  # as write() does, which knows no name
+        raise OSError(number, os.strerror(number))
+
+    said = f"opening the metrics: {os.strerror(number)}. Make room, or choose a run.dir"
+    with pytest.raises(DiskError, match=re.escape(said)):
+        comm().together("opening the metrics", fail_to_write)
 
 
 def test_another_error_of_a_file_is_none_of_a_full_disk():
