@@ -112,7 +112,8 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
     if told.details is not None:
         kept = details.keep(told.details, run_dir, 0 if comm is None else comm.world.rank)
         if kept is not None:
-            told = replace(told, reason=f"{told.reason} Details: {kept}")
+            facts = {**told.facts, "details": str(kept)}
+            told = replace(told, reason=f"{told.reason} Details: {kept}", facts=facts)
     print(f"{told.who}{told.reason}", file=sys.stderr, flush=True)
     if told.details is not None and kept is None:
         print(told.details, file=sys.stderr, flush=True)

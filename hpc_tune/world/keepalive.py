@@ -123,6 +123,7 @@ class HostWatch:
             open_sockets.enter_context(self._wake_write)
             for peer in (self._wake_read, *self._ranks, *([listener] if listener else [])):
                 selector.register(open_sockets.enter_context(peer), selectors.EVENT_READ, peer)
+            num_told = 0
             while not self._closed.is_set():
                 for key, _ in selector.select(self._seconds_left()):
                     ready: socket.socket = key.data
@@ -132,6 +133,9 @@ class HostWatch:
                             selector.register(new_peer, selectors.EVENT_READ, new_peer)
                     elif ready is not self._wake_read and not self._hear(ready):
                         selector.unregister(ready)
+                if self._comm.is_rank_0 and len(self._ended) > num_told:
+                    num_told = len(self._ended)
+                    self._tell(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
                     ended = [peer for peer in self._comm.roster if peer.rank in self._ended]
                     self._leave(gone_error(ended, self._comm.roster, self._comm.doing[0]))
@@ -190,11 +194,8 @@ class HostWatch:
         return True
 
     def _note(self, ended: list[int]) -> None:
-        """Remember who has ended; rank 0 tells all others."""
         for rank in ended:
             self._ended.setdefault(rank, time.monotonic())
-        if self._comm.is_rank_0:
-            self._tell(json.dumps(ended).encode())
 
     def _tell(self, line: bytes) -> None:
         for peer in [*self._ranks]:

@@ -169,6 +169,7 @@ def test_an_error_that_nobody_expected_is_one_line_that_names_its_traceback(tmp_
     assert said == f"error: {line}step 7. Details: {file}\n"
     assert told["reason"] == said.removeprefix("error: ").rstrip()
     assert (told["during"], told["last_checkpoint"], told["rank"]) == ("training step 8", 7, 1)
+    assert told["details"] == str(file)
     assert "Traceback" in file.read_text()
     failed(raised(KeyError("another thing")), tmp_path)
     assert file.read_text().count("Traceback") == 2

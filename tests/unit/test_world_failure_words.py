@@ -109,3 +109,10 @@ def test_who_is_gone_is_named_by_host_where_a_whole_one_is(gone, said, hosts):
 def test_the_only_host_is_not_gone():
     error = gone_error(ROSTER[:2], ROSTER[:2], "training step 61")
     assert str(error).startswith("rank 0 (pid 100 on host n1), rank 1 (pid 101 on host n1) are")
+
+
+def test_many_that_are_gone_stay_one_line():
+    roster = [Peer(rank, rank // 64, f"n{rank // 64}", rank) for rank in range(256)]
+    assert "host n1 (ranks 64-127) is gone" in str(gone_error(roster[64:128], roster, "x"))
+    said = str(gone_error(roster[:20], roster, "x"))
+    assert "rank 7 (pid 7 on host n0), and 12 more are gone" in said
