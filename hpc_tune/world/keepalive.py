@@ -41,7 +41,7 @@ _NEIGHBOURS_REPORT_WITHIN_S = 0.4
 # After a rank ends, ranks of its node report it, and its launcher ends the others, in seconds.
 _GONE_LIMIT_S = 10.0
 # Nobody is left to report there; the main thread, if it notices, knows more.
-_NOBODY_LEFT_S = 0.5
+_NOBODY_LEFT_S = 1.0
 # Reporting may wait for a store or a file system beyond the cut. With the default limit of 20 s
 # all ranks have exited within 30.
 _LEAVE_LIMIT_S = 6.0
@@ -137,7 +137,8 @@ class HostWatch:
                     num_told = len(self._ended)
                     self._tell(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
-                    ended = [peer for peer in self._comm.roster if peer.rank in self._ended]
+                    known = self.ended_ranks() | self._ended.keys()
+                    ended = [peer for peer in self._comm.roster if peer.rank in known]
                     self._leave(gone_error(ended, self._comm.roster, self._comm.doing[0]))
                     return
 
@@ -210,11 +211,12 @@ class HostWatch:
 
     def _limit_of(self, rank: int) -> float:
         """Return how long those who can name the end of a rank better have for it."""
-        of_node = self._of_node(self._comm.roster[rank].node)
-        nobody_left = all(peer.rank in self._ended for peer in of_node)
+        comm, peer = self._comm, self._comm.roster[rank]
         if self._is_near(rank):
-            nobody_left = not is_alive(self._comm.roster[rank].pid)
-        return _NOBODY_LEFT_S if nobody_left else _GONE_LIMIT_S
+            is_dead = comm.sees_local_pids and not is_alive(peer.pid)
+            return _SETTLE_S if is_dead else _GONE_LIMIT_S
+        nobody_left = all(other.rank in self._ended for other in self._of_node(peer.node))
+        return _NOBODY_LEFT_S if nobody_left or rank == 0 else _GONE_LIMIT_S
 
     def _of_node(self, node: int) -> list[Peer]:
         return [peer for peer in self._comm.roster if peer.node == node]
