@@ -93,6 +93,8 @@ def train(options: Namespace) -> int:
     """Fine-tune a model (the default command)."""
     if not options.files and not is_tiny(options.settings):
         log.info("config  no --config: defaults apply to all settings not given here (see --help)")
+    # Torch reads it when it is imported: each rank would print frames of C++ where one is lost.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with lazy_imports():
         from hpc_tune.train.run import run
     if not options.config.train.compile:

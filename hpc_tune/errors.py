@@ -1,5 +1,6 @@
 """Errors, split by who must act, and the exit codes of the command line."""
 
+import errno
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,19 +29,26 @@ class DataError(HpcTuneError):
 
 
 class WorldError(HpcTuneError):
-    """The ranks do not form the world that the launcher promised."""
+    """The ranks do not form the world that the launcher promised.
+
+    ``facts``, such as the ranks that are gone, go into outcome.json.
+    """
+
+    def __init__(self, message: str, facts: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.facts = dict(facts or {})
 
 
-class LostHostError(WorldError):
+class GoneError(WorldError):
+    """Ranks have ended without a word; the same command resumes."""
+
+
+class LostHostError(GoneError):
     """A host is down or cut off; the same command resumes on other hosts."""
 
 
 class StalledError(WorldError):
-    """Training stood still; ``facts``, such as the ranks that are late, go into outcome.json."""
-
-    def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
-        super().__init__(message)
-        self.facts = dict(facts)
+    """The ranks stood still; the same command resumes."""
 
 
 class CheckpointError(HpcTuneError):
@@ -49,6 +57,22 @@ class CheckpointError(HpcTuneError):
 
 class UnreadableError(HpcTuneError):
     """The file system refuses to read a checkpoint, which may be whole."""
+
+
+class DiskError(HpcTuneError):
+    """A file system takes nothing more; the user makes room, or chooses another."""
+
+    exit_code = EXIT_USER
+
+    @classmethod
+    def of(cls, error: OSError, doing: str) -> "DiskError | None":
+        """Return the error in words, None if it is of another kind; ``doing`` met it."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return None
+        where = f"{error.filename} cannot be written" if error.filename else doing
+        return cls(
+            f"{where}: {error.strerror}. Make room, or choose a run.dir on another file system"
+        )
 
 
 class MemoryBudgetError(HpcTuneError):
@@ -60,16 +84,22 @@ class MemoryBudgetError(HpcTuneError):
 class LeavingError(HpcTuneError):
     """The run stops immediately and on purpose; rerunning it resumes from the last checkpoint.
 
-    ``facts`` go into outcome.json.
+    ``facts`` go into outcome.json. ``words`` say why it stops, if not ``reason`` alone.
+    ``can_rerun``: the same command would not stop in the same place.
     """
 
     exit_code = EXIT_RESUMABLE
 
     def __init__(
-        self, reason: str, step: int | None, facts: Mapping[str, Any] | None = None
+        self,
+        reason: str,
+        step: int | None,
+        facts: Mapping[str, Any] | None = None,
+        words: str | None = None,
+        can_rerun: bool = True,
     ) -> None:
-        rerun = f"resume from step {step}" if step else "start again"
-        super().__init__(f"{reason}: stopped immediately. Rerun the same command to {rerun}")
+        rerun = f"Rerun the same command to {f'resume from step {step}' if step else 'start again'}"
+        super().__init__(f"{words or reason}. {rerun if can_rerun else 'Give more time'}")
         self.reason, self.step, self.facts = reason, step, dict(facts or {})
 
 

@@ -31,6 +31,7 @@ from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, ConfigError
 from hpc_tune.log import log
 from hpc_tune.rundir import heartbeat, left_out, outcome
+from hpc_tune.rundir.owner import owner_of
 from hpc_tune.train.reporting import write_report
 
 FILE = "starts.jsonl"
@@ -53,6 +54,7 @@ _READ_S = 2.0  # for what a launcher printed last
 _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
 _BY_LAUNCHER = " to the ranks alone"
+_REFUSED = "refused"  # before the run directory was taken
 _ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
 Next = Literal["done", "again", "requeue", "give up"]
@@ -179,7 +181,11 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         starts = _read(self._run_dir)
         while True:
-            starts.append(self._start())
+            start = self._start()
+            if start.status == _REFUSED:
+                log.error("given up: %s. Nothing was changed", start.reason)
+                return EXIT_USER
+            starts.append(start)
             _append(self._run_dir, starts[-1])
             following, why = self._decide(starts)
             log.info("%s", self._told(starts[-1], following, why))
@@ -230,6 +236,9 @@ class Supervisor:
         while _stamp(self._run_dir) == before and time.time() < until_s:
             time.sleep(_POLL_S)
         ended = outcome.read(self._run_dir) if _stamp(self._run_dir) != before else None
+        if code == EXIT_USER and (ended or {}).get("exit_code") != EXIT_USER:
+            # The ranks have written nothing, and what is there now is another job's.
+            ended = {"status": _REFUSED, "reason": _why_refused(self._run_dir)}
         if ended is None:
             reason = f"{self._argv[0]} exited with code {code}, and there is no outcome.json"
             ended = {"status": "failed", "reason": reason}
@@ -348,6 +357,13 @@ def _stamp(run_dir: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns
+
+
+def _why_refused(run_dir: Path) -> str:
+    owner = owner_of(run_dir)
+    if owner is None:
+        return "the start was refused, see the message above"
+    return f"run.dir={run_dir} is in use by {owner}"
 
 
 def _newest(run_dir: Path) -> int:

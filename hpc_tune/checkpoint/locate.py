@@ -12,7 +12,7 @@ from hpc_tune.errors import CheckpointError, ConfigError, UnreadableError
 from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.rundir import heartbeat, nearby, outcome
+from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.units import format_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -145,14 +145,19 @@ def _outcome_lines(path: Path) -> list[str]:
     last = heartbeat.read(path)
     if not last:
         return []
-    if time.time() - max(beat.time for beat in last) < heartbeat.ALIVE_S:
-        return [f"outcome: none yet, the run is {last[0].phase}"]
+    silent_s = time.time() - max(beat.time for beat in last)
+    if silent_s < heartbeat.ALIVE_S and not owner.has_died(path):
+        seen = "" if silent_s < heartbeat.QUIET_S else f", no sign of life for {silent_s:.0f} s"
+        return [f"outcome: none yet, the run is {last[0].phase}{seen}"]
     return [f"outcome: {heartbeat.last_seen(last)}"]
 
 
 def _store_of(path: Path) -> Store:
     store = Store(path / "checkpoints", keep=1)
     if not store.folder.is_dir():
+        if (path / nearby.SETTINGS).is_file():
+            why = (outcome.read(path) or {}).get("reason", "it has not come to a save")
+            raise ConfigError(f"{path} has no checkpoint: {why}")
         raise ConfigError(
             f"{path}: neither a run directory (with checkpoints/ in it) nor a checkpoint "
             f"(with {MANIFEST} in it){nearby.hint(path)}"

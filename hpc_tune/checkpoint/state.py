@@ -170,7 +170,7 @@ def require_settings(saved: RunState, settings: Settings, same_model: bool = Tru
         raise ConfigError(
             "the checkpoint is of another run and cannot be resumed:\n"
             + "\n".join(f"  - {line}" for line in refused)
-            + "\nUse the old values, another run.dir, or checkpoint.resume=none in an empty one."
+            + "\nGive the old values, or another run.dir."
         )
 
 

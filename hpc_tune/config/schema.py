@@ -201,8 +201,9 @@ class CheckpointConfig(Section):
     )
     every_minutes: Annotated[float, Field(gt=0)] | None = Field(
         30.0,
-        description="Minutes between checkpoints: what a crash can cost. Fewer cost more writing; "
-        "null: checkpoints by every_steps alone.",
+        description="Minutes between checkpoints: what a crash can cost. Fewer cost more writing. "
+        "The first of a start comes after 5 minutes at most; null: checkpoints by every_steps "
+        "alone.",
     )
     keep: PositiveInt = Field(
         2,

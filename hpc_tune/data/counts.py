@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+ANSWER_BEYOND = "the answer begins after seq_len"  # why an example is dropped
 _MOST_SHOWN = 5
 _MOST_NAMES = 30
 _MOST_REASONS = 20

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, Rendered, Renderer
-from hpc_tune.data.counts import Counters
+from hpc_tune.data.counts import ANSWER_BEYOND, Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
 from hpc_tune.data.tokenizer import FastTokenizer, are_controls_text, require_fast
 from hpc_tune.data.writer import Block, token_dtype
@@ -235,7 +235,7 @@ class Encoder:
             return []
         if len(tokens) > self._seq_len:
             if not mask[: self._seq_len].any():
-                self.counters.drop("the answer begins after seq_len")
+                self.counters.drop(ANSWER_BEYOND)
                 return []
             self.counters.truncated += 1
         return [(tokens[: self._seq_len], mask[: self._seq_len])]

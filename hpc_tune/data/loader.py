@@ -22,7 +22,7 @@ from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prefetch import Prefetcher
 from hpc_tune.data.sampler import ORDER_VERSION, PackedSampler, SampleOrder
-from hpc_tune.errors import CheckpointError
+from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 
 PREFETCH_BYTES = 64 << 20
@@ -55,6 +55,7 @@ class Loader:
         """
         self._seq_len, self._global_size = order.seq_len, global_size
         self._rank, self._size, self._micro_size = rank, size, micro_size
+        self._source = store.attributes.source
         self._identity: _State = {
             "order": ORDER_VERSION,
             "content": store.attributes.content,
@@ -122,20 +123,22 @@ class Loader:
         """Continue at the position that ``state`` holds; takes no time, on any number of ranks.
 
         Raises:
-            CheckpointError: if it is a position in another stream.
+            ConfigError: if it is a position in another stream. CheckpointError: if it is none.
         """
-        differing = [
-            f"{name}: {state.get(name)!r} in the checkpoint, {value!r} now"
-            for name, value in self._identity.items()
-            if state.get(name) != value
-        ]
-        if differing or not isinstance(state.get("rows"), int):
-            raise CheckpointError(
-                "the checkpoint's position in the data is for another order of samples"
-                f" ({'; '.join(differing) or 'it has no row number'}); use the same prepared data,"
-                " data.seq_len, data.packing and train.seed, or start afresh with"
-                " checkpoint.resume=none"
+        differing = {k: v for k, v in self._identity.items() if state.get(k) != v}
+        if differing.keys() == {"content"}:
+            raise ConfigError(
+                f"data.path={self._source} is not the data this run was trained "
+                "on, or it was prepared in another way. Give the old data, or another run.dir"
             )
+        if differing:
+            said = [f"{k}: {state.get(k)} in the checkpoint, {v} now" for k, v in differing.items()]
+            raise ConfigError(
+                f"the rows have another order than this run was trained with ({'; '.join(said)}). "
+                "Give the old values, or another run.dir"
+            )
+        if not isinstance(state.get("rows"), int):
+            raise CheckpointError("the checkpoint's position in the data has no row number")
         self._rows = state["rows"]
         self._prefetcher.restart(self._rows)
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from hpc_tune import __version__
 from hpc_tune.atomic_file import replacing
-from hpc_tune.data.counts import Counters, Findings
+from hpc_tune.data.counts import ANSWER_BEYOND, Counters, Findings
 from hpc_tune.data.encode import Encoder, LossOn
 from hpc_tune.data.files import Paths, as_list, shown
 from hpc_tune.data.hdf5_format import VERSION, Attributes, TokenStore
@@ -194,6 +194,11 @@ def _check(work: Plan, counters: Counters, findings: Findings) -> None:
         raise DataError(
             f"data.eval_fraction={reading.held_out:g} leaves no example of {source} for the "
             f"{reading.part} part; choose another fraction, or set data.eval_path"
+        )
+    if list(counters.dropped) == [ANSWER_BEYOND] and not (findings.num_bad or findings.num_marked):
+        raise DataError(
+            f"{source}: all {counters.dropped[ANSWER_BEYOND]} answers begin after token "
+            f"{work.settings.seq_len}: raise data.seq_len"
         )
     reasons = [f"{n} dropped: {why}" for why, n in counters.dropped.items()]
     reasons += [f"{findings.num_bad} bad rows skipped"] if findings.num_bad else []

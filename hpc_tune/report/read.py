@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
-from hpc_tune.rundir import heartbeat, nearby, outcome
+from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.rundir.json_lines import EVENTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
 
@@ -57,7 +57,7 @@ class Run:
 
     ``settings`` is flat (``"optim.lr"``), ``steps`` and ``evals`` are the lines of metrics.jsonl by
     kind, ``ranks`` those of ranks.jsonl, ``outcome`` is empty where the run has left none.
-    ``silent_s``: since it wrote anything.
+    ``silent_s``: since it wrote anything. ``has_died``: its process is known to be gone.
     """
 
     path: Path
@@ -71,6 +71,7 @@ class Run:
     beats: Sequence[heartbeat.Heartbeat]
     segments: Sequence[Segment]
     silent_s: float
+    has_died: bool = False
 
     @property
     def state(self) -> State:
@@ -80,7 +81,7 @@ class Run:
             return status if status in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
         longest_s = max((row.get("step_s") or 0.0 for row in self.steps[-20:]), default=0.0)
         limit_s = heartbeat.ALIVE_S + (0 if self.beats else 3 * longest_s)
-        if self.silent_s < limit_s:
+        if self.silent_s < limit_s and not self.has_died:
             return "running"
         return "died" if self.beats else "unknown"
 
@@ -89,7 +90,9 @@ class Run:
         """Why it ended, in words."""
         match self.state:
             case "running":
-                return f"it is {self.beats[0].phase}" if self.beats else "it is running"
+                doing = f"it is {self.beats[0].phase}" if self.beats else "it is running"
+                silent = self.silent_s > heartbeat.QUIET_S
+                return doing + (f", no sign of life for {self.silent_s:.0f} s" if silent else "")
             case "died":
                 return heartbeat.last_seen(self.beats)
             case "unknown":
@@ -215,6 +218,7 @@ def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row], ranks: Seq
         beats=(beats := heartbeat.read(path)),
         segments=_segments(events, steps),
         silent_s=_silent_s(path, beats),
+        has_died=owner.has_died(path),
     )
 
 

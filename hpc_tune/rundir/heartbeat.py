@@ -20,6 +20,7 @@ from hpc_tune.units import format_bytes
 
 FOLDER = "memory"
 ALIVE_S = 30.0  # a run writes every few seconds
+QUIET_S = 12.0  # that long without is worth a word
 
 
 @dataclass(frozen=True)

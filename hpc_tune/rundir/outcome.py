@@ -11,6 +11,9 @@ from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.world.stop import STOP_FILE
 
 FILE = "outcome.json"
+# Room for the outcome of a run that ends since its disk is full.
+RESERVE = ".outcome.reserve"
+_RESERVED_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,32 @@ def stopped(reason: str, step: int | None, facts: Mapping[str, Any] | None = Non
 
 
 def write(outcome: Outcome, run_dir: Path) -> None:
-    """Write outcome.json atomically, and remove the STOP file that a stopped run has obeyed."""
+    """Write outcome.json atomically, and remove the STOP file that a stopped run has obeyed.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
     if outcome.status != "failed":
         (run_dir / STOP_FILE).unlink(missing_ok=True)
     fields = asdict(outcome)
     fields |= fields.pop("facts")
-    write_file(run_dir / FILE, json.dumps(fields, indent=1) + "\n")
+    text = json.dumps(fields, indent=1) + "\n"
+    try:
+        write_file(run_dir / FILE, text)
+    except OSError:
+        (run_dir / RESERVE).unlink(missing_ok=True)
+        write_file(run_dir / FILE, text)
+    (run_dir / RESERVE).unlink(missing_ok=True)
+
+
+def begin(run_dir: Path) -> None:
+    """Remove the outcome of the last run, once there is room for this one's.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    (run_dir / RESERVE).write_bytes(bytes(_RESERVED_BYTES))
+    (run_dir / FILE).unlink(missing_ok=True)
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:

@@ -126,7 +126,7 @@ class LiveMark:
             if lives or (first_s is not None and touched_s != first_s):
                 raise InUseError(
                     f"run.dir={self._path.parent} is in use by {owner or 'another job'}: choose "
-                    f"another run.dir, or let that run end first (touch {self._path.parent}/STOP)"
+                    "another run.dir, or wait until that run has ended"
                 )
             if lives is False or age_s > self._silent_s:
                 self._take_over(owner)
@@ -182,6 +182,22 @@ class LiveMark:
                 return
             with contextlib.suppress(OSError):  # the checkpointer reports a file system that hangs
                 os.utime(self._path)
+
+
+def owner_of(run_dir: Path) -> Owner | None:
+    """Return the job whose mark is in ``run_dir`` and was touched in the last minutes."""
+    with contextlib.suppress(OSError):
+        owner, _, age_s = _look(run_dir / FILE) or (None, 0.0, 0.0)
+        return owner if age_s <= SILENT_S else None
+    return None
+
+
+def has_died(run_dir: Path) -> bool:
+    """Whether the job that has marked ``run_dir`` is known to be gone: it ran on this host."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        owner = Owner(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
+        return is_known_to_be(owner, this_process("", run_dir)) is False
+    return False
 
 
 def require_shared(run_dir: Path, nonce: str, host: str, limit_s: float = SHOWS_WITHIN_S) -> None:

@@ -24,9 +24,8 @@ from hpc_tune.log import log
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.regions import Region, WrittenFile
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.train.exit import ResumePoint
 from hpc_tune.train.save_reports import Report, Reports
-from hpc_tune.world.comm import Comm
+from hpc_tune.world.comm import Comm, ResumePoint
 
 T = TypeVar("T")
 FIRST_SAVE_GUESS_S = 5.0  # until one has been measured

@@ -81,6 +81,7 @@ def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
     """Open the data, prepared first if raw, for this rank's part of each step. Collective."""
     config = model.config
     job.monitor.enter("data", "preparing the data", tell=True)
+    job.comm.begin("preparing the data")
     stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
     loader = Loader(
         stores[0],

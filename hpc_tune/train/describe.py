@@ -105,8 +105,8 @@ def few_steps(
     if optim.warmup_steps is not None and optim.warmup_steps >= total_steps:
         last = learning_rate(optim, total_steps - 1, total_steps)
         yield (
-            f"optim.warmup_steps={optim.warmup_steps} in a run of {total_steps} steps: the "
-            f"learning rate only rises, to {last:.2g} of optim.lr={optim.peak_lr:g}; use fewer"
+            f"the run ends during warm-up (optim.warmup_steps={optim.warmup_steps} in a run of "
+            f"{total_steps} steps): the rate reaches {last:.2g}, not {optim.peak_lr:g}; use fewer"
         )
 
 

@@ -9,34 +9,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError, StalledError
+from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError
 from hpc_tune.log import configure
-from hpc_tune.rundir import outcome
+from hpc_tune.rundir import details, outcome
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.outcome import Outcome, stopped
 from hpc_tune.rundir.owner import InUseError, release
+from hpc_tune.units import format_seconds
 from hpc_tune.world.bootstrap import bootstrap
-from hpc_tune.world.comm import Comm
-from hpc_tune.world.failure import die, is_broken_connection, report_failure
+from hpc_tune.world.comm import Comm, ResumePoint
+from hpc_tune.world.failure import Failure, die, is_broken_connection, report_failure
 from hpc_tune.world.stop import StopFlag, process_start
 
 SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
 _POLL_S = 0.2
 _GRACE_S = 5.0  # for phases that check the flag themselves
 _MARGIN_S = _GRACE_S + 2.0  # of the time limit
-
-
-@dataclass
-class ResumePoint:
-    """The step from which the next start would resume; None while it is not known."""
-
-    step: int | None = None
 
 
 @contextmanager
@@ -108,16 +102,42 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
         return other_code, False
     is_urgent = isinstance(error, LeavingError) and bool(error.facts)
     if is_urgent:  # each rank that is short of memory writes it before anything takes time
-        _write(_outcome_of(comm, error, "", code), run_dir)
-    text = report_failure(comm, error)
-    if text is None:
+        _write(_outcome_of(comm, error, Failure("", ""), code), run_dir)
+    told = report_failure(comm, error)
+    if told is None:
         time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
         return code, is_urgent
-    print(text, file=sys.stderr, flush=True)
+    told = _with_checkpoint(told, comm, error)
+    kept = None
+    if told.details is not None:
+        kept = details.keep(told.details, run_dir, 0 if comm is None else comm.world.rank)
+        if kept is not None:
+            facts = {**told.facts, "details": str(kept)}
+            told = replace(told, reason=f"{told.reason} Details: {kept}", facts=facts)
+    print(f"{told.who}{told.reason}", file=sys.stderr, flush=True)
+    if told.details is not None and kept is None:
+        print(told.details, file=sys.stderr, flush=True)
     # Both sides of a network cut report it, and deciding who does takes time without the store.
     if not is_urgent and _code_of_another_rank(comm, error, run_dir) is None:
-        _write(_outcome_of(comm, error, text, code), run_dir)
+        _write(_outcome_of(comm, error, told, code), run_dir)
     return code, True
+
+
+def _with_checkpoint(told: Failure, comm: Comm | None, error: BaseException) -> Failure:
+    """Return what is told with the last checkpoint, and what to do where the run may go on."""
+    step = None if comm is None else comm.resume_point.step
+    if isinstance(error, HpcTuneError) and error.exit_code != EXIT_FAILED:
+        return told
+    said = [told.reason.rstrip(".")]
+    if step is not None and "last checkpoint" not in told.reason.lower():
+        said.append(f"Last checkpoint: step {step}" if step else "Nothing is saved yet")
+    if told.facts or is_broken_connection(error):
+        again = "to start again" if step == 0 else "to resume from there" if step else ""
+        others = ", on other hosts too," if told.facts.get("lost_hosts") else ""
+        said.append(f"Rerun the same command{others} {again}".rstrip(" ,"))
+    facts = dict(told.facts) | {"during": comm.doing[0]} if comm is not None else told.facts
+    facts = {**facts, "last_checkpoint": step} if step is not None else facts
+    return replace(told, reason=". ".join(said) + ".", facts=facts)
 
 
 def _code_of_another_rank(
@@ -136,16 +156,13 @@ def _code_of_another_rank(
     return outcome.written_since(run_dir, process_start())
 
 
-def _outcome_of(comm: Comm | None, error: BaseException, text: str, code: int) -> Outcome:
+def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: int) -> Outcome:
     if isinstance(error, LeavingError):
         return stopped(error.reason, error.step, error.facts)
-    reason = str(error) if isinstance(error, HpcTuneError) else text.splitlines()[-1]
     facts: dict[str, Any] = {}
     if comm is not None:
         facts = {"rank": comm.world.rank, "host": comm.world.hostname}
-    if isinstance(error, StalledError):
-        facts |= error.facts
-    return Outcome("failed", reason, None, code, facts)
+    return Outcome("failed", told.reason, None, code, facts | dict(told.facts))
 
 
 def _write(result: Outcome, run_dir: Path | None) -> None:
@@ -198,7 +215,13 @@ class StartupWatchdog:
                         fail(self._comm, self._error_of(reason), self._run_dir)
 
     def _error_of(self, reason: str) -> LeavingError:
-        return LeavingError(reason, self._resume_point.step)
+        doing = "starting" if self._comm is None else self._comm.doing[0]
+        words, is_too_short = f"stopped while {doing} ({reason})", reason == "time limit"
+        if is_too_short:
+            limit = f"the limit of {format_seconds(self._stop.limit_s)}"
+            words = f"{limit} ended while {doing}, before a step was done"
+        step = self._resume_point.step
+        return LeavingError(reason, step, words=words, can_rerun=not is_too_short)
 
     def _reason(self, margin_s: float = 0.0) -> str | None:
         return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None

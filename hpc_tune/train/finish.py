@@ -12,6 +12,7 @@ from hpc_tune.train.loop import Work
 from hpc_tune.train.model import Model
 from hpc_tune.train.preflight import Forecast, compare_memory
 from hpc_tune.train.reporting import write_report
+from hpc_tune.units import format_seconds
 
 
 def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcome) -> None:
@@ -24,7 +25,7 @@ def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcom
     work.rank_work.close()
     work.loader.close()
     job.stop.close()
-    job.comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, ended))
+    job.comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, work, ended))
     job.monitor.close()
     job.events.write("stop", ended.step, reason=ended.reason)
     job.events.close()
@@ -34,7 +35,7 @@ def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcom
         job.owner.close()
 
 
-def _write_outcome(job: Job, model: Model, ended: Outcome) -> None:
+def _write_outcome(job: Job, model: Model, work: Work, ended: Outcome) -> None:
     """Export the adapter of a finished run, write the outcome, and log what to do next."""
     config, run_dir = model.config, job.dir
     if ended.status == "done" and config.tune.method != "full":
@@ -56,7 +57,17 @@ def _write_outcome(job: Job, model: Model, ended: Outcome) -> None:
             run_dir,
         )
     else:
-        log.info(
-            "stopped at step %s: %s. Rerun the same command to resume from there",
-            *(ended.step, ended.reason),
-        )
+        log.info("%s", _said_of_stop(job, work, ended))
+
+
+def _said_of_stop(job: Job, work: Work, ended: Outcome) -> str:
+    saved, again = ended.step or 0, "Rerun the same command to "
+    text = f"stopped: {ended.reason}. {again}resume from step {saved}"
+    if not saved:
+        text = f"stopped: {ended.reason}. Nothing is saved. {again}start again"
+    if ended.reason == "time limit" and saved == work.start_step:
+        limit = format_seconds(job.stop.limit_s)
+        text = f"the limit of {limit} ended before a step was done. Give more time"
+    if job.comm.world.launcher != "single":
+        text += f" (exit code {ended.exit_code}; a launcher may call it an error, it is none)"
+    return text

@@ -33,6 +33,13 @@ from hpc_tune.world.comm import Comm
 
 MORE_MEMORY = "ask for more memory or nodes; python -m hpc_tune plan predicts what each phase needs"
 _LEVELS = tuple(Level)[1:]
+_WORDS = {
+    Action.SHRINK_BUFFERS: "reads less data ahead",
+    Action.SAVE_IN_PIECES: "waits for its saves",
+    Action.SPLIT_MICRO_BATCHES: "uses smaller micro-batches",
+    Action.RECOMPUTE: "recomputes activations",
+    Action.MOVE_OPTIMIZER: "keeps the optimizer's state in host memory",
+}
 
 
 class Governor:
@@ -123,7 +130,9 @@ class Governor:
         coming = lower(taken, self._available(need.memory))[len(taken) :]
         if not coming:
             return f"Nothing is left to be given up: {MORE_MEMORY}"
-        return f"The next start begins with {', '.join(action.value for action in coming)}"
+        words = [_WORDS[action] for action in coming if action in _WORDS]
+        names = ", ".join(action.value for action in coming)
+        return f"The next start {', '.join(words) or 'gives freed memory back'} ({names})"
 
     def _decide(self, host: Level, device: Level) -> tuple[Ladder, Decision | None]:
         if device == Level.CRITICAL and host < Level.DOOMED:

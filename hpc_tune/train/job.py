@@ -18,11 +18,12 @@ from hpc_tune.rundir import heartbeat, nearby, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.exit import ResumePoint, StartupWatchdog, fail, startup_watchdog, translating
+from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
 from hpc_tune.train.memory_exit import MemoryExit, make_monitor
 from hpc_tune.train.trackers import require_trackers
-from hpc_tune.world.comm import Comm
+from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.hang import HangWatch
+from hpc_tune.world.roll_call import RollCall
 from hpc_tune.world.stop import StopFlag, process_start
 
 
@@ -65,7 +66,7 @@ def open_job(
         ConfigError: if the directory cannot be written, is not shared, or is in use by another job.
     """
     run_dir, is_rank_0 = Path(config.run.dir), comm.is_rank_0
-    resume_point = ResumePoint()
+    resume_point = comm.resume_point
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail, comm, run_dir=run_dir)
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
@@ -76,7 +77,9 @@ def open_job(
             lambda: _make_run_dir(run_dir, owner, config.run, write_settings),
         )
         _require_shared(comm, run_dir)
-        events = Events(run_dir / EVENTS if is_rank_0 else None)
+        events = comm.together(
+            "opening the events", lambda: Events(run_dir / EVENTS if is_rank_0 else None)
+        )
         monitor = comm.together(
             "reading the memory limits", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
@@ -89,10 +92,11 @@ def open_job(
             monitor.start(memory_exit.leave)
             keep = config.checkpoint
             store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
-            yield Job(
-                *(config, comm, training, run_dir, last, store, events, monitor, memory_exit),
-                *(resume_point, owner, stop, watchdog, chosen, faults),
-            )
+            with RollCall(comm, config.run.timeout, lost).over():
+                yield Job(
+                    *(config, comm, training, run_dir, last, store, events, monitor, memory_exit),
+                    *(resume_point, owner, stop, watchdog, chosen, faults),
+                )
 
 
 def _make_run_dir(
@@ -106,7 +110,7 @@ def _make_run_dir(
         last = previous.read(run_dir)
         (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
         heartbeat.clear(run_dir)
-        (run_dir / outcome.FILE).unlink(missing_ok=True)
+        outcome.begin(run_dir)
         write_settings()
     except OSError as error:
         raise ConfigError(

@@ -41,6 +41,7 @@ def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engin
     )
     uses_zero = resolved.parallel.zero_stage is not None
     monitor.enter("load", "loading the model", tell=True)
+    comm.begin("loading the model")
     return (ZeroEngine if uses_zero else NativeEngine)(model.built, settings)
 
 

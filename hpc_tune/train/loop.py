@@ -40,6 +40,7 @@ from hpc_tune.world.step_limit import StepLimit
 from hpc_tune.world.stop import StopFlag
 
 _MOST_RANKS = 1 << 20
+_FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a save that fails shows early
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def run_loop(work: Work) -> Outcome:
     """
     start_step = step = saved_step = work.start_step
     saver, evals = work.saver, work.evals
-    saved_at_s, step_s = time.monotonic(), 0.0
+    saved_at_s, step_s = _clock_of_saves(work.config.checkpoint.every_minutes), 0.0
     optim = for_batch(work.config.optim, work.config.batch.global_size)
     if work.eval_batches is not None and start_step == 0:
         evals = _evaluate(work, work.eval_batches, step, evals)
@@ -159,6 +160,11 @@ def run_loop(work: Work) -> Outcome:
     if saver.committed_step < step:
         return stopped("the last checkpoint could not be saved", saver.committed_step)
     return done(step)
+
+
+def _clock_of_saves(every_minutes: float | None) -> float:
+    """Return when the last save was, as far as the first one of this start is concerned."""
+    return time.monotonic() - max(0.0, 60 * (every_minutes or 0.0) - _FIRST_SAVE_S)
 
 
 def _enter(work: Work, phase: str, activity: str) -> None:

@@ -15,10 +15,10 @@ from hpc_tune.memory.device import is_of_a_device, is_out_of_memory, memory_of, 
 from hpc_tune.memory.host import find_limit
 from hpc_tune.memory.monitor import Monitor, Need
 from hpc_tune.rundir import heartbeat
-from hpc_tune.train.exit import ResumePoint, fail
+from hpc_tune.train.exit import fail
 from hpc_tune.train.governor import MORE_MEMORY, Governor, facts_of
 from hpc_tune.units import format_bytes
-from hpc_tune.world.comm import Comm
+from hpc_tune.world.comm import Comm, ResumePoint
 
 
 def make_monitor(memory: MemoryConfig, comm: Comm, run_dir: Path, faults: Faults) -> Monitor:
@@ -92,4 +92,5 @@ class MemoryExit:
         if self.governor is not None:
             advice, taken = self.governor.advice(need), self.governor.taken
         step = self._resume_point.step or 0
-        return LeavingError(f"{need.words}. {advice}", step, facts_of(need, taken))
+        words = f"stopped before memory ran out while {self._comm.doing[0]}: {need.words}. {advice}"
+        return LeavingError(f"{need.words}. {advice}", step, facts_of(need, taken), words)

@@ -57,6 +57,16 @@ class StepMetrics:
     samples_seen: int
 
 
+def _waits(metrics: StepMetrics) -> bool:
+    """Whether most of what rank 0 spends in messages is the wait for the slowest rank."""
+    return metrics.most_work_s - metrics.least_work_s > MUCH * metrics.comm_s
+
+
+def _spent_on(metrics: StepMetrics) -> str:
+    """Return in words what ``comm_s`` is."""
+    return f"waiting for rank {metrics.slowest_rank}" if _waits(metrics) else "in messages"
+
+
 class Metrics:
     """Writes on rank 0 (``run_dir`` given), drops everything elsewhere.
 
@@ -91,13 +101,14 @@ class Metrics:
         self._track(metrics.step, row)
         note = f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tokens/s"
         if metrics.comm_s > NOTEWORTHY * metrics.step_s:
-            note += f"  {metrics.comm_s / metrics.step_s:.0%} in messages"
+            note += f"  {metrics.comm_s / metrics.step_s:.0%} {_spent_on(metrics)}"
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"
         self._progress.update(metrics.step, note)
         if len(self.steps_s) == _STEPS_TO_ESTIMATE and self._total > metrics.step:
             self._log_time(self._total - metrics.step)
-        if self._advise and len(self.steps_s) == 2 and metrics.comm_s > MUCH * metrics.step_s:
+        much = metrics.comm_s > MUCH * metrics.step_s
+        if self._advise and len(self.steps_s) == 2 and much and not _waits(metrics):
             log.warning(
                 "%.0f%% of a step goes to messages: parallel=auto measures, and chooses the "
                 "fastest layout and number of ranks",

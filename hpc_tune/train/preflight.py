@@ -7,13 +7,14 @@ The trace needs an interpreter to itself, some seconds, and under 1 GB on the fi
 """
 
 import json
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hpc_tune.errors import MemoryBudgetError
+from hpc_tune.errors import LeavingError, MemoryBudgetError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
@@ -26,6 +27,7 @@ from hpc_tune.train.model import Model
 from hpc_tune.units import format_bytes
 
 _PLAN_LIMIT_S = 300.0
+_SIGNAL_SHOWS_WITHIN_S = 0.5
 _PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare
 
 
@@ -58,7 +60,7 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
     masked = ["--masked"] if on_gpu and model.kernels(comm.device).why_masked else []
-    plan = comm.on_rank_0("planning", lambda: _plan(job.dir, machine, masked, limit_s))
+    plan = comm.on_rank_0("planning", lambda: _plan(job, machine, masked, limit_s))
     if plan is None:
         return Forecast(None, "not planned; see the warning above")
     job.monitor.expect(next(p["node_bytes"] for p in plan["phases"] if p["name"] == "steady"))
@@ -109,9 +111,13 @@ def compare_memory(job: Job, forecast: Forecast) -> None:
 
 
 def _plan(
-    run_dir: Path, machine: Machine, arguments: Sequence[str], limit_s: float
+    job: Job, machine: Machine, arguments: Sequence[str], limit_s: float
 ) -> dict[str, Any] | None:
-    """Run the plan command on the run's own configuration; None where it fails."""
+    """Run the plan command on the run's own configuration; None where it fails.
+
+    Raises:
+        LeavingError: if the run was asked to stop meanwhile: the signal ends the plan, too.
+    """
     limit = find_limit()
     left = room_of(used_bytes(limit), limit.num_bytes)
     if left < _PLAN_BYTES:
@@ -123,11 +129,20 @@ def _plan(
     log.info("memory  planning what each phase takes")
     printed = ""
     try:
-        done = run_plan(run_dir / "config.resolved.yaml", machine, arguments, limit_s)
+        done = run_plan(job.dir / "config.resolved.yaml", machine, arguments, limit_s)
         printed = done.stderr.strip()
+        if done.returncode < 0:
+            done.check_returncode()
         plan: dict[str, Any] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
+        # The signal may reach the plan before this process.
+        time.sleep(_SIGNAL_SHOWS_WITHIN_S)
+        if reason := job.stop.reason():
+            words = f"stopped while planning ({reason})"
+            raise LeavingError(reason, job.resume_point.step, words=words) from None
         why = printed.splitlines()[-1] if printed else str(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            why = f"it was ended by {signal.Signals(-error.returncode).name}"
         log.warning("memory  not planned, the run continues without: %s", why)
         return None
     return plan

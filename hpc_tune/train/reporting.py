@@ -12,6 +12,7 @@ from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import room_of
 from hpc_tune.rundir.json_lines import METRICS
+from hpc_tune.rundir.nearby import SETTINGS
 from hpc_tune.units import format_bytes
 
 REPORT_BYTES = 250 << 20  # what drawing it takes, with a margin
@@ -20,7 +21,12 @@ _LIMIT_S = 60.0
 
 
 def write_report(run_dir: Path) -> None:
-    """Write report.html; if that fails, log how to write it later: it must not end the run."""
+    """Write report.html; if that fails, log how to write it later: it must not end the run.
+
+    Nothing is written, and nothing said, where no run has begun.
+    """
+    if not (run_dir / SETTINGS).is_file():
+        return
     later = f"python -m hpc_tune report {run_dir}"
     limit = find_limit()
     left = room_of(used_bytes(limit), limit.num_bytes)

@@ -27,12 +27,17 @@ def find_checkpoint(job: Job) -> Path | None:
     """
     comm, settings = job.comm, job.config.model_dump()
     path = _requested(comm, job.config.checkpoint.resume, job.store)
-    if path is not None:
-        # Before anything that takes time, such as preparing data.
-        comm.on_rank_0(
-            "comparing with the checkpoint's settings",
-            lambda: require_settings(RunState.from_json(read_state(path), str(path)), settings),
-        )
+    if path is None:
+        job.resume_point.step = 0
+        return None
+
+    def step_of() -> int:
+        state = RunState.from_json(read_state(path), str(path))
+        require_settings(state, settings)
+        return state.step
+
+    # Before anything that takes time, such as preparing data.
+    job.resume_point.step = comm.on_rank_0("comparing with the checkpoint's settings", step_of)
     return path
 
 
@@ -85,6 +90,7 @@ def resume(
 
     # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
     job.monitor.enter("load", "loading a checkpoint", tell=True)
+    job.comm.begin("loading a checkpoint")
     index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
     saved = comm.together("loading a checkpoint", load)
     comm.together("restoring the position in the data", lambda: data.loader.restore(saved.loader))

@@ -19,7 +19,7 @@ from hpc_tune.rundir.outcome import Outcome
 from hpc_tune.train.agreement import agree_on_settings
 from hpc_tune.train.data import look_for_data, open_data
 from hpc_tune.train.describe import describe
-from hpc_tune.train.exit import ResumePoint, failing, joined, startup_watchdog
+from hpc_tune.train.exit import failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.garbage import collected_in_step
 from hpc_tune.train.job import open_job
@@ -56,7 +56,7 @@ def run(
             outcome = _train(config, launched, stop, None, force, faults)
             shutdown(launched)
             return outcome.exit_code
-        with startup_watchdog(launched, stop, run_dir, ResumePoint()):
+        with startup_watchdog(launched, stop, run_dir, launched.resume_point):
             look_for_data(config.data, launched)
             chosen, comm = choose_ranks(config, launched)
         if comm is None:  # this rank is left out

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hpc_tune.errors import HpcTuneError, RemoteError
+from hpc_tune.errors import DiskError, HpcTuneError, RemoteError
 from hpc_tune.world.discover import World
 from hpc_tune.world.failure import time_limit
 from hpc_tune.world.hang import HangWatch
@@ -24,8 +24,19 @@ T = TypeVar("T")
 class Watch(Protocol):
     """What finds lost hosts; see ``keepalive.HostWatch``."""
 
+    def ended_ranks(self) -> set[int]:
+        """Return the ranks of other hosts that are known to have ended without a word."""
+        ...
+
     def close(self) -> None:
         """Stop watching."""
+
+
+@dataclass
+class ResumePoint:
+    """The step from which the next start would resume; None while it is not known."""
+
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,8 @@ class Comm:
     to this start of the job. ``sees_local_pids``: whether the ranks of a node see each other's
     processes. ``num_regroups``: how often its ranks were chosen and renumbered. ``hang`` is what
     ``watched`` watches with, where a run has set it. ``alone``: what this rank does by itself now;
-    the others would wait for ever in a collective within it if this rank failed.
+    the others would wait for ever in a collective within it if this rank failed. ``doing``: what
+    it does now, and ``resume_point``: how far it has come, for messages.
     """
 
     world: World
@@ -62,11 +74,18 @@ class Comm:
     num_regroups: int = 0
     hang: HangWatch | None = None
     alone: list[str] = field(default_factory=list)
+    doing: list[str] = field(default_factory=lambda: ["starting"])
+    resume_point: ResumePoint = field(default_factory=ResumePoint)
 
     @property
     def is_rank_0(self) -> bool:
         """Whether this is rank 0, which writes files and logs for all."""
         return self.world.rank == 0
+
+    def begin(self, what: str) -> str:
+        """Note what this rank does from now on; return what it did before."""
+        before, self.doing[:] = self.doing[0], [what]
+        return before
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """Return the object of rank ``src``; the others' is ignored. Collective."""
@@ -135,9 +154,10 @@ class Comm:
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; if it fails on one, raise on all. Collective.
 
-        ``work`` itself holds no collective.
+        ``work`` itself holds no collective. A full disk fails it as an error of ours does.
         """
         self._require_all()
+        before = self.begin(what)
         result: T | None = None
         error: HpcTuneError | None = None
         self.alone.append(what)
@@ -146,9 +166,13 @@ class Comm:
                 result = work()
         except HpcTuneError as caught:
             error = caught
+        except OSError as caught:
+            if (error := DiskError.of(caught, what)) is None:
+                raise
         finally:
             self.alone.pop()
         self.agree(error, what)
+        self.begin(before)
         return result  # type: ignore[return-value]
 
     def on_rank_0(self, what: str, work: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""How a world fails: immediately, on every rank, with one traceback that names the lost ranks.
+"""How a world fails: immediately, on every rank, with one line that names the lost ranks.
 
 A plain exit on failure hangs for ever in MPI's Finalize while peers wait, so every exit here is
 MPI's Abort or ``os._exit``. The causes: a time limit, a parent that disappears, an exception.
@@ -11,12 +11,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_tune.cluster.launchers import PROCESSES, rank_hint
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, RemoteError
+from hpc_tune.errors import (
+    EXIT_FAILED,
+    DiskError,
+    GoneError,
+    HpcTuneError,
+    LeavingError,
+    RemoteError,
+    WorldError,
+    first_line,
+)
 from hpc_tune.world.processes import ancestors, is_alive
 
 if TYPE_CHECKING:
@@ -26,7 +36,8 @@ _STORE_LIMIT_S = 2.0
 _ABORT_LIMIT_S = 5.0
 _DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
 _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
-_NEIGHBOUR_REPORTS_WITHIN_S = 1.0  # a rank on the dead one's node can name it
+_OTHERS_REPORT_WITHIN_S = 1.5  # a rank on the dead one's node, or rank 0, can name it
+_MAX_REASON, _MOST_NAMED = 300, 8  # characters, ranks or hosts: a line
 _OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
 _FIRST_REPORT_S = 1.5  # before there is a world, rank 0 reports first and its end ends the others
 # How gloo, the store and NCCL show that another rank, or the way to it, is gone.
@@ -76,8 +87,22 @@ def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
     os._exit(exit_code)
 
 
-def report_failure(comm: "Comm | None", error: BaseException) -> str | None:
-    """Return what this rank should print about its error, or ``None`` if another rank reports.
+@dataclass(frozen=True)
+class Failure:
+    """What one rank tells for the world: ``reason``, one line, after ``who`` tells it.
+
+    ``facts`` belong beside it into outcome.json. ``details`` are a traceback and the words of other
+    libraries, None where the line says all.
+    """
+
+    who: str
+    reason: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    details: str | None = None
+
+
+def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
+    """Return what this rank should tell about its error, or ``None`` if another rank reports.
 
     One rank reports for the world: the first that adds to a counter in the store, or, where the
     store died with its rank, the first on each host. A rank that only lost a connection waits for
@@ -85,15 +110,48 @@ def report_failure(comm: "Comm | None", error: BaseException) -> str | None:
     """
     if isinstance(error, RemoteError):
         return None
+    if isinstance(error, OSError):
+        error = DiskError.of(error, comm.doing[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
             time.sleep(_FIRST_REPORT_S)
-        return _text(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, [])
-    dead = _wait_for_dead(comm) if is_broken_connection(error) else []
-    store_is_gone = any(peer.rank == 0 for peer in dead)
+        return _failure(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, None)
+    gone = _wait_for_gone(comm) if is_broken_connection(error) else []
+    store_is_gone = any(peer.rank == 0 for peer in gone)
     if not _reports_first(comm, store_is_gone):
         return None
-    return _text(f"rank {comm.world.rank} on {comm.world.hostname}", error, dead)
+    if gone:
+        details = _traceback_of(error)
+        error = gone_error(gone, comm.roster, comm.doing[0])
+        return Failure("error: ", str(error), error.facts, details)
+    return _failure(f"rank {comm.world.rank} on {comm.world.hostname}", error, comm)
+
+
+def gone_error(gone: "Sequence[Peer]", roster: "Sequence[Peer]", doing: str) -> GoneError:
+    """Return the error that names ranks that have ended, by host where a whole one is gone."""
+    said, lost_hosts = [], []
+    for node in dict.fromkeys(peer.node for peer in gone):
+        of_node = [peer for peer in roster if peer.node == node]
+        lost = [peer for peer in gone if peer.node == node]
+        if len(lost) == len(of_node) and any(peer.node != node for peer in roster):
+            lost_hosts.append(lost[0].hostname)
+            said.append(f"host {lost[0].hostname} ({ranks_of(lost)})")
+        else:
+            said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost]
+    verb = "is" if len(said) == 1 else "are"
+    if len(said) > _MOST_NAMED:
+        said[_MOST_NAMED:] = [f"and {len(said) - _MOST_NAMED} more"]
+    facts = {"lost_hosts": lost_hosts, "lost_ranks": [peer.rank for peer in gone]}
+    return GoneError(f"{', '.join(said)} {verb} gone while {doing}", facts)
+
+
+def ranks_of(peers: "Sequence[Peer]") -> str:
+    """Return such as ``"ranks 2, 3"``, or ``"ranks 0-127"``."""
+    ranks = [peer.rank for peer in peers]
+    numbers = ", ".join(map(str, ranks))
+    if len(ranks) > _MOST_NAMED and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        numbers = f"{ranks[0]}-{ranks[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 
 
 def dead_peers(comm: "Comm") -> "list[Peer]":
@@ -165,9 +223,11 @@ def end_world_on_uncaught(comm: "Comm | None") -> None:
 
 def end_world(comm: "Comm | None", error: BaseException) -> NoReturn:
     """Report once for the world what went wrong and end every rank."""
-    text = report_failure(comm, error)
-    if text is not None:
-        print(text, file=sys.stderr, flush=True)
+    told = report_failure(comm, error)
+    if told is not None:
+        print(f"{told.who}{told.reason}", file=sys.stderr, flush=True)
+        if told.details is not None:
+            print(told.details, file=sys.stderr, flush=True)
     die(comm, error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED)
 
 
@@ -178,28 +238,40 @@ def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
     return timer
 
 
-def _text(who: str, error: BaseException, dead: "list[Peer]") -> str:
+def _failure(who: str, error: BaseException, comm: "Comm | None") -> Failure:
     if isinstance(error, LeavingError):
-        return f"{who}: {error}"
+        return Failure(f"{who}: ", str(error))
     if isinstance(error, HpcTuneError):
-        return f"error on {who}: {error}"
-    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    text = f"{who} failed:\n{lines.rstrip()}"
-    for peer in dead:
-        text += f"\nrank {peer.rank} (pid {peer.pid} on host {peer.hostname}) is gone"
-    if not dead and any(word in str(error).lower() for word in _LATE):
-        text += "\nanother rank did not answer within run.timeout"
-    return text
+        facts = error.facts if isinstance(error, WorldError) else {}
+        return Failure(f"error on {who}: ", str(error), facts)
+    while_ = "" if comm is None else f" while {comm.doing[0]}"
+    named = f"{type(error).__name__}: {first_line(error)}"[:_MAX_REASON]
+    if not is_broken_connection(error):
+        return Failure("error: ", f"{who} failed{while_}: {named}", details=_traceback_of(error))
+    wrong = "lost the connection to another rank"
+    if any(word in str(error).lower() for word in _LATE):
+        wrong = "had no answer from another rank within run.timeout"
+    return Failure("error: ", f"{who} {wrong}{while_}: {named}", details=_traceback_of(error))
 
 
-def _wait_for_dead(comm: "Comm") -> "list[Peer]":
+def _traceback_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+
+
+def _wait_for_gone(comm: "Comm") -> "list[Peer]":
+    """Return the ranks that are gone, as far as this one finds out in time."""
     elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
-    has_neighbours = len(elsewhere) > len(set(elsewhere))
-    limit_s = _NEIGHBOUR_REPORTS_WITHIN_S if has_neighbours else _DEATH_SHOWS_WITHIN_S
-    until_s = time.monotonic() + limit_s
-    while not (dead := dead_peers(comm)) and time.monotonic() < until_s:
+    others_know = len(elsewhere) > len(set(elsewhere)) or (elsewhere and not comm.is_rank_0)
+    until_s = time.monotonic()
+    until_s += _OTHERS_REPORT_WITHIN_S if others_know else _DEATH_SHOWS_WITHIN_S
+    while time.monotonic() < until_s:
+        if dead := dead_peers(comm):
+            return dead
+        ended = comm.watch.ended_ranks() if comm.watch is not None else set()
+        if ended:
+            return [peer for peer in comm.roster if peer.rank in ended]
         time.sleep(0.01)
-    return dead
+    return []
 
 
 def _reports_first(comm: "Comm", store_is_gone: bool) -> bool:

@@ -7,6 +7,9 @@ The ranks send nothing on it: the kernels probe each other (TCP keepalive), and 
 for a rank that computes, waits for a disk or is suspended. So this is quick, and never mistakes a
 slow rank, which run.timeout is for. Without it a collective waits for a lost host as long as for a
 slow rank, and mpirun's own daemons for minutes.
+
+A connection that ends tells that its rank has: rank 0 passes on which, so that every survivor can
+name them, also where none is on their host.
 """
 
 import contextlib
@@ -17,10 +20,13 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LostHostError, RemoteError, WorldError
-from hpc_tune.world.comm import Comm
+from hpc_tune.world.comm import Comm, Peer
+from hpc_tune.world.failure import gone_error, ranks_of
+from hpc_tune.world.processes import is_alive
 from hpc_tune.world.rendezvous import local_addresses
 
 Lost = Callable[[Comm, HpcTuneError], None]
@@ -28,13 +34,20 @@ Lost = Callable[[Comm, HpcTuneError], None]
 NUM_PROBES = 3
 _CONNECT_LIMIT_S = 30.0
 _HELLO_LIMIT_S = 2.0
+# The ranks of a lost host end one after the other.
+_SETTLE_S = 0.15
+# A rank of rank 0's host that lives has reported by then; a launcher may end this one soon after.
+_NEIGHBOURS_REPORT_WITHIN_S = 0.4
 # After a rank ends, ranks of its node report it, and its launcher ends the others, in seconds.
 _GONE_LIMIT_S = 10.0
+# Nobody is left to report there; the main thread, if it notices, knows more.
+_NOBODY_LEFT_S = 1.0
 # Reporting may wait for a store or a file system beyond the cut. With the default limit of 20 s
 # all ranks have exited within 30.
 _LEAVE_LIMIT_S = 6.0
 _KEY = "hpc_tune/reach"
-_LEAVE = b"!"
+_LEAVE, _BYE = b"!", b"bye"
+_PIECE = 1 << 16
 # The process at the other end has ended, and its host is alive to report it.
 _PROCESS_ENDED = (errno.ECONNRESET, errno.EPIPE)
 
@@ -56,6 +69,9 @@ class HostWatch:
         self._hello = hashlib.sha256(f"hpc_tune reach {comm.nonce}".encode()).digest()
         self._wake_read, self._wake_write = socket.socketpair()
         self._ranks: dict[socket.socket, int] = {}
+        self._ended: dict[int, float] = {}  # when a rank's connection did
+        self._left: set[int] = set()  # with a word
+        self._rest: dict[int, bytes] = {}  # of messages, by rank
         listener: socket.socket | None = None
         if comm.is_rank_0:
             listener = _listen(address, comm.world.size)
@@ -67,9 +83,23 @@ class HostWatch:
         )
         self._thread.start()
 
+    def ended_ranks(self) -> set[int]:
+        """Return the ranks of other hosts that are known to have ended without a word."""
+        own, now_s = self._comm.world, time.monotonic()
+        ended = {rank: at_s for rank, at_s in self._ended.copy().items() if not self._is_near(rank)}
+        if not ended or now_s - min(ended.values()) < _SETTLE_S:
+            return set()
+        if own.rank and 0 in ended:
+            with_0 = {peer.rank for peer in self._of_node(self._comm.roster[0].node)}
+            if with_0 != {0} and now_s - ended[0] < _NEIGHBOURS_REPORT_WITHIN_S:
+                return set()
+            return with_0 | ended.keys()
+        return set(ended)
+
     def close(self) -> None:
         """Stop watching, at the end of the world, when all ranks are there."""
         self._closed.set()
+        self._tell(_BYE)
         with contextlib.suppress(OSError):  # it is closed already
             self._wake_write.send(b"x")
         self._thread.join(_HELLO_LIMIT_S + 1.0)
@@ -93,16 +123,24 @@ class HostWatch:
             open_sockets.enter_context(self._wake_write)
             for peer in (self._wake_read, *self._ranks, *([listener] if listener else [])):
                 selector.register(open_sockets.enter_context(peer), selectors.EVENT_READ, peer)
+            num_told = 0
             while not self._closed.is_set():
-                for key, _ in selector.select():
+                for key, _ in selector.select(self._seconds_left()):
                     ready: socket.socket = key.data
                     if ready is listener:
                         if (new_peer := self._admit(listener)) is not None:
                             open_sockets.enter_context(new_peer)
                             selector.register(new_peer, selectors.EVENT_READ, new_peer)
-                    elif ready is not self._wake_read:
+                    elif ready is not self._wake_read and not self._hear(ready):
                         selector.unregister(ready)
-                        self._hear(ready)
+                if self._comm.is_rank_0 and len(self._ended) > num_told:
+                    num_told = len(self._ended)
+                    self._tell(json.dumps([*self._ended]).encode())
+                if self._seconds_left() == 0:
+                    known = self.ended_ranks() | self._ended.keys()
+                    ended = [peer for peer in self._comm.roster if peer.rank in known]
+                    self._leave(gone_error(ended, self._comm.roster, self._comm.doing[0]))
+                    return
 
     def _admit(self, listener: socket.socket) -> socket.socket | None:
         """Return the connection of a rank of this job, or None if it is another client's."""
@@ -130,30 +168,72 @@ class HostWatch:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
 
-    def _hear(self, peer: socket.socket) -> None:
-        """Act on the end of a connection, or on rank 0's notification."""
-        rank = self._ranks.pop(peer)
+    def _hear(self, peer: socket.socket) -> bool:
+        """Act on a message of rank 0 or the end of a connection; tell whether it goes on."""
+        rank = self._ranks[peer]
         try:
-            message = peer.recv(1)
+            message = peer.recv(_PIECE)
         except OSError as error:
             if error.errno not in _PROCESS_ENDED:
+                del self._ranks[peer]
                 self._leave(self._lost_host(rank))
-                return
+                return False
             message = b""
-        if message == _LEAVE:
-            self._leave(RemoteError("rank 0 has lost a host", EXIT_FAILED))
-        elif not self._closed.wait(_GONE_LIMIT_S):
-            host = self._comm.roster[rank].hostname
-            self._leave(WorldError(f"rank {rank} on {host} is gone"))
+        if not message:
+            del self._ranks[peer]
+            if rank not in self._left:
+                self._note([rank])
+            return False
+        *lines, self._rest[rank] = (self._rest.get(rank, b"") + message).split(b"\n")
+        for line in lines:
+            if line == _BYE:
+                self._left.add(rank)
+            elif line == _LEAVE:
+                self._leave(RemoteError("rank 0 has lost a host", EXIT_FAILED))
+            else:
+                self._note(json.loads(line))
+        return True
+
+    def _note(self, ended: list[int]) -> None:
+        for rank in ended:
+            self._ended.setdefault(rank, time.monotonic())
+
+    def _tell(self, line: bytes) -> None:
+        for peer in [*self._ranks]:
+            with contextlib.suppress(OSError):
+                peer.send(line + b"\n", socket.MSG_DONTWAIT)
+
+    def _seconds_left(self) -> float | None:
+        """Return when this thread ends the world since ranks have ended, None if none has."""
+        now_s = time.monotonic()
+        ends_s = [at_s + self._limit_of(rank) for rank, at_s in self._ended.items()]
+        return max(0.0, min(ends_s) - now_s) if ends_s else None
+
+    def _limit_of(self, rank: int) -> float:
+        """Return how long those who can name the end of a rank better have for it."""
+        comm, peer = self._comm, self._comm.roster[rank]
+        if self._is_near(rank):
+            is_dead = comm.sees_local_pids and not is_alive(peer.pid)
+            return _SETTLE_S if is_dead else _GONE_LIMIT_S
+        nobody_left = all(other.rank in self._ended for other in self._of_node(peer.node))
+        return _NOBODY_LEFT_S if nobody_left or rank == 0 else _GONE_LIMIT_S
+
+    def _of_node(self, node: int) -> list[Peer]:
+        return [peer for peer in self._comm.roster if peer.node == node]
+
+    def _is_near(self, rank: int) -> bool:
+        """Whether a rank is on this host."""
+        return self._comm.roster[rank].node == self._comm.world.node
 
     def _lost_host(self, rank: int) -> LostHostError:
         own, peer = self._comm.world, self._comm.roster[rank]
-        ranks = [str(other.rank) for other in self._comm.roster if other.node == peer.node]
+        of_host = self._of_node(peer.node)
+        facts = {"lost_hosts": [peer.hostname], "lost_ranks": [other.rank for other in of_host]}
         return LostHostError(
-            f"host {peer.hostname} (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}) has not "
-            f"answered in {self._limit_s:.0f} s (run.host_timeout): it is down, or the network "
-            f"between it and {own.hostname} is cut. Rerun the same command, on the "
-            "remaining hosts too, to resume from the last checkpoint"
+            f"host {peer.hostname} ({ranks_of(of_host)}) has not answered in {self._limit_s:.0f} s "
+            f"(run.host_timeout) while {self._comm.doing[0]}: it is down, or the network between "
+            f"it and {own.hostname} is cut",
+            facts,
         )
 
     def _leave(self, error: HpcTuneError) -> None:
@@ -163,9 +243,7 @@ class HostWatch:
         limit.daemon = True
         limit.start()
         if self._comm.is_rank_0:
-            for peer in self._ranks:
-                with contextlib.suppress(OSError):
-                    peer.send(_LEAVE, socket.MSG_DONTWAIT)
+            self._tell(_LEAVE)
         self._lost(self._comm, error)
 
 

@@ -69,6 +69,7 @@ class StepLimit:
     def enter(self, doing: str) -> None:
         """Begin a part of training, which all ranks begin in the same order."""
         self._entered, self._doing = self._entered + 1, doing
+        self._comm.begin(doing)
 
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
@@ -100,18 +101,22 @@ class StepLimit:
         main = threading.main_thread().ident or 0
         return *place, time.clock_gettime_ns(time.pthread_getcpuclockid(main))
 
-    def _end(self) -> None:
-        places: dict[int, Place] = {}
+    def _end(self, wait_s: float | None = None) -> None:
+        wait_s = 2 * (3 * self._every_s + _LEAVE_LIMIT_S) if wait_s is None else wait_s
+        own = self._comm.world.rank
+        places = {own: self._place()}
         # The store may be behind a cut network.
         asking = threading.Thread(target=self._ask, args=(places,), daemon=True)
         asking.start()
-        asking.join(2 * (3 * self._every_s + _LEAVE_LIMIT_S))
+        asking.join(wait_s)
         limit = threading.Timer(_LEAVE_LIMIT_S, os._exit, [EXIT_FAILED])
         limit.daemon = True
         limit.start()
         if not self._over.is_set():
             gone = {peer.rank for peer in dead_peers(self._comm)}
             roster, doing = self._comm.roster, self._doing
+            if own and asking.is_alive():  # rank 0 holds the store, and the others may well answer
+                places |= {peer.rank: places[own] for peer in roster if peer.rank}
             self._lost(stalled(places, roster, doing, self._limit_s, gone, self._trace))
 
     def _ask(self, places: dict[int, Place]) -> None:

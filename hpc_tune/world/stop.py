@@ -80,6 +80,11 @@ class StopFlag:
             return "time limit"
         return "STOP file" if self._has_file() else None
 
+    @property
+    def limit_s(self) -> float:
+        """The seconds from the start of this process to the deadline; 0 where there is none."""
+        return 0.0 if self._deadline is None else self._deadline - process_start()
+
     def is_asked(self, margin_s: float = 0.0) -> bool:
         """Whether there is a reason to stop; for long phases between the steps."""
         return self.reason(margin_s) is not None

@@ -67,7 +67,7 @@ def test_with_messages_within_a_pass_all_stop_and_the_next_start_is_one_rung_low
     )
     codes = [calm.code, first.code, second.code]
     assert codes == [EXIT_DONE, EXIT_RESUMABLE, EXIT_DONE], (first.output, second.output)
-    assert "The next start begins with split_micro_batches" in first.output
+    assert "The next start uses smaller micro-batches (split_micro_batches)" in first.output
     run_dir = tmp_path / layout / "full"
     stop = events(run_dir, "stop")[0]
     assert stop["rank"] == 1

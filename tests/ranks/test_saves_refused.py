@@ -144,7 +144,8 @@ def test_a_run_whose_last_save_is_refused_is_not_done_and_goes_on_from_the_one_b
         filler.unlink()
         newest = wait_for_checkpoint(run_dir)
         assert step <= newest < 60
-        assert f"stopped at step {newest}: the last checkpoint could not be saved" in job.stderr
+        assert "stopped: the last checkpoint could not be saved. Rerun the same" in job.stderr
+        assert f"command to resume from step {newest} (exit code 75" in job.stderr
         done = train([*ENDLESS, *settings, f"run.dir={run_dir}"])
         assert done.returncode == 0, done.stderr
         assert outcome(run_dir)["step"] == 60

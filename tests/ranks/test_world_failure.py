@@ -41,8 +41,9 @@ try:
 except Exception as error:
     if os.environ.get("UNCAUGHT"):
         raise
-    text = report_failure(s, error)
-    if text is not None:
+    told = report_failure(s, error)
+    if told is not None:
+        text = f"{told.who}{told.reason}\\n{told.details or ''}"
         sys.stderr.write(text + "\\n")
         if "SAID" in os.environ:
             open(os.environ["SAID"], "a").write(text)
@@ -66,8 +67,8 @@ def pids_of(process, n):
 
 
 # What a rank says of itself, and of another one.
-SPEECH = re.compile(r"^(?:error on )?rank \d+ on ", re.MULTILINE)
-GONE = re.compile(r"^rank (\d+) \(pid (\d+) on host \S+\) is gone", re.MULTILINE)
+SPEECH = re.compile(r"^error(?::| on) rank \d+ ", re.MULTILINE)
+GONE = re.compile(r"^error: rank (\d+) \(pid (\d+) on host \S+\) is gone", re.MULTILINE)
 
 
 def is_hydra():

@@ -1,5 +1,6 @@
 """Two hosts: where the ranks meet, and what happens when a rank of the other host dies."""
 
+import contextlib
 import json
 import os
 import re
@@ -89,6 +90,52 @@ def test_a_rank_killed_on_the_other_host_is_named(two_hosts, tmp_path):
         assert re.search(rf"rank 3 \(pid {pids[3]} on host {two_hosts.names[1]}\) is gone", stderr)
         assert stderr.count("Traceback") == 1, stderr
         assert test_world_failure.wait_until_gone(pids.values(), 3) == []
+
+
+def step_of(made, rank, per_host):
+    """Return what srun sets for a rank of a step on two hosts."""
+    n = 2 * per_host
+    return rank_environment(
+        n,
+        {
+            "SLURM_JOB_ID": "4244",
+            "SLURM_STEP_ID": "1",
+            "SLURM_LOCALID": str(rank % per_host),
+            "SLURM_STEP_NUM_TASKS": str(n),
+            "SLURM_STEP_NUM_NODES": "2",
+            "SLURM_STEP_TASKS_PER_NODE": f"{per_host}(x2)",
+            "SLURM_STEP_NODELIST": made.names[0][:-1] + "[0-1]",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(rank // per_host),
+            "CAUSE": "none",
+            "VICTIM": "-1",
+        },
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_whose_ranks_all_end_is_named_by_a_survivor_elsewhere(two_hosts, lost):
+    """No launcher ends the survivors here, and none of them is on that host."""
+    program = f"exec {sys.executable} -c {shlex.quote(test_world_failure.PROGRAM)}"
+    with contextlib.ExitStack() as open_ones:
+        jobs = [
+            open_ones.enter_context(
+                started(two_hosts.on(r // 2, program), step_of(two_hosts, r, 2))
+            )
+            for r in range(4)
+        ]
+        pids = {}
+        for job in jobs:
+            pids |= test_world_failure.pids_of(job, 1)
+        time.sleep(0.5)
+        for rank in (2 * lost, 2 * lost + 1):
+            os.kill(pids[rank], signal.SIGKILL)
+        survivors = jobs[2 - 2 * lost : 4 - 2 * lost]
+        said = "".join(job.communicate(timeout=HANG_S)[1] for job in survivors)
+    ranks = f"{2 * lost}, {2 * lost + 1}"
+    assert said.count(f"error: host {two_hosts.names[lost]} (ranks {ranks}) is gone while") == 1
+    assert said.count("Traceback") == 1, said
 
 
 @pytest.mark.full

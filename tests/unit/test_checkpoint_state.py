@@ -199,7 +199,7 @@ def test_all_differences_are_listed_at_once_with_what_to_do():
         "  - tune.rank",
         "  - train.seed",
     ]
-    assert lines[-1].startswith("Use the old values, another run.dir")
+    assert lines[-1] == "Give the old values, or another run.dir."
 
 
 def test_a_field_that_the_checkpoint_does_not_know_counts_as_a_difference():

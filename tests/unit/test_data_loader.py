@@ -14,7 +14,7 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader, make_batch
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
-from hpc_tune.errors import CheckpointError, DataError
+from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.packed_attention import lengths_in
 
 LENGTHS = np.random.default_rng(0).integers(2, 60, 150).tolist()
@@ -161,14 +161,17 @@ def test_restore_after_building_ahead_throws_that_away(store):
 )
 def test_state_of_another_order_is_refused(store, changes, word):
     state = _loader(store).state()
-    with pytest.raises(CheckpointError, match=word):
+    with pytest.raises(ConfigError, match=word):
         _loader(store, **changes).restore(state)
 
 
 def test_state_of_other_data_is_refused(store, tmp_path):
     other = store_of_lengths(tmp_path / "o.h5", LENGTHS[::-1])
-    with pytest.raises(CheckpointError, match="content"):
+    with pytest.raises(ConfigError) as refused:
         _loader(other).restore(_loader(store).state())
+    said = f"data.path={other.attributes.source} is not the data this run was trained on, or it was"
+    assert str(refused.value).startswith(said)
+    assert str(refused.value).endswith(". Give the old data, or another run.dir")
 
 
 def test_micro_size_can_change_between_steps_without_changing_the_rows(store):

@@ -137,6 +137,15 @@ def test_old_parts_of_the_same_output_are_removed_and_young_ones_kept(source, tm
     assert young.exists()
 
 
+def test_where_all_answers_begin_too_late_the_length_to_raise_is_named(tmp_path):
+    source = write_jsonl(tmp_path / "d.jsonl", [chat("question " * 40, "answer")] * 5)
+    with pytest.raises(DataError) as refused:
+        _prepare_with(str(source), tmp_path / "d.h5", 1)
+    assert str(refused.value).endswith(
+        "d.jsonl: all 5 answers begin after token 200: raise data.seq_len"
+    )
+
+
 def test_missing_parts_point_to_a_folder_that_is_not_shared(source, tmp_path):
     tokenizer = byte_tokenizer()
     work = plan(source, tmp_path / "d.h5", tokenizer, PrepareSettings(200))

@@ -28,11 +28,15 @@ def warnings_of(settings, total_steps, rows_per_epoch):
             3,
             130,
             100,
-            ["an epoch is 130 rows, 3 updates", "only rises, to 3e-05 of optim.lr="],
+            [
+                "an epoch is 130 rows, 3 updates",
+                "the run ends during warm-up (optim.warmup_steps=100 in a run of 3 steps): the "
+                "rate reaches 3e-05, not 0.001; use fewer",
+            ],
         ),
         (60, 40, 10, []),
         (40, 2200, 10, []),
-        (40, 2200, 40, ["optim.warmup_steps=40 in a run of 40 steps"]),
+        (40, 2200, 40, ["(optim.warmup_steps=40 in a run of 40 steps)"]),
     ],
 )
 def test_too_few_updates_are_told_of(total_steps, rows_per_epoch, warmup, words):

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError, LostHostError
+from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, GoneError, LeavingError, LostHostError
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
-from hpc_tune.train.exit import ResumePoint, StartupWatchdog
+from hpc_tune.train.exit import StartupWatchdog
+from hpc_tune.world.comm import ResumePoint
+from hpc_tune.world.failure import Failure
 from hpc_tune.world.stop import StopFlag
 
 
@@ -20,6 +22,12 @@ def left(monkeypatch):
     monkeypatch.setattr(train_exit, "_GRACE_S", 0.4)
     monkeypatch.setattr(train_exit, "fail", lambda comm, error, run_dir: errors.append(error))
     return errors
+
+
+def comm_of(rank, doing="training step 8", step=7):
+    world = SimpleNamespace(rank=rank, size=4, hostname="n1")
+    progress = {"doing": [doing], "resume_point": ResumePoint(step)}
+    return SimpleNamespace(world=world, is_rank_0=rank == 0, nonce="1", **progress)
 
 
 def asked(tmp_path):
@@ -90,25 +98,23 @@ def test_of_a_lost_host_rank_0_tells_and_the_others_if_nobody_has(
         raise SystemExit(code)
 
     monkeypatch.setattr(train_exit, "die", die)
-    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: str(error))
-    comm = SimpleNamespace(
-        world=SimpleNamespace(rank=rank, hostname="n1"), is_rank_0=rank == 0, nonce="1"
-    )
+    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
+    comm = comm_of(rank)
     for before in (None, outcome.Outcome("failed", "said before", None, 1)):
         if before is not None:
             outcome.write(before, tmp_path)
         with pytest.raises(SystemExit, match="1"):
             train_exit.fail(comm, LostHostError("host b is lost"), tmp_path)
         told = outcome.read(tmp_path)
-        assert told["reason"] == ("host b is lost" if before is None else reason)
+        wanted = "host b is lost" if before is None else reason
+        assert told["reason"].startswith(wanted)
 
 
 def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, monkeypatch):
     """A launcher ends the other ranks, and the one that hangs, with SIGTERM."""
     monkeypatch.setattr(train_exit, "die", lambda comm, code: codes.append(code))
-    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: str(error))
-    world, codes = SimpleNamespace(rank=0, hostname="n1"), []
-    comm = SimpleNamespace(world=world, is_rank_0=True, nonce="1")
+    monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
+    comm, codes = comm_of(0), []
     train_exit.fail(comm, ConfigError("a disk hangs"), tmp_path)
     train_exit.fail(comm, LeavingError("SIGTERM", 3), tmp_path)
     found = outcome.read(tmp_path)
@@ -132,3 +138,104 @@ def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
     assert outcome.written_since(tmp_path, time.time() + 5) is None
     (tmp_path / "outcome.json").write_text("{")
     assert outcome.written_since(tmp_path, 0.0) is None
+
+
+@pytest.fixture
+def failed(monkeypatch, capsys):
+    """What a rank prints of an error, and what it leaves in outcome.json."""
+    monkeypatch.setattr(train_exit, "die", lambda comm, code: None)
+    monkeypatch.setattr("hpc_tune.world.failure._reports_first", lambda comm, store_is_gone: True)
+
+    def fail(error, run_dir, **progress):
+        comm = comm_of(1, **progress)
+        comm.roster, comm.watch = (), None
+        train_exit.fail(comm, error, run_dir)
+        return capsys.readouterr().err, outcome.read(run_dir) if run_dir else None
+
+    return fail
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_an_error_that_nobody_expected_is_one_line_that_names_its_traceback(tmp_path, failed):
+    said, told = failed(raised(KeyError("no such thing")), tmp_path)
+    file = tmp_path / "failures" / "rank-1.txt"
+    line = "rank 1 on n1 failed while training step 8: KeyError: 'no such thing'. Last checkpoint: "
+    assert said == f"error: {line}step 7. Details: {file}\n"
+    assert told["reason"] == said.removeprefix("error: ").rstrip()
+    assert (told["during"], told["last_checkpoint"], told["rank"]) == ("training step 8", 7, 1)
+    assert told["details"] == str(file)
+    assert "Traceback" in file.read_text()
+    failed(raised(KeyError("another thing")), tmp_path)
+    assert file.read_text().count("Traceback") == 2
+
+
+@pytest.mark.parametrize("where", ["no run directory", "a folder that cannot be written"])
+def test_a_traceback_that_no_file_takes_is_printed(tmp_path, failed, where):
+    (tmp_path / "failures").write_text("in the way")
+    run_dir = None if where == "no run directory" else tmp_path
+    said, _ = failed(raised(KeyError("no such thing")), run_dir)
+    line, *rest = said.splitlines()
+    assert line.endswith("KeyError: 'no such thing'. Last checkpoint: step 7.")
+    assert rest[0] == "Traceback (most recent call last):"
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (60, "Last checkpoint: step 60. Rerun the same command, on other hosts too, to resume"),
+        (0, "Nothing is saved yet. Rerun the same command, on other hosts too, to start again."),
+        (None, "training step 8. Rerun the same command, on other hosts too."),
+    ],
+)
+def test_a_lost_host_is_told_with_the_last_checkpoint_and_what_to_do(tmp_path, failed, step, said):
+    facts = {"lost_hosts": ["n2"], "lost_ranks": [2, 3]}
+    lost = GoneError("host n2 (ranks 2, 3) is gone while training step 8", facts)
+    printed, told = failed(lost, tmp_path, step=step)
+    assert said in printed
+    assert printed == f"error on rank 1 on n1: {told['reason']}\n"
+    assert (told["lost_hosts"], told["lost_ranks"]) == (["n2"], [2, 3])
+    assert not (tmp_path / "failures").exists()
+
+
+def test_an_error_of_the_user_is_told_as_it_is(tmp_path, failed):
+    said, told = failed(ConfigError("optim.lr=x: give a number"), tmp_path)
+    assert said == "error on rank 1 on n1: optim.lr=x: give a number\n"
+    assert told["reason"] == "optim.lr=x: give a number"
+
+
+def test_a_limit_that_ends_before_a_step_asks_for_more_time(tmp_path):
+    stop = StopFlag(None, time_limit_s=0.0, environ={})
+    early = StartupWatchdog(comm_of(0, "loading the model"), stop, tmp_path, ResumePoint())
+    said = str(early._error_of("time limit"))
+    early.close()
+    assert said.startswith("the limit of 0s ended while loading the model, before a step was done")
+    assert said.endswith(". Give more time")
+
+
+def test_a_run_whose_disk_is_full_still_has_room_for_its_outcome(tmp_path, monkeypatch):
+    outcome.begin(tmp_path)
+    written = outcome.write_file
+
+    def write_file(path, text):
+        if (tmp_path / outcome.RESERVE).exists():
+            raise OSError(28, "No space left on device")
+        written(path, text)
+
+    monkeypatch.setattr(outcome, "write_file", write_file)
+    outcome.write(outcome.Outcome("failed", "the disk is full", None, 2), tmp_path)
+    assert outcome.read(tmp_path)["reason"] == "the disk is full"
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+
+
+def test_the_last_outcome_stays_where_there_is_no_room_for_another(tmp_path):
+    outcome.write(outcome.Outcome("failed", "the first", None, 1), tmp_path)
+    (tmp_path / outcome.RESERVE).mkdir()  # takes no bytes, as a full disk
+    with pytest.raises(OSError, match="directory"):
+        outcome.begin(tmp_path)
+    assert outcome.read(tmp_path)["reason"] == "the first"

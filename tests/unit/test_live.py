@@ -79,7 +79,7 @@ def test_a_folder_is_taken_touched_and_given_back(tmp_path):
 def test_a_job_on_this_host_is_refused_by_name_at_once(tmp_path):
     own = mark(tmp_path)
     own.take()
-    words = rf"in use by job 7 on host {HERE.host}, pid {os.getpid()}, since 20.*STOP"
+    words = rf"in use by job 7 on host {HERE.host}, pid {os.getpid()}, since 20.*wait until"
     with pytest.raises(ConfigError, match=words):
         mark(tmp_path, replace(HERE, nonce="second"), silent_s=1e9).take()
     own.close()

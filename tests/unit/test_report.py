@@ -4,8 +4,11 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -17,7 +20,8 @@ from hpc_tune.report.facts import facts, predictions, starts, straggler, where_t
 from hpc_tune.report.figures import FIGURES, all_figures
 from hpc_tune.report.read import Lines, differences, read_run
 from hpc_tune.report.write import write_report
-from hpc_tune.rundir import heartbeat
+from hpc_tune.rundir import heartbeat, owner
+from hpc_tune.rundir.owner import this_process
 
 BEGAN_S = 1_700_000_000.0
 LIMIT = 8 << 30
@@ -459,6 +463,41 @@ def test_a_run_that_writes_is_running_until_it_is_silent_for_long(make, monkeypa
     text = checked(write_report([run]))
     assert re.search(r"Now +it is training step 3 +So far +Training loss", text)
     assert f"python -m hpc_tune watch {run}" in text
+
+
+def test_a_run_that_was_killed_on_this_host_is_not_running_any_more(make, capsys):
+    run = make()
+    word = heartbeat.Heartbeat(time.time(), "training step 3", "n1", 1, 2, "x", None, 0)
+    heartbeat.write(word, heartbeat.path_of(run, 0))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        mark = replace(this_process("abc", run), pid=process.pid)
+        mark = replace(mark, start=owner._start_of(process.pid))
+        (run / owner.FILE).write_text(json.dumps(asdict(mark)))
+        assert read_run(run).state == "running"
+        assert cli.main(["inspect", str(run)]) == 0
+        assert "none yet, the run is training step 3" in capsys.readouterr().out
+        process.kill()
+    assert read_run(run).state == "died"
+    assert cli.main(["inspect", str(run)]) == 0
+    assert "outcome: it was killed: no outcome.json" in capsys.readouterr().out
+
+
+def test_a_run_that_is_silent_for_seconds_says_so(make, capsys):
+    run = make()
+    word = heartbeat.Heartbeat(time.time() - 20, "training step 3", "n1", 1, 2, "x", None, 0)
+    heartbeat.write(word, heartbeat.path_of(run, 0))
+    assert read_run(run).reason == "it is training step 3, no sign of life for 20 s"
+    assert cli.main(["inspect", str(run)]) == 0
+    assert "training step 3, no sign of life for 20 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reason", ["no such model", None])
+def test_a_run_that_failed_at_its_start_has_no_checkpoint_and_says_why(make, capsys, reason):
+    ended = {"status": "failed", "reason": reason, "step": None, "exit_code": 2}
+    run = make(outcome=ended if reason else None)
+    assert cli.main(["export", str(run), "--to", "adapter"]) == 2
+    why = reason or "it has not come to a save"
+    assert f"{run} has no checkpoint: {why}" in capsys.readouterr().err
 
 
 def test_watch_ends_with_the_run(make, monkeypatch):

@@ -25,6 +25,7 @@ def comm_of(rank=0, size=2, store=None):
         store=store or dist.HashStore(),
         device=torch.device("cpu"),
         sees_local_pids=False,
+        begin=lambda what: None,
     )
 
 
@@ -59,6 +60,25 @@ def test_a_rank_that_waits_for_one_that_is_not_there_names_it(stays):
         "answer: its process is stopped, or hangs outside of Python"
     )
     assert error.facts == {"during": "training step 7", "late_ranks": [1]}
+
+
+def test_where_the_store_does_not_answer_rank_0_is_named_alone(stays):
+    """A process that is stopped holds its store, too."""
+
+    class Silent(SimpleNamespace):
+        def set(self, key, value):
+            threading.Event().wait(3600)
+
+        def check(self, keys):
+            return False
+
+    told = []
+    limit = StepLimit(comm_of(rank=1, size=3, store=Silent()), 0.1, told.append)
+    limit.enter("training step 7")
+    limit._end(wait_s=0.2)
+    [error] = told
+    assert "rank 0 (pid 4194304 on n0) does not answer" in str(error)
+    assert error.facts["late_ranks"] == [0]
 
 
 def test_steps_that_go_on_are_none(stays):

@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from hpc_tune.rundir.owner import this_process
 from hpc_tune.supervise import Start, decide
 
 GOOD = Start(0, 10, "stopped", "SIGUSR1", 75, True, "7")
@@ -96,6 +97,11 @@ first, *rest = script.read_text().splitlines()
 script.write_text("\\n".join(rest))
 does = json.loads(first)
 (run_dir / "started").write_text(str(os.getpid()))
+if "refused" in does:
+    (run_dir / "started").unlink()
+    if does["refused"]:
+        (run_dir / "outcome.json").write_text(json.dumps(does["refused"]))
+    sys.exit(2)
 (run_dir / "outcome.json").unlink(missing_ok=True)
 time.sleep(does.get("works_s", 0))
 while does.get("until_asked") and not asked:
@@ -159,6 +165,29 @@ def test_a_run_that_is_given_up_has_its_report(tmp_path):
     assert job.end(60) == 2, job.stderr
     assert "KeyError: &#x27;x&#x27;, exit code 2" in (job.run_dir / "report.html").read_text()
     assert "report.html" in job.stderr
+
+
+@pytest.mark.parametrize("meanwhile", [{}, {"status": "done", "reason": "", "exit_code": 0}])
+def test_a_start_that_another_job_refuses_changes_nothing_in_its_run(tmp_path, meanwhile):
+    """Not even where that job ends at the same time: its outcome is not this one's."""
+    job = Job(tmp_path, {"refused": meanwhile}, report=True)
+    owner = this_process("abc", job.run_dir, {"SLURM_JOB_ID": "10"})
+    (job.run_dir / "live.json").write_text(json.dumps(asdict(owner)))
+    (job.run_dir / "config.resolved.yaml").write_text("run: {name: mine}")
+    before = {path.name for path in job.run_dir.iterdir()}
+    assert job.end() == 2, job.stderr
+    assert {path.name for path in job.run_dir.iterdir()} - before <= {"outcome.json"}
+    said = f"given up: run.dir={job.run_dir} is in use by job 10 on host {owner.host}, pid "
+    assert said in job.stderr
+    assert job.stderr.rstrip().endswith("Nothing was changed")
+
+
+def test_a_start_that_is_refused_for_its_settings_leaves_no_trace(tmp_path):
+    job = Job(tmp_path, {"refused": {}}, report=True)
+    assert job.end() == 2, job.stderr
+    assert list(job.run_dir.iterdir()) == []
+    assert "no report" not in job.stderr
+    assert "given up: the start was refused, see the message above" in job.stderr
 
 
 def test_it_starts_again_until_all_is_done(tmp_path):

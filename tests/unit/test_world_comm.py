@@ -1,11 +1,14 @@
 """What a rank does alone holds no collective: another that has failed would never join it."""
 
+import errno
+import os
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from hpc_tune.errors import DataError
+from hpc_tune.errors import DataError, DiskError
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.discover import World
 
@@ -46,3 +49,42 @@ def test_it_may_be_called_again_after_an_error():
     with pytest.raises(DataError):
         one.together("reading the weights", fail)
     assert one.together("reading the weights", lambda: 7) == 7
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_disk_is_an_error_that_all_ranks_agree_on(number):
+    def fail():
+        raise OSError(number, os.strerror(number), "runs/x/metrics.jsonl")
+
+    said = f"runs/x/metrics.jsonl cannot be written: {os.strerror(number)}. Make room"
+    with pytest.raises(DiskError, match=re.escape(said)):
+        comm().together("opening the metrics", fail)
+
+    def fail_to_write():  # as write() does, which knows no name
+        raise OSError(number, os.strerror(number))
+
+    said = f"opening the metrics: {os.strerror(number)}. Make room, or choose a run.dir"
+    with pytest.raises(DiskError, match=re.escape(said)):
+        comm().together("opening the metrics", fail_to_write)
+
+
+def test_another_error_of_a_file_is_none_of_a_full_disk():
+    def fail():
+        raise FileNotFoundError(errno.ENOENT, "no such file", "x")
+
+    with pytest.raises(FileNotFoundError):
+        comm().together("opening the metrics", fail)
+
+
+def test_what_a_rank_does_is_known_where_it_fails():
+    one, seen = comm(), []
+    one.begin("training step 7")
+    one.together("writing a checkpoint", lambda: seen.append(one.doing[0]))
+    assert (seen, one.doing) == (["writing a checkpoint"], ["training step 7"])
+
+    def fail():
+        raise DataError("cut off")
+
+    with pytest.raises(DataError):
+        one.together("reading the weights", fail)
+    assert one.doing == ["reading the weights"]

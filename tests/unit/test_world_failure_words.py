@@ -4,7 +4,8 @@ import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from hpc_tune.errors import WorldError
-from hpc_tune.world.failure import _text, is_broken_connection
+from hpc_tune.world.comm import Peer
+from hpc_tune.world.failure import _failure, gone_error, is_broken_connection
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, "
 REMOTE = (
@@ -79,8 +80,39 @@ def test_a_broken_connection_is_told_from_a_fault_of_the_rank_itself(error, is_b
 
 @pytest.mark.parametrize(
     ("words", "is_late"),
-    [(LATE, True), (WATCHDOG, True), (ABORTED, True), (REMOTE, False), (CUDA, False)],
+    [(LATE, True), (WATCHDOG, True), (ABORTED, True), (REMOTE, False), (GLOO, False)],
 )
 def test_what_took_too_long_says_that_a_rank_did_not_answer(words, is_late):
-    said = _text("rank 0 on n0", DistBackendError(words), [])
-    assert ("another rank did not answer within run.timeout" in said) is is_late
+    said = _failure("rank 0 on n0", DistBackendError(words), None)
+    assert ("had no answer from another rank within run.timeout" in said.reason) is is_late
+    assert "\n" not in said.reason
+    assert said.details.endswith(words)
+
+
+ROSTER = tuple(Peer(rank, rank // 2, f"n{rank // 2 + 1}", 100 + rank) for rank in range(6))
+
+
+@pytest.mark.parametrize(
+    ("gone", "said", "hosts"),
+    [
+        ([2, 3], "host n2 (ranks 2, 3) is gone", ["n2"]),
+        ([3], "rank 3 (pid 103 on host n2) is gone", []),
+        ([1, 2, 3], "rank 1 (pid 101 on host n1), host n2 (ranks 2, 3) are gone", ["n2"]),
+    ],
+)
+def test_who_is_gone_is_named_by_host_where_a_whole_one_is(gone, said, hosts):
+    error = gone_error([ROSTER[rank] for rank in gone], ROSTER, "training step 61")
+    assert str(error) == f"{said} while training step 61"
+    assert error.facts == {"lost_hosts": hosts, "lost_ranks": gone}
+
+
+def test_the_only_host_is_not_gone():
+    error = gone_error(ROSTER[:2], ROSTER[:2], "training step 61")
+    assert str(error).startswith("rank 0 (pid 100 on host n1), rank 1 (pid 101 on host n1) are")
+
+
+def test_many_that_are_gone_stay_one_line():
+    roster = [Peer(rank, rank // 64, f"n{rank // 64}", rank) for rank in range(256)]
+    assert "host n1 (ranks 64-127) is gone" in str(gone_error(roster[64:128], roster, "x"))
+    said = str(gone_error(roster[:20], roster, "x"))
+    assert "rank 7 (pid 7 on host n0), and 12 more are gone" in said

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.errors import RemoteError, WorldError
+from hpc_tune.errors import GoneError, RemoteError
 from hpc_tune.world import keepalive
 from hpc_tune.world.comm import Peer
 from hpc_tune.world.keepalive import HostWatch
@@ -34,6 +34,7 @@ class World:
         comm = SimpleNamespace(
             world=world, is_rank_0=rank == 0, roster=roster, store=store, nonce="abc"
         )
+        comm.doing = ["training step 7"]
         lost = lambda comm, error: self.heard.put((comm.world.rank, error))  # noqa: E731
         return HostWatch(comm, "127.0.0.1", 20.0, lost)
 
@@ -49,7 +50,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(keepalive, "_GONE_LIMIT_S", 0.3)
+    monkeypatch.setattr(keepalive, "_NOBODY_LEFT_S", 1.5)
     monkeypatch.setattr(keepalive, "_LEAVE_LIMIT_S", 3600.0)
     made = World()
     yield made
@@ -63,13 +64,39 @@ def test_a_clean_end_is_heard_by_nobody(world):
     assert world.heard.empty()
 
 
-def test_a_rank_that_ends_without_a_word_ends_the_world(world):
+def test_a_rank_that_ends_without_a_word_ends_the_world_and_its_host_is_named(world):
     """Rank 0 hears it, and tells those that it still reaches."""
     world.connection(2).shutdown(socket.SHUT_RDWR)
     heard = dict(world.heard.get(timeout=10) for _ in range(NUM_RANKS))
-    assert isinstance(heard[0], WorldError)
-    assert str(heard[0]) == "rank 2 on n2 is gone"
-    assert isinstance(heard[1], RemoteError)
+    assert isinstance(heard[0], GoneError)
+    assert str(heard[0]) == "host n2 (rank 2) is gone while training step 7"
+    assert heard[0].facts == {"lost_hosts": ["n2"], "lost_ranks": [2]}
+    assert isinstance(heard[1], GoneError | RemoteError)
+
+
+def wait_for_ended(watch):
+    until_s = time.monotonic() + 60
+    while not (ended := watch.ended_ranks()):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    return ended
+
+
+def test_every_survivor_knows_which_ranks_have_ended(world, monkeypatch):
+    """Rank 1, on a third host, has no connection to rank 2."""
+    monkeypatch.setattr(keepalive, "_NOBODY_LEFT_S", 3600.0)
+    world.connection(2).shutdown(socket.SHUT_RDWR)
+    assert [wait_for_ended(world.watches[rank]) for rank in (0, 1)] == [{2}, {2}]
+
+
+def test_where_rank_0s_host_ends_every_survivor_names_its_ranks(world, monkeypatch):
+    """Had one of them lived, it would have ended the world."""
+    monkeypatch.setattr(keepalive, "_NOBODY_LEFT_S", 3600.0)
+    roster = (Peer(0, 0, "n0", 1), Peer(1, 0, "n0", 2), Peer(2, 2, "n2", 3))
+    world.watches[2]._comm.roster = roster
+    for peer in [*world.watches[0]._ranks]:
+        peer.shutdown(socket.SHUT_RDWR)
+    assert wait_for_ended(world.watches[2]) == {0, 1}
 
 
 def test_the_kernel_asks_on_both_sides_and_gives_up_within_the_limit(world):
