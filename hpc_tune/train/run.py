@@ -89,7 +89,7 @@ def _train(
         model = build_model(job, fresh=checkpoint is None)
         resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
-        data = open_data(job, model, resolved)
+        data = open_data(job, model, resolved, checkpoint)
         describe(job, model, resolved, forecast, data)
         engine = load_engine(job, model, resolved, data)
         saved = resume(job, checkpoint, model, engine, data)
