@@ -31,6 +31,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         ) from None
     if not tokenizer.is_fast:
         raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
+    _require_vocabulary(directory, tokenizer)
     _require_embeddings(directory, tokenizer)
     if chat_template is not None:
         try:
@@ -39,6 +40,16 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
             why = getattr(error, "strerror", None) or error
             raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
     return tokenizer
+
+
+def _require_vocabulary(directory: Path, tokenizer: Any) -> None:
+    """Refuse what transformers makes of tokenizer_config.json alone: a few special tokens."""
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
+        raise DataError(
+            f"{directory}: its tokenizer has {len(tokenizer)} special tokens and no others; "
+            "tokenizer.json, or its vocabulary (such as vocab.json and merges.txt), is missing: "
+            "copy them from the model into it"
+        )
 
 
 def embedding_rows(directory: Path) -> int | None:

@@ -11,8 +11,8 @@ from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
-from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
-from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.files import Paths, as_list, find, say_left_out, say_read, shown
+from hpc_tune.data.hdf5_format import TokenStore, prepared_from
 from hpc_tune.data.loader import Loader
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
@@ -61,22 +61,36 @@ class Tokenizing:
         return fingerprint(self.tokenizer)
 
 
-def look_for_data(data: DataConfig, comm: Comm) -> None:
+def look_for_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
     """Fail now, not after links are measured and the model is planned. Collective.
 
     Raises:
         DataError: if a source is missing, of no known kind, or a mix of kinds.
     """
-    comm.on_rank_0("looking for the data", partial(_look_for, data.path))
+    cache = Path(data.cache or run_dir / "data")
+    look = partial(_look_for, cache=cache)
+    comm.on_rank_0("looking for the data", partial(look, "data.path", data.path))
     if data.eval_path:
-        comm.on_rank_0("looking for the held-out data", partial(_look_for, data.eval_path))
+        comm.on_rank_0(
+            "looking for the held-out data", partial(look, "data.eval_path", data.eval_path)
+        )
 
 
-def _look_for(path: Paths) -> None:
-    if is_prepared(path):
-        TokenStore.open(Path(shown(path)))
-    else:
-        files_of(path)
+def _look_for(setting: str, paths: Paths, cache: Path) -> None:
+    if is_prepared(paths):
+        TokenStore.open(Path(shown(paths)))
+        return
+    try:
+        files_of(paths)
+    except DataError as error:
+        if any(Path(path).exists() for path in as_list(paths)):
+            raise
+        beside = prepared_from(paths, [cache, Path(as_list(paths)[0]).parent])
+        if not beside:
+            raise
+        raise DataError(
+            f"{error}; {beside[-1]} was prepared from it: name that, as in {setting}={beside[-1]}"
+        ) from None
 
 
 def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | None = None) -> Data:

@@ -57,7 +57,7 @@ def run(
             shutdown(launched)
             return outcome.exit_code
         with startup_watchdog(launched, stop, run_dir, ResumePoint()):
-            look_for_data(config.data, launched)
+            look_for_data(config.data, launched, run_dir)
             chosen, comm = choose_ranks(config, launched)
         if comm is None:  # this rank is left out
             return wait_outside(launched)
@@ -84,7 +84,7 @@ def _train(
         make_deterministic()
     with open_job(config, comm, stop, chosen, faults) as job:
         if chosen is None:
-            look_for_data(config.data, comm)
+            look_for_data(config.data, comm, job.dir)
         checkpoint = find_checkpoint(job)
         model = build_model(job, fresh=checkpoint is None)
         resolved = resolve_layout(job, model)

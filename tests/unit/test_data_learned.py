@@ -1,4 +1,7 @@
-"""Prepared data of which nothing is learned within data.seq_len is refused before training."""
+"""Data that cannot be learned from is refused at the start: all answers cut, raw data gone."""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError
-from hpc_tune.train.data import _require_learned
+from hpc_tune.train.data import _look_for, _require_learned
 
 
 def store_of(path, first_learned, length=100):
@@ -56,3 +59,22 @@ def test_only_rows_that_are_used_count(tmp_path):
         except DataError:
             refused += 1
     assert refused >= 6
+
+
+def test_raw_data_that_is_gone_names_the_file_that_was_prepared_from_it(tmp_path):
+    raw, cache = tmp_path / "raw" / "d.jsonl", tmp_path / "run" / "data"
+    raw.parent.mkdir()
+    with pytest.raises(DataError, match=r"there is no data at .*d\.jsonl$"):
+        _look_for("data.path", str(raw), cache)
+    for folder, source in ((cache, raw), (cache, "another.jsonl"), (raw.parent, raw)):
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes, file = np.array([4]), folder / f"{Path(source).stem}.h5"
+        block = Block(sizes, np.ones(4, np.uint16), np.ones(4, np.uint8))
+        write_store(file, [block], histogram_of(sizes), attributes(source=str(source)))
+        if source == raw:
+            said = f"{file} was prepared from it: name that, as in data.eval_path={file}"
+            with pytest.raises(DataError, match=re.escape(said)):
+                _look_for("data.eval_path", str(raw), cache)
+    raw.mkdir()  # there, and no data in it
+    with pytest.raises(DataError, match="is a folder without any"):
+        _look_for("data.path", str(raw), cache)

@@ -14,7 +14,7 @@ from hpc_tune.checkpoint.base_name import BaseName, name_of
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.gguf_file import export_gguf
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.errors import CheckpointError
+from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.tokenizer import load_tokenizer
 from tests.unit.test_export import METHODS, close, logits, read_all, stock, trained, write_llama
@@ -74,6 +74,17 @@ def test_a_tokenizer_of_a_vocabulary_and_merges_is_whole_in_every_export(tmp_pat
         out = write(tmp_path / "step", LORA, base, tmp_path / name)
         assert AutoTokenizer.from_pretrained(out)("the hen").input_ids == wanted
     assert not (base / "tokenizer.json").exists(), "nothing is written into the base"
+
+
+def test_a_base_that_has_lost_its_vocabulary_is_refused(tmp_path):
+    """transformers makes a tokenizer of a few special tokens of what is left."""
+    write_gpt2(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    load_tokenizer(tmp_path)
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=r"special tokens and no others; tokenizer\.json, or its"):
+        load_tokenizer(tmp_path)
 
 
 CACHED = f"hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/{REVISION}"
