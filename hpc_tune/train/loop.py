@@ -317,12 +317,6 @@ def _evaluate(
     loss = loss_sum / max(1, tokens)
     work.metrics.evaluation(step, loss, tokens, eval_s)
     log.info("step %d: held-out loss %.4f over %d tokens (%.1fs)", step, loss, tokens, eval_s)
-    if not math.isfinite(loss):
-        log.warning(
-            "step %d: the held-out loss is %s, and the checkpoint of this step is never taken for "
-            "the best; look for corrupt examples in the held-out data, or lower optim.lr",
-            *(step, loss),
-        )
     return before.with_(step, loss)
 
 

@@ -93,6 +93,13 @@ def test_a_plan_counts_the_heads_adapters_as_they_are_sliced(base):
     }
 
 
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_dropout_before_a_heads_adapter_is_refused(base, method):
+    tune = TuneConfig(method=method, rank=4, targets=["q_proj", "lm_head"], dropout=0.1)
+    with pytest.raises(ConfigError, match=r"tune.dropout=0.1 .*set tune.dropout=0, or leave"):
+        build(base, torch.float32, tune, 0)
+
+
 @pytest.mark.parametrize(
     ("targets", "stages_per_rank", "empty"),
     [
