@@ -256,19 +256,26 @@ def plan(options: Namespace) -> int:
     ),
     argument("--out", Path, "directory to write (default: RUN/export/ and the kind)"),
     argument("--base", Path, "directory of the base model, if it has moved"),
+    argument("--dtype", ("bf16", "fp32"), "of merged weights (default: as the base stores them)"),
 )
 def export(options: Namespace) -> int:
     """Export a checkpoint as a PEFT adapter, or merged with its base."""
     from hpc_tune.checkpoint.export import export_adapter, export_merged
     from hpc_tune.checkpoint.gguf_file import export_gguf
     from hpc_tune.checkpoint.locate import locate, require_base
+    from hpc_tune.model.build import DTYPES
 
     run = locate(options.run, options.base)
     base = require_base(run, "--base")
     out = options.out or run.run_dir / "export" / options.to
-    kinds = {"adapter": export_adapter, "merged": export_merged, "gguf": export_gguf}
-    write = kinds[options.to]
-    print(write(run.checkpoint, run.config.tune, base, out, run.template))
+    what = (run.checkpoint, run.config.tune, base, out, run.template)
+    if options.to == "adapter":
+        if options.dtype:
+            raise ConfigError("--dtype is for --to merged and gguf; an adapter is written as it is")
+        print(export_adapter(*what))
+        return EXIT_DONE
+    write = {"merged": export_merged, "gguf": export_gguf}[options.to]
+    print(write(*what, DTYPES.get(options.dtype)))
     return EXIT_DONE
 
 

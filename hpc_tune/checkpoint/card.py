@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from hpc_tune import __version__
+from hpc_tune.checkpoint.base_name import name_of
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.data.files import as_list
@@ -45,7 +46,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     config, evals = state.run_config(str(checkpoint)), Evals.from_json(state.evals)
     tune, optim, run = config.tune, config.optim, config.run
     warmup = optim.num_warmup_steps(state.total_steps)
-    rows = {"base model": base.resolve().name, "method": str(tune.method)}
+    rows = {"base model": name_of(base).name, "method": str(tune.method)}
     if tune.method != "full":
         targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
         rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}, on {targets}"
@@ -74,7 +75,7 @@ def _card(
     about: str, base: Path, tags: list[str], rows: dict[str, str], kind: str, auto: str
 ) -> str:
     head = {
-        "base_model": base.resolve().name,
+        "base_model": name_of(base).name,
         **_license_of(base),
         "library_name": _LIBRARY[kind],
         "pipeline_tag": "text-generation",

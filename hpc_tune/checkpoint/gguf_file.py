@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_tune.checkpoint.base_name import name_of
 from hpc_tune.checkpoint.card import write_card
 from hpc_tune.checkpoint.chat_template import write_template
-from hpc_tune.checkpoint.export import GGUF_FILE, Merged, check_room, copy_tokenizer, replacing
+from hpc_tune.checkpoint.export import GGUF_FILE, check_room, copy_tokenizer, replacing
+from hpc_tune.checkpoint.merge import Merged
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.lazy_imports import is_installed
@@ -31,6 +33,8 @@ from hpc_tune.model.weights import index_checkpoint, index_model_directory
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _LLAMA3 = "llama3"
+# Those that llama.cpp adds.
+_BIASES = {"llama": (), "qwen2": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "qwen3": ()}
 _INSTEAD = "export --to merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
 # The rules by which byte-level tokenizers cut text, by the name that llama.cpp has for each.
 _WORDS = (
@@ -42,19 +46,24 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # GGUF's kinds of token
 
 
 def export_gguf(
-    checkpoint: Path, tune: TuneConfig, base: Path, out: Path, template: str | None = None
+    checkpoint: Path,
+    tune: TuneConfig,
+    base: Path,
+    out: Path,
+    template: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Path:
     """Write base plus adapter (or the fully tuned weights) as a folder with one GGUF file.
 
-    Each matrix keeps the dtype it has in the base, vectors are fp32, as llama.cpp has them. One
-    tensor is held at a time. ``template``: the chat template that was trained with, where it is
-    not the base's.
+    Each matrix gets ``dtype``, or keeps the one it has in the base; vectors are fp32, as llama.cpp
+    has them. One tensor is held at a time. ``template``: the chat template that was trained with,
+    where it is not the base's.
 
     Raises:
-        CheckpointError, DataError: if files are damaged or belong to another model. ConfigError:
-        if gguf is not installed, the model is of a shape or has a tokenizer that is not written,
-        or ``out`` holds something that is not an export. MemoryBudgetError: if there is no room
-        for one tensor.
+        CheckpointError, DataError: if files are damaged or belong to another model, or a value is
+        too large for its dtype. ConfigError: if gguf is not installed, the model is of a shape or
+        has a tokenizer that is not written, or ``out`` holds something that is not an export.
+        MemoryBudgetError: if there is no room for one tensor.
     """
     if not is_installed("gguf"):
         raise ConfigError(
@@ -63,9 +72,9 @@ def export_gguf(
     transformers_config = read_config(base)
     config = transformers_config.to_dict()
     architecture = _architecture_of(config)
-    trained, stored = index_checkpoint(checkpoint), index_model_directory(base)
-    check_room(stored)
-    merged = Merged(trained, stored, tune, base)
+    stored = index_model_directory(base)
+    merged = Merged(index_checkpoint(checkpoint), stored, tune, base, dtype)
+    check_room(merged)
     regions = _regions(architecture, config, merged)
     if config["rope_parameters"]["rope_type"] == _LLAMA3:
         divisors = llama3_divisors(transformers_config)
@@ -76,7 +85,7 @@ def export_gguf(
 
     with replacing(out, base) as temporary:
         writer = GGUFWriter(temporary / GGUF_FILE, architecture)
-        writer.add_name(base.resolve().name)
+        writer.add_name(name_of(base).name.rpartition("/")[2])
         _add_shape(writer, config)
         with tempfile.TemporaryDirectory() as folder:
             copy_tokenizer(base, Path(folder))
@@ -97,11 +106,23 @@ def _architecture_of(config: dict[str, Any]) -> str:
     kind = config.get("model_type")
     rope = config.get("rope_parameters") or {}
     sliding = config.get("use_sliding_window", True) and config.get("sliding_window")
+    llama_cpp = _ARCHITECTURES.get(str(kind), "")
+    heads, width = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
+    head_dim = config.get("head_dim") or width // heads
     why = None
     if kind not in _ARCHITECTURES:
         why = f"model_type={kind}, expected one of {', '.join(_ARCHITECTURES)}"
     elif rope.get("rope_type", "default") not in ("default", _LLAMA3):
         why = f"its rotary positions are scaled ({rope['rope_type']})"
+    elif rope.get("rope_type") == _LLAMA3 and llama_cpp != "llama":
+        why = f"its rotary positions are scaled (llama3), which llama.cpp's {llama_cpp} cannot do"
+    elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+        why = f"only a part of each head is rotated ({rope['partial_rotary_factor']:g})"
+    elif llama_cpp == "qwen2" and head_dim * heads != width:
+        why = (
+            f"its {heads} heads of {head_dim} values are not hidden_size={width} together, as "
+            "llama.cpp's qwen2 needs it"
+        )
     elif sliding and sliding < config.get("max_position_embeddings", 0):
         why = f"its attention sees {sliding} tokens only (sliding_window)"
     elif config.get("hidden_act", "silu") != "silu":
@@ -143,7 +164,7 @@ def _regions(architecture: str, config: dict[str, Any], merged: Merged) -> dict[
         if name.endswith("rotary_emb.inv_freq"):  # computed from the shape
             continue
         found = known.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None or (architecture == "llama" and name.endswith(".bias")):
+        if found is None or (name.endswith(".bias") and not name.endswith(_BIASES[architecture])):
             raise ConfigError(
                 f"--to gguf does not write this model: it has {name}, which llama.cpp's "
                 f"{architecture} has no place for; {_INSTEAD}"

@@ -33,7 +33,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_tune.atomic_file import sync_file, sync_folder
+from hpc_tune.atomic_file import sync_file, sync_folder, write_file
 from hpc_tune.errors import CheckpointError, UnreadableError
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
@@ -153,6 +153,19 @@ class Store:
             log.warning("an old checkpoint could not be removed: %s", error)
         except UnreadableError as error:  # it may be the best
             log.warning("no old checkpoint is removed: %s", error)
+
+    def amend(self, step: int, changes: dict[str, Any]) -> None:
+        """Change the state of the checkpoint of ``step``, if there is one, by ``changes``."""
+        path = self.folder / f"step-{step:08d}"
+        if not path.is_dir():
+            return
+        try:
+            body = _read_manifest(path)
+            body["state"] |= changes
+            text = json.dumps({**body, "sha256": _hash_of(body)}, indent=1, sort_keys=True)
+            write_file(path / MANIFEST, text, durable=True)
+        except (OSError, CheckpointError) as error:
+            log.warning("%s stays without its held-out loss: %s", path, error)
 
     def _is_every(self, path: Path) -> bool:
         step = int(path.name.removeprefix("step-"))

@@ -21,9 +21,11 @@ before is in the page cache, which the kernel shrinks under pressure. The file i
 memory: one that is cut off while in use, or a disk that fails, would end the process by SIGBUS.
 """
 
+import contextlib
 import json
 import os
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -32,6 +34,7 @@ import h5py
 import numpy as np
 
 from hpc_tune.data.counts import Counters
+from hpc_tune.data.files import Paths, shown
 from hpc_tune.data.seal import is_intact
 from hpc_tune.data.tokenizer import FastTokenizer, describe, num_ids
 from hpc_tune.errors import DataError
@@ -234,6 +237,16 @@ class TokenStore:
         ]
         if wrong:
             raise DataError(f"{self.path} is damaged: {'; '.join(wrong)}; {PREPARE_AGAIN}")
+
+
+def prepared_from(source: Paths, folders: Iterable[Path]) -> list[Path]:
+    """Return the files in ``folders`` that were prepared from ``source``, oldest first."""
+    found = []
+    for file in {file for folder in folders for file in folder.glob("*.h5")}:
+        with contextlib.suppress(DataError, OSError):
+            if TokenStore.open(file).attributes.source == shown(source):
+                found.append(file)
+    return sorted(found, key=lambda file: file.stat().st_mtime)
 
 
 def _require_ours(path: Path) -> None:

@@ -64,6 +64,8 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
         return
     checkpointed: dict[Forward, Forward] = {}
     for block in blocks:
+        if recompute == "selective":
+            _keep_from_clipping(block)
         plain = type(block).forward
         if plain not in checkpointed:
             checkpointed[plain] = _recomputed(plain, recompute)
@@ -127,6 +129,24 @@ def _recomputed(forward: Forward, recompute: Level) -> Forward:
         return out
 
     return recomputed
+
+
+def _keep_from_clipping(block: nn.Module) -> None:
+    """Let a block that clips queries, keys and values in place (OLMo) do so to copies.
+
+    Else the products that are kept would be clipped ones, whose gradients are others.
+    """
+    parts: Any = block.modules()
+    for part in parts:
+        config = getattr(part, "config", None)
+        if hasattr(part, "q_proj") and getattr(config, "clip_qkv", None) is not None:
+            for layer in (part.q_proj, part.k_proj, part.v_proj):
+                if _copied not in layer._forward_hooks.values():
+                    layer.register_forward_hook(_copied)
+
+
+def _copied(_layer: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
+    return out.clone()
 
 
 def _random_state(*args: Any) -> list[bytes]:

@@ -28,6 +28,7 @@ from torch import nn
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.engine.mesh import Layout
+from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.loss import LossModel
@@ -103,14 +104,33 @@ def cut_stages(
     """Return the stages of pipeline rank ``rank``, in order; parameters keep their names.
 
     ``loss_share`` of the tokens reach the output head.
+
+    Raises:
+        ConfigError: if a stage has nothing that is trained.
     """
     num_stages = layout.pipeline * stages_per_rank
     block_values = sum(p.numel() for p in block_list(built.module)[0].parameters())
     blocks = stage_blocks(built.config, block_values, layout, stages_per_rank, loss_share)
+    _require_trained(built, blocks)
     return [
         _cut(built, blocks[stage], stage == 0, stage == num_stages - 1)
         for stage in range(rank, num_stages, layout.pipeline)
     ]
+
+
+def _require_trained(built: BuiltModel, blocks: Sequence[range]) -> None:
+    """Refuse stages without a trained weight, through which no gradient would flow."""
+    modules = [*block_list(built.module), built.module.causal_lm().get_output_embeddings()]
+    head = len(modules) - 1
+    trained = [any(p.requires_grad for p in module.parameters()) for module in modules]
+    for stage, kept in enumerate(blocks):
+        held = [*kept, head] if stage == len(blocks) - 1 else kept
+        if not any(trained[number] for number in held):
+            raise ConfigError(
+                f"tune.targets={built.tune.targets} leaves pipeline stage {stage + 1} of "
+                f"{len(blocks)} (decoder blocks {kept.start} to {kept.stop - 1}) without anything "
+                "to train; add layers of those blocks to tune.targets, or use parallel.shard"
+            )
 
 
 def _cut(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:

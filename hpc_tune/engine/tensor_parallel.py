@@ -132,7 +132,8 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
     A slice, or all of it with a gradient that is a partial sum.
     """
     roles: dict[nn.Parameter, Role] = {}
-    for layer, style in _styled(module):
+    head = module.causal_lm().get_output_embeddings()
+    for layer, style in [*_styled(module), (head, "colwise")]:
         base, adapters = _parts(layer)
         if style == "replicated_with_grad_allreduce":
             roles |= {parameter: "partial" for parameter in layer.parameters()}
@@ -144,10 +145,8 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
         for a, b in adapters:
             sliced, whole = (b, a) if is_columns else (a, b)
             roles[sliced.weight], roles[whole.weight] = "slice", "partial"
-    lm = module.causal_lm()
-    for layer in (lm.get_input_embeddings(), lm.get_output_embeddings()):
-        roles |= {parameter: "slice" for parameter in _parts(layer)[0].parameters()}
-    return roles
+    embedding = module.causal_lm().get_input_embeddings()
+    return roles | {parameter: "slice" for parameter in embedding.parameters()}
 
 
 def gathered_features(module: LossModel) -> tuple[int, int]:
@@ -236,9 +235,8 @@ class _Slicer:
 
     def head(self, layer: Any) -> None:
         """Each rank computes the logits of some tokens; see ``_vocabulary_loss``."""
-        self._cut(layer, "weight", 0)
-        self._cut(layer, "bias", 0)
-        layer.first_token = self.slices[layer.weight].start
+        self.columns(layer, gather=False)
+        layer.first_token = self.slices[_parts(layer)[0].weight].start
 
     def _cut(self, owner: Any, name: str, dim: int) -> None:
         full = getattr(owner, name)

@@ -274,15 +274,27 @@ def _with_adapters(language: LanguageModel, tune: TuneConfig) -> nn.Module:
             f"tune.targets={tune.targets}: {others[0].partition('.lora_')[0]} is an embedding; "
             "adapters are for linear layers"
         )
-    if language.is_tied and hasattr(model.get_output_embeddings(), "lora_A"):
-        raise ConfigError(
-            f"tune.targets={tune.targets}: the output head of this model is its embedding, which "
-            "an adapter would change too; leave it out of tune.targets"
-        )
+    if hasattr(model.get_output_embeddings(), "lora_A"):
+        _require_head_of_its_own(language, tune)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[tune.param_dtype])
     return wrapped
+
+
+def _require_head_of_its_own(language: LanguageModel, tune: TuneConfig) -> None:
+    """Refuse adapters on an output head that cannot have them."""
+    if language.is_tied:
+        raise ConfigError(
+            f"tune.targets={tune.targets}: the output head of this model is its embedding, which "
+            "an adapter would change too; leave it out of tune.targets"
+        )
+    if tune.dropout:
+        raise ConfigError(
+            f"tune.dropout={tune.dropout:g} with the output head in tune.targets={tune.targets}: "
+            "dropout is drawn row by row, and the head sees the learned tokens of all rows "
+            "together; set tune.dropout=0, or leave the head out of tune.targets"
+        )
 
 
 def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) -> None:

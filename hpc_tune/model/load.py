@@ -67,21 +67,25 @@ def load_weights(
     every layout.
 
     Raises:
-        DataError: if a file is cut off or a shape is another than config.json says.
+        DataError: if a file is cut off, a shape is another than config.json says, or a weight that
+            this rank keeps is NaN or inf.
     """
     packed = dict(four_bit_layers(built.module))
     for name, parameter in stored_tensors(built.module):
         if not parameters and isinstance(parameter, nn.Parameter):
             continue
         region = built.region(name, parameter)
-        if stored := built.base_names.get(name):
-            if name in packed:
-                start = region.offset[0]
-                fill_packed(packed[name], region.local, start, built.index, stored, reserve)
-            elif not _map_pages(built.index, stored, parameter, region) and region.local.numel():
-                built.index.fill(region.local, stored, region.offset, reserve)
-        else:
+        if (stored := built.base_names.get(name)) is None:
             _init_adapter(built, name, region, reserve)
+        elif name in packed:
+            start = region.offset[0]
+            fill_packed(packed[name], region.local, start, built.index, stored, reserve)
+        else:
+            if not _map_pages(built.index, stored, parameter, region) and region.local.numel():
+                built.index.fill(region.local, stored, region.offset, reserve)
+            if isinstance(parameter, nn.Parameter):  # a buffer may be inf, as Gemma 4's limits
+                own = built.region(name, parameter).local
+                built.index.require_finite(own, stored, region.offset)
     _init_buffers(built.module.causal_lm())
     if built.seq_len is not None:
         settle_positions(built.module, built.seq_len)
@@ -120,6 +124,7 @@ def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Re
     if built.start is not None:
         if region.local.numel():
             built.start.fill(region.local, built.saved_names[name], region.offset, reserve)
+            built.start.require_finite(region.local, built.saved_names[name], region.offset)
         return
     full = first_values(name, region.full_shape, built.seed)
     box = zip(region.offset, region.local.shape, strict=True)

@@ -46,10 +46,11 @@ def _is_plain(layer: Any) -> bool:
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     base, a, b = self.base_layer, self.lora_A["default"], self.lora_B["default"]
-    out: torch.Tensor = _LoraLinear.apply(
+    out_NO: torch.Tensor = _LoraLinear.apply(
         x, base.weight, base.bias, a.weight, b.weight, self.scaling["default"]
     )
-    return out
+    # Not in the function: its view may not be changed in place, as OLMo does (clip_qkv).
+    return out_NO.view(*x.shape[:-1], -1)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -68,7 +69,7 @@ class _LoraLinear(torch.autograd.Function):
         x_NI = x.flatten(0, -2)
         low_rank_NR = x_NI @ a_RI.to(x.dtype).t()
         ctx.save_for_backward(x_NI, low_rank_NR, weight_OI, a_RI, b_OR)
-        ctx.scale = scale
+        ctx.scale, ctx.shape = scale, x.shape
         b_RO = (scale * b_OR).to(x.dtype).t()
         # A mode is selective recompute or a trace: both know the product as addmm, and what they
         # keep must not be changed in place.
@@ -77,18 +78,17 @@ class _LoraLinear(torch.autograd.Function):
         )
         is_traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
         add = torch.addmm if is_traced else torch.Tensor.addmm_
-        return add(adapter_NO, x_NI, weight_OI.t()).view(*x.shape[:-1], -1)
+        return add(adapter_NO, x_NI, weight_OI.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_NO: torch.Tensor) -> Any:  # type: ignore[override]
         x_NI, low_rank_NR, weight_OI, a_RI, b_OR = ctx.saved_tensors
-        grad_NO = grad.flatten(0, -2)
-        dtype = grad.dtype
+        dtype = grad_NO.dtype
         grad_NR = grad_NO @ (ctx.scale * b_OR).to(dtype)
         grad_a = (grad_NR.t() @ x_NI).to(a_RI.dtype)
         grad_b = (ctx.scale * (grad_NO.t() @ low_rank_NR)).to(b_OR.dtype)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad_NO @ weight_OI).addmm_(grad_NR, a_RI.to(dtype))
-            grad_x = grad_x.view(*grad.shape[:-1], -1)
+            grad_x = grad_x.view(ctx.shape)
         return grad_x, None, None, grad_a, grad_b, None

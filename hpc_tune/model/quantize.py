@@ -141,7 +141,7 @@ def fill_packed(
     values, since the scales depend on all of them.
 
     Raises:
-        DataError: if the weight has another shape or its file is damaged.
+        DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
     """
     from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 
@@ -153,6 +153,7 @@ def fill_packed(
     for first in range(0, rows, step):
         piece = torch.empty(min(step, rows - first), width, dtype=layer.compute_dtype)
         index.fill(piece, stored, (first, 0), reserve)
+        index.require_finite(piece, stored, (first, 0))
         packed, state = quantize_4bit(piece.to(local.device), blocksize=BLOCK, quant_type="nf4")
         scales.append(state.absmax)
         at = first * width // 2

@@ -66,6 +66,9 @@ class ShapeIndex:
     def fill(self, local: torch.Tensor, *_: Any, **__: Any) -> None:
         """Leave ``local`` as it is."""
 
+    def require_finite(self, *_: Any) -> None:
+        """Accept whatever is in memory."""
+
     def mapped(self, name: str, dtype: torch.dtype) -> None:
         """Return None: there are no pages."""
 

@@ -32,6 +32,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
     tokenizer = by_its_file(tokenizer, directory)
     _find_end_token(tokenizer, directory)
+    _require_vocabulary(directory, tokenizer)
     _require_embeddings(directory, tokenizer)
     if chat_template is None:
         _find_template(tokenizer, directory)
@@ -117,6 +118,16 @@ def _settings(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}
+
+
+def _require_vocabulary(directory: Path, tokenizer: Any) -> None:
+    """Refuse what transformers makes of tokenizer_config.json alone: a few special tokens."""
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
+        raise DataError(
+            f"{directory}: its tokenizer has {len(tokenizer)} special tokens and no others; "
+            "tokenizer.json, or its vocabulary (such as vocab.json and merges.txt), is missing: "
+            "copy them from the model into it"
+        )
 
 
 def embedding_rows(directory: Path) -> int | None:

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
+from hpc_tune.model.finite import first_not_finite
 from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
 from hpc_tune.pointer_file import why_pointer
 
@@ -164,6 +165,17 @@ class TensorIndex:
             )
         if (scale := self.scales.get(name)) is not None:
             scale.multiply(local, offset)
+
+    def require_finite(self, local: torch.Tensor, name: str, offset: tuple[int, ...]) -> None:
+        """Raise a HpcTuneError for NaN or inf in ``local``, read from ``offset`` of ``name`` on."""
+        if (found := first_not_finite(local)) is None:
+            return
+        at = [a + b for a, b in zip(found.at, offset, strict=True)]
+        raise self._error(
+            f"{self.pieces[name][0].file}: {name} has {found.value:g} at {at}, expected finite "
+            "numbers alone: the loss would be nan from the first step. The weights are damaged, or "
+            "were converted wrongly; copy or convert them again"
+        )
 
     def require(self, names: Iterable[str]) -> None:
         """Raise a HpcTuneError if one of ``names`` is missing."""

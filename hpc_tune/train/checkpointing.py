@@ -151,6 +151,18 @@ class Checkpointer:
         if self.waits:
             self.finish()
 
+    def add_evaluation(self, state: RunState) -> None:
+        """Add the held-out loss in ``state`` to the checkpoint of its step, which had none yet.
+
+        A stop may have cut the evaluation that this one makes up for.
+        """
+        if state.eval_loss is not None:
+            changes = {"eval_loss": state.eval_loss, "evals": state.evals}
+            self._comm.on_rank_0(
+                "adding an evaluation to a checkpoint",
+                lambda: self._store.amend(state.step, changes),
+            )
+
     def before_update(self) -> None:
         """Wait until the engine's tensors may change."""
         if self._save is not None:

@@ -1,20 +1,22 @@
 """The data of a run: raw data prepared, prepared data verified and opened."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from hpc_tune.checkpoint.locate import TEMPLATE_FILE
+from hpc_tune.checkpoint.state import RunState
+from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
-from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
-from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.files import Paths, as_list, find, say_left_out, say_read, shown
+from hpc_tune.data.hdf5_format import TokenStore, prepared_from
 from hpc_tune.data.loader import Loader
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
-from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.data.sampler import PackedSampler, SampleOrder
 from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
@@ -59,26 +61,44 @@ class Tokenizing:
         return fingerprint(self.tokenizer)
 
 
-def look_for_data(data: DataConfig, comm: Comm) -> None:
+def look_for_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
     """Fail now, not after links are measured and the model is planned. Collective.
 
     Raises:
         DataError: if a source is missing, of no known kind, or a mix of kinds.
     """
-    comm.on_rank_0("looking for the data", partial(_look_for, data.path))
+    cache = Path(data.cache or run_dir / "data")
+    look = partial(_look_for, cache=cache)
+    comm.on_rank_0("looking for the data", partial(look, "data.path", data.path))
     if data.eval_path:
-        comm.on_rank_0("looking for the held-out data", partial(_look_for, data.eval_path))
+        comm.on_rank_0(
+            "looking for the held-out data", partial(look, "data.eval_path", data.eval_path)
+        )
 
 
-def _look_for(path: Paths) -> None:
-    if is_prepared(path):
-        TokenStore.open(Path(shown(path)))
-    else:
-        files_of(path)
+def _look_for(setting: str, paths: Paths, cache: Path) -> None:
+    if is_prepared(paths):
+        TokenStore.open(Path(shown(paths)))
+        return
+    try:
+        files_of(paths)
+    except DataError as error:
+        if any(Path(path).exists() for path in as_list(paths)):
+            raise
+        beside = prepared_from(paths, [cache, Path(as_list(paths)[0]).parent])
+        if not beside:
+            raise
+        raise DataError(
+            f"{error}; {beside[-1]} was prepared from it: name that, as in {setting}={beside[-1]}"
+        ) from None
 
 
-def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
-    """Open the data, prepared first if raw, for this rank's part of each step. Collective."""
+def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | None = None) -> Data:
+    """Open the data, prepared first if raw, for this rank's part of each step. Collective.
+
+    A run that resumes ``checkpoint`` ends where its last epoch does, also where an earlier end of
+    it made a step of fewer rows.
+    """
     config = model.config
     job.monitor.enter("data", "preparing the data", tell=True)
     job.comm.begin("preparing the data")
@@ -92,11 +112,52 @@ def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
     )
     if job.comm.device.type == "cuda":
         loader.pin_batches()
-    if config.train.max_steps is not None:
-        loader.total_rows = config.train.max_steps * config.batch.global_size
+    size = config.batch.global_size
+    if (total_steps := config.train.max_steps) is not None:
+        loader.total_rows = total_steps * size
     else:
         loader.total_rows = math.ceil((config.train.epochs or 1) * loader.num_rows_per_epoch)
-    return Data(*stores, loader, math.ceil(loader.total_rows / config.batch.global_size))
+        step, rows = job.comm.on_rank_0("looking at the data", lambda: _position(checkpoint))
+        total_steps = step + math.ceil(max(0, loader.total_rows - rows) / size)
+    order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
+    read: list[tuple[str, TokenStore, SampleOrder, int | None]]
+    read = [("data.path", stores[0], order, loader.total_rows)]
+    if stores[1] is not None:
+        read.append(("data.eval_path", stores[1], replace(order, seed=0), config.train.eval_rows))
+    for part in read:
+        job.comm.on_rank_0("looking at the data", partial(_require_learned, *part))
+    return Data(*stores, loader, total_steps)
+
+
+def _position(checkpoint: Path | None) -> tuple[int, int]:
+    """Return the steps and the rows that a checkpoint is after."""
+    if checkpoint is None:
+        return 0, 0
+    state = RunState.from_json(read_state(checkpoint), str(checkpoint))
+    rows = state.loader.get("rows")
+    return (state.step, rows) if isinstance(rows, int) else (0, 0)
+
+
+def _require_learned(
+    name: str, store: TokenStore, order: SampleOrder, most_rows: int | None
+) -> None:
+    """Refuse data of whose first ``most_rows`` rows none has a token that carries loss.
+
+    Prepared data may be so: with a longer seq_len than the run's, all answers may be behind it.
+
+    Raises:
+        DataError: if the loss would be one over no tokens; ``name``: the setting.
+    """
+    rows = PackedSampler(store.length_values, store.length_counts, store.by_length, order)
+    num_rows = min(most_rows or rows.num_rows, rows.num_rows)
+    documents = (d for row in range(num_rows) for d in rows.documents_of(row))
+    if not any(store.document(d)[1][1 : order.seq_len].any() for d in documents):
+        raise DataError(
+            f"{name}={store.path}: none of its {num_rows:,} rows of data.seq_len={order.seq_len} "
+            f"has a token that is {'learned' if name == 'data.path' else 'measured'}; its answers "
+            f"begin behind that (it was prepared with seq_len {store.attributes.seq_len}). Raise "
+            "data.seq_len, or prepare data with shorter prompts"
+        )
 
 
 def prepare_data(

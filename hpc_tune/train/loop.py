@@ -90,8 +90,9 @@ def run_loop(work: Work) -> Outcome:
     saver, evals = work.saver, work.evals
     saved_at_s, step_s = _clock_of_saves(work.config.checkpoint.every_minutes), 0.0
     optim = for_batch(work.config.optim, work.config.batch.global_size)
-    if work.eval_batches is not None and start_step == 0:
+    if work.eval_batches is not None and evals.loss_at(step) is None and _is_due(work, step):
         evals = _evaluate(work, work.eval_batches, step, evals)
+        saver.add_evaluation(work.state(step, work.loader.state(), evals))
     while step < work.total_steps:
         work.step_limit.enter(f"beginning step {step + 1}")
         loader_state, began_s = work.loader.state(), time.monotonic()
@@ -141,22 +142,29 @@ def run_loop(work: Work) -> Outcome:
         _record(work, _Step(step, lr, batches, ballot, result, step_s, data_s), sample)
         work.profile.after(step, result, data_s)
         is_last = step == work.total_steps
-        if work.eval_batches is not None and (
-            is_last or _is_every(work.config.train.eval_every_steps, step)
-        ):
+        if work.eval_batches is not None and _is_due(work, step):
             evals = _evaluate(work, work.eval_batches, step, evals)
         if is_last or _is_every(work.config.checkpoint.every_steps, step):
             saver.finish()
             saved_step, saved_at_s = step, time.monotonic()
             _start_save(work, work.state(step, work.loader.state(), evals))
+    return _end(work, step, evals)
+
+
+def _end(work: Work, step: int, evals: Evals) -> Outcome:
+    """Save what is trained to the end, and tell how the held-out loss changed. Collective."""
+    saver = work.saver
     saver.finish()
     if saver.committed_step < step:
         _start_save(work, work.state(step, work.loader.state(), evals))
         saver.finish()
+    if work.eval_batches is not None and evals.loss_at(step) is None:
+        reason = _first_reason(work, work.stop.reason(2 * saver.last_save_s))
+        return stopped(reason, saver.committed_step)
     if evals.first is not None and evals.last is not None and evals.last != evals.first:
         (_, first), (_, last) = evals.first, evals.last
-        change = 100 * (last / first - 1)
-        log.info("held-out loss %.4f -> %.4f (%+.1f%%)", first, last, change)
+        change = f" ({100 * (last / first - 1):+.1f}%)" if first else ""
+        log.info("held-out loss %.4f -> %.4f%s", first, last, change)
     if saver.committed_step < step:
         return stopped("the last checkpoint could not be saved", saver.committed_step)
     return done(step)
@@ -216,7 +224,7 @@ def _vote(work: Work, batches: Sequence[Batch], saved_at_s: float, reason: str |
 
 def _first_reason(work: Work, reason: str | None) -> str:
     """Return the reason to stop of the lowest rank that has one. Collective."""
-    return next(own for own in work.comm.gather(reason) if own is not None)
+    return next((own for own in work.comm.gather(reason) if own is not None), "time limit")
 
 
 def _check_finite(result: StepResult, step: int, saver: Checkpointer) -> None:
@@ -329,6 +337,12 @@ def _evaluate(
         log.warning("step %d: the held-out loss is %s; it is never taken for the best", step, loss)
     log.info("step %d: held-out loss %.4f over %d tokens (%.1fs)", step, loss, tokens, eval_s)
     return before.with_(step, loss)
+
+
+def _is_due(work: Work, step: int) -> bool:
+    """Whether held-out data is measured after ``step``: at the start, at the end, in between."""
+    is_end = step in (0, work.total_steps)
+    return is_end or _is_every(work.config.train.eval_every_steps, step)
 
 
 def _is_every(interval: int | None, step: int) -> bool:

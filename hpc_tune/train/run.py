@@ -57,7 +57,7 @@ def run(
             shutdown(launched)
             return outcome.exit_code
         with startup_watchdog(launched, stop, run_dir, launched.resume_point):
-            look_for_data(config.data, launched)
+            look_for_data(config.data, launched, run_dir)
             chosen, comm = choose_ranks(config, launched)
         if comm is None:  # this rank is left out
             return wait_outside(launched)
@@ -84,12 +84,12 @@ def _train(
         make_deterministic()
     with open_job(config, comm, stop, chosen, faults) as job:
         if chosen is None:
-            look_for_data(config.data, comm)
+            look_for_data(config.data, comm, job.dir)
         checkpoint = find_checkpoint(job)
         model = build_model(job, fresh=checkpoint is None)
         resolved = resolve_layout(job, model)
         forecast = preflight(job, model, resolved, force)
-        data = open_data(job, model, resolved)
+        data = open_data(job, model, resolved, checkpoint)
         describe(job, model, resolved, forecast, data)
         engine = load_engine(job, model, resolved, data)
         saved = resume(job, checkpoint, model, engine, data)

@@ -5,6 +5,7 @@ import shutil
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from hpc_tune.model.builtin import write_tiny
 from tests.support.ranks import HANG_S, mpirun
@@ -59,3 +60,26 @@ def test_a_rank_whose_weights_are_cut_off_ends_the_job_at_once_in_its_own_words(
     ended = outcome(tmp_path)
     assert (ended["status"], ended["reason"]) == ("failed", said[0][1])
     assert (ended["rank"], ended["exit_code"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[] if x == "pipeline" else pytest.mark.full) for x in LAYOUTS],
+)
+def test_a_weight_that_is_nan_is_named_by_a_rank_that_holds_it(layout, folders, tmp_path):
+    if "zero" in layout:
+        pytest.importorskip("deepspeed")
+    shutil.copytree(folders[0] / "tiny", tmp_path / "tiny")
+    file, name = tmp_path / "tiny" / "model.safetensors", "model.layers.3.mlp.down_proj.weight"
+    weights = load_file(file)
+    place = [n - 1 for n in weights[name].shape]
+    weights[name][-1, -1] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    words = ["-m", "hpc_tune", *SMALL, *LAYOUTS[layout], f"run.dir={tmp_path / 'run'}"]
+    words += [f"model.path={tmp_path / 'tiny'}", "data.path=builtin:pydocs:heldout"]
+    done = mpirun(2, words, timeout=HANG_S)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    said = re.findall(r"^error on rank \d+ on \S+: (.*)", done.stderr, flags=re.MULTILINE)
+    assert len(said) == 1
+    assert said[0].startswith(f"{file}: {name} has nan at {place}, expected finite numbers"), said

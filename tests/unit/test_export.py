@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hpc_tune.checkpoint import export
+from hpc_tune.checkpoint import export, merge
 from hpc_tune.checkpoint.card import _license_of
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.locate import locate, require_base
@@ -156,7 +156,7 @@ def test_the_adapters_config_says_what_it_was_trained_with(bases, tmp_path, targ
     out = export_adapter(tmp_path / "step", tune, bases / "tiny", tmp_path / "out")
     config = json.loads((out / "adapter_config.json").read_text())
     every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert (config["r"], config["lora_alpha"], config["use_dora"]) == (4, 6.0, False)
+    assert (config["r"], config["lora_alpha"], config.get("use_dora")) == (4, 6.0, None)
     assert set(config["target_modules"]) == (every if targets == "all-linear" else set(targets))
     assert config["base_model_name_or_path"] == str((bases / "tiny").resolve())
     assert AutoTokenizer.from_pretrained(out).decode([104, 105]) == AutoTokenizer.from_pretrained(
@@ -188,7 +188,7 @@ def read_all(directory):
 def test_a_bf16_base_stays_bf16_and_is_rounded_once(
     bases, tmp_path, monkeypatch, method, piece_bytes
 ):
-    monkeypatch.setattr(export, "PIECE_BYTES", piece_bytes)  # so few rows at once
+    monkeypatch.setattr(merge, "PIECE_BYTES", piece_bytes)  # so few rows at once
     base, tune = bases / "llama-bf16", METHODS[method]
     ours = dict(trained(base, tune, tmp_path / "step").named_parameters())
     merged = read_all(export_merged(tmp_path / "step", tune, base, tmp_path / "out"))

@@ -32,6 +32,10 @@ SHAPE = {
     "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
 }
 LLAMA_3, QWEN = _CUTS
+LLAMA_3_ROPE = {
+    **{"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
 KINDS = {
     "llama": SHAPE,
     "mistral": SHAPE | {"sliding_window": None, "head_dim": 8},
@@ -132,10 +136,7 @@ def test_the_built_in_model_is_written_too(tmp_path):
 def test_llama_3s_scaling_is_written_as_what_each_frequency_is_divided_by(tmp_path):
     """transformers does not read it back: compared with the rule of Llama 3.1, written out."""
     factor, low, high, trained_on, theta, half = 8.0, 1.0, 4.0, 64, 50000.0, 4
-    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor}
-    rope |= {"low_freq_factor": low, "high_freq_factor": high}
-    rope |= {"original_max_position_embeddings": trained_on}
-    write_base(tmp_path / "base", "llama", rope_parameters=rope)
+    write_base(tmp_path / "base", "llama", rope_parameters=LLAMA_3_ROPE)
     out, _ = exported(tmp_path)
     tensors = {t.name: t.data for t in gguf.GGUFReader(out / "model.gguf").tensors}
     wanted = []
@@ -159,6 +160,18 @@ def test_llama_3s_scaling_is_written_as_what_each_frequency_is_divided_by(tmp_pa
         ({"rope_scaling": {"type": "linear", "factor": 2}}, r"scaled \(linear\)"),
         ({"sliding_window": 64}, "sees 64 tokens only"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu, expected silu"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            r"only a part of each head is rotated \(0.5\)",
+        ),
+        (
+            {"model_type": "qwen3", "rope_parameters": LLAMA_3_ROPE},
+            r"scaled \(llama3\), which llama.cpp's qwen3 cannot do",
+        ),
+        (
+            {"model_type": "qwen2", "head_dim": 16},
+            "its 4 heads of 16 values are not hidden_size=32 together",
+        ),
     ],
 )
 def test_another_shape_is_refused_with_the_reason_and_nothing_is_written(tmp_path, changes, said):
@@ -172,8 +185,9 @@ def test_another_shape_is_refused_with_the_reason_and_nothing_is_written(tmp_pat
     assert not (tmp_path / "gguf").exists()
 
 
-def test_a_tensor_without_a_place_is_refused_by_name(tmp_path):
-    write_base(tmp_path / "base", "llama", attention_bias=True)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_tensor_without_a_place_is_refused_by_name(tmp_path, kind):
+    write_base(tmp_path / "base", kind, attention_bias=True)
     with pytest.raises(ConfigError, match=r"it has model.layers.0.self_attn.k_proj.bias, which"):
         exported(tmp_path)
     assert not (tmp_path / "gguf").exists()

@@ -120,3 +120,28 @@ def test_dropout_and_dora_stay_with_peft(settings):
 
 def test_a_layer_without_adapters_stays_as_it_is():
     assert use_lora_linear([Block()]) == 0
+
+
+class Clipping(Block):
+    """A block that changes what a layer gives in place, as OLMo clips queries and keys."""
+
+    def forward(self, x):
+        up = self.up(x)
+        up.clamp_(min=-0.5, max=0.5)
+        return x + self.down(up)
+
+
+def test_what_a_layer_gives_may_be_changed_in_place():
+    stock = model()
+    for block in stock.base_model.model:
+        block.__class__ = Clipping
+    fused = copy.deepcopy(stock)
+    use_lora_linear([fused])
+    x = torch.randn(3, 5, 24, dtype=torch.float64)
+    out, grad, grads = step(fused, x)
+    wanted_out, wanted_grad, wanted = step(stock, x)
+    assert torch.allclose(out, wanted_out, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(grad, wanted_grad, rtol=1e-12, atol=1e-12)
+    for name, expected in wanted.items():
+        assert torch.allclose(grads[name], expected, rtol=1e-12, atol=1e-12), name
+    assert not torch.allclose(out, step(model(), x)[0]), "nothing was clipped"

@@ -113,17 +113,34 @@ def fill_parameter(
     start: int,
     reserve: Reserve,
 ) -> None:
-    """Give ``flat`` the values of a parameter from ``start`` on; what is beyond its end is 0."""
+    """Give ``flat`` the values of a parameter from ``start`` on; what is beyond its end is 0.
+
+    Raises:
+        DataError: if the file is damaged, or a value is NaN or inf.
+    """
     numel = math.prod(shape)
     num = max(0, min(flat.numel(), numel - start))
     flat[num:].zero_()
+    span = Span(name, shape, start, num, 0)
     if stored := built.base_names.get(name):
-        fill(built.index, stored, Span(name, shape, start, num, 0), flat, reserve)
+        fill(built.index, stored, span, flat, reserve)
+        _require_finite(built.index, stored, span, flat)
     elif built.start is not None:
         saved = built.saved_names[name]
-        fill(built.start, saved, Span(saved, shape, start, num, 0), flat, reserve)
+        fill(built.start, saved, span, flat, reserve)
+        _require_finite(built.start, saved, span, flat)
     else:
         flat[:num].copy_(first_values(name, shape, built.seed).view(-1)[start : start + num])
+
+
+def _require_finite(
+    index: TensorIndex | ShapeIndex, name: str, span: Span, flat: torch.Tensor
+) -> None:
+    at = span.at
+    for offset, box in boxes(span.shape, span.start, span.start + span.num):
+        num = math.prod(box)
+        index.require_finite(flat[at : at + num].view(box), name, offset)
+        at += num
 
 
 def regions(name: str, span: Span, values: Callable[[], torch.Tensor]) -> Iterator[Region]:

@@ -1,0 +1,138 @@
+"""The tensors of a merged model: those of the base, changed by what was trained."""
+
+import functools
+import math
+from pathlib import Path
+
+import torch
+
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.errors import CheckpointError
+from hpc_tune.model.finite import first_not_finite
+from hpc_tune.model.language import Storage, storage_of
+from hpc_tune.model.regions import Region
+from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
+
+ADAPTER_PREFIX = "base_model.model."
+# Where values are too large for the dtype that they would be written in.
+_INSTEAD = {
+    torch.float16: ", whose largest is 65504; write the model in another dtype (--dtype bf16), or "
+    "use the adapter (--to adapter)"
+}
+
+
+class Merged:
+    """The tensors of the merged model, each computed on demand."""
+
+    def __init__(
+        self,
+        trained: TensorIndex,
+        stored: TensorIndex,
+        tune: TuneConfig,
+        base: Path,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Take the tensors of a checkpoint and of its base; ``dtype`` None: each has its own."""
+        self._trained, self._stored, self._tune, self._base = trained, stored, tune, base
+        self._dtype = dtype
+        suffix = ".lora_A.weight"
+        self._adapted: dict[str, str] = {}
+        for name in trained.pieces:
+            if name.startswith(ADAPTER_PREFIX) and name.endswith(suffix):
+                layer = name.removesuffix(suffix)
+                self._adapted[self._base_name(layer)] = layer
+
+    def _base_name(self, layer: str) -> str:
+        path = layer.removeprefix(ADAPTER_PREFIX) + ".weight"
+        for candidate in (path, path.partition(".")[2]):
+            if candidate in self._stored.pieces:
+                return candidate
+        if renamed := self._storage.names.renamed.get(path):
+            return renamed
+        raise CheckpointError(f"the base model has no {path}, which the adapter changes")
+
+    @functools.cached_property
+    def _transposed(self) -> frozenset[str]:
+        """Which tensors are stored transposed: if one that is not square is, square ones may be."""
+        shapes = self._trained.shapes
+        straight = all(
+            self._stored.shapes[name]
+            == (shapes[f"{layer}.lora_B.weight"][0], shapes[f"{layer}.lora_A.weight"][1])
+            for name, layer in self._adapted.items()
+        )
+        return frozenset() if straight else self._storage.transposed
+
+    @functools.cached_property
+    def _storage(self) -> Storage:
+        return storage_of(self._base, self._stored)
+
+    @property
+    def copied_head(self) -> str | None:
+        """An output head that is stored beside the embedding it equals, from before tuning."""
+        return self._storage.copied_head if "head" in " ".join(self._stored.pieces) else None
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors of the merged model, in name order."""
+        return sorted(self._stored.pieces.keys() - {self.copied_head})
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor gets."""
+        stored = self._stored.dtypes[name]
+        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
+
+    def bytes_of(self, name: str) -> int:
+        """Return the size of a tensor."""
+        return math.prod(self._stored.shapes[name]) * self.dtype_of(name).itemsize
+
+    def region(self, name: str) -> Region:
+        """Return a tensor, computed when it is asked for its values."""
+        shape, dtype = self._stored.shapes[name], self.dtype_of(name)
+        return Region(name, dtype, shape, (0,) * len(shape), shape, lambda: self._tensor(name))
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
+        if name in self._trained.pieces:
+            self._trained.fill(out, name)
+        elif name in self._adapted:
+            self._add_adapter(out, name, self._adapted[name])
+        else:
+            self._stored.fill(out, name)
+        if (found := first_not_finite(out)) is not None and self._is_changed(name):
+            kind = str(out.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{name} cannot be merged: its value at {list(found.at)} would be {found.value:g} "
+                f"in {kind}" + _INSTEAD.get(out.dtype, "; the checkpoint, or its base, is damaged")
+            )
+        return out
+
+    def _is_changed(self, name: str) -> bool:
+        return self._dtype is not None or name in self._trained.pieces or name in self._adapted
+
+    def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
+        """W + (alpha / rank) B A by blocks of rows; DoRA: each row scaled to its magnitude.
+
+        A transposed W gets the transposed product.
+        """
+        a, b = (read_tensor(self._trained, f"{layer}.lora_{x}.weight") for x in "AB")
+        if name in self._transposed:
+            a, b = b.t(), a.t()
+        scaling = self._tune.alpha / self._tune.rank
+        rows = max(1, PIECE_BYTES // (4 * out.shape[1]))
+        blocks = torch.empty((min(rows, len(out)), out.shape[1]), dtype=torch.float32)
+        for start in range(0, out.shape[0], rows):
+            block = blocks[: len(out) - start]
+            self._stored.fill(block, name, (start, 0))
+            block.addmm_(b[start : start + rows], a, alpha=scaling)
+            if self._tune.method == "dora":
+                magnitude = read_tensor(self._trained, f"{layer}.lora_magnitude_vector")
+                wanted = magnitude[start : start + rows]
+                block *= (wanted / block.norm(dim=1)).unsqueeze(1)
+            out[start : start + rows] = block
+
+
+def read_tensor(index: TensorIndex, name: str) -> torch.Tensor:
+    """Return a whole tensor of an index."""
+    tensor = torch.empty(index.shapes[name], dtype=index.dtypes[name])
+    index.fill(tensor, name)
+    return tensor

@@ -1,0 +1,38 @@
+"""many_runs.py whose jobs may be asked to stop in the middle of an evaluation.
+
+    python -m tests.support.cut_evaluations JOBS.json RESULTS FIRST
+
+A job with "cut_after": n is asked to stop at the n-th batch of held-out data, and from then on.
+"""
+
+from typing import Any
+
+from hpc_tune.config.load import load_config
+from hpc_tune.train.run import run
+from tests.support.many_runs import StopAfter, main
+
+
+class StopInEvaluation(StopAfter):
+    """Asks to leave from the ``batches``-th question on that an evaluation asks."""
+
+    def __init__(self, batches: int | None) -> None:
+        super().__init__(None)
+        self._batches = batches
+
+    def is_asked(self, margin_s: float = 0.0) -> bool:
+        if self._batches is not None and self._batches > 0:
+            self._batches -= 1
+        return self._batches == 0
+
+    def reason(self, margin_s: float = 0.0) -> str | None:
+        return "the test's stop" if self._batches == 0 else None
+
+
+def train(job: dict[str, Any]) -> int:
+    """Do one job; return its exit code."""
+    config = load_config(None, job["overrides"])
+    return run(config, StopInEvaluation(job.get("cut_after")))
+
+
+if __name__ == "__main__":
+    main(train)
