@@ -15,6 +15,7 @@ from pathlib import Path
 from hpc_tune.cluster import launch_words
 from hpc_tune.cluster.probe_nodes import silent
 from hpc_tune.cluster.protocol import Environ
+from hpc_tune.cluster.slurm_guard import Guard
 from hpc_tune.cluster.slurm_nodes import SHARE, SlurmNodes
 from hpc_tune.config.fewer_ranks import fitted
 from hpc_tune.config.parallel import ParallelConfig
@@ -59,6 +60,7 @@ class Nodes:
         self._slurm = SlurmNodes.of_job(environ)
         if self._slurm is not None:
             self._given = self._slurm.given()
+            self._guard = Guard(self._slurm.id, environ)
         else:
             self._given = launch_words.hosts_in(launch, environ)
         self._kind = launch_words.kind_of(launch[0]) if len(self._given) > 1 else None
@@ -105,6 +107,8 @@ class Nodes:
         On fewer, those nodes are used whose ranks a layout divides.
         """
         self._wait_for_steps()
+        if self._slurm is not None:
+            self._guard.keep(self._usable)
         shared = SHARE if self._shares else {}
         if not self.can_choose or not (self.left_out or self.spares):
             return Command(self._launch, shared, list(self._given))

@@ -15,6 +15,7 @@ from hpc_tune.cluster.slurm import expand_nodelist
 
 # With it a step shares what an old one, of which a lost node has not reported the end, still holds.
 SHARE = {"SLURM_OVERLAP": "1"}
+GUARD = "hpc_tune-guard"  # the name of the step that slurm_guard.py keeps
 _ASK_S = 15.0
 _POLL_S = 0.5
 # What sinfo calls a node on which no rank can be started; * behind it: it does not answer.
@@ -40,6 +41,11 @@ class SlurmNodes:
         self._given = expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
         self._counts = _run_lengths(environ.get("SLURM_TASKS_PER_NODE", ""))
 
+    @property
+    def id(self) -> str:
+        """The number of the job, for Slurm's programs: of an array that of its task."""
+        return self._id
+
     def given(self) -> dict[str, int | None]:
         """Return the nodes that the job began with, and the ranks for each where they are known."""
         counts = (
@@ -64,9 +70,10 @@ class SlurmNodes:
         return {node: (lost | found).get(node, "") for node in nodes if node in lost | found}
 
     def steps(self) -> set[str]:
-        """Return the steps of the job that srun has started, such as ``7.0``."""
-        listed = _said("squeue", "-s", "-h", "-j", self._id, "-o", "%i").split()
-        parts = [step.rpartition(".") for step in listed]
+        """Return the steps of the job that srun has started, such as ``7.0``, but for a guard's."""
+        listed = _said("squeue", "-s", "-h", "-j", self._id, "-o", "%i %j").splitlines()
+        words = [line.split(maxsplit=1) for line in listed]
+        parts = [word[0].rpartition(".") for word in words if word and word[1:] != [GUARD]]
         return {f"{id}.{step}" for id, _, step in parts if id in self._ids and step.isdigit()}
 
     def end(self, steps: Iterable[str], limit_s: float) -> bool:

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
+from hpc_tune.cluster import slurm_guard
 from hpc_tune.cluster.blame import LauncherLines, accused_by
 from hpc_tune.cluster.launch_words import hosts_in, on_nodes
 from hpc_tune.cluster.nodes import Nodes
@@ -153,7 +156,8 @@ class Cluster:
             "sinfo": "cat states",
             "squeue": "cat steps 2>/dev/null",
             "scancel": 'echo "$@" >> cancelled; rm -f steps',
-            "srun": 'for node in $(cat mute); do case "$*" in *=$node" "*) exit 1;; esac; done',
+            "srun": 'case "$*" in *guard*) echo "$@" >> guards; exec sleep 3;; esac\n'
+            'for node in $(cat mute); do case "$*" in *=$node" "*) exit 1;; esac; done',
         }
         for name, does in answers.items():
             program = folder / name
@@ -164,6 +168,7 @@ class Cluster:
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n[1-3]",
             "SLURM_TASKS_PER_NODE": "2(x3)",
+            "SLURMD_NODENAME": "n1",
         }
 
     def write(self):
@@ -262,6 +267,59 @@ def test_steps_of_the_job_end_before_the_next_start_and_those_of_others_do_not(c
     (cluster.folder / "steps").write_text("7.batch\n7.3\n70.1\n")
     nodes.end_steps()
     assert (cluster.folder / "cancelled").read_text().split() == ["7.3"]
+
+
+def test_one_guard_watches_the_first_node_from_another(cluster):
+    nodes, guards = cluster.of(), cluster.folder / "guards"
+    for _ in range(2):
+        nodes.command()
+    nodes.left_out["n2"] = "x"
+    nodes.command()
+    until_s = time.monotonic() + 20
+    while not guards.exists() or guards.read_text().count("--nodelist") < 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert re.findall(r"--nodelist=(\S+)", guards.read_text()) == ["n2", "n3"]
+    (cluster.folder / "steps").write_text("7.0 hpc_tune-guard\n7.1 python\n")
+    nodes.end_steps()
+    assert (cluster.folder / "cancelled").read_text().split() == ["7.1"]
+
+
+@pytest.mark.parametrize(
+    ("state", "nodes", "requeues"),
+    [
+        ("RUNNING Reason=None", "n2", True),
+        ("RUNNING Reason=None", "n[1-2]", False),
+        ("FAILED Reason=JobLaunchFailure", "n2", True),
+        ("COMPLETING Reason=None", "n2", False),  # its user has ended it
+        ("CANCELLED Reason=None", "n2", False),
+    ],
+)
+def test_the_guard_requeues_a_job_whose_first_node_is_lost_and_no_other(
+    tmp_path, state, nodes, requeues
+):
+    scontrol = tmp_path / "scontrol"
+    hosts = "n1\\nn2" if "[" in nodes else nodes
+    scontrol.write_text(
+        f"""#!/bin/sh
+case "$1 $2" in
+"show job") printf '   JobState={state}\\n   ReqNodeList=n1\\n   NodeList={nodes}\\n' ;;
+"show hostnames") printf '{hosts}\\n' ;;
+*) echo "$@" >> {tmp_path}/asked ;;
+esac
+"""
+    )
+    scontrol.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    argv = ["sh", "-c", slurm_guard._SCRIPT, "guard", "n1", "7", "0.05"]
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
+    try:
+        process.wait(timeout=20 if requeues else 0.5)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(timeout=20)
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == "requeue 7\n" * requeues
 
 
 def test_mpirun_without_a_list_of_hosts_is_started_as_it_is(tmp_path, caplog):
