@@ -32,7 +32,7 @@ setup(
         "omegaconf>=2.3",
         "peft>=0.18",
         "psutil>=5.9",
-        "pyarrow>=15",
+        "pyarrow>=20",
         "pydantic>=2.7",
         "pyyaml>=6",
         "rich>=13",

@@ -6,12 +6,12 @@ additional_chat_templates/*.jinja    the others
 """
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 from hpc_tune.errors import DataError
-from hpc_tune.model.tokenizer import load_tokenizer
-from hpc_tune.model.tokenizer_file import name_whole_file_class
+from hpc_tune.model.tokenizer import load_tokenizer, template_of_processor
+from hpc_tune.model.tokenizer_file import may_be_by_class, name_whole_file_class
 
 TEMPLATE, OTHERS = "chat_template.jinja", "additional_chat_templates"
 _CONFIG = "tokenizer_config.json"
@@ -25,13 +25,13 @@ def write_template(template: str | None, base: Path, out: Path) -> None:
     """
     if template is not None:
         _write(template, out)
-    try:
-        tokenizer = load_tokenizer(base)
-    except DataError:
-        return  # nothing was rendered or tokenized with it, then
-    if template is None:
-        _carry(tokenizer.chat_template, base, out)
-    name_whole_file_class(tokenizer, out)
+    else:
+        _carry(base, out)
+    if may_be_by_class(out):
+        try:
+            name_whole_file_class(load_tokenizer(base), out)
+        except DataError:
+            return  # a tokenizer that cannot be loaded has made no tokens
 
 
 def _write(template: str, out: Path) -> None:
@@ -43,14 +43,17 @@ def _write(template: str, out: Path) -> None:
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def _carry(templates: Any, base: Path, out: Path) -> None:
+def _carry(base: Path, out: Path) -> None:
     """Write those of the base's templates that are not in the files that were copied."""
-    in_config = json.loads((out / _CONFIG).read_text("utf-8")) if (out / _CONFIG).is_file() else {}
-    if not templates or (in_config.get("chat_template") and not (base / OTHERS).is_dir()):
+    for file in sorted((base / OTHERS).glob("*.jinja")):
+        (out / OTHERS).mkdir(exist_ok=True)
+        shutil.copyfile(file, out / OTHERS / file.name)
+    config = json.loads((out / _CONFIG).read_text("utf-8")) if (out / _CONFIG).is_file() else {}
+    if (out / TEMPLATE).exists() or config.get("chat_template"):
         return
-    named = templates if isinstance(templates, dict) else {"default": templates}
-    for name, text in named.items():
-        file = out / TEMPLATE if name == "default" else out / OTHERS / f"{name}.jinja"
-        if not file.exists():
+    if found := template_of_processor(base):
+        named = found[1] if isinstance(found[1], dict) else {"default": found[1]}
+        for name, text in named.items():
+            file = out / TEMPLATE if name == "default" else out / OTHERS / f"{name}.jinja"
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")

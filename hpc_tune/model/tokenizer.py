@@ -35,7 +35,9 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     _require_vocabulary(directory, tokenizer)
     _require_embeddings(directory, tokenizer)
     if chat_template is None:
-        _find_template(tokenizer, directory)
+        if not tokenizer.chat_template and (found := template_of_processor(directory)):
+            tokenizer.chat_template = found[1]
+            log.info("%s: the chat template is that of %s", directory, found[0])
     else:
         if pointer := why_pointer(Path(chat_template)):
             raise DataError(pointer)
@@ -98,17 +100,18 @@ def _find_end_token(tokenizer: Any, directory: Path) -> None:
             return
 
 
-def _find_template(tokenizer: Any, directory: Path) -> None:
-    """Take the chat template of the processor of a model with images, where there is no other."""
+def template_of_processor(directory: Path) -> tuple[str, Any] | None:
+    """Return the file and the chat template of a model's processor; several are a dict by name.
+
+    Models with images have it there, and none in the tokenizer's files.
+    """
     for file in ("chat_template.json", "processor_config.json"):
-        if tokenizer.chat_template:
-            return
         template = _settings(directory / file).get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}
         if template:
-            tokenizer.chat_template = template
-            log.info("%s: the chat template is that of %s", directory, file)
+            return file, template
+    return None
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ vocabulary and on control tokens in text; where they differ, the file is right.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,20 @@ def by_its_file(tokenizer: Any, directory: Path) -> Any:
     file = directory / TOKENIZER_FILE
     if not file.is_file():
         return tokenizer
-    from tokenizers import Tokenizer
-
-    raw = Tokenizer.from_file(str(file))
-    texts = _probes(raw)
+    by_file = _Encoded.by_file(file)
+    made = by_file.difference(tokenizer.backend_tokenizer)
+    if made is None and by_file.ends == _ends(tokenizer.backend_tokenizer):
+        return tokenizer
     if not is_by_class(tokenizer):
-        _say_config_differs(tokenizer, raw, texts, directory)
+        if made is not None:
+            log.info(
+                "%s: tokenizer_config.json changes tokens of tokenizer.json, and is taken as "
+                "transformers takes it: %s",
+                *(directory, made),
+            )
         return tokenizer
     whole = read_whole_file(directory)
-    found = _first_difference(tokenizer, whole, texts)
+    found = _difference(tokenizer, whole, by_file.texts)
     if found is None:
         return tokenizer
     log.info(
@@ -58,7 +64,6 @@ def by_its_file(tokenizer: Any, directory: Path) -> Any:
         *(directory, type(tokenizer).__name__, found, WHOLE_FILE_CLASS),
     )
     _keep_roles(whole, tokenizer)
-    _say_config_differs(whole, raw, texts, directory)
     return whole
 
 
@@ -85,8 +90,6 @@ def name_whole_file_class(tokenizer: Any, out: Path) -> None:
     where the class that is taken by it makes others.
     """
     file = out / TOKENIZER_CONFIG
-    if not file.is_file() or not (out / TOKENIZER_FILE).is_file():
-        return
     texts = _probes(tokenizer.backend_tokenizer)
     if _difference_of_loaded(out, tokenizer, texts) is None:
         return
@@ -103,7 +106,20 @@ def name_whole_file_class(tokenizer: Any, out: Path) -> None:
         )
 
 
-def _difference_of_loaded(directory: Path, tokenizer: Any, texts: Sequence[str]) -> str | None:
+def may_be_by_class(directory: Path) -> bool:
+    """Return whether transformers may take a class of its own for a tokenizer.json.
+
+    It takes that which tokenizer_config.json names, or one by the type of model of config.json.
+    """
+    file = directory / TOKENIZER_CONFIG
+    if not file.is_file() or not (directory / TOKENIZER_FILE).is_file():
+        return False
+    named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")
+    is_whole = named in (WHOLE_FILE_CLASS, "TokenizersBackend", None)
+    return not is_whole or (directory / "config.json").is_file()
+
+
+def _difference_of_loaded(directory: Path, tokenizer: Any, texts: list[str]) -> str | None:
     """Return where what AutoTokenizer makes of a directory differs from ``tokenizer``."""
     from transformers import AutoTokenizer
 
@@ -111,9 +127,70 @@ def _difference_of_loaded(directory: Path, tokenizer: Any, texts: Sequence[str])
         loaded = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        return _first_difference(loaded, tokenizer, texts)
+        return _difference(loaded, tokenizer, texts)
     except Exception as error:  # whatever a class raises that cannot be made of the file
         return first_line(error)
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Texts with the tokens that a backend makes of them; ``ends``: what it puts around a text."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    ends: list[int]
+    names: Callable[[Sequence[int]], str]
+
+    @classmethod
+    def by_file(cls, file: Path) -> "_Encoded":
+        """Encode what shows how a tokenizer.json cuts text."""
+        from tokenizers import Tokenizer
+
+        raw = Tokenizer.from_file(str(file))
+        return cls.by(raw, _probes(raw))
+
+    @classmethod
+    def by(cls, backend: Any, texts: list[str]) -> "_Encoded":
+        """Encode texts by a backend, whose truncation and padding are switched off.
+
+        One by one: a batch would start threads, whose number is settled later, and for good.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        ids = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+        tokens = {number: str(backend.id_to_token(number)) for row in ids for number in row}
+
+        def names(row: Sequence[int]) -> str:
+            shown = [tokens[number] for number in row[:_SHOWN]]
+            return f"[{' '.join(shown)}{' ...' if len(row) > _SHOWN else ''}]"
+
+        return cls(texts, ids, _ends(backend), names)
+
+    def difference(self, backend: Any) -> str | None:
+        """Return where another backend makes other tokens than this one; None where it does not."""
+        other = _Encoded.by(backend, self.texts)
+        for text, a, b in zip(self.texts, other.ids, self.ids, strict=True):
+            if a != b:
+                at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+                shown = f"{text[:60]!r} has {other.names(a[at:])}"
+                return f"{shown} where the file has {self.names(b[at:])}"
+        return None
+
+
+def _ends(backend: Any) -> list[int]:
+    ids: list[int] = backend.encode("", add_special_tokens=True).ids
+    return ids
+
+
+def _difference(tokenizer: Any, whole: Any, texts: list[str]) -> str | None:
+    """Return where a tokenizer of transformers differs from the one that reads the whole file."""
+    one, two = tokenizer.backend_tokenizer, whole.backend_tokenizer
+    if (first := _ends(one)) != (second := _ends(two)):
+        names = [
+            [backend.id_to_token(n) for n in ids] for backend, ids in ((one, first), (two, second))
+        ]
+        return f"around a text it has {names[0]} where the file has {names[1]}"
+    return _Encoded.by(two, texts).difference(one)
 
 
 def _probes(raw: Any) -> list[str]:
@@ -126,46 +203,9 @@ def _probes(raw: Any) -> list[str]:
     return [*PROBES, *rows, *(f"a {text} b{text}\n{text}c" for text in controls)]
 
 
-def _first_difference(tokenizer: Any, other: Any, texts: Sequence[str]) -> str | None:
-    """Return where two tokenizers of transformers make other tokens; None where they do not."""
-    one, two = tokenizer.backend_tokenizer, other.backend_tokenizer
-    ends = [backend.encode("", add_special_tokens=True).ids for backend in (one, two)]
-    if ends[0] != ends[1]:
-        return f"around a text it puts {_named(one, ends[0])}, the file {_named(two, ends[1])}"
-    return _difference(one, two, texts)
-
-
-def _difference(one: Any, two: Any, texts: Sequence[str]) -> str | None:
-    for backend in (one, two):
-        backend.no_truncation()
-        backend.no_padding()
-    both = [backend.encode_batch(texts, add_special_tokens=False) for backend in (one, two)]
-    for text, *(first, second) in zip(texts, *both, strict=True):
-        if (a := first.ids) != (b := second.ids):
-            at = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
-            parts = (_named(one, a[at:]), _named(two, b[at:]))
-            return f"{text[:60]!r} has {parts[0]} where the file has {parts[1]}"
-    return None
-
-
-def _named(backend: Any, ids: Sequence[int]) -> str:
-    shown = [backend.id_to_token(number) for number in ids[:_SHOWN]]
-    return f"[{' '.join(map(str, shown))}{' ...' if len(ids) > _SHOWN else ''}]"
-
-
 def _keep_roles(whole: Any, tokenizer: Any) -> None:
     """Keep the special tokens that a class knows by itself, where the file has them."""
     vocabulary = whole.get_vocab()
     for role in _ROLES:
         if getattr(whole, role) is None and str(getattr(tokenizer, role)) in vocabulary:
             setattr(whole, role, str(getattr(tokenizer, role)))
-
-
-def _say_config_differs(tokenizer: Any, raw: Any, texts: Sequence[str], directory: Path) -> None:
-    """Log where tokenizer_config.json changes what tokenizer.json says, as it may."""
-    if found := _difference(tokenizer.backend_tokenizer, raw, texts):
-        log.info(
-            "%s: tokenizer_config.json changes tokens of tokenizer.json, and is taken as "
-            "transformers takes it: %s",
-            *(directory, found),
-        )
