@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_tune.atomic_file import sync_file, sync_folder, write_file
-from hpc_tune.errors import CheckpointError, UnreadableError
+from hpc_tune.errors import CheckpointError, HpcTuneError, UnreadableError
 from hpc_tune.log import log
 from hpc_tune.model.regions import WrittenFile
 
@@ -164,7 +164,7 @@ class Store:
             body["state"] |= changes
             text = json.dumps({**body, "sha256": _hash_of(body)}, indent=1, sort_keys=True)
             write_file(path / MANIFEST, text, durable=True)
-        except (OSError, CheckpointError) as error:
+        except (OSError, HpcTuneError) as error:
             log.warning("%s stays without its held-out loss: %s", path, error)
 
     def _is_every(self, path: Path) -> bool:

@@ -11,6 +11,7 @@ BATCHES = 3  # of held-out data, in each evaluation
 SETTINGS = [
     *SMALL,
     "data.eval_path=builtin:pydocs:heldout",
+    "tune.method=lora",
     f"train.eval_rows={BATCHES}",
     "batch.micro_size=1",
     "batch.global_size=2",

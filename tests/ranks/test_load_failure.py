@@ -62,10 +62,8 @@ def test_a_rank_whose_weights_are_cut_off_ends_the_job_at_once_in_its_own_words(
     assert (ended["rank"], ended["exit_code"]) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(x, marks=[] if x == "pipeline" else pytest.mark.full) for x in LAYOUTS],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_weight_that_is_nan_is_named_by_a_rank_that_holds_it(layout, folders, tmp_path):
     if "zero" in layout:
         pytest.importorskip("deepspeed")

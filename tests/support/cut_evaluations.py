@@ -5,6 +5,7 @@
 A job with "cut_after": n is asked to stop at the n-th batch of held-out data, and from then on.
 """
 
+import threading
 from typing import Any
 
 from hpc_tune.config.load import load_config
@@ -20,7 +21,8 @@ class StopInEvaluation(StopAfter):
         self._batches = batches
 
     def is_asked(self, margin_s: float = 0.0) -> bool:
-        if self._batches is not None and self._batches > 0:
+        # The start is watched by a thread of its own.
+        if self._batches and threading.current_thread() is threading.main_thread():
             self._batches -= 1
         return self._batches == 0
 

@@ -119,6 +119,21 @@ def test_the_best_stays_as_well_until_there_is_a_better_one(tmp_path):
     assert kept == [[10], [20], [20, 30], [20, 40], [50], [50, 60]]
 
 
+def test_a_loss_that_is_measured_late_makes_a_checkpoint_the_best(tmp_path, warnings):
+    store = Store(tmp_path, keep=1, keep_best=True)
+    path = save(store, 10)
+    store.amend(10, {"eval_loss": 1.5})
+    store.amend(11, {"eval_loss": 0.5})  # there is none
+    verify(path)
+    assert read_state(path) == {"step": 10, "eval_loss": 1.5}
+    save(store, 20)
+    save(store, 30)
+    assert names(store) == ["step-00000010", "step-00000030"]
+    tear(path / MANIFEST)
+    store.amend(10, {"eval_loss": 0.1})
+    assert f"{path} stays without its held-out loss" in warnings()[0]
+
+
 def tear(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
