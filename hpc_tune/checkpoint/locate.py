@@ -4,13 +4,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_tune.checkpoint.state import RunState
+from hpc_tune.checkpoint.state import OTHER_WEIGHTS, RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flat
 from hpc_tune.errors import CheckpointError, ConfigError, UnreadableError
-from hpc_tune.model.build import identity_of
 from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.model.identity import identity_of, sample_of
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.rundir import heartbeat, nearby, outcome
 from hpc_tune.units import format_bytes
@@ -62,12 +62,20 @@ def require_base(located: Located, option: str) -> Path:
     """Return the folder of the base model; ``option`` is the user's way to name another.
 
     Raises:
-        ConfigError: if it does not exist.
+        ConfigError: if it does not exist, or has other weights than the one trained with.
     """
     if not located.base.is_dir():
         raise ConfigError(
             f"the base model of {located.run_dir}, {located.base}, does not exist; if it has "
             f"moved, name its folder with {option} DIR"
+        )
+    state = RunState.from_json(read_state(located.checkpoint), str(located.checkpoint))
+    if state.model_sample and state.has_other_weights(
+        sample_of(index_model_directory(located.base))
+    ):
+        raise ConfigError(
+            f"{located.base} is not the model that {located.checkpoint} was made from: "
+            f"{OTHER_WEIGHTS}; name the folder of that model with {option} DIR"
         )
     return located.base
 

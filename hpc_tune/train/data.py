@@ -6,7 +6,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, find, say_left_out, say_read, shown
@@ -28,12 +27,16 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and the loader of this rank; ``eval_store``: held-out data."""
+    """The data of a run, and the loader of this rank; ``eval_store``: held-out data.
+
+    ``template`` is the text of data.chat_template, where that is set.
+    """
 
     store: TokenStore
     eval_store: TokenStore | None
     loader: Loader
     total_steps: int
+    template: str | None = None
 
     @property
     def loss_share(self) -> float:
@@ -81,7 +84,8 @@ def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
     """Open the data, prepared first if raw, for this rank's part of each step. Collective."""
     config = model.config
     job.monitor.enter("data", "preparing the data", tell=True)
-    stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
+    own = Tokenizing(model.built.directory, config.data.chat_template)
+    stores = prepare_data(config.data, job.comm, job.dir, own)
     loader = Loader(
         stores[0],
         SampleOrder(config.data.seq_len, config.data.packing, config.train.seed),
@@ -95,19 +99,18 @@ def open_data(job: Job, model: Model, resolved: Resolved) -> Data:
         loader.total_rows = config.train.max_steps * config.batch.global_size
     else:
         loader.total_rows = math.ceil((config.train.epochs or 1) * loader.num_rows_per_epoch)
-    return Data(*stores, loader, math.ceil(loader.total_rows / config.batch.global_size))
+    template = job.comm.on_rank_0(
+        "looking at the chat template",
+        lambda: own.tokenizer.chat_template if config.data.chat_template else None,
+    )
+    total_steps = math.ceil(loader.total_rows / config.batch.global_size)
+    return Data(*stores, loader, total_steps, template)
 
 
 def prepare_data(
-    data: DataConfig, comm: Comm, run_dir: Path, model_dir: Path
+    data: DataConfig, comm: Comm, run_dir: Path, own: Tokenizing
 ) -> tuple[TokenStore, TokenStore | None]:
     """Open the data and the held-out data, prepared first if raw. Collective."""
-    own = Tokenizing(model_dir, data.chat_template)
-    if data.chat_template:  # exports carry it, and the user's file may be gone by then
-        comm.on_rank_0(
-            "keeping the chat template",
-            lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
-        )
     if data.eval_path:
         warn = partial(_warn_of_overlap, data.path, data.eval_path)
         comm.on_rank_0("looking at the data", warn)

@@ -28,7 +28,7 @@ from hpc_tune.train.loading import load_engine, make_deterministic
 from hpc_tune.train.loop import run_loop
 from hpc_tune.train.model import build_model
 from hpc_tune.train.preflight import preflight
-from hpc_tune.train.resume import find_checkpoint, resume
+from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.training import prepare_training
 from hpc_tune.world.bootstrap import shutdown
 from hpc_tune.world.comm import Comm
@@ -93,6 +93,7 @@ def _train(
         describe(job, model, resolved, forecast, data)
         engine = load_engine(job, model, resolved, data)
         saved = resume(job, checkpoint, model, engine, data)
+        keep_settings(job, data)
         work = prepare_training(job, model, resolved, data, engine, saved)
         with work.step_limit.over(), collected_in_step():
             outcome = run_loop(work)
