@@ -44,9 +44,19 @@ def run(
 ) -> int:
     """Train as configured, with all ranks that the launcher started; return the exit code.
 
-    ``stop`` replaces the flag of signals, the time limit and the STOP file. ``force`` starts a run
-    that is predicted not to fit into memory. ``faults`` are for tests.
+    ``stop`` replaces the flag of signals, the time limit and the STOP file; without it signals are
+    ignored when the run has ended, as the process is about to. ``force`` starts a run that is
+    predicted not to fit into memory. ``faults`` are for tests.
     """
+    if stop is None:
+        return _run(config, None, force, faults)
+    try:
+        return _run(config, stop, force, faults)
+    finally:
+        stop.close()
+
+
+def _run(config: RunConfig, stop: StopFlag | None, force: bool, faults: Faults) -> int:
     run_dir = Path(config.run.dir)
     with joined(config.run, run_dir, faults.join) as launched:
         agree_on_settings(launched, config.model_dump(mode="json"))

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from hpc_tune.model.builtin import write_tiny
@@ -22,6 +23,7 @@ def content_of(run_dir: Path) -> dict[str, bytes]:
     return {str(file.relative_to(run_dir)): file.read_bytes() for file in files}
 
 
+@pytest.mark.full
 def test_with_other_settings_data_or_weights(tmp_path):
     write_tiny(tmp_path / "model")
     for number, text in enumerate(TEMPLATES):
