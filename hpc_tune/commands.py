@@ -255,14 +255,18 @@ def export(options: Namespace) -> int:
     """Export a checkpoint as a PEFT adapter, or merged with its base."""
     from hpc_tune.checkpoint.export import export_adapter, export_merged
     from hpc_tune.checkpoint.gguf_file import export_gguf
-    from hpc_tune.checkpoint.locate import locate, require_base
+    from hpc_tune.checkpoint.locate import locate, require_base, with_newest
 
     run = locate(options.run, options.base)
     base = require_base(run, "--base")
     out = options.out or run.run_dir / "export" / options.to
     kinds = {"adapter": export_adapter, "merged": export_merged, "gguf": export_gguf}
     write = kinds[options.to]
-    print(write(run.checkpoint, run.config.tune, base, out, run.template))
+
+    def export_it(checkpoint: Path) -> Path:
+        return write(checkpoint, run.config.tune, base, out, run.template)
+
+    print(with_newest(run, options.run, export_it))
     return EXIT_DONE
 
 
