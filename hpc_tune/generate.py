@@ -57,8 +57,7 @@ def answer(
         )
     allocate(built.module, device)
     load_weights(built)
-    if trained is not None and with_adapter:
-        assert run is not None
+    if trained is not None and run is not None and with_adapter:
         with_newest(trained, run, partial(load_trained, built))
     lm = built.module.causal_lm().to(dtype).eval()
     ids_BT = _encode(tokenizer, prompt).to(device)

@@ -7,6 +7,7 @@
 An error in any of them is reported once for all ranks (train/exit.py).
 """
 
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from hpc_tune.autotune.candidates import Candidate
@@ -48,17 +49,9 @@ def run(
     ignored when the run has ended, as the process is about to. ``force`` starts a run that is
     predicted not to fit into memory. ``faults`` are for tests.
     """
-    if stop is None:
-        return _run(config, None, force, faults)
-    try:
-        return _run(config, stop, force, faults)
-    finally:
-        stop.close()
-
-
-def _run(config: RunConfig, stop: StopFlag | None, force: bool, faults: Faults) -> int:
     run_dir = Path(config.run.dir)
-    with joined(config.run, run_dir, faults.join) as launched:
+    given = nullcontext() if stop is None else closing(stop)
+    with joined(config.run, run_dir, faults.join) as launched, given:
         agree_on_settings(launched, config.model_dump(mode="json"))
         stop = stop or StopFlag.of_run(run_dir, config.train.time_limit, launched.is_rank_0)
         stop.install()
