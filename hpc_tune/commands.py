@@ -262,20 +262,23 @@ def export(options: Namespace) -> int:
     """Export a checkpoint as a PEFT adapter, or merged with its base."""
     from hpc_tune.checkpoint.export import export_adapter, export_merged
     from hpc_tune.checkpoint.gguf_file import export_gguf
-    from hpc_tune.checkpoint.locate import locate, require_base
+    from hpc_tune.checkpoint.locate import locate, require_base, with_newest
     from hpc_tune.model.build import DTYPES
 
     run = locate(options.run, options.base)
     base = require_base(run, "--base")
     out = options.out or run.run_dir / "export" / options.to
-    what = (run.checkpoint, run.config.tune, base, out, run.template)
-    if options.to == "adapter":
-        if options.dtype:
-            raise ConfigError("--dtype is for --to merged and gguf; an adapter is written as it is")
-        print(export_adapter(*what))
-        return EXIT_DONE
-    write = {"merged": export_merged, "gguf": export_gguf}[options.to]
-    print(write(*what, DTYPES.get(options.dtype)))
+    if options.to == "adapter" and options.dtype:
+        raise ConfigError("--dtype is for --to merged and gguf; an adapter is written as it is")
+
+    def export_it(checkpoint: Path) -> Path:
+        what = (checkpoint, run.config.tune, base, out, run.template)
+        if options.to == "adapter":
+            return export_adapter(*what)
+        write = {"merged": export_merged, "gguf": export_gguf}[options.to]
+        return write(*what, DTYPES.get(options.dtype))
+
+    print(with_newest(run, options.run, export_it))
     return EXIT_DONE
 
 

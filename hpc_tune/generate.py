@@ -1,12 +1,13 @@
 """Answer one prompt with a model, with or without the adapter of a run, in one process."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hpc_tune.checkpoint.locate import locate, require_base
+from hpc_tune.checkpoint.locate import locate, require_base, with_newest
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.chats import REFUSALS, end_of_answer
 from hpc_tune.errors import ConfigError, first_line
@@ -56,8 +57,8 @@ def answer(
         )
     allocate(built.module, device)
     load_weights(built)
-    if trained is not None and with_adapter:
-        load_trained(built, trained.checkpoint)
+    if trained is not None and run is not None and with_adapter:
+        with_newest(trained, run, partial(load_trained, built))
     lm = built.module.causal_lm().to(dtype).eval()
     ids_BT = _encode(tokenizer, prompt).to(device)
     torch.manual_seed(seed)

@@ -1,27 +1,32 @@
 """Find the checkpoint that a path means, and list the checkpoints of a run directory."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from hpc_tune.checkpoint.state import RunState
+from hpc_tune.checkpoint.state import OTHER_WEIGHTS, RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flat
-from hpc_tune.errors import CheckpointError, ConfigError, UnreadableError
-from hpc_tune.model.build import identity_of
+from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError
+from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
+from hpc_tune.model.identity import identity_of, sample_of
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.units import format_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
+_LOOKS = 10  # at a run that goes on, and removes what is being looked at
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Located:
     """A verified checkpoint, its run directory, the configuration it was saved with, its base
-    model's directory, and the chat template it was trained with if that is not the base's.
+    model's directory, the chat template it was trained with if that is not the base's, its state.
     """
 
     checkpoint: Path
@@ -29,6 +34,7 @@ class Located:
     config: RunConfig
     base: Path
     template: str | None
+    state: RunState
 
 
 def locate(path: Path, moved_base: Path | None = None) -> Located:
@@ -43,9 +49,10 @@ def locate(path: Path, moved_base: Path | None = None) -> Located:
     if (path / MANIFEST).is_file():
         checkpoint, run_dir = path, path.absolute().parent.parent
         verify(checkpoint)
+        state = RunState.from_json(read_state(checkpoint), str(checkpoint))
     else:
-        checkpoint, run_dir = _newest(path), path
-    state = RunState.from_json(read_state(checkpoint), str(checkpoint))
+        run_dir = path
+        checkpoint, state = _newest(path)
     config = state.run_config(str(checkpoint))
     is_builtin = config.model.path == BUILTIN_TINY
     base = run_dir / "builtin-tiny" if is_builtin else Path(config.model.path)
@@ -53,21 +60,49 @@ def locate(path: Path, moved_base: Path | None = None) -> Located:
         base = moved_base
         if identity_of(base, index_model_directory(base)) != state.model_identity:
             raise ConfigError(f"{base} is not the model that {checkpoint} was made from")
-    return Located(
-        checkpoint, run_dir, config, base, template_of(run_dir, config.data.chat_template)
-    )
+    template = template_of(run_dir, config.data.chat_template)
+    return Located(checkpoint, run_dir, config, base, template, state)
+
+
+def with_newest(run: Located, path: Path, work: Callable[[Path], T]) -> T:
+    """Return what ``work`` gives for the checkpoint of ``run``, which was located at ``path``.
+
+    If that is gone in the middle, as a run that goes on removes old ones, it is done again with the
+    newest.
+
+    Raises:
+        HpcTuneError, OSError: what ``work`` raises while its checkpoint is there.
+    """
+    checkpoint = run.checkpoint
+    for _ in range(_LOOKS):
+        try:
+            return work(checkpoint)
+        except (HpcTuneError, OSError):
+            if checkpoint.is_dir() or not (path / "checkpoints").is_dir():
+                raise
+        gone, (checkpoint, _) = checkpoint, _newest(path)
+        log.info("%s was removed by its run, which goes on: taking %s", gone, checkpoint.name)
+    return work(checkpoint)
 
 
 def require_base(located: Located, option: str) -> Path:
     """Return the folder of the base model; ``option`` is the user's way to name another.
 
     Raises:
-        ConfigError: if it does not exist.
+        ConfigError: if it does not exist, or has other weights than the one trained with.
     """
     if not located.base.is_dir():
         raise ConfigError(
             f"the base model of {located.run_dir}, {located.base}, does not exist; if it has "
             f"moved, name its folder with {option} DIR"
+        )
+    state = located.state
+    if state.model_sample and state.has_other_weights(
+        sample_of(index_model_directory(located.base))
+    ):
+        raise ConfigError(
+            f"{located.base} is not the model that {located.checkpoint} was made from: "
+            f"{OTHER_WEIGHTS}; name the folder of that model with {option} DIR"
         )
     return located.base
 
@@ -95,19 +130,29 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
     if lines and not (path / "checkpoints").is_dir():
         return [*lines, "no checkpoint yet"], True
     is_one = (path / MANIFEST).is_file()
-    for checkpoint in [path] if is_one else _store_of(path).steps():
-        try:
-            lines.append(_line(checkpoint, check_bytes))
-        except (CheckpointError, UnreadableError) as error:
-            all_valid = False
-            is_read = isinstance(error, CheckpointError)
-            lines.append(f"{checkpoint.name}  {'NOT VALID' if is_read else 'UNREADABLE'}: {error}")
+    seen: list[Path] = []
+    for _ in range(_LOOKS):
+        new = [p for p in ([path] if is_one else _store_of(path).steps()) if p not in seen]
+        seen += new
+        for checkpoint in new:
+            try:
+                lines.append(_line(checkpoint, check_bytes))
+            except (CheckpointError, UnreadableError, OSError) as error:
+                if is_one or checkpoint.is_dir():  # else its run goes on, and has removed it
+                    all_valid = False
+                    lines.append(f"{checkpoint.name}  {_verdict(error)}: {error}")
+        if not new:
+            break
     for aside in [] if is_one else _store_of(path).superseded():
         lines.append(
             f"{aside.name}  put aside: the run went on from an earlier one; remove it if it is not "
             f"needed, or resume from it with checkpoint.resume={aside}"
         )
     return lines, all_valid
+
+
+def _verdict(error: Exception) -> str:
+    return "NOT VALID" if isinstance(error, CheckpointError) else "UNREADABLE"
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -165,8 +210,19 @@ def _store_of(path: Path) -> Store:
     return store
 
 
-def _newest(run_dir: Path) -> Path:
-    newest = _store_of(run_dir).latest()
-    if newest is None:
-        raise CheckpointError(f"{run_dir} has no valid checkpoint")
-    return newest
+def _newest(run_dir: Path) -> tuple[Path, RunState]:
+    """Return the newest valid checkpoint, also if the run goes on and removes some meanwhile."""
+    store = _store_of(run_dir)
+    for _ in range(_LOOKS):
+        seen = store.steps()
+        newest = store.latest()
+        if newest is None:
+            if store.steps() == seen:
+                break
+            continue
+        try:
+            return newest, RunState.from_json(read_state(newest), str(newest))
+        except CheckpointError:
+            if newest.is_dir():
+                raise
+    raise CheckpointError(f"{run_dir} has no valid checkpoint")

@@ -19,6 +19,7 @@ from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 
 Settings = dict[str, dict[str, Any]]  # a dumped configuration
+OTHER_WEIGHTS = "it has other weights than the checkpoint's model, of the same names and shapes"
 MUST_MATCH = (
     "tune.method",
     "tune.rank",
@@ -87,7 +88,8 @@ class RunState:
     Randomness needs no state: order, adapters and dropout are functions of (seed, sample).
     ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
     ``governor`` are the governor's actions in effect, in order.
-    ``eval_loss`` is the held-out loss of this very step, where it was measured.
+    ``eval_loss`` is the held-out loss of this very step, where it was measured. ``model_sample`` is
+    a hash over values of the base, where they are used.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -102,6 +104,7 @@ class RunState:
     eval_loss: float | None = None
     evals: dict[str, Any] = field(default_factory=dict)
     governor: list[str] = field(default_factory=list)
+    model_sample: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON types."""
@@ -121,6 +124,13 @@ class RunState:
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{where}: its state cannot be used: {reason}") from None
+
+    def has_other_weights(self, sample: str) -> bool:
+        """Tell whether a base with this sample has other values than the base of this state.
+
+        Not where either is unknown: earlier versions kept none.
+        """
+        return "" not in (sample, self.model_sample) and sample != self.model_sample
 
     def run_config(self, where: str) -> RunConfig:
         """Return the configuration that it was saved with, less settings that are no more.
@@ -142,13 +152,20 @@ class RunState:
             raise CheckpointError(f"{where}: its configuration cannot be used: {reason}") from None
 
 
-def check_resume(saved: RunState, settings: Settings, identity: str, total_steps: int) -> list[str]:
+def check_resume(
+    saved: RunState, settings: Settings, identity: str, total_steps: int, sample: str = ""
+) -> list[str]:
     """Return warnings for a resume of ``saved`` with ``settings``, a dumped configuration.
+
+    ``identity`` and ``sample``: see model/identity.py.
 
     Raises:
         ConfigError: lists every difference that must not be.
     """
-    require_settings(saved, settings, saved.model_identity == identity)
+    other = "" if saved.model_identity == identity else "it is another model than the checkpoint's"
+    if not other and saved.has_other_weights(sample):
+        other = f"{OTHER_WEIGHTS}, as a model and its instruct version have"
+    require_settings(saved, settings, other)
     warnings = _changed(saved, settings, WARN)
     if saved.total_steps != total_steps:
         warnings.append(
@@ -158,13 +175,15 @@ def check_resume(saved: RunState, settings: Settings, identity: str, total_steps
     return warnings
 
 
-def require_settings(saved: RunState, settings: Settings, same_model: bool = True) -> None:
+def require_settings(saved: RunState, settings: Settings, other_model: str = "") -> None:
     """Check the settings that must match, before the data and the model are loaded.
+
+    ``other_model`` says in which way the model is another.
 
     Raises:
         ConfigError: lists every difference that must not be.
     """
-    refused = [] if same_model else ["model.path: it is another model than the checkpoint's"]
+    refused = [f"model.path: {other_model}"] if other_model else []
     refused += _changed(saved, settings, MUST_MATCH)
     if refused:
         raise ConfigError(

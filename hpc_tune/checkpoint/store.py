@@ -256,11 +256,14 @@ def damage_of(path: Path, part: int = 0, parts: int = 1) -> str | None:
 def newest_valid(
     paths: Sequence[Path], damage: Callable[[Path], str | None], warn: bool = True
 ) -> Path | None:
-    """Return the last of ``paths`` that has no damage; warn of the damaged ones behind it."""
+    """Return the last of ``paths`` that has no damage; warn of the damaged ones behind it.
+
+    Not of those that are gone: a run that goes on removes old ones.
+    """
     for path in reversed(paths):
         if (reason := damage(path)) is None:
             return path
-        if warn:
+        if warn and path.is_dir():
             log.warning("skipping a checkpoint: %s; trying the previous one", reason)
     return None
 

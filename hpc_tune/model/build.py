@@ -5,8 +5,6 @@ build   the module tree with adapters, no byte of weights
 """
 
 import difflib
-import hashlib
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +18,8 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.config_json import config_json
 from hpc_tune.model.dropout import without_dropout
+from hpc_tune.model.identity import identity_of, sample_of
 from hpc_tune.model.language import (
     LanguageModel,
     Names,
@@ -38,7 +36,6 @@ from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import TensorIndex, index_model_directory
 
-_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 _ADAPTERS = "base_model.model."  # before the names of adapters in peft's files
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -112,16 +109,15 @@ class BuiltModel:
 
     @property
     def identity(self) -> str:
-        """See ``identity_of``."""
+        """See ``identity.identity_of``."""
         return identity_of(self.directory, self.index)
 
-
-def identity_of(directory: Path, index: TensorIndex | ShapeIndex) -> str:
-    """Return a hash over names and shapes of a model's tensors and its config.json."""
-    shapes = sorted((name, list(shape)) for name, shape in index.shapes.items())
-    config = config_json(directory)
-    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
-    return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
+    @property
+    def sample(self) -> str:
+        """See ``identity.sample_of``; "" if training does not start from the base's values."""
+        if self.tune.method == "full" or not isinstance(self.index, TensorIndex):
+            return ""
+        return sample_of(self.index)
 
 
 def build(

@@ -4,6 +4,7 @@ import difflib
 from pathlib import Path
 
 SETTINGS = "config.resolved.yaml"
+STARTING = "config.starting.yaml"  # of a start that may still be refused
 _MOST = 3
 
 

@@ -6,7 +6,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, is_prepared
@@ -30,12 +29,16 @@ from hpc_tune.world.comm import Comm
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and the loader of this rank; ``eval_store``: held-out data."""
+    """The data of a run, and the loader of this rank; ``eval_store``: held-out data.
+
+    ``template`` is the text of data.chat_template, where that is set.
+    """
 
     store: TokenStore
     eval_store: TokenStore | None
     loader: Loader
     total_steps: int
+    template: str | None = None
 
     @property
     def loss_share(self) -> float:
@@ -102,7 +105,8 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     config = model.config
     job.monitor.enter("data", "preparing the data", tell=True)
     job.comm.begin("preparing the data")
-    stores = prepare_data(config.data, job.comm, job.dir, model.built.directory)
+    own = Tokenizing(model.built.directory, config.data.chat_template)
+    stores = prepare_data(config.data, job.comm, job.dir, own)
     loader = Loader(
         stores[0],
         SampleOrder(config.data.seq_len, config.data.packing, config.train.seed),
@@ -126,7 +130,11 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
         read.append(("data.eval_path", stores[1], replace(order, seed=0), config.train.eval_rows))
     for part in read:
         job.comm.on_rank_0("looking at the data", partial(_require_learned, *part))
-    return Data(*stores, loader, total_steps)
+    template = job.comm.on_rank_0(
+        "looking at the chat template",
+        lambda: own.tokenizer.chat_template if config.data.chat_template else None,
+    )
+    return Data(*stores, loader, total_steps, template)
 
 
 def _position(checkpoint: Path | None) -> tuple[int, int]:
@@ -161,15 +169,9 @@ def _require_learned(
 
 
 def prepare_data(
-    data: DataConfig, comm: Comm, run_dir: Path, model_dir: Path
+    data: DataConfig, comm: Comm, run_dir: Path, own: Tokenizing
 ) -> tuple[TokenStore, TokenStore | None]:
     """Open the data and the held-out data, prepared first if raw. Collective."""
-    own = Tokenizing(model_dir, data.chat_template)
-    if data.chat_template:  # exports carry it, and the user's file may be gone by then
-        comm.on_rank_0(
-            "keeping the chat template",
-            lambda: (run_dir / TEMPLATE_FILE).write_text(own.tokenizer.chat_template, "utf-8"),
-        )
     if data.eval_path:
         warn = partial(_warn_of_overlap, data.path, data.eval_path)
         comm.on_rank_0("looking at the data", warn)

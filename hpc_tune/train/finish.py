@@ -18,14 +18,15 @@ from hpc_tune.units import format_seconds
 def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcome) -> None:
     """Close what the run had open, and report how it ended. Collective."""
     job.watchdog.close()
+    job.stop.end()
     compare_memory(job, forecast)
     if job.chosen is not None:
         job.events.write("layout", **compare_step(job.chosen, work.metrics.steps_s))
     work.metrics.close()
     work.rank_work.close()
     work.loader.close()
-    job.stop.close()
     job.comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, work, ended))
+    job.stop.ignore()
     job.monitor.close()
     job.events.write("stop", ended.step, reason=ended.reason)
     job.events.close()

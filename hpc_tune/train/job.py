@@ -1,7 +1,7 @@
 """A job: what a run needs around its training, from its directory to its outcome."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -70,11 +70,14 @@ def open_job(
     with startup_watchdog(comm, stop, run_dir, resume_point) as watchdog:
         lost = partial(fail, comm, run_dir=run_dir)
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
-        write_settings = partial(write_resolved, config, run_dir / nearby.SETTINGS)
+        keep = config.checkpoint
+        store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
         owner = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
         last = comm.on_rank_0(
             "making the run directory",
-            lambda: _make_run_dir(run_dir, owner, config.run, write_settings),
+            lambda: _make_run_dir(
+                run_dir, owner, config.run, store, partial(write_resolved, config)
+            ),
         )
         _require_shared(comm, run_dir)
         events = comm.together(
@@ -90,19 +93,30 @@ def open_job(
                 log.warning(last.death)
                 events.write("warning", message=last.death, began_s=process_start())
             monitor.start(memory_exit.leave)
-            keep = config.checkpoint
-            store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
-            with RollCall(comm, config.run.timeout, lost).over():
-                yield Job(
-                    *(config, comm, training, run_dir, last, store, events, monitor, memory_exit),
-                    *(resume_point, owner, stop, watchdog, chosen, faults),
-                )
+            try:
+                with RollCall(comm, config.run.timeout, lost).over():
+                    yield Job(
+                        *(config, comm, training, run_dir, last, store, events),
+                        *(monitor, memory_exit, resume_point, owner, stop, watchdog),
+                        *(chosen, faults),
+                    )
+            finally:
+                if is_rank_0:
+                    with suppress(OSError):
+                        (run_dir / nearby.STARTING).unlink()
 
 
 def _make_run_dir(
-    run_dir: Path, owner: LiveMark, run: RunSettings, write_settings: Callable[[], None]
+    run_dir: Path,
+    owner: LiveMark,
+    run: RunSettings,
+    store: Store,
+    write_settings: Callable[[Path], None],
 ) -> Previous:
-    """Make and take the run directory; fail now, not at the first save, if it is not writable."""
+    """Make and take the run directory; fail now, not at the first save, if it is not writable.
+
+    What tells of a run that has checkpoints stays as it is until they are resumed.
+    """
     require_trackers(run)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -111,7 +125,9 @@ def _make_run_dir(
         (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
         heartbeat.clear(run_dir)
         outcome.begin(run_dir)
-        write_settings()
+        write_settings(run_dir / nearby.STARTING)
+        if not store.steps():
+            write_settings(run_dir / nearby.SETTINGS)
     except OSError as error:
         raise ConfigError(
             f"run.dir={run_dir} cannot be written: {error.strerror or error}; choose a folder on "

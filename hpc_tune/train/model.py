@@ -28,11 +28,13 @@ class Model:
     """The model on the meta device, its size, and the settings it supports.
 
     ``config`` is without data.packing if such a model cannot keep packed documents apart.
+    ``sample`` tells its weights from others of their shapes (model/identity.py).
     """
 
     built: BuiltModel
     size: ModelSize
     config: RunConfig
+    sample: str = ""
 
     def kernels(self, device: torch.device) -> Kernels:
         """Return what computes the decoder blocks on ``device``."""
@@ -101,7 +103,8 @@ def build_model(job: Job, fresh: bool) -> Model:
         )
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
-    return Model(built, measure(built.module), config)
+    sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
+    return Model(built, measure(built.module), config, sample)
 
 
 def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_bits: bool) -> None:

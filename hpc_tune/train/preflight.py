@@ -22,6 +22,7 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
 from hpc_tune.plan.process import run_plan
 from hpc_tune.plan.resolve import Resolved, least_micro_rows
+from hpc_tune.rundir import nearby
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.units import format_bytes
@@ -129,7 +130,7 @@ def _plan(
     log.info("memory  planning what each phase takes")
     printed = ""
     try:
-        done = run_plan(job.dir / "config.resolved.yaml", machine, arguments, limit_s)
+        done = run_plan(job.dir / nearby.STARTING, machine, arguments, limit_s)
         printed = done.stderr.strip()
         if done.returncode < 0:
             done.check_returncode()

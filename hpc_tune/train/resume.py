@@ -1,15 +1,19 @@
 """Which checkpoint a run resumes from, and how it is loaded. All ranks do it together."""
 
 import contextlib
+import os
 from functools import partial
 from pathlib import Path
 
+from hpc_tune.atomic_file import write_file
+from hpc_tune.checkpoint.locate import TEMPLATE_FILE
 from hpc_tune.checkpoint.state import RunState, check_resume, require_settings
 from hpc_tune.checkpoint.store import MANIFEST, Store, damage_of, newest_valid, read_state
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 from hpc_tune.model.weights import index_checkpoint
+from hpc_tune.rundir import nearby
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -81,7 +85,7 @@ def resume(
     def load() -> RunState:
         state = RunState.from_json(read_state(path), str(path))
         for warning in check_resume(
-            state, job.config.model_dump(), model.built.identity, total_steps
+            state, job.config.model_dump(), model.built.identity, total_steps, model.sample
         ):
             if comm.is_rank_0:
                 log.warning("resume: %s", warning)
@@ -98,6 +102,24 @@ def resume(
     job.events.write("resume", saved.step, path=str(path))
     job.resume_point.step = saved.step
     return saved
+
+
+def keep_settings(job: Job, data: Data) -> None:
+    """Keep what the run is made with, when nothing can refuse this start any more. Collective.
+
+    Raises:
+        ConfigError: if the file system refuses.
+    """
+    job.comm.on_rank_0("keeping the settings", lambda: _keep(job.dir, data.template))
+
+
+def _keep(run_dir: Path, template: str | None) -> None:
+    try:
+        os.replace(run_dir / nearby.STARTING, run_dir / nearby.SETTINGS)
+        if template is not None:  # exports carry it, and the user's file may be gone by then
+            write_file(run_dir / TEMPLATE_FILE, template)
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir} cannot be written: {error.strerror}") from None
 
 
 def _newest_valid(comm: Comm, store: Store) -> Path | None:

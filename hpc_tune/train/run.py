@@ -7,6 +7,7 @@
 An error in any of them is reported once for all ranks (train/exit.py).
 """
 
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from hpc_tune.autotune.candidates import Candidate
@@ -28,7 +29,7 @@ from hpc_tune.train.loading import load_engine, make_deterministic
 from hpc_tune.train.loop import run_loop
 from hpc_tune.train.model import build_model
 from hpc_tune.train.preflight import preflight
-from hpc_tune.train.resume import find_checkpoint, resume
+from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.training import prepare_training
 from hpc_tune.world.bootstrap import shutdown
 from hpc_tune.world.comm import Comm
@@ -44,11 +45,13 @@ def run(
 ) -> int:
     """Train as configured, with all ranks that the launcher started; return the exit code.
 
-    ``stop`` replaces the flag of signals, the time limit and the STOP file. ``force`` starts a run
-    that is predicted not to fit into memory. ``faults`` are for tests.
+    ``stop`` replaces the flag of signals, the time limit and the STOP file; without it signals are
+    ignored when the run has ended, as the process is about to. ``force`` starts a run that is
+    predicted not to fit into memory. ``faults`` are for tests.
     """
     run_dir = Path(config.run.dir)
-    with joined(config.run, run_dir, faults.join) as launched:
+    given = nullcontext() if stop is None else closing(stop)
+    with joined(config.run, run_dir, faults.join) as launched, given:
         agree_on_settings(launched, config.model_dump(mode="json"))
         stop = stop or StopFlag.of_run(run_dir, config.train.time_limit, launched.is_rank_0)
         stop.install()
@@ -93,6 +96,7 @@ def _train(
         describe(job, model, resolved, forecast, data)
         engine = load_engine(job, model, resolved, data)
         saved = resume(job, checkpoint, model, engine, data)
+        keep_settings(job, data)
         work = prepare_training(job, model, resolved, data, engine, saved)
         with work.step_limit.over(), collected_in_step():
             outcome = run_loop(work)

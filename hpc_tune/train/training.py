@@ -71,9 +71,7 @@ def prepare_training(
             asdict(resolved.layout),
             micro_size,
             job.config.model_dump(),
-            evals.loss_at(step),
-            asdict(evals),
-            governor.taken,
+            *(evals.loss_at(step), asdict(evals), governor.taken, model.sample),
         )
 
     return Work(

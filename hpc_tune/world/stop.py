@@ -42,6 +42,7 @@ class StopFlag:
         self._file_seen = False
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
+        self._says = "stopping once this step is saved"
         ends = [] if time_limit_s is None else [process_start() + time_limit_s]
         if (end := job_end(environ, is_first)) is not None:
             ends.append(end)
@@ -59,6 +60,15 @@ class StopFlag:
         """Handle SIGTERM, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts immediately."""
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
+
+    def end(self) -> None:
+        """Say from now on that the run is ending by itself."""
+        self._says = "the run is ending already"
+
+    def ignore(self) -> None:
+        """Ignore the signals from now on: how the run ended is written, and is to stay true."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -98,7 +108,7 @@ class StopFlag:
             raise KeyboardInterrupt
         if self._prints and self._signal is None:
             name = signal.Signals(number).name
-            os.write(2, f"{name}: stopping once this step is saved\n".encode())
+            os.write(2, f"{name}: {self._says}\n".encode())
         self._signal = number
 
     def _has_file(self) -> bool:

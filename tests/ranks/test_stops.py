@@ -1,5 +1,6 @@
 """A signal in any phase of a job: it leaves in time, with 75, and loses nothing."""
 
+import contextlib
 import os
 import signal
 import time
@@ -55,6 +56,24 @@ def leave(run_dir, phase, number, background=True):
 )
 def test_a_signal_in_a_phase_ends_the_job_in_time(tmp_path, phase, number):
     assert leave(tmp_path, phase, number) < LEAVES_WITHIN_S
+
+
+def test_signals_while_a_run_ends_change_nothing_about_how_it_ended(tmp_path):
+    with Job(tmp_path, 1, "train.max_steps=2", "tune.method=lora", "run.report=true") as job:
+        job.wait_for_text("adapter exported")
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            for pid in job.rank_pids():
+                os.kill(pid, number)
+        job.wait_for_text("done after 2 steps")
+        while pids := job.rank_pids():  # until it is gone
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.01)
+        code, _ = job.wait(60)
+    assert code == 0, job.stderr
+    assert outcome(tmp_path)["status"] == "done"
+    assert (tmp_path / "report.html").is_file()
 
 
 @pytest.mark.soak

@@ -189,6 +189,15 @@ def test_another_model_is_refused():
         warnings_of(state(), RunConfig(), "xyz", 40)
 
 
+def test_another_model_of_the_same_shapes_is_refused_where_both_samples_are_known():
+    dump = RunConfig().model_dump()
+    known = state(model_sample="a")
+    with pytest.raises(ConfigError, match=r"model\.path: it has other weights than the checkpoint"):
+        check_resume(known, dump, "abc", 40, "b")
+    for saved, sample in ((known, "a"), (known, ""), (state(), "b")):
+        assert check_resume(saved, dump, "abc", 40, sample) == []
+
+
 def test_all_differences_are_listed_at_once_with_what_to_do():
     config = RunConfig.model_validate({"tune": {"rank": 1}, "train": {"seed": 2}})
     with pytest.raises(ConfigError) as caught:

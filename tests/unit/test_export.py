@@ -257,6 +257,27 @@ def test_a_base_that_has_moved_can_be_named_and_no_other(bases, tmp_path):
         locate(run, bases / "tiny")
 
 
+def test_a_base_with_other_weights_of_the_same_shapes_is_another_model(bases, tmp_path):
+    run, tune = tmp_path / "run", METHODS["lora"]
+    checkpoint = run / "checkpoints" / "step-00000007"
+    trained(bases / "llama", tune, checkpoint)
+    built, instruct = build(bases / "llama", torch.float32, tune, 0), tmp_path / "instruct"
+    given = {"model_identity": built.identity, "model_sample": built.sample}
+    give_manifest(checkpoint, f"model.path={bases / 'llama'}", **given)
+    shutil.copytree(bases / "llama", instruct)
+    for file in instruct.glob("model-*.safetensors"):
+        some = {name: values + 0.01 for name, values in load_file(file).items() if "q_" in name}
+        save_file(load_file(file) | some, file, {"format": "pt"})
+    moved = locate(run, instruct)
+    with pytest.raises(ConfigError, match=r"instruct is not the model that .* --base DIR"):
+        require_base(moved, "--base")
+    # A copy in bf16 holds the same model, and full fine-tuning leaves nothing of a base.
+    assert require_base(locate(run, bases / "llama-bf16"), "--base") == bases / "llama-bf16"
+    assert build(bases / "llama", torch.float32, METHODS["full"], 0).sample == ""
+    give_manifest(checkpoint, f"model.path={instruct}", model_identity=built.identity)
+    assert require_base(locate(run), "--base") == instruct, "earlier versions kept no sample"
+
+
 def test_the_merged_directory_has_the_bases_small_files_and_a_right_index(bases, tmp_path):
     trained(bases / "llama", METHODS["lora"], tmp_path / "step")
     (tmp_path / "base").mkdir()

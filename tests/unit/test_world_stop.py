@@ -37,6 +37,21 @@ def test_a_second_interrupt_interrupts_at_once(flag):
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_the_end_of_a_run_is_told_and_then_nothing_interrupts_it(capfd):
+    flag = StopFlag(environ={}, is_first=True)
+    flag.install()
+    try:
+        flag.end()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert capfd.readouterr().err == "SIGUSR1: the run is ending already\n"
+        flag.ignore()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert flag.reason() == "SIGUSR1"
+    finally:
+        flag.close()
+
+
 def test_the_signals_are_given_back():
     before = signal.getsignal(signal.SIGUSR1)
     flag = StopFlag(environ={})

@@ -1,0 +1,53 @@
+"""A start that is refused changes nothing in a run that has checkpoints."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hpc_tune.model.builtin import write_tiny
+from tests.ranks.test_bad_input import BASE
+from tests.support.training import many_runs, train
+
+TEMPLATES = [
+    "{% for m in messages %}<" + name + " {{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
+    for name in ("trained", "other")
+]
+
+
+def content_of(run_dir: Path) -> dict[str, bytes]:
+    """Return what tells of the run, by name: not the logs of its starts, nor prepared data."""
+    files = [run_dir / "config.resolved.yaml", run_dir / "chat_template.jinja"]
+    files += (run_dir / "checkpoints").rglob("*.*")
+    return {str(file.relative_to(run_dir)): file.read_bytes() for file in files}
+
+
+@pytest.mark.full
+def test_with_other_settings_data_or_weights(tmp_path):
+    write_tiny(tmp_path / "model")
+    for number, text in enumerate(TEMPLATES):
+        (tmp_path / f"{number}.jinja").write_text(text)
+    run_dir, template = tmp_path / "run", "data.chat_template={}/{}.jinja".format
+    words = [*BASE, "tune.method=lora", "data.path=builtin:pydocs:heldout", f"run.dir={run_dir}"]
+    words += [f"model.path={tmp_path / 'model'}", template(tmp_path, 0)]
+    assert many_runs(1, [{"overrides": words}], tmp_path) == [0]
+    before = content_of(run_dir)
+    assert before["chat_template.jinja"].decode() == TEMPLATES[0]
+
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    weights = tmp_path / "other" / "model.safetensors"
+    save_file({name: values.flip(0) for name, values in load_file(weights).items()}, weights)
+    for changed, said in (
+        ("tune.rank=3", "tune.rank: 16 in the checkpoint, 3 now"),
+        (template(tmp_path, 1), "position in the data is for another order"),
+        (f"model.path={tmp_path / 'other'}", "model.path: it has other weights"),
+    ):
+        done = train([*words, "train.max_steps=4", changed])
+        assert done.returncode in (1, 2), done.stderr
+        assert said in done.stderr
+        assert content_of(run_dir) == before
+        assert not (run_dir / "config.starting.yaml").exists()
+    done = train([*words, "train.max_steps=4"])
+    assert done.returncode == 0, done.stderr
+    assert "max_steps: 4" in (run_dir / "config.resolved.yaml").read_text()
