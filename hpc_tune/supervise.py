@@ -27,6 +27,7 @@ from typing import Literal
 from hpc_tune.cluster.blame import LauncherLines, accused_by
 from hpc_tune.cluster.nodes import Nodes
 from hpc_tune.cluster.schedulers import job_end, job_of
+from hpc_tune.cluster.slurm import SLURM
 from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, ConfigError
 from hpc_tune.log import log
@@ -213,10 +214,9 @@ class Supervisor:
         saved = f"step {last.to_step} is saved" if last.to_step else "nothing is saved yet"
         if self._job is None:
             return f"{saved}; it was ended from outside ({last.reason})"
-        return (
-            f"{saved}; the job was ended from outside ({last.reason}). If the scheduler queues it "
-            "again, it goes on from there"
-        )
+        who = "Slurm" if self._job.scheduler is SLURM else "the scheduler"
+        ended = f"{saved}; the job was ended from outside ({last.reason})"
+        return f"{ended}. If {who} requeues it, it goes on from there"
 
     def _start(self) -> Start:
         """Run the ranks once, and return how that ended."""

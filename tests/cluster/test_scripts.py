@@ -114,7 +114,7 @@ def test_sigterm_to_the_ranks_is_a_start_more_and_to_the_script_the_end(
     said = job.wait()
     assert (said["JobState"], said["ExitCode"]) == ("FAILED", "75:0")
     assert said["Restarts"] == "0"
-    assert "is saved; the job was ended from outside (SIGTERM). If the scheduler" in job.text
+    assert "is saved; the job was ended from outside (SIGTERM). If Slurm requeues it" in job.text
     assert "give up" not in job.text
     again = Job(cluster, tmp_path, "tiny_cpu.sh", launcher=launcher)
     check_done(again, restarts=0)
