@@ -341,7 +341,7 @@ def _evaluate(
 
 def _is_due(work: Work, step: int) -> bool:
     """Whether held-out data is measured after ``step``: at the start, at the end, in between."""
-    is_end = step in (0, work.total_steps)
+    is_end = step == 0 or step >= work.total_steps  # beyond it where max_steps was lowered
     return is_end or _is_every(work.config.train.eval_every_steps, step)
 
 

@@ -46,6 +46,8 @@ def launched(tmp_path_factory):
         "on from 2": job("middle"),
         "cut at 4": job("end", cut_after=2 * BATCHES + 2),
         "on from 4": job("end"),
+        "cut at the end": job("fewer", "train.eval_every_steps=null", cut_after=BATCHES + 2),
+        "fewer steps": job("fewer", "train.eval_every_steps=null", "train.max_steps=3"),
         "one epoch": job("epochs", *epochs, "train.epochs=1"),
         "two epochs": job("epochs", *epochs, "train.epochs=2"),
         "fewer epochs": job("epochs", *epochs, "train.epochs=1.5"),
@@ -73,6 +75,13 @@ def test_an_evaluation_that_a_stop_has_cut_is_made_up_for(launched, run, starts)
         assert rows(folder / run, key) == rows(folder / "whole", key), key
     assert list(rows(folder / run, "eval_loss")) == [0, 2, 4]
     assert (folder / run / "export" / "adapter").is_dir()
+
+
+def test_a_run_whose_steps_are_lowered_below_what_it_did_is_measured_and_done(launched):
+    folder, ended = launched
+    assert [ended[name].code for name in ("cut at the end", "fewer steps")] == [75, 0]
+    assert outcome(folder / "fewer")["status"] == "done"
+    assert list(rows(folder / "fewer", "eval_loss")) == [0, 4]
 
 
 def test_a_checkpoint_gets_the_held_out_loss_that_was_measured_late(launched):
