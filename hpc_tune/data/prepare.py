@@ -85,15 +85,16 @@ class Ranks:
 
     ``agree(error)`` is called by every rank after each step, and must raise everywhere if any rank
     brings an error; it is also what makes the ranks wait for each other, so its timeout must be
-    longer than the tokenizing. ``share`` returns the plan of rank 0: modification times, and so the
-    names of parts, differ where each node has a copy of the source. ``threads`` is the number of
+    longer than the tokenizing. ``share`` returns what rank 0 gives: its plan, as modification
+    times, and so the names of parts, differ where each node has a copy of the source; and whether
+    another job's file has come. ``threads`` is the number of
     cores that this rank may use for the tokenizer; None leaves that to the environment.
     """
 
     rank: int = 0
     size: int = 1
     agree: Callable[[BaseException | None], None] = _raise
-    share: Callable[[Plan], Plan] = lambda own: own
+    share: Callable[[Any], Any] = lambda own: own
     threads: int | None = None
 
 
@@ -235,32 +236,41 @@ def prepare(
     takes the file of the first.
     """
     error: BaseException | None = None
-    before = _stamp(Path(out))
+    before = _stamp_of(Path(out), ranks)
     try:
         own = plan(paths, out, tokenizer, settings)
     except (HpcTuneError, OSError) as caught:
         error = caught
     ranks.agree(error)
-    work = ranks.share(own)
+    work: Plan = ranks.share(own)
     try:
         _require_copy(own, work)
         tokenize(work, tokenizer, ranks, report)
     except (HpcTuneError, OSError) as caught:
-        error = None if _stamp(work.out) != before else caught
-    ranks.agree(error)
+        error = caught
+    ranks.agree(None)  # all have tokenized, or found the parts gone
+    is_there: bool = ranks.share(_stamp_of(work.out, ranks) != before)
+    ranks.agree(None if is_there else error)
+    error = None
     try:
-        if ranks.rank == 0 and _stamp(work.out) == before:
+        if ranks.rank == 0 and not is_there:
             assemble(work)
     except (HpcTuneError, OSError) as caught:
-        error = caught if _stamp(work.out) == before else None
+        error = caught if _stamp_of(work.out, ranks) == before else None
     if ranks.rank == 0 and error is None:
         shutil.rmtree(work.parts, ignore_errors=True)
     ranks.agree(error)
     return TokenStore.open(work.out).attributes.counters
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return what differs between a file and one that replaces it; None where there is none."""
+def _stamp_of(file: Path, ranks: Ranks) -> tuple[int, int] | None:
+    """Return what differs between a file and one that replaces it; None where there is none.
+
+    Rank 0 alone looks: where a rank on another node has looked in vain, NFS goes on telling it that
+    there is no file, for up to a minute after rank 0 has written it.
+    """
+    if ranks.rank != 0:
+        return None
     try:
         status = file.stat()
     except FileNotFoundError:

@@ -14,6 +14,7 @@ from hpc_tune.data import prepare as module
 from hpc_tune.data import sources
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import (
+    Plan,
     PrepareSettings,
     Ranks,
     assemble,
@@ -177,7 +178,7 @@ def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkey
 
     def agree(error):
         errors.append(error)
-        if len(errors) % 2 == 0:  # after the plan, and after the tokenizing
+        if len(errors) % 3 == 0:  # after the plan, and twice after the tokenizing
             raise Stop
 
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
@@ -187,6 +188,32 @@ def test_an_error_on_one_rank_is_handed_to_the_agreement_of_all(tmp_path, monkey
     assert all(isinstance(error, DataError) for error in errors if error is not None)
     assert sum(error is not None for error in errors) == 1
     assert not (tmp_path / "d.h5").exists()
+
+
+def test_rank_0_alone_looks_for_the_file_before_it_is_there(source, tmp_path, monkeypatch):
+    """To a node that has looked in vain, NFS tells for a while that there is none."""
+    looked, real, calls = [], Path.stat, []
+
+    def stat(path, **more):
+        looked.append(path)
+        return real(path, **more)
+
+    class Stop(Exception):
+        pass
+
+    def agree(error):
+        calls.append(error)
+        if len(calls) == 3:
+            raise Stop
+
+    monkeypatch.setattr(Path, "stat", stat)
+    out = tmp_path / "d.h5"
+    for rank, looks in ((1, False), (0, True)):
+        calls.clear()
+        with pytest.raises(Stop):
+            prepare(source, out, byte_tokenizer(), PrepareSettings(200), Ranks(rank, 2, agree))
+        assert calls == [None] * 3
+        assert (out in looked) == looks
 
 
 @pytest.mark.parametrize("when", [1, "last"])
@@ -208,18 +235,20 @@ def test_copies_of_the_source_on_other_nodes_may_have_other_times_but_no_other_c
 ):
     out, tokenizer = tmp_path / "d.h5", byte_tokenizer()
     of_rank_0 = plan(source, out, tokenizer, PrepareSettings(200))
+
+    def share(own):
+        return of_rank_0 if isinstance(own, Plan) else own
+
     os.utime(source, (1, 1))
     assert plan(source, out, tokenizer, PrepareSettings(200)).parts != of_rank_0.parts
-    prepare(source, out, tokenizer, PrepareSettings(200), Ranks(share=lambda own: of_rank_0))
+    prepare(source, out, tokenizer, PrepareSettings(200), Ranks(share=share))
     _prepare_with(source, tmp_path / "alone.h5", 1)
     assert out.read_bytes() == (tmp_path / "alone.h5").read_bytes()
     data = Path(source).read_bytes()
     for other in (data[:-1] + b" ", data + b"\n"):
         Path(source).write_bytes(other)
         with pytest.raises(DataError, match="is not the same on all nodes: .*bytes on this one"):
-            prepare(
-                source, out, tokenizer, PrepareSettings(200), Ranks(share=lambda own: of_rank_0)
-            )
+            prepare(source, out, tokenizer, PrepareSettings(200), Ranks(share=share))
 
 
 def test_numbers_behind_a_gap_are_kept_in_prepared_data(tmp_path):
