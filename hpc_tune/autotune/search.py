@@ -90,7 +90,7 @@ def choose(
         ConfigError: if no layout is legal, or none fits. DataError: as ``make_plan``.
     """
     asked, seq_len, num_ranks = config.parallel, config.data.seq_len, len(measured.nodes)
-    dtype = planned_dtype(config.model.dtype)
+    dtype = planned_dtype(config.model.dtype, machine.device_bytes is not None)
     with shape_of(config.model.path, dtype, config.tune, config.train.seed) as shape:
         built = shape.build()
         size = measure(built.module)

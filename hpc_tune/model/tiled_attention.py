@@ -149,7 +149,7 @@ def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: in
 
 
 @torch.library.impl(_LIBRARY, "document_attention", "CPU")
-def _forward(
+def forward(
     query_BHTD: torch.Tensor,
     key_BKTD: torch.Tensor,
     value_BKTD: torch.Tensor,

@@ -78,7 +78,7 @@ def make_plan(
     model, tune, batch, seq_len = config.model, config.tune, config.batch, config.data.seq_len
     threads = machine.cores_per_rank if config.run.threads == "auto" else config.run.threads
     micro_rows, on_gpu = least_micro_rows(batch), machine.device_bytes is not None
-    dtype = planned_dtype(model.dtype)
+    dtype = planned_dtype(model.dtype, on_gpu)
     with shape_of(model.path, dtype, tune, config.train.seed) as shape:
         built = shape.build()
         size = measure(built.module)
@@ -92,9 +92,7 @@ def make_plan(
             save,
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        kernels = kernels_of(built.config, dtype, config.train.compile)
-        has_kernel = on_gpu and not masked and kernels.attention == "varlen"
-        step = TracedStep(shape, *what, for_gpu=on_gpu, has_kernel=has_kernel)
+        step = _with_kernels(TracedStep(shape, *what), built, config, on_gpu, masked)
         trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
         report = _of_zero(trace_worst(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size)
@@ -122,6 +120,16 @@ def make_plan(
         [],
     )
     return replace(plan, advice=_advice(plan, settings, tune.method))
+
+
+def _with_kernels(
+    step: TracedStep, built: BuiltModel, config: RunConfig, on_gpu: bool, masked: bool
+) -> TracedStep:
+    """Tell a traced step by which kernels it is computed."""
+    device, dtype = None if on_gpu else torch.device("cpu"), step.shape.dtype
+    attention = kernels_of(built.config, dtype, config.train.compile, device).attention
+    has_kernel = attention == "varlen" and not masked
+    return replace(step, for_gpu=on_gpu, has_kernel=has_kernel, has_tiles=attention == "tiles")
 
 
 def fits(phase: Phase, machine: Machine) -> bool:

@@ -36,8 +36,17 @@ class ModelShape:
         return num_blocks
 
     def with_blocks(self, num_blocks: int, directory: Path) -> "ModelShape":
-        """Return such a model with another number of blocks; ``directory`` gets its config.json."""
-        text = json.dumps({**self._config, "num_hidden_layers": num_blocks})
+        """Return such a model with another number of blocks; ``directory`` gets its config.json.
+
+        What the configuration lists for each block, such as kinds of attention, is repeated or cut.
+        """
+        before = self._config["num_hidden_layers"]
+        each_block = {
+            name: [value[n % before] for n in range(num_blocks)]
+            for name, value in self._config.items()
+            if isinstance(value, list) and len(value) == before
+        }
+        text = json.dumps({**self._config, **each_block, "num_hidden_layers": num_blocks})
         (directory / "config.json").write_text(text, encoding="utf-8")
         return replace(self, directory=directory)
 
@@ -47,9 +56,9 @@ class ModelShape:
         return config
 
 
-def planned_dtype(name: str) -> torch.dtype:
-    """Return the dtype that ``model.dtype`` is planned with: auto as on a GPU."""
-    return DTYPES["bf16" if name == "auto" else name]
+def planned_dtype(name: str, on_gpu: bool) -> torch.dtype:
+    """Return the dtype that ``model.dtype`` is planned with: auto is bf16 on a GPU, else fp32."""
+    return DTYPES[("bf16" if on_gpu else "fp32") if name == "auto" else name]
 
 
 @contextlib.contextmanager

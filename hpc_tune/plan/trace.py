@@ -44,6 +44,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
 from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
+from hpc_tune.model import tiled_attention
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
@@ -53,13 +54,7 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.model_size import measure
 from hpc_tune.plan.resolve import least_micro_rows, resolve
 from hpc_tune.plan.shape import ModelShape, planned_dtype
-from hpc_tune.plan.traced_memory import (
-    HEAP_FACTOR_ADAPTERS,
-    HEAP_FACTOR_EVALUATION,
-    HEAP_FACTOR_FULL,
-    TracedMemory,
-    replaced,
-)
+from hpc_tune.plan.traced_memory import TracedMemory, replaced
 
 DEVICE = torch.device("cpu")
 DOCUMENT = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
@@ -74,6 +69,9 @@ _REAL = (
     (native, "cut_stages"),
     (native, "slice_model"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
+    # Which tokens a tile has does not depend on their values.
+    (tiled_attention, "_tiling"),
+    (tiled_attention, "_later"),
 )
 
 
@@ -118,6 +116,7 @@ class TracedStep:
     all ranks; every token carries loss and attention has the mask of packed rows: the most that a
     batch can ask for. ``for_gpu`` decides how many tokens have logits at once. ``has_kernel``:
     attention takes documents without a mask, in rows of documents of ``DOCUMENT`` tokens.
+    ``has_tiles``: a CPU's attention does, in rows that are whole documents.
     """
 
     shape: ModelShape
@@ -130,6 +129,7 @@ class TracedStep:
     rank: int = 0
     for_gpu: bool = True
     has_kernel: bool = False
+    has_tiles: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -168,20 +168,22 @@ def trace_step(step: TracedStep) -> TraceReport:
     with _fake_world(step.rank, world_size), fake, memory.watch(), scratch:
         engine = NativeEngine(built, EngineSettings(layout, DEVICE, step.optim, step.parallel))
         for stage in engine._stages:
-            stage.module.within_documents, stage.module.has_kernel = False, step.has_kernel
+            stage.module.within_documents &= step.has_tiles
+            stage.module.has_kernel = step.has_kernel
             stage.module.kernel_has_windows = True
             stage.module.logits_bytes = LOGITS_BYTES["cuda" if step.for_gpu else "cpu"]
-        batches = [_batch(step.micro_rows, step.seq_len) for _ in range(step.num_micro)]
+        document = step.seq_len if step.has_tiles else DOCUMENT
+        batches = [_batch(step.micro_rows, step.seq_len, document) for _ in range(step.num_micro)]
         tokens = sum(batch.num_tokens for batch in batches) * layout.data_size
         loaded_bytes = memory.live_bytes
-        memory.begin(HEAP_FACTOR_FULL if step.is_full else HEAP_FACTOR_ADAPTERS)
+        memory.begin()
         if layout.pipeline == 1:
             _mark_parts(memory, engine._stages[0].module)
         engine.train_step(batches, tokens, step.optim.peak_lr)
         kinds = _bytes_by_kind(engine, step.is_full)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
-        memory.begin(HEAP_FACTOR_EVALUATION)
+        memory.begin()
         engine.evaluate(batches)
     return TraceReport(
         str(layout),
@@ -274,11 +276,11 @@ def trace_worst(trace: Trace, step: TracedStep) -> TraceReport:
     return max(reports, key=lambda report: report.peak_bytes)
 
 
-def _batch(rows: int, seq_len: int) -> Batch:
+def _batch(rows: int, seq_len: int, document: int) -> Batch:
     tokens_BT, labels_BT, positions_BT = (
         torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(3)
     )
-    row = [DOCUMENT] * (seq_len // DOCUMENT) + [seq_len % DOCUMENT] * (seq_len % DOCUMENT > 0)
+    row = [document] * (seq_len // document) + [seq_len % document] * (seq_len % document > 0)
     counts = rows * seq_len, rows * seq_len, 0
     return Batch(tokens_BT, labels_BT, positions_BT, *counts, document_lengths=[row] * rows)
 
@@ -346,7 +348,7 @@ def traced_step(config: RunConfig, world_size: int) -> TracedStep:
             "parallel.zero_stage cannot be traced: DeepSpeed works with real memory only; trace "
             "parallel.shard, which holds as much per rank as stage 3"
         )
-    dtype = planned_dtype(config.model.dtype)
+    dtype = planned_dtype(config.model.dtype, on_gpu=True)
     shape = ModelShape(shape_directory(config.model.path), dtype, config.tune, config.train.seed)
     built, machine = shape.build(), Machine(world_size, 1, DEVICE_BYTES, 0)
     resolved = resolve(asked, measure(built.module), built.config, machine)

@@ -2,6 +2,7 @@
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,18 +12,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# glibc keeps freed blocks below a size (see ``return_freed_blocks``) and fragments: torch asks for
-# aligned blocks, and the slivers cut off them keep neighbours apart. What that heap takes is the
-# most that such blocks held times this (measured, glibc 2.36; without its per-thread cache of small
-# blocks 1.2).
-HEAP_FACTOR_ADAPTERS, HEAP_FACTOR_FULL, HEAP_FACTOR_EVALUATION = 1.85, 1.45, 3.0
+from hpc_tune.model import tiled_attention
+from hpc_tune.plan.heap import Heap
+from hpc_tune.world.affinity import KERNELS_KEPT
+
+# oneDNN keeps as many kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the buffer that it
+# was generated in, of 64 pages less what Xbyak takes (oneDNN 3, measured).
+KERNEL_BYTES = 258376
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 
 
 class TracedMemory(TorchDispatchMode):
     """Adds up the live storages of fake tensors, and gives 1 for their values.
 
-    Blocks below ``heap_block_bytes`` lie in a heap that never shrinks and is larger by a factor.
-    ``peaks`` holds, for each part of a phase, the most bytes and the most with such a heap.
+    Blocks below ``heap_block_bytes`` lie in a heap that never shrinks. ``peaks`` holds, for each
+    part of a phase, the most bytes and the most with such a heap.
     """
 
     def __init__(self, heap_block_bytes: int) -> None:
@@ -30,14 +34,16 @@ class TracedMemory(TorchDispatchMode):
         self.live_bytes = 0
         self.peaks: dict[str, tuple[int, int]] = {}
         self._part = ""
-        self._heap_block_bytes, self._heap_factor = heap_block_bytes, 1.0
-        self._in_heap = self._in_heap_before = self._most_in_heap = 0
+        self._heap_block_bytes, self._heap = heap_block_bytes, Heap()
+        self._in_heap = 0
         self._sizes: dict[int, int] = {}
+        self._blocks: dict[int, tuple[int, ...]] = {}  # addresses in the heap
+        self._kernels: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
-    def begin(self, heap_factor: float) -> None:
-        """Begin a phase: its peaks count from here, and what is there already is not fragmented."""
-        self._heap_factor, self._in_heap_before = heap_factor, self._in_heap
-        self._most_in_heap = 0
+    def begin(self) -> None:
+        """Begin a phase: its peaks count from here, and its blocks have a heap of their own."""
+        self._heap, self._in_heap, self._blocks = Heap(), 0, {}
+        self._kernels.clear()
         self.peaks = {}
         self.begin_part("")
 
@@ -75,11 +81,27 @@ class TracedMemory(TorchDispatchMode):
             return NotImplemented  # it comes again with the local tensors
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1  # a step reads its loss and norm, to report them
+        self._note_product(func, args)
+        if func is torch.ops.hpc_tune.document_attention.default:
+            with self:  # its tiles are seen too
+                return tiled_attention.forward(*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
+
+    def _note_product(self, func: Any, args: Any) -> None:
+        """Make the kernel of a product in 16 bits that oneDNN has not met, or has forgotten."""
+        if func.overloadpacket not in PRODUCTS or args[0].element_size() != 2:
+            return
+        factors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        key = func.overloadpacket, *((f.shape, f.stride()) for f in factors)
+        if key not in self._kernels:
+            if len(self._kernels) == KERNELS_KEPT:
+                self._heap.free(self._kernels.popitem(last=False)[1])
+            self._kernels[key] = self._heap.allocate(KERNEL_BYTES)
+        self._kernels.move_to_end(key)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -90,20 +112,22 @@ class TracedMemory(TorchDispatchMode):
 
     def _change(self, key: int, num_bytes: int) -> None:
         before = self._sizes[key]
+        if num_bytes == before:
+            return
         self._sizes[key] = num_bytes
         self.live_bytes += num_bytes - before
-        self._in_heap += self._heap_part(num_bytes) - self._heap_part(before)
+        if (block := self._blocks.pop(key, None)) is not None:
+            self._heap.free(block)
+            self._in_heap -= before
+        if 0 < num_bytes < self._heap_block_bytes:
+            self._blocks[key] = self._heap.allocate(num_bytes)
+            self._in_heap += num_bytes
         self._count()
 
     def _count(self) -> None:
-        new_in_heap = self._in_heap - self._in_heap_before
-        self._most_in_heap = max(self._most_in_heap, new_in_heap)
-        heap = self.live_bytes - new_in_heap + int(self._heap_factor * self._most_in_heap)
+        heap = self.live_bytes - self._in_heap + self._heap.reach
         peak, heap_peak = self.peaks.get(self._part, (0, 0))
         self.peaks[self._part] = max(peak, self.live_bytes), max(heap_peak, heap)
-
-    def _heap_part(self, num_bytes: int) -> int:
-        return num_bytes if num_bytes < self._heap_block_bytes else 0
 
     def _forget(self, key: int) -> None:
         self._change(key, 0)

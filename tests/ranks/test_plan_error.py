@@ -1,6 +1,7 @@
 """The plan of host memory against what ranks on CPUs really take, phase by phase."""
 
 import json
+import random
 import shutil
 import statistics
 import sys
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from hpc_tune.memory.host import own_bytes
+from tests.support.plan_draws import table
 from tests.support.random_model import SHAPE_SMALL, write_random_model
 from tests.support.ranks import HANG_S, mpirun, rank_environment, run_ranks, started
 from tests.support.training import events
@@ -16,6 +18,7 @@ from tests.support.training import events
 MIB = 1 << 20
 RANKS = 2
 STEPS = 4
+DRAWS = 20
 LAYOUTS = {
     "ddp": ["replicate=2"],
     "fsdp": ["shard=2", "reshard=block"],
@@ -113,3 +116,14 @@ def test_the_plan_is_within_5_percent_of_what_is_measured(tmp_path, model):
     print(f"median error {middle:.1%}, worst under-prediction {lowest:.1%}")
     assert middle <= 0.05
     assert lowest >= -0.05
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3 * 3600)
+def test_random_runs_take_what_their_plans_say():
+    """Other runs each time: what is known to the plan beforehand says nothing of those to come."""
+    first = random.SystemRandom().randrange(1 << 30)
+    errors = table(range(first, first + DRAWS))
+    print(f"median {statistics.median(errors.values()):+.1%}")
+    assert min(errors.values()) >= -0.03, errors
+    assert max(errors.values()) <= 0.15, errors

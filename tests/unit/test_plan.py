@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpc_tune.config.load import load_config
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.model.build import compute_dtype
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
     DEEPSPEED_BYTES,
@@ -19,6 +22,7 @@ from hpc_tune.plan.memory_model import (
     memory_by_phase,
     pinned_bytes,
 )
+from hpc_tune.plan.shape import ModelShape, planned_dtype
 from hpc_tune.plan.trace import TraceReport
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
@@ -201,7 +205,7 @@ TRACE = TraceReport(
     heap_evaluation_bytes=1150 * MIB,
     trace_s=0.0,
 )
-PROCESS = (226 + 20) * MIB + 10 * 900 * 1024
+PROCESS, LEFT = (284 + 20) * MIB + 10 * 900 * 1024, 32 * MIB
 LARGEST, UNIT = 64 * MIB, 48 * MIB
 
 
@@ -227,8 +231,8 @@ def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
     phases = by_name(Machine(1, 4, None, 64 * GIB))
     assert phases["load"] == Phase("load", 0, PROCESS + 40 * MIB + 32 * MIB)
     buffers = 2 * 1024 * 24  # two steps of one row
-    assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + buffers
-    assert phases["evaluate"].rank_bytes == PROCESS + (150 + 48) * MIB + buffers
+    assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + LEFT + buffers
+    assert phases["evaluate"].rank_bytes == PROCESS + 150 * MIB + LEFT + buffers
 
 
 def test_copies_for_a_save_are_on_the_rank_that_writes_replicated_values():
@@ -265,6 +269,33 @@ def test_on_gpus_the_host_has_a_copy_of_all_that_is_saved():
         assert phases["save, in the background"].first_bytes == copied
 
 
+def test_a_model_of_small_tensors_is_read_in_small_pieces():
+    machine = Machine(1, 4, None, 64 * GIB)
+    model = ModelBytes(10 * MIB, 3 * MIB, UNIT)
+    config = load_config(None, [])
+    settings = MemorySettings(config.parallel, config.checkpoint, step_tokens=1024)
+    load = memory_by_phase(TRACE, machine, model, settings)[0]
+    assert load.rank_bytes == PROCESS + 40 * MIB + 2 * 3 * MIB
+
+
+@pytest.mark.parametrize("name", ["auto", "fp32", "bf16"])
+def test_on_cpus_a_plan_is_of_the_dtype_that_a_run_computes_with(name):
+    assert planned_dtype(name, on_gpu=False) == compute_dtype(name, torch.device("cpu"))
+
+
+def test_a_shallower_model_lists_only_its_own_blocks(tmp_path):
+    """Configurations that list the kind of each block are refused with a wrong number of them."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = {"num_hidden_layers": 6, "layer_types": kinds, "eos_token_id": [1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = ModelShape(tmp_path, torch.float32, TuneConfig(), seed=0)
+    for num, expected in ((4, kinds[:4]), (8, kinds + kinds[:2])):
+        (folder := tmp_path / str(num)).mkdir()
+        shape.with_blocks(num, folder)
+        written = json.loads((folder / "config.json").read_text())
+        assert written == {**config, "num_hidden_layers": num, "layer_types": expected}
+
+
 def test_on_cpus_a_base_of_another_dtype_than_the_files_is_private():
     phases = by_name(Machine(1, 4, None, 64 * GIB), is_stored_so=False)
     assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
@@ -285,7 +316,7 @@ def test_gloo_makes_a_copy_of_what_it_gathers():
 def test_on_gpus_the_host_holds_the_process_and_what_streams():
     phases = by_name(Machine(1, 4, 80 * GIB, 64 * GIB))
     assert phases["steady"].device_bytes == int(1340 * MIB * 1.03) + 1536 * MIB
-    assert phases["steady"].rank_bytes == PROCESS + 1536 * MIB + 2 * 1024 * 24
+    assert phases["steady"].rank_bytes == PROCESS + 1478 * MIB + 2 * 1024 * 24
     assert phases["steady"].node_bytes(Machine(1, 4, 1, 1)) == 4 * phases["steady"].rank_bytes
 
 
