@@ -6,6 +6,7 @@ runs, so that --help and wrong arguments are answered without importing torch.
 """
 
 import math
+import os
 import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -150,15 +151,14 @@ def supervise(options: Namespace) -> int:
 @command(argument("--dry-run", bool, "print the script instead of submitting it"), *SETTINGS)
 def submit(options: Namespace) -> int:
     """Write a batch script from the slurm settings and submit it with sbatch."""
-    from hpc_tune.cluster import slurm
+    from hpc_tune.cluster import slurm, submission
 
     text = slurm.render(options.config.slurm, _arguments_for(options), Path.cwd())
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
-    for warning in slurm.not_here(options.config.slurm):
-        log.warning(warning)
-    job, run_dir = slurm.submit(text), options.config.run.dir
+    slurm_settings, run_dir = options.config.slurm, options.config.run.dir
+    job = submission.submit(text, slurm_settings, Path.cwd(), os.environ)
     print(f"submitted job {job}, run directory {run_dir}; squeue -j {job} shows its state")
     return EXIT_DONE
 

@@ -202,6 +202,9 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
         name = ".".join(str(part) for part in error["loc"])
         if error["type"] == "extra_forbidden":
             hint = _INSTEAD.get(name) or _near(name, known)
+            if name.startswith("slurm."):
+                option = name.removeprefix("slurm.").replace("_", "-")
+                hint += f"; another option of sbatch is slurm.options=[--{option}=...]"
             unknown.append(f"{name}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
