@@ -19,6 +19,7 @@ from hpc_tune.config.load import config_hint, describe_fields, load_config
 from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.log import configure, log
+from hpc_tune.packages import in_front
 
 OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print the error before the launcher ends it
 _ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, this rank alone has the problem
@@ -31,11 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         run, _ = COMMANDS[options.command]
-        return run(options) if _has_part_in(options.command) else EXIT_DONE
+        if not _has_part_in(options.command):
+            return EXIT_DONE
+        if not rank_hint(os.environ):
+            for warning in in_front():
+                log.warning(warning)
+        return run(options)
     except HpcTuneError as error:
         return _refuse(error)
-    except KeyboardInterrupt:
-        return 130
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

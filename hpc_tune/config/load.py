@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -290,6 +291,12 @@ def _names_beside(path: str) -> list[str]:
 
 
 def _apply_override(tree: DictConfig, override: str) -> None:
+    if not _is_text(override):
+        raise ConfigError(
+            f"{override!a}: this shell's text is read as {sys.getfilesystemencoding()}, and this "
+            "is none; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file of "
+            "settings"
+        )
     key, equals, text = override.partition("=")
     if not equals or not key:
         hint = config_hint(override) or ", such as train.max_steps=100"
@@ -304,6 +311,13 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         cut = text[:1] in ("[", "{") and text[-1:] not in ("]", "}")
         hint = "; quote a setting that has a space in it, as 'run.tags=[a, b]'" if cut else ""
         raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
+
+
+def _is_text(word: str) -> bool:
+    try:
+        return word.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def config_hint(word: str) -> str:

@@ -76,13 +76,14 @@ def open_job(
             lambda: _make_run_dir(run_dir, owner, config.run, write_settings),
         )
         _require_shared(comm, run_dir)
+        owner.know_folder()
         events = Events(run_dir / EVENTS if is_rank_0 else None)
         monitor = comm.together(
             "reading the memory limits", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
         training = comm.in_training()
         memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
-        with translating(memory_exit.cause_of):
+        with translating(owner.cause_of), translating(memory_exit.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
                 events.write("warning", message=last.death, began_s=process_start())

@@ -23,7 +23,8 @@ from house_table import (  # noqa: E402
 
 # From the lowest floor to the highest; what is in one row must not know its neighbours.
 FLOORS = (
-    ("errors", "units", "log", "lazy_imports", "faults", "atomic_file", "safe_yaml"),
+    ("errors", "units", "log", "lazy_imports", "faults", "atomic_file", "safe_yaml", "packages"),
+    ("first_signals",),
     ("config",),
     ("cluster",),
     ("world", "batch"),

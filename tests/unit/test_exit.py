@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, LeavingError, LostHostError
+from hpc_tune.errors import (
+    EXIT_RESUMABLE,
+    ConfigError,
+    InterruptError,
+    LeavingError,
+    LostHostError,
+)
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
 from hpc_tune.train.exit import ResumePoint, StartupWatchdog
@@ -132,3 +138,25 @@ def test_an_outcome_counts_as_told_from_the_start_of_the_process_on(tmp_path):
     assert outcome.written_since(tmp_path, time.time() + 5) is None
     (tmp_path / "outcome.json").write_text("{")
     assert outcome.written_since(tmp_path, 0.0) is None
+
+
+def test_a_second_interrupt_ends_a_run_without_a_traceback(left, tmp_path, monkeypatch):
+    with train_exit.failing(None, tmp_path), train_exit.translating(lambda error: ConfigError("x")):
+        raise KeyboardInterrupt
+    assert [(type(e), e.exit_code) for e in left] == [(InterruptError, 130)]
+    monkeypatch.undo()
+    monkeypatch.setattr(train_exit, "die", lambda comm, code: None)
+    train_exit.fail(None, left[0], tmp_path)
+    ended = outcome.read(tmp_path)
+    assert (ended["status"], ended["reason"], ended["exit_code"]) == (
+        "stopped",
+        "SIGINT, twice",
+        130,
+    )
+
+
+def test_a_package_that_cannot_be_used_is_the_users_to_mend(left, tmp_path):
+    with train_exit.failing(None, tmp_path):
+        raise ImportError("cannot import name 'x' from 'old'", name="old", path="/site/old/a.py")
+    assert [type(e) for e in left] == [ConfigError]
+    assert "old in /site cannot be used: cannot import name 'x' from 'old'" in str(left[0])
