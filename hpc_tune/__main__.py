@@ -4,6 +4,7 @@ signals -> streams that print any text -> cli.main -> one line for what only a w
 a terminal or a pipe that closes, Ctrl-C, packages that are missing or of another version
 """
 
+import contextlib
 import os
 import sys
 
@@ -26,8 +27,7 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads th
     from hpc_tune.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a closed one is None
-            stream.reconfigure(errors="backslashreplace")
+        _print_anything(stream)
     try:
         from hpc_tune.cli import main as run
 
@@ -50,6 +50,12 @@ def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads th
             return EXIT_FAILED
         raise
     return code
+
+
+def _print_anything(stream):  # type: ignore[no-untyped-def]
+    """Let what a stream's encoding has not be printed by its number; a closed stream is None."""
+    with contextlib.suppress(AttributeError, OSError):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _is_of_stdout():  # type: ignore[no-untyped-def]

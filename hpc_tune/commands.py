@@ -10,14 +10,16 @@ import os
 import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpc_tune.completion import SHELLS, script
+from hpc_tune.config.constraints import check, check_job
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.init import METHODS, QUESTIONS, answers, ask_on_terminal, write_config
 from hpc_tune.config.load import is_tiny
+from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
 from hpc_tune.log import log
@@ -153,6 +155,11 @@ def submit(options: Namespace) -> int:
     """Write a batch script from the slurm settings and submit it with sbatch."""
     from hpc_tune.cluster import slurm, submission
 
+    config = options.config
+    if problems := check_job(config.slurm, config.parallel, config.run.device):
+        raise ConfigError("; ".join(problems))
+    if options.config.slurm == SlurmConfig():
+        log.warning("no slurm setting is given: the job asks for 1 node, 1 rank, no GPU and 1 hour")
     text = slurm.render(options.config.slurm, _arguments_for(options), Path.cwd())
     if options.dry_run:
         print(text, end="")
@@ -189,7 +196,13 @@ def prepare(options: Namespace) -> int:
 
 
 @command(
-    argument("data", str, "a dataset, as data.path takes it, or a prepared .h5", metavar="DATA"),
+    argument(
+        "data",
+        str,
+        "a dataset, as data.path takes it, or a prepared .h5; without it FILE's data.path",
+        metavar="DATA",
+        nargs="?",
+    ),
     argument("--rows", int, "number of rows to print", least=0, default=5),
     *SETTINGS,
 )
@@ -201,10 +214,16 @@ def show(options: Namespace) -> int:
 
 
 @command(
-    argument("--nodes", int, "number of nodes", least=1, default=1),
-    argument("--gpus-per-node", int, "GPUs, and so ranks, per node", least=1, default=8),
-    argument("--device-memory", parse_memory, "memory per GPU; 0 plans for CPUs", default="80GiB"),
-    argument("--host-memory", parse_memory, "memory per node", default="512GiB"),
+    argument("--nodes", int, "number of nodes (default: slurm.nodes)", least=1),
+    argument(
+        "--gpus-per-node",
+        int,
+        "GPUs, and so ranks, per node (default: as the slurm section says, or 8)",
+        least=1,
+    ),
+    argument("--cpu", bool, "plan for ranks on CPUs, as --device-memory 0 and run.device=cpu do"),
+    argument("--device-memory", parse_memory, "memory per GPU (default: 80GiB)"),
+    argument("--host-memory", parse_memory, "memory per node (default: slurm.memory, or 512GiB)"),
     argument(
         "--save",
         ("streamed", "gathered"),
@@ -219,11 +238,16 @@ def show(options: Namespace) -> int:
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
-    from hpc_tune.plan.hardware import Machine
+    from hpc_tune.plan.advice import check_remedies
+    from hpc_tune.plan.hardware import machine_asked_for
     from hpc_tune.plan.report import as_json, as_lines, make_plan
 
-    config, device_bytes = options.config, options.device_memory or None
-    machine = Machine(options.nodes, options.gpus_per_node, device_bytes, options.host_memory)
+    config = options.config
+    named_machine = options.nodes, options.gpus_per_node, options.device_memory, options.host_memory
+    on_cpus = options.cpu or options.device_memory == 0 or config.run.device == "cpu"
+    machine, assumed = machine_asked_for(config.slurm, *named_machine, on_cpus)
+    if assumed:
+        log.info("assumed, since nothing names it: %s", ", ".join(assumed))
     if config.parallel.layout == "auto":
         from hpc_tune.autotune import search
 
@@ -235,8 +259,19 @@ def plan(options: Namespace) -> int:
         print("\n".join([*search.as_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
-    planned = make_plan(config, machine, options.save, options.masked)
-    print(as_json(planned) if options.json else "\n".join(as_lines(planned)))
+    how = machine, options.save, options.masked
+
+    def fits_with(changes: Mapping[str, Any]) -> bool:
+        changed = config.changed(changes)
+        try:
+            return set(check(changed)) <= set(check(config)) and make_plan(changed, *how).fits
+        except ConfigError:
+            return False
+
+    planned = make_plan(config, *how)
+    advice = planned.advice if planned.fits else check_remedies(planned.remedies, fits_with)
+    shown = as_json(planned, advice) if options.json else "\n".join(as_lines(planned, advice))
+    print(shown)
     return EXIT_DONE if planned.fits else EXIT_FAILED
 
 

@@ -110,7 +110,7 @@ def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
         environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     )
     several_nodes = (claim.num_nodes or 1) > 1
-    addresses = hosts[:1] if several_nodes else ["127.0.0.1"]
+    addresses = hosts[:1] if several_nodes else ["127.0.0.1", "::1"]
     # srun often runs on the allocation's first node, which helps where node names do not resolve.
     if several_nodes and environ.get("SLURM_LAUNCH_NODE_IPADDR"):
         addresses.append(environ["SLURM_LAUNCH_NODE_IPADDR"])
@@ -281,14 +281,13 @@ def _require_words(settings: SlurmConfig, launch: str, others: Sequence[str]) ->
 
 def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
     """Return (field, option of sbatch, value) of all that is set."""
-    per_node = settings.tasks_per_node or settings.gpus_per_node or 1
     gpus = None if asks_for_gpus(settings.options) else settings.gpus_per_node or None
     options: list[tuple[str, str, object]] = [
         ("account", "--account", settings.account),
         ("partition", "--partition", settings.partition),
         ("qos", "--qos", settings.qos),
         ("nodes", "--nodes", settings.nodes),
-        ("tasks_per_node", "--ntasks-per-node", per_node),
+        ("tasks_per_node", "--ntasks-per-node", settings.ranks_per_node),
         ("cpus_per_task", "--cpus-per-task", settings.cpus_per_task),
         ("gpus_per_node", "--gpus-per-node", gpus),
         ("memory", "--mem", settings.memory),

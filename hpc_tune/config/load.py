@@ -44,6 +44,28 @@ _INSTEAD = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; a file of settings is named by --config FILE",
 }
+# Of two settings that say the same, the user's is meant and not that of default.yaml.
+_TWINS = {
+    "optim.warmup_ratio": "optim.warmup_steps",
+    "data.eval_fraction": "data.eval_path",
+    "train.epochs": "train.max_steps",
+}
+# What other tools call it.
+_ELSEWHERE = {
+    "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule", "lr_scheduler":
+    "optim.schedule", "max_grad_norm": "optim.clip_norm", "warmup": "optim.warmup_steps",
+    "batch_size": "batch.global_size", "gradient_accumulation_steps": "batch.global_size",
+    "micro_batch_size": "batch.micro_size", "per_device_train_batch_size": "batch.micro_size",
+    "num_epochs": "train.epochs", "num_train_epochs": "train.epochs", "steps": "train.max_steps",
+    "max_length": "data.seq_len", "max_seq_length": "data.seq_len", "sequence_len": "data.seq_len",
+    "cutoff_len": "data.seq_len", "train_file": "data.path", "dataset": "data.path", "model":
+    "model.path", "model_name_or_path": "model.path", "base_model": "model.path", "r": "tune.rank",
+    "lora_r": "tune.rank", "lora_rank": "tune.rank", "lora_alpha": "tune.alpha", "lora_dropout":
+    "tune.dropout", "target_modules": "tune.targets", "lora_target": "tune.targets",
+    "output_dir": "run.dir", "gradient_checkpointing": "parallel.recompute", "deepspeed":
+    "parallel.zero_stage", "bf16": "model.dtype", "eval_steps": "train.eval_every_steps",
+    "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
+}  # fmt: skip
 _LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
@@ -67,7 +89,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
 def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunConfig:
     named = [paths] if isinstance(paths, str) else list(paths or ())
     source = ", ".join(named) or "the defaults"
-    tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _embedded()
+    tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _embedded(overrides)
     for file in named:
         tree.merge_with(_read_yaml(file))
     problems = []
@@ -229,9 +251,13 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
             yield f"{part}.{name}", field
 
 
-def _embedded() -> DictConfig:
+def _embedded(overrides: Sequence[str]) -> DictConfig:
     text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
-    return OmegaConf.create(load_yaml(text))
+    tree = OmegaConf.create(load_yaml(text))
+    for override in overrides:
+        if twin := _TWINS.get(override.partition("=")[0]):
+            OmegaConf.update(tree, twin, None)
+    return tree
 
 
 def _read_yaml(path: str) -> DictConfig:
@@ -327,9 +353,13 @@ def config_hint(word: str) -> str:
 
 
 def _near(name: str, known: Sequence[str]) -> str:
-    same_name = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = same_name or difflib.get_close_matches(
-        name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7
+    last = name.rpartition(".")[2]
+    same_name = [k for k in known if k.rpartition(".")[2] == last]
+    elsewhere = [_ELSEWHERE[last]] if last in _ELSEWHERE else []
+    near = (
+        same_name
+        or elsewhere
+        or difflib.get_close_matches(name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7)
     )
     if near:
         return f"; did you mean {' or '.join(near)}?"

@@ -139,3 +139,16 @@ class SlurmConfig(Section):
         description="The command that starts the ranks: srun, or 'mpirun -np 16' where srun and "
         "the site's MPI do not work together.",
     )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of each node."""
+        return self.tasks_per_node or self.gpus_per_node or 1
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The bytes of host memory of each node; None where it is not said, or all of them."""
+        match = _MEMORY.fullmatch(self.memory or "0")
+        if match is None or not int(match[1]):
+            return None
+        return int(match[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[(match[2] or "M")[0].upper()]

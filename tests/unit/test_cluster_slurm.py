@@ -179,7 +179,7 @@ def test_a_job_submitted_from_inside_of_another_gets_none_of_its_variables(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for name, value in (of_the_user | {"SLURM_CPU_BIND": "none"}).items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["submit"]) == 0
+    assert cli.main(["submit", "slurm.nodes=2"]) == 0
     assert "SLURM_CPU_BIND=none\n" in sbatch.read_text()  # no job: it is the user's own
     assert capsys.readouterr().err == ""
     for name, value in of_the_job.items():
