@@ -112,7 +112,10 @@ def train(options: Namespace) -> int:
 def init(options: Namespace) -> int:
     """Write a configuration from four answers (model, data, machine, method)."""
     given = {name: getattr(options, name) for name in QUESTIONS}
-    print("\n".join(write_config(Path(options.out), answers(given, ask_on_terminal()))))
+    from hpc_tune.memory.host import find_limit
+
+    complete = answers(given, ask_on_terminal())
+    print("\n".join(write_config(Path(options.out), complete, find_limit().num_bytes)))
     return EXIT_DONE
 
 
