@@ -65,5 +65,5 @@ setup(
             "wandb>=0.31",
         ],
     },
-    entry_points={"console_scripts": ["hpc_tune=hpc_tune.cli:main"]},
+    entry_points={"console_scripts": ["hpc_tune=hpc_tune.__main__:main"]},
 )

@@ -1,25 +1,80 @@
-"""``python -m hpc_tune``."""
+"""``python -m hpc_tune``, and the console script: what is true of all commands.
 
+signals -> streams that print any text -> cli.main -> one line for what only a whole process meets:
+a terminal or a pipe that closes, Ctrl-C, packages that are missing or of another version
+"""
+
+import contextlib
+import os
 import sys
 
-if sys.version_info < (3, 10):
-    sys.stderr.write(
-        "hpc_tune: this is Python %d.%d at %s; expected 3.10 or newer: load the site's module, or "
-        "name another python\n" % (sys.version_info[:2] + (sys.executable,))
-    )
-    sys.exit(2)
+_OF_ALL_RANKS = ("train", "supervise")  # and no word: train
 
-try:
-    from hpc_tune.cli import main
 
-    code = main()
-except ModuleNotFoundError as error:
-    if (error.name or "hpc_tune").partition(".")[0] == "hpc_tune":
+def main():  # type: ignore[no-untyped-def]  # a Python that is too old reads this file too
+    """Run the command line and return its exit code."""
+    if sys.version_info < (3, 10):
+        sys.stderr.write(
+            "hpc_tune: this is Python %d.%d at %s; expected 3.10 or newer: load the site's module, "
+            "or name another python\n" % (sys.version_info[:2] + (sys.executable,))
+        )
+        return 2
+    from hpc_tune.first_signals import leave_on_signals
+
+    word = sys.argv[1] if len(sys.argv) > 1 else "train"
+    if word in _OF_ALL_RANKS or word.startswith("-") or "=" in word:
+        leave_on_signals()
+    from hpc_tune.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
+
+    for stream in (sys.stdout, sys.stderr):
+        _print_anything(stream)
+    try:
+        from hpc_tune.cli import main as run
+
+        code = run()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if isinstance(error, OSError) and _is_of_stdout():
+            return _without_stdout(error)
+        from hpc_tune.packages import why_unusable
+
+        why = why_unusable(error)
+        if why is not None:
+            sys.stderr.write("hpc_tune: %s\n" % why)
+            return EXIT_USER
+        if isinstance(error, OSError) and error.filename is not None:
+            sys.stderr.write("hpc_tune: %s: %s\n" % (error.filename, error.strerror))
+            return EXIT_FAILED
         raise
-    sys.stderr.write(
-        "hpc_tune: the Python at %s has no module %s; expected one in which hpc_tune is installed: "
-        "activate that environment (source .venv/bin/activate), or install into this one as "
-        "docs/laptop.md says\n" % (sys.executable, error.name)
-    )
-    code = 2
-sys.exit(code)
+    return code
+
+
+def _print_anything(stream):  # type: ignore[no-untyped-def]
+    """Let what a stream's encoding has not be printed by its number; a closed stream is None."""
+    with contextlib.suppress(AttributeError, OSError):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def _is_of_stdout():  # type: ignore[no-untyped-def]
+    """Return whether an error is that stdout takes nothing any more: one more line would tell."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        return True
+    return False
+
+
+def _without_stdout(error):  # type: ignore[no-untyped-def]
+    """Say it once, unless the reader had enough, as in `| head`; return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 128 + 13  # as shells report SIGPIPE
+    sys.stderr.write("hpc_tune: what it prints cannot be written: %s\n" % error.strerror)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 from hpc_tune import __version__
 from hpc_tune.cluster.launchers import rank_hint, size_hint
 from hpc_tune.commands import COMMANDS, OF_ALL_RANKS, SETTINGS
-from hpc_tune.config.load import config_hint, describe_fields, load_config
+from hpc_tune.config.load import config_hint, describe_fields, field_names, load_config
 from hpc_tune.config.secrets import mask
 from hpc_tune.errors import EXIT_DONE, ConfigError, HpcTuneError
 from hpc_tune.log import configure, log
+from hpc_tune.packages import in_front
 
 OTHER_RANKS_WAIT_S = 3.0  # for rank 0 to print the error before the launcher ends it
 _ALONE_AFTER_S = 10.0  # if rank 0 has not ended the job by then, this rank alone has the problem
@@ -31,11 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         run, _ = COMMANDS[options.command]
-        return run(options) if _has_part_in(options.command) else EXIT_DONE
+        if not _has_part_in(options.command):
+            return EXIT_DONE
+        if not rank_hint(os.environ):
+            for warning in in_front():
+                log.warning(warning)
+        return run(options)
     except HpcTuneError as error:
         return _refuse(error)
-    except KeyboardInterrupt:
-        return 130
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -62,10 +66,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"unknown argument {unknown[0]}{near or hint}")
     if takes_settings:
         options.settings = [*options.settings, *rest]
-        named = options.data.removeprefix("data.path=") if "data" in options else None
-        data = [] if named is None else [f"data.path={named}"]
+        data = _data_of(options) if "data" in options else []
         options.config = load_config(options.files, [*options.settings, *data])
     return options
+
+
+def _data_of(options: argparse.Namespace) -> list[str]:
+    """Return data.path as the argument DATA of a command sets it; a setting there is one.
+
+    Raises:
+        ConfigError: if nothing names the data, or two things do.
+    """
+    named = options.data
+    if named is not None and named.partition("=")[0] in field_names():
+        options.settings, named = [named, *options.settings], None
+    in_settings = [word for word in options.settings if word.startswith("data.path=")]
+    if named is not None and in_settings:
+        raise ConfigError(
+            f"{named} and {in_settings[-1]} both name the data; leave one of them out"
+        )
+    if named is None and not in_settings and not options.files:
+        raise ConfigError("nothing names the data: give DATA, or a --config FILE that does")
+    return [] if named is None else [f"data.path={named}"]
 
 
 def _has_part_in(command: str) -> bool:

@@ -10,14 +10,16 @@ import os
 import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpc_tune.completion import SHELLS, script
+from hpc_tune.config.constraints import check, check_job
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.init import METHODS, QUESTIONS, answers, ask_on_terminal, write_config
 from hpc_tune.config.load import is_tiny
+from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
 from hpc_tune.log import log
@@ -112,7 +114,10 @@ def train(options: Namespace) -> int:
 def init(options: Namespace) -> int:
     """Write a configuration from four answers (model, data, machine, method)."""
     given = {name: getattr(options, name) for name in QUESTIONS}
-    print("\n".join(write_config(Path(options.out), answers(given, ask_on_terminal()))))
+    from hpc_tune.memory.host import find_limit
+
+    complete = answers(given, ask_on_terminal())
+    print("\n".join(write_config(Path(options.out), complete, find_limit().num_bytes)))
     return EXIT_DONE
 
 
@@ -156,15 +161,19 @@ def supervise(options: Namespace) -> int:
 @command(argument("--dry-run", bool, "print the script instead of submitting it"), *SETTINGS)
 def submit(options: Namespace) -> int:
     """Write a batch script from the slurm settings and submit it with sbatch."""
-    from hpc_tune.cluster import slurm
+    from hpc_tune.cluster import slurm, submission
 
+    config = options.config
+    if problems := check_job(config.slurm, config.parallel, config.run.device):
+        raise ConfigError("; ".join(problems))
+    if options.config.slurm == SlurmConfig():
+        log.warning("no slurm setting is given: the job asks for 1 node, 1 rank, no GPU and 1 hour")
     text = slurm.render(options.config.slurm, _arguments_for(options), Path.cwd())
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
-    for warning in slurm.not_here(options.config.slurm):
-        log.warning(warning)
-    job, run_dir = slurm.submit(text), options.config.run.dir
+    slurm_settings, run_dir = options.config.slurm, options.config.run.dir
+    job = submission.submit(text, slurm_settings, Path.cwd(), os.environ)
     print(f"submitted job {job}, run directory {run_dir}; squeue -j {job} shows its state")
     return EXIT_DONE
 
@@ -195,7 +204,13 @@ def prepare(options: Namespace) -> int:
 
 
 @command(
-    argument("data", str, "a dataset, as data.path takes it, or a prepared .h5", metavar="DATA"),
+    argument(
+        "data",
+        str,
+        "a dataset, as data.path takes it, or a prepared .h5; without it FILE's data.path",
+        metavar="DATA",
+        nargs="?",
+    ),
     argument("--rows", int, "number of rows to print", least=0, default=5),
     *SETTINGS,
 )
@@ -207,13 +222,18 @@ def show(options: Namespace) -> int:
 
 
 @command(
-    argument("--nodes", int, "number of nodes", least=1, default=1),
-    argument("--gpus-per-node", int, "GPUs, and so ranks, per node", least=1, default=8),
-    argument("--device-memory", parse_memory, "memory per GPU; 0 plans for CPUs", default="80GiB"),
-    argument("--host-memory", parse_memory, "memory per node", default="512GiB"),
+    argument("--nodes", int, "number of nodes (default: slurm.nodes)", least=1),
     argument(
-        "--save",
-        ("streamed", "gathered"),
+        "--gpus-per-node",
+        int,
+        "GPUs, and so ranks, per node (default: as the slurm section says, or 8)",
+        least=1,
+    ),
+    argument("--cpu", bool, "plan for ranks on CPUs, as --device-memory 0 and run.device=cpu do"),
+    argument("--device-memory", parse_memory, "memory per GPU (default: 80GiB)"),
+    argument("--host-memory", parse_memory, "memory per node (default: slurm.memory, or 512GiB)"),
+    argument(
+        *("--save", ("streamed", "gathered")),
         "streamed: as hpc_tune saves; gathered: as tools that first gather the model on one rank",
         default="streamed",
     ),
@@ -225,11 +245,16 @@ def show(options: Namespace) -> int:
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
-    from hpc_tune.plan.hardware import Machine
+    from hpc_tune.plan.advice import check_remedies
+    from hpc_tune.plan.hardware import machine_asked_for
     from hpc_tune.plan.report import as_json, as_lines, make_plan
 
-    config, device_bytes = options.config, options.device_memory or None
-    machine = Machine(options.nodes, options.gpus_per_node, device_bytes, options.host_memory)
+    config = options.config
+    named_machine = options.nodes, options.gpus_per_node, options.device_memory, options.host_memory
+    on_cpus = options.cpu or options.device_memory == 0 or config.run.device == "cpu"
+    machine, assumed = machine_asked_for(config.slurm, *named_machine, on_cpus)
+    if assumed:
+        log.info("assumed, since nothing names it: %s", ", ".join(assumed))
     if config.parallel.layout == "auto":
         from hpc_tune.autotune import search
 
@@ -241,8 +266,18 @@ def plan(options: Namespace) -> int:
         print("\n".join([*search.as_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
-    planned = make_plan(config, machine, options.save, options.masked)
-    print(as_json(planned) if options.json else "\n".join(as_lines(planned)))
+    how = machine, options.save, options.masked
+
+    def fits_with(changes: Mapping[str, Any]) -> bool:
+        changed = config.changed(changes)
+        try:
+            return set(check(changed)) <= set(check(config)) and make_plan(changed, *how).fits
+        except ConfigError:
+            return False
+
+    planned = make_plan(config, *how)
+    advice = planned.advice if planned.fits else check_remedies(planned.remedies, fits_with)
+    print(as_json(planned, advice) if options.json else "\n".join(as_lines(planned, advice)))
     return EXIT_DONE if planned.fits else EXIT_FAILED
 
 
@@ -266,17 +301,16 @@ def export(options: Namespace) -> int:
     from hpc_tune.model.build import DTYPES
 
     run = locate(options.run, options.base)
-    base = require_base(run, "--base")
-    out = options.out or run.run_dir / "export" / options.to
+    where = require_base(run, "--base"), options.out or run.run_dir / "export" / options.to
     if options.to == "adapter" and options.dtype:
         raise ConfigError("--dtype is for --to merged and gguf; an adapter is written as it is")
 
     def export_it(checkpoint: Path) -> Path:
-        what = (checkpoint, run.config.tune, base, out, run.template)
+        what = (checkpoint, run.config.tune, *where, run.template)
         if options.to == "adapter":
             return export_adapter(*what)
-        write = {"merged": export_merged, "gguf": export_gguf}[options.to]
-        return write(*what, DTYPES.get(options.dtype))
+        to_one = export_merged if options.to == "merged" else export_gguf
+        return to_one(*what, DTYPES.get(options.dtype))
 
     print(with_newest(run, options.run, export_it))
     return EXIT_DONE

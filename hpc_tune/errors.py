@@ -8,6 +8,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: "try again later"
+EXIT_INTERRUPTED = 130  # as shells report Ctrl-C
 
 
 class HpcTuneError(Exception):
@@ -101,6 +102,18 @@ class LeavingError(HpcTuneError):
         rerun = f"Rerun the same command to {f'resume from step {step}' if step else 'start again'}"
         super().__init__(f"{words or reason}. {rerun if can_rerun else 'Give more time'}")
         self.reason, self.step, self.facts = reason, step, dict(facts or {})
+
+
+class InterruptError(HpcTuneError):
+    """A second Ctrl-C: the run stops where it is, without a save."""
+
+    exit_code = EXIT_INTERRUPTED
+
+    def __init__(self) -> None:
+        super().__init__(
+            "interrupted a second time (Ctrl-C): stopped without a save. Rerun the same command to "
+            "resume from the last checkpoint"
+        )
 
 
 class RemoteError(HpcTuneError):

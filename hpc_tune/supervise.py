@@ -56,6 +56,8 @@ _SCHEDULER_S = 30.0
 _PREEMPTED = "preemption"
 _BY_LAUNCHER = " to the ranks alone"
 _REFUSED = "refused"  # before the run directory was taken
+# A signal while the ranks import, and before their first line of Python: of a child, of a shell.
+_EARLY = (EXIT_RESUMABLE, -signal.SIGUSR1, 128 + signal.SIGUSR1)
 _ENDED_BY = ("SIGTERM", "SIGINT", "SIGHUP")  # sent by a person, or by a closed terminal
 _PR_SET_PDEATHSIG = 1
 Next = Literal["done", "again", "requeue", "give up"]
@@ -242,6 +244,8 @@ class Supervisor:
         if ended is None:
             reason = f"{self._argv[0]} exited with code {code}, and there is no outcome.json"
             ended = {"status": "failed", "reason": reason}
+            if code in _EARLY:
+                ended = {"status": "stopped", "reason": "a signal while it started"}
         exit_code = int(ended.get("exit_code", code if code > 0 else EXIT_FAILED))
         reason = self._reason(ended)
         asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)

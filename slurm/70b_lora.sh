@@ -8,7 +8,8 @@
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=8
-#SBATCH --mem=700G
+# A plan takes 16 GiB of it; the rest is for copies of saves and for files.
+#SBATCH --mem=64G
 #SBATCH --time=12:00:00
 # --- what makes a run survive its time limit, preemption and the loss of a node ---
 #SBATCH --job-name=hpc_tune-70b

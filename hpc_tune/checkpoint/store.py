@@ -86,7 +86,7 @@ class Store:
         temporary = self.folder / f"step-{step:08d}.tmp"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # the run directory is there, or was moved
             temporary.mkdir()
         except OSError as error:
             raise CheckpointError(f"{temporary} cannot be made: {error}") from None

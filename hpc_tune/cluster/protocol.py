@@ -91,9 +91,10 @@ class Scheduler:
     """What runs batch jobs, and the variables that it sets for them.
 
     ``job_id``, ``restart_count`` (how often it has started the job again) and ``end`` (in seconds
-    since the epoch) name variables. ``memory_limits`` reads from the environment how many bytes of
-    each node the job may use, with the names of the variables that say so; ``granted_cpus`` reads
-    how many CPUs of this node.
+    since the epoch) name variables. ``array_task`` reads the id of one task of a job array, where
+    that of ``job_id`` may stand for the whole array. ``memory_limits`` reads how many bytes of each
+    node the job may use, with the names of the variables that say so; ``granted_cpus`` reads how
+    many CPUs of this node.
 
     The others take the id of the job. ``ask_end`` and ``is_preempted`` ask the scheduler, which may
     take many seconds. ``requeue_command`` returns what requeues the job, nothing if it cannot be.
@@ -102,6 +103,7 @@ class Scheduler:
     job_id: str
     restart_count: str | None = None
     end: str | None = None
+    array_task: Callable[[Environ], str | None] = _unknown
     memory_limits: Callable[[Environ], Iterable[tuple[int, str]]] = lambda environ: ()
     granted_cpus: Callable[[Environ], int | None] = _unknown
     ask_end: Callable[[str], float | None] = _unknown

@@ -31,7 +31,7 @@ def job_of(environ: Environ) -> BatchJob | None:
     for scheduler in SCHEDULERS:
         if job_id := environ.get(scheduler.job_id):
             count = environ.get(scheduler.restart_count or "", "0")
-            return BatchJob(scheduler, job_id, count)
+            return BatchJob(scheduler, scheduler.array_task(environ) or job_id, count)
     return None
 
 

@@ -2,9 +2,10 @@
 
 variables of a step -> SRUN: the claim of a rank, where ranks without MPI meet
 variables of a job, scontrol -> SLURM: its end, what it was granted, how it is requeued
-slurm settings -> render (pure) -> submit -> the job's number
+slurm settings -> render (pure) -> submission.py
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -25,16 +26,16 @@ from hpc_tune.cluster.protocol import (
     Scheduler,
     read_claim,
 )
-from hpc_tune.config.scheduler import SlurmConfig
-from hpc_tune.errors import ConfigError, HpcTuneError, WorldError
+from hpc_tune.config.scheduler import SlurmConfig, asks_for_gpus
+from hpc_tune.errors import ConfigError, WorldError
 
 STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 # Step ids from here up are Slurm's own steps (batch shell, extern, interactive), not started by
 # srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_SUBMIT_LIMIT_S = 60.0
 # So long scontrol may take. All ranks wait while rank 0 asks for the end of the job.
 _END_LIMIT_S, _PREEMPTED_LIMIT_S = 10.0, 30.0
+_JOB = re.compile(r"[0-9]+(_[0-9]+)?")  # a job, or one task of an array
 # A #SBATCH line ends a value at white space, and a comment or a quote changes what follows.
 _WORD = re.compile(r"[\w@%+=:,./\[\]|&*-]+")
 
@@ -109,7 +110,7 @@ def _meeting_point(environ: Environ, claim: Claim) -> MeetingPoint:
         environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     )
     several_nodes = (claim.num_nodes or 1) > 1
-    addresses = hosts[:1] if several_nodes else ["127.0.0.1"]
+    addresses = hosts[:1] if several_nodes else ["127.0.0.1", "::1"]
     # srun often runs on the allocation's first node, which helps where node names do not resolve.
     if several_nodes and environ.get("SLURM_LAUNCH_NODE_IPADDR"):
         addresses.append(environ["SLURM_LAUNCH_NODE_IPADDR"])
@@ -170,9 +171,16 @@ def _granted_cpus(environ: Environ) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def _array_task(environ: Environ) -> str | None:
+    """Return such as ``"700_3"``: one task of each array has the number of the array itself."""
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+    numbers = [environ.get(name, "") for name in names]
+    return "_".join(numbers) if all(number.isdigit() for number in numbers) else None
+
+
 def _ask_end(job_id: str) -> float | None:
     """A job without a limit has no end."""
-    shown = _show_job(job_id, _END_LIMIT_S) if job_id.isdigit() else ""
+    shown = _show_job(job_id, _END_LIMIT_S) if _JOB.fullmatch(job_id) else ""
     match = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", shown)
     return None if match is None else datetime.fromisoformat(match[1]).timestamp()
 
@@ -190,7 +198,12 @@ def _show_job(job_id: str, limit_s: float) -> str:
     """Return the output of scontrol show job, empty if scontrol does not answer."""
     try:
         return subprocess.run(
-            ["scontrol", "show", "job", job_id], capture_output=True, text=True, timeout=limit_s
+            ["scontrol", "show", "job", job_id],
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            # A user's own format of times would not be understood.
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -204,6 +217,7 @@ SLURM = Scheduler(
     job_id="SLURM_JOB_ID",
     restart_count="SLURM_RESTART_COUNT",
     end="SLURM_JOB_END_TIME",
+    array_task=_array_task,
     memory_limits=_memory_limits,
     granted_cpus=_granted_cpus,
     ask_end=_ask_end,
@@ -234,11 +248,11 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
     _require_words(settings, launch, [*arguments, str(folder)])
     lines = ["#!/bin/bash", *(f"#SBATCH {option}={value}" for _, option, value in options)]
     lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", "#SBATCH --no-kill"]
-    lines.append("set -eo pipefail")
+    lines += [*(f"#SBATCH {option}" for option in settings.options), "set -eo pipefail"]
     lines.append(f"cd {shlex.quote(str(folder))}")
     if settings.modules:
         lines.append(f"module load {shlex.join(settings.modules)}")
-    for file in _sourced(settings).values():
+    for file in sourced(settings).values():
         # Without a slash bash would look for it along PATH first.
         lines.append(f"source {shlex.quote(file if '/' in file else f'./{file}')}")
     lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not know otherwise")
@@ -247,17 +261,7 @@ def render(settings: SlurmConfig, arguments: Sequence[str], folder: Path) -> str
     return "\n".join([*lines, f"exec {shlex.join([*words, *arguments])}", ""])
 
 
-def not_here(settings: SlurmConfig) -> Iterator[str]:
-    """Yield a warning for each file that the script sources and this host does not have."""
-    for name, file in _sourced(settings).items():
-        if not Path(file).is_file():
-            yield (
-                f"slurm.{name}={getattr(settings, name)}: there is no {file} on this host; the job "
-                "ends at once on nodes that do not have it either"
-            )
-
-
-def _sourced(settings: SlurmConfig) -> dict[str, str]:
+def sourced(settings: SlurmConfig) -> dict[str, str]:
     """Return the files that the script sources, by the setting that names them."""
     venv = settings.venv and f"{settings.venv}/bin/activate"
     files = {"env_file": settings.env_file, "venv": venv}
@@ -280,43 +284,17 @@ def _require_words(settings: SlurmConfig, launch: str, others: Sequence[str]) ->
         ) from None
 
 
-def submit(script: str) -> str:
-    """Submit ``script`` with sbatch and return the job id.
-
-    Raises:
-        HpcTuneError: if sbatch is missing or refuses.
-    """
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"],
-            input=script,
-            capture_output=True,
-            text=True,
-            timeout=_SUBMIT_LIMIT_S,
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            "sbatch is not on PATH: submit from a login node of the cluster, or write the script "
-            "to a file with --dry-run"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise HpcTuneError(f"sbatch did not answer within {_SUBMIT_LIMIT_S:.0f} s") from None
-    if done.returncode:
-        raise ConfigError(f"sbatch refused: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
-
-
 def _options(settings: SlurmConfig) -> list[tuple[str, str, str]]:
     """Return (field, option of sbatch, value) of all that is set."""
-    per_node = settings.tasks_per_node or settings.gpus_per_node or 1
+    gpus = None if asks_for_gpus(settings.options) else settings.gpus_per_node or None
     options: list[tuple[str, str, object]] = [
         ("account", "--account", settings.account),
         ("partition", "--partition", settings.partition),
         ("qos", "--qos", settings.qos),
         ("nodes", "--nodes", settings.nodes + settings.spare_nodes),
-        ("tasks_per_node", "--ntasks-per-node", per_node),
+        ("tasks_per_node", "--ntasks-per-node", settings.ranks_per_node),
         ("cpus_per_task", "--cpus-per-task", settings.cpus_per_task),
-        ("gpus_per_node", "--gpus-per-node", settings.gpus_per_node or None),
+        ("gpus_per_node", "--gpus-per-node", gpus),
         ("memory", "--mem", settings.memory),
         ("time", "--time", settings.time),
         ("job_name", "--job-name", settings.job_name),

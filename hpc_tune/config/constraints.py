@@ -1,5 +1,6 @@
 """Settings that are each valid and cannot be together, or would do nothing."""
 
+import math
 from collections.abc import Iterator
 
 from hpc_tune.config.data import DataConfig, is_prepared
@@ -26,6 +27,31 @@ def check(config: RunConfig) -> list[str]:
         *_optim(config.optim),
         *_data(config.data, train.eval_every_steps),
         *_slurm(config.slurm),
+    ]
+
+
+def check_job(slurm: SlurmConfig, parallel: ParallelConfig, device: str) -> list[str]:
+    """Return what is wrong with a layout on the ranks of a job that is to be submitted."""
+    ranks = slurm.nodes * slurm.ranks_per_node
+    axes = {
+        axis: size
+        for axis in ("replicate", "shard", "tensor", "pipeline")
+        if (size := getattr(parallel, axis)) is not None
+    }
+    needed = math.prod(axes.values())
+    is_whole = {"replicate", "shard"} <= axes.keys()
+    if needed == ranks or (not is_whole and ranks % needed == 0):
+        return []
+    asked = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
+    verb = "needs" if len(axes) == 1 else "need"
+    per_node = slurm.ranks_per_node if slurm.ranks_per_node > 1 else min(needed, 8)
+    setting = f"slurm.gpus_per_node={per_node}"
+    if device == "cpu" or (slurm.tasks_per_node and not slurm.gpus_per_node):
+        setting = f"slurm.tasks_per_node={per_node}"
+    return [
+        f"{asked} {verb} {'' if is_whole else 'a multiple of '}{needed} ranks, and the slurm "
+        f"section asks for {ranks} (slurm.nodes={slurm.nodes} of {slurm.ranks_per_node}); for "
+        f"example slurm.nodes={-(-needed // per_node)} {setting}"
     ]
 
 

@@ -32,6 +32,7 @@ DEFAULTS = {
     "method": "lora",
 }
 _USUAL_ROW, _GLOBAL_SIZE = 4096, 64
+_ROW_ON_CPUS, _GLOBAL_SIZE_ON_CPUS = 1024, 8  # minutes a step otherwise
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -
     return complete
 
 
-def write_config(out: Path, given: Mapping[str, str]) -> list[str]:
+def write_config(out: Path, given: Mapping[str, str], host_bytes: int) -> list[str]:
     """Write the configuration to ``out``; return the commands that come next.
+
+    ``host_bytes``: the memory of this machine, for ranks on its CPUs.
 
     Raises:
         ConfigError: if an answer cannot be used, ``out`` is there, or cannot be written.
@@ -81,7 +84,7 @@ def write_config(out: Path, given: Mapping[str, str]) -> list[str]:
     except ConfigError:
         out.unlink()
         raise
-    return list(_next(out, machine, given["data"]))
+    return list(_next(out, machine, given["data"], host_bytes))
 
 
 def ask_on_terminal() -> Callable[[str], str] | None:
@@ -100,7 +103,8 @@ def _machine(text: str) -> Machine:
 
 def _lines(given: Mapping[str, str], machine: Machine, name: str) -> Iterator[str]:
     path, method = given["model"], given["method"]
-    length, why = _row_length(path)
+    length, why = _row_length(path, _USUAL_ROW if machine.gpus else _ROW_ON_CPUS)
+    rows = _GLOBAL_SIZE if machine.gpus else _GLOBAL_SIZE_ON_CPUS
     yield f"# Written by `hpc_tune init` for {method} on {given['machine']}."
     yield "# All other settings have defaults: python -m hpc_tune --help"
     yield "model:"
@@ -119,7 +123,7 @@ def _lines(given: Mapping[str, str], machine: Machine, name: str) -> Iterator[st
     yield _line("eval_fraction: 0.02", "held out by a hash of each document, to see overfitting")
     yield _line(f"seq_len: {length}", why)
     yield "batch:"
-    yield _line(f"global_size: {_GLOBAL_SIZE}", "rows per optimizer step, over all ranks together")
+    yield _line(f"global_size: {rows}", "rows per optimizer step, over all ranks together")
     yield "optim:"
     if method == "full":
         yield _line("lr: 1e-5", "usual for all weights")
@@ -140,13 +144,16 @@ def _lines(given: Mapping[str, str], machine: Machine, name: str) -> Iterator[st
         yield f"  gpus_per_node: {machine.gpus}"
         yield _line("cpus_per_task: 8", "cores of each rank")
         yield _line('time: "04:00:00"', "of one job; the run requeues itself until it is done")
+        yield "  # memory: of each node, such as 64G; `hpc_tune plan` says how much it takes"
+        if sys.prefix != sys.base_prefix:
+            yield _line(f"venv: {_scalar(sys.prefix)}", "this environment, on a shared folder")
 
 
 def _line(setting: str, why: str) -> str:
     return f"  {setting:<22} # {why}"
 
 
-def _row_length(model: str) -> tuple[int, str]:
+def _row_length(model: str, usual: int) -> tuple[int, str]:
     """Return tokens per row and the reason."""
     if model == "builtin:tiny":
         return 512, "tokens per row; the tiny model has short ones"
@@ -158,8 +165,8 @@ def _row_length(model: str) -> tuple[int, str]:
     except (OSError, ValueError, AttributeError):
         limit = None
     if not isinstance(limit, int):
-        return _USUAL_ROW, "tokens per row; longer documents are cut and counted"
-    return min(limit, _USUAL_ROW), f"tokens per row; this model takes up to {limit}"
+        return usual, "tokens per row; longer documents are cut and counted"
+    return min(limit, usual), f"tokens per row; this model takes up to {limit}"
 
 
 def _scalar(text: str) -> str:
@@ -168,14 +175,15 @@ def _scalar(text: str) -> str:
     return line
 
 
-def _next(out: Path, machine: Machine, data: str) -> Iterator[str]:
+def _next(out: Path, machine: Machine, data: str, host_bytes: int) -> Iterator[str]:
     command = f"python -m hpc_tune {{}} --config {shlex.quote(str(out))}"
     yield f"wrote {out}. Next:"
     yield f"  {command.format(f'show {shlex.quote(data)}')}"
-    yield (
-        f"  {command.format('plan')} --nodes {machine.nodes} --gpus-per-node {machine.gpus or 1} "
-        f"--device-memory {'80GiB' if machine.gpus else '0'} --host-memory 512GiB"
-    )
+    where = f"--nodes {machine.nodes} --gpus-per-node {machine.gpus} --device-memory 80GiB"
+    where += " --host-memory 512GiB"
+    if not machine.gpus:
+        where = f"--cpu --gpus-per-node 1 --host-memory {host_bytes >> 20}MiB"
+    yield f"  {command.format('plan')} {where}"
     if machine.nodes > 1:
         yield f"  {command.format('submit')} --dry-run"
     else:

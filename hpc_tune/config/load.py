@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,28 @@ _INSTEAD = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; a file of settings is named by --config FILE",
 }
+# Of two settings that say the same, the user's is meant and not that of default.yaml.
+_TWINS = {
+    "optim.warmup_ratio": "optim.warmup_steps",
+    "data.eval_fraction": "data.eval_path",
+    "train.epochs": "train.max_steps",
+}
+# What other tools call it.
+_ELSEWHERE = {
+    "learning_rate": "optim.lr", "lr_scheduler_type": "optim.schedule", "lr_scheduler":
+    "optim.schedule", "max_grad_norm": "optim.clip_norm", "warmup": "optim.warmup_steps",
+    "batch_size": "batch.global_size", "gradient_accumulation_steps": "batch.global_size",
+    "micro_batch_size": "batch.micro_size", "per_device_train_batch_size": "batch.micro_size",
+    "num_epochs": "train.epochs", "num_train_epochs": "train.epochs", "steps": "train.max_steps",
+    "max_length": "data.seq_len", "max_seq_length": "data.seq_len", "sequence_len": "data.seq_len",
+    "cutoff_len": "data.seq_len", "train_file": "data.path", "dataset": "data.path", "model":
+    "model.path", "model_name_or_path": "model.path", "base_model": "model.path", "r": "tune.rank",
+    "lora_r": "tune.rank", "lora_rank": "tune.rank", "lora_alpha": "tune.alpha", "lora_dropout":
+    "tune.dropout", "target_modules": "tune.targets", "lora_target": "tune.targets",
+    "output_dir": "run.dir", "gradient_checkpointing": "parallel.recompute", "deepspeed":
+    "parallel.zero_stage", "bf16": "model.dtype", "eval_steps": "train.eval_every_steps",
+    "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
+}  # fmt: skip
 _LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
@@ -66,7 +89,7 @@ def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()
 def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunConfig:
     named = [paths] if isinstance(paths, str) else list(paths or ())
     source = ", ".join(named) or "the defaults"
-    tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _embedded()
+    tree = OmegaConf.create({}) if named or not is_tiny(overrides) else _embedded(overrides)
     for file in named:
         tree.merge_with(_read_yaml(file))
     problems = []
@@ -202,6 +225,9 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
         name = ".".join(str(part) for part in error["loc"])
         if error["type"] == "extra_forbidden":
             hint = _INSTEAD.get(name) or _near(name, known)
+            if name.startswith("slurm."):
+                option = name.removeprefix("slurm.").replace("_", "-")
+                hint += f"; another option of sbatch is slurm.options=[--{option}=...]"
             unknown.append(f"{name}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
@@ -225,9 +251,13 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
             yield f"{part}.{name}", field
 
 
-def _embedded() -> DictConfig:
+def _embedded(overrides: Sequence[str]) -> DictConfig:
     text = files("hpc_tune.config").joinpath("default.yaml").read_text(encoding="utf-8")
-    return OmegaConf.create(load_yaml(text))
+    tree = OmegaConf.create(load_yaml(text))
+    for override in overrides:
+        if twin := _TWINS.get(override.partition("=")[0]):
+            OmegaConf.update(tree, twin, None)
+    return tree
 
 
 def _read_yaml(path: str) -> DictConfig:
@@ -287,6 +317,12 @@ def _names_beside(path: str) -> list[str]:
 
 
 def _apply_override(tree: DictConfig, override: str) -> None:
+    if not _is_text(override):
+        raise ConfigError(
+            f"{override!a}: this shell's text is read as {sys.getfilesystemencoding()}, and this "
+            "is none; export LC_ALL=C.UTF-8 (and unset PYTHONUTF8), or write it into a file of "
+            "settings"
+        )
     key, equals, text = override.partition("=")
     if not equals or not key:
         hint = config_hint(override) or ", such as train.max_steps=100"
@@ -303,6 +339,13 @@ def _apply_override(tree: DictConfig, override: str) -> None:
         raise ConfigError(f"{override!r} cannot be applied: {first_line(error)}{hint}") from None
 
 
+def _is_text(word: str) -> bool:
+    try:
+        return word.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def config_hint(word: str) -> str:
     """Return what to say of a word that may be a file of settings without its --config."""
     is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-")
@@ -310,9 +353,13 @@ def config_hint(word: str) -> str:
 
 
 def _near(name: str, known: Sequence[str]) -> str:
-    same_name = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = same_name or difflib.get_close_matches(
-        name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7
+    last = name.rpartition(".")[2]
+    same_name = [k for k in known if k.rpartition(".")[2] == last]
+    elsewhere = [_ELSEWHERE[last]] if last in _ELSEWHERE else []
+    near = (
+        same_name
+        or elsewhere
+        or difflib.get_close_matches(name, [*known, *RunConfig.model_fields], n=3, cutoff=0.7)
     )
     if near:
         return f"; did you mean {' or '.join(near)}?"

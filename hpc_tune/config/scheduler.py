@@ -1,6 +1,7 @@
 """The ``slurm`` section of the configuration: what a job asks a cluster for."""
 
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -45,6 +46,40 @@ def _memory(text: str | None) -> str | None:
     return text
 
 
+# Options of sbatch that would contradict the script, and what to use instead.
+_TAKEN = {
+    "account": "slurm.account", "A": "slurm.account", "partition": "slurm.partition",
+    "p": "slurm.partition", "qos": "slurm.qos", "q": "slurm.qos", "nodes": "slurm.nodes",
+    "N": "slurm.nodes", "ntasks-per-node": "slurm.tasks_per_node", "cpus-per-task":
+    "slurm.cpus_per_task", "c": "slurm.cpus_per_task", "gpus-per-node": "slurm.gpus_per_node",
+    "mem": "slurm.memory", "time": "slurm.time", "t": "slurm.time", "job-name": "slurm.job_name",
+    "J": "slurm.job_name", "output": "slurm.output", "o": "slurm.output", "signal":
+    "slurm.leave_before", "ntasks": "slurm.nodes and slurm.tasks_per_node", "n":
+    "slurm.nodes and slurm.tasks_per_node", "array": "slurm/sweep.sh, which gives each task a "
+    "run.dir of its own", "a": "slurm/sweep.sh, which gives each task a run.dir of its own",
+}  # fmt: skip
+_OPTION = re.compile(
+    r"-([A-Za-z])[\w@%+=:,./\[\]|&*()-]*|--([a-z][a-z-]*)(=[\w@%+=:,./\[\]|&*()-]+)?"
+)
+
+
+def _options(options: list[str]) -> list[str]:
+    for option in options:
+        match = _OPTION.fullmatch(option)
+        if match is None:
+            raise ValueError(
+                f"{option!r} is no option of sbatch in one word, such as --constraint=gpu"
+            )
+        if instead := _TAKEN.get(match[1] or match[2]):
+            raise ValueError(f"{option} is set by another name here: use {instead}")
+    return options
+
+
+def asks_for_gpus(options: Sequence[str]) -> bool:
+    """Return whether options of sbatch ask for GPUs, where a site wants that in its own way."""
+    return any(re.match(r"--(gres=gpu|gpus|gpus-per-task)\b|-G", option) for option in options)
+
+
 class SlurmConfig(Section):
     """What ``submit`` asks Slurm for; a run itself uses none of it."""
 
@@ -86,6 +121,13 @@ class SlurmConfig(Section):
         description="Seconds before that limit at which the run saves a checkpoint and stops, to "
         "be queued again. Set more where a save takes minutes.",
     )
+    options: Annotated[list[str], AfterValidator(_options)] = Field(
+        [],
+        description="More options of sbatch, as a site may require: [--constraint=gpu, "
+        "--gres=gpu:4, --licenses=scratch, --reservation=course, --exclusive, "
+        "--mail-type=END]. With --gres=gpu:N, or --gpus, gpus_per_node sets the ranks of each "
+        "node alone. Unset: none.",
+    )
     job_name: str = Field("hpc_tune", description="The job's name in the queue.")
     output: str = Field(
         "%x-%j.out", description="The file for what the job prints; Slurm fills in %x and %j."
@@ -107,3 +149,16 @@ class SlurmConfig(Section):
         description="The command that starts the ranks: srun, or 'mpirun -np 16' where srun and "
         "the site's MPI do not work together.",
     )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of each node."""
+        return self.tasks_per_node or self.gpus_per_node or 1
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The bytes of host memory of each node; None where it is not said, or all of them."""
+        match = _MEMORY.fullmatch(self.memory or "0")
+        if match is None or not int(match[1]):
+            return None
+        return int(match[1]) << {"K": 10, "M": 20, "G": 30, "T": 40}[(match[2] or "M")[0].upper()]

@@ -5,7 +5,8 @@ ignored.
 """
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -336,3 +337,12 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunSettings = RunSettings()
     slurm: SlurmConfig = SlurmConfig()
+
+    def changed(self, changes: Mapping[str, Any]) -> "RunConfig":
+        """Return the configuration with other values, by whole names such as ``train.seed``."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
+            section, _, key = name.partition(".")
+            sections.setdefault(section, {})[key] = value
+        parts = {s: getattr(self, s).model_copy(update=v) for s, v in sections.items()}
+        return self.model_copy(update=parts)

@@ -5,6 +5,7 @@ knows every name and shape, and no values.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
@@ -35,6 +36,14 @@ def shape_directory(path: str) -> Path:
         near = difflib.get_close_matches(name, shape_names(), n=3) or shape_names()
         raise ConfigError(f"model.path={path}: no such shape; there is {', '.join(near)}")
     return _shapes() / name
+
+
+def nearest_shape(path: str) -> str:
+    """Return the published shape that is likest to the name of a model, such as shape:llama3-8b."""
+    name = re.sub(r"[._\s]+", "-", Path(path).name.lower()).replace("llama-3", "llama3")
+    size = re.search(r"\d+b", name)
+    names = [shape for shape in shape_names() if size and shape.endswith(f"-{size[0]}")]
+    return SHAPE_PREFIX + difflib.get_close_matches(name, names or shape_names(), 1, cutoff=0)[0]
 
 
 def refuse_shape(path: str) -> None:

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
+from hpc_tune.config.scheduler import SlurmConfig
+from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
+
+# Of a node, where nobody says.
+_USUAL_RANKS, _USUAL_DEVICE, _USUAL_HOST = 8, 80 << 30, 512 << 30
 
 # Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
 _PEAK_BF16 = {
@@ -46,6 +51,40 @@ class Machine:
     def bytes_per_rank(self) -> int:
         """What a rank has for what it computes with: its GPU's memory, or its share of a node's."""
         return self.device_bytes or self.host_bytes_per_rank
+
+
+def machine_asked_for(
+    slurm: SlurmConfig,
+    nodes: int | None,
+    ranks_per_node: int | None,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    on_cpus: bool,
+) -> tuple[Machine, list[str]]:
+    """Return the machine that arguments name, else the ``slurm`` section if there is one, and in
+    words what neither names and is assumed.
+
+    ``on_cpus``: ranks without GPUs, whatever the rest says.
+    """
+    assumed, has_section = [], slurm != SlurmConfig()
+    if nodes is None:
+        nodes = slurm.nodes
+    if ranks_per_node is None and has_section:
+        on_cpus = on_cpus or (slurm.gpus_per_node == 0 and device_bytes is None)
+        ranks_per_node = slurm.ranks_per_node
+    elif ranks_per_node is None:
+        ranks_per_node = _USUAL_RANKS
+        assumed.append(f"{_USUAL_RANKS} ranks per node (--gpus-per-node)")
+    if device_bytes is None and not on_cpus:
+        device_bytes = _USUAL_DEVICE
+        assumed.append(f"{format_bytes(_USUAL_DEVICE)} per GPU (--device-memory)")
+    if host_bytes is None:
+        host_bytes = slurm.memory_bytes
+    if host_bytes is None:
+        host_bytes = _USUAL_HOST
+        assumed.append(f"{format_bytes(_USUAL_HOST)} per node (--host-memory)")
+    device_bytes = None if on_cpus else device_bytes
+    return Machine(nodes, ranks_per_node, device_bytes, host_bytes), assumed
 
 
 def machine_of(comm: Comm, host_bytes: int) -> Machine:

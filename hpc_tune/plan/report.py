@@ -21,6 +21,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.weights import index_model_directory
+from hpc_tune.plan.advice import Remedy, fits, remedies_for
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
     GPU_SLACK,
@@ -42,7 +43,7 @@ _WHOLE_UP_TO = 12
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of a run by phase; ``advice`` is empty where everything fits.
+    """The memory of a run by phase; ``remedies`` are for what does not fit.
 
     ``tokens_that_fit`` is about the largest micro-batch, in tokens.
     """
@@ -56,12 +57,17 @@ class Plan:
     trace: TraceReport
     phases: list[Phase]
     tokens_that_fit: int
-    advice: list[str]
+    remedies: list[Remedy]
 
     @property
     def fits(self) -> bool:
         """Whether every phase fits, but for optional ones."""
         return all(phase.optional or fits(phase, self.machine) for phase in self.phases)
+
+    @property
+    def advice(self) -> list[str]:
+        """The remedies in words, as they are proposed: see ``check_remedies``."""
+        return [remedy.text for remedy in self.remedies]
 
 
 def make_plan(
@@ -92,7 +98,7 @@ def make_plan(
             save,
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
-        step = _with_kernels(TracedStep(shape, *what), built, config, on_gpu, masked)
+        step = _with_kernels(TracedStep(shape, *what), built, config.train.compile, on_gpu, masked)
         trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
         report = _of_zero(trace_worst(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size)
@@ -119,34 +125,27 @@ def make_plan(
         tokens,
         [],
     )
-    return replace(plan, advice=_advice(plan, settings, tune.method))
+    return replace(plan, remedies=remedies_for(plan, settings, tune.method))
 
 
 def _with_kernels(
-    step: TracedStep, built: BuiltModel, config: RunConfig, on_gpu: bool, masked: bool
+    step: TracedStep, built: BuiltModel, compiled: bool, on_gpu: bool, masked: bool
 ) -> TracedStep:
     """Tell a traced step by which kernels it is computed."""
     device, dtype = None if on_gpu else torch.device("cpu"), step.shape.dtype
-    attention = kernels_of(built.config, dtype, config.train.compile, device).attention
+    attention = kernels_of(built.config, dtype, compiled, device).attention
     has_kernel = attention == "varlen" and not masked
     return replace(step, for_gpu=on_gpu, has_kernel=has_kernel, has_tiles=attention == "tiles")
 
 
-def fits(phase: Phase, machine: Machine) -> bool:
-    """Tell whether a phase leaves what a run needs of its limits, on a device and on its node."""
-    device = machine.device_bytes
-    on_device = device is None or phase.device_bytes <= DEVICE.fits * device
-    return on_device and phase.node_bytes(machine) <= HOST.fits * machine.host_bytes
-
-
-def as_lines(plan: Plan) -> list[str]:
+def as_lines(plan: Plan, advice: Sequence[str]) -> list[str]:
     """Return the plan as a table for a person."""
     machine, device = plan.machine, plan.machine.device_bytes
     where = f"GPUs of {format_bytes(device)}" if device is not None else "ranks on CPUs"
     lines = [
         f"model   {plan.model}",
-        f"world   {machine.nodes} nodes x {machine.ranks_per_node} {where}, "
-        f"{format_bytes(machine.host_bytes)} of host memory each",
+        f"world   {machine.nodes} node{'s' if machine.nodes > 1 else ''} x "
+        f"{machine.ranks_per_node} {where}, {format_bytes(machine.host_bytes)} of host memory each",
         f"layout  {plan.layout}: {plan.why}",
         f"batch   micro-batches of {plan.micro_rows} x {plan.seq_len} tokens",
         "",
@@ -154,14 +153,14 @@ def as_lines(plan: Plan) -> list[str]:
     ]
     for phase in plan.phases:
         on_device = "-" if device is None else format_bytes(phase.device_bytes)
-        left = machine.host_bytes - phase.node_bytes(machine)
-        if device is not None and phase.device_bytes:
-            left = min(left, device - phase.device_bytes)
+        left, of = machine.host_bytes - phase.node_bytes(machine), "node"
+        if device is not None and phase.device_bytes and device - phase.device_bytes < left:
+            left, of = device - phase.device_bytes, "GPU"
         mark = "" if fits(phase, machine) else "  DOES NOT FIT"
         mark += ": training waits instead" if mark and phase.optional else ""
         lines.append(
             f"{phase.name:<26}{on_device:>13}{format_bytes(phase.rank_bytes):>13}"
-            f"{format_bytes(phase.node_bytes(machine)):>13}{format_bytes(left):>13}{mark}"
+            f"{format_bytes(phase.node_bytes(machine)):>13}{format_bytes(left):>13} {of}{mark}"
         )
     lines.append("")
     rows = plan.tokens_that_fit // plan.seq_len
@@ -172,12 +171,13 @@ def as_lines(plan: Plan) -> list[str]:
             else f"room    data.seq_len up to about {plan.tokens_that_fit} in micro-batches of one"
         )
     lines.append(f"verdict {'fits' if plan.fits else 'does not fit'}")
-    return lines + [f"  - {advice}" for advice in plan.advice]
+    return lines + [f"  - {line}" for line in advice]
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: Plan, advice: Sequence[str]) -> str:
     """Return the plan as JSON for a program."""
-    tree: dict[str, Any] = asdict(plan)
+    tree: dict[str, Any] = {**asdict(replace(plan, remedies=[])), "advice": advice}
+    del tree["remedies"]
     for node, phase in zip(tree["phases"], plan.phases, strict=True):
         node |= {"node_bytes": phase.node_bytes(plan.machine), "fits": fits(phase, plan.machine)}
     return json.dumps({**tree, "fits": plan.fits}, indent=1)
@@ -291,59 +291,3 @@ def _tokens_that_fit(
 def _layout_text(resolved: Resolved) -> str:
     stage, layout = resolved.parallel.zero_stage, resolved.layout
     return str(layout) if stage is None else f"ZeRO {stage} over {layout.size} ranks"
-
-
-def _advice(plan: Plan, settings: MemorySettings, method: str) -> list[str]:
-    """Return what would make the phases fit that do not."""
-    machine, parallel = plan.machine, settings.parallel
-    bad = {phase.name: phase for phase in plan.phases if not fits(phase, machine)}
-    advice = []
-    if settings.save == "gathered" and "save" in bad:
-        needed, had = bad["save"].node_bytes(machine), machine.host_bytes
-        advice.append(
-            f"save: gathering {format_bytes(bad['save'].first_bytes)} on one rank takes "
-            f"{format_bytes(needed)} of {format_bytes(had)}; hpc_tune streams each rank's own part "
-            "(leave --save gathered out)"
-        )
-    if "load" in bad:
-        advice += _smaller_state(parallel, method, machine)
-    elif "steady" in bad:
-        if plan.tokens_that_fit >= plan.seq_len:
-            rows = plan.tokens_that_fit // plan.seq_len
-            advice.append(f"steady: batch.micro_size={rows} instead of {plan.micro_rows}")
-        if parallel.recompute != "full":
-            advice.append("steady: parallel.recompute=full keeps only each block's input")
-        if 0 < plan.tokens_that_fit < plan.seq_len:
-            advice.append(f"steady: data.seq_len={plan.tokens_that_fit} or less")
-        if not advice:
-            advice += _smaller_state(parallel, method, machine)
-    if "compile" in bad and "steady" not in bad:
-        advice.append("compile: run.threads=1 compiles in the rank's own process")
-    if "save, in the background" in bad and "steady" not in bad:
-        advice.append(
-            "save: with checkpoint.background=false training waits, and nothing is copied"
-        )
-    if "merge, in one process" in bad:
-        advice.append("merge: on a node with more memory; it holds one tensor at a time")
-    if (parallel.pipeline or 1) > 1 and "steady" in bad:
-        advice.append("steady: fewer pipeline stages have fewer micro-batches in flight")
-    return advice
-
-
-def _smaller_state(parallel: ParallelConfig, method: str, machine: Machine) -> list[str]:
-    advice = []
-    if parallel.zero_stage is None and (parallel.shard or 1) < machine.world_size:
-        advice.append(
-            f"weights: parallel.shard={machine.world_size} (now {parallel.shard or 1}), with "
-            "tensor and pipeline left out"
-        )
-    if parallel.offload_params == "none" and machine.device_bytes is not None:
-        advice.append("weights: parallel.offload_params=cpu, if the host has room")
-    if method == "full":
-        advice.append(
-            "state: tune.method=lora trains under 1% of the values; tune.param_dtype=bf16"
-        )
-    elif method == "lora":
-        advice.append("weights: tune.method=qlora keeps the base in 4 bits")
-    advice.append("more nodes")
-    return advice

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from hpc_tune.config.schema import TuneConfig
+from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
-from hpc_tune.model.shapes import shape_directory
+from hpc_tune.model.shapes import nearest_shape, shape_directory, shape_names
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,14 @@ def shape_of(path: str, dtype: torch.dtype, tune: TuneConfig, seed: int) -> Iter
         ConfigError: if there is no such shape.
     """
     if path != BUILTIN_TINY:
-        yield ModelShape(shape_directory(path), dtype, tune, seed)
+        directory = shape_directory(path)
+        if not directory.is_dir():
+            raise ConfigError(
+                f"model.path={path}: no such directory here. A plan needs its config.json alone; "
+                f"without that, plan a published model like it: model.path={nearest_shape(path)} "
+                f"(there is {', '.join(shape_names())})"
+            )
+        yield ModelShape(directory, dtype, tune, seed)
         return
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(Path(folder) / "tiny")

@@ -34,11 +34,23 @@ SILENT_S = 120.0
 SHOWS_WITHIN_S = 30.0  # on another host
 _SETTLE_S = 0.5  # of two that take over at once, both see who was last
 _LOOK_EVERY_S = 1.0
+_UNKNOWN = -1  # a file system that does not answer says nothing of a folder
 Lost = Callable[[HpcTuneError], None]
 
 
 class InUseError(ConfigError):
     """The run directory is another job's, and this job must write nothing into it."""
+
+
+class MovedError(InUseError):
+    """The run directory is not where it was; what has its name now is not this job's."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(
+            f"run.dir={run_dir} was renamed, removed or replaced while the run was writing into "
+            "it, so the run ends here. Its checkpoints are in the folder that it was: give that "
+            "its name back, or name it as run.dir, and rerun the same command to resume"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,7 @@ class LiveMark:
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="live-mark", daemon=True)
+        self._folder: int | None = None
 
     def take(self) -> None:
         """Make the folder this job's own, and keep it so.
@@ -144,6 +157,21 @@ class LiveMark:
         """Tell whether another job has taken the folder over."""
         return nonce_in(self._path) not in (None, self._me.nonce)
 
+    def know_folder(self) -> None:
+        """Remember, on any rank, which folder it is that has the name of the run directory."""
+        self._folder = _inode_of(self._path.parent)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return why something failed: that the run directory was moved, or ``error`` itself."""
+        moved = not isinstance(error, InUseError) and self._has_moved()
+        return MovedError(self._path.parent) if moved else error
+
+    def _has_moved(self) -> bool:
+        return self._folder is not None and _inode_of(self._path.parent) not in (
+            self._folder,
+            _UNKNOWN,
+        )
+
     def close(self) -> None:
         """Give the folder back, if this rank has taken it."""
         self._over.set()
@@ -171,6 +199,9 @@ class LiveMark:
 
     def _keep(self) -> None:
         while not self._over.wait(self._touch_every_s):
+            if self._has_moved() and not self._over.wait(_SETTLE_S) and self._has_moved():
+                self._lost(MovedError(self._path.parent))
+                return
             if self.is_anothers() and not self._over.is_set():
                 owner = (_look(self._path) or (None,))[0]
                 self._lost(
@@ -250,6 +281,16 @@ def _look(path: Path) -> tuple[Owner | None, float, float] | None:
         return Owner(**values), touched_s, now_s - touched_s
     except (ValueError, TypeError):
         return None, touched_s, now_s - touched_s
+
+
+def _inode_of(folder: Path) -> int | None:
+    """Return what stays when a folder is renamed; None where there is none, or ``_UNKNOWN``."""
+    try:
+        return folder.stat().st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return _UNKNOWN
 
 
 def _start_of(pid: int) -> str | None:

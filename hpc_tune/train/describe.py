@@ -82,9 +82,23 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
             "model.dtype=bf16: this CPU has no bf16 instructions (AVX512-BF16, AMX): a step may "
             "take tens of times as long as with model.dtype=fp32"
         )
-    for warning in few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch):
+    for warning in (
+        *idle_ranks(rows, resolved.layout),
+        *few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch),
+    ):
         log.warning("%s", warning)
     log.info("files   %s", config.run.dir)
+
+
+def idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
+    """Yield a warning where a step has fewer rows than there are ranks to share them."""
+    ranks, each = layout.data_size, layout.size // layout.data_size
+    if rows < ranks:
+        yield (
+            f"{rows} row{'s' if rows > 1 else ''} for {layout.size} ranks: "
+            f"{(ranks - rows) * each} ranks have nothing to do. Use {rows * each} ranks or "
+            f"batch.global_size={ranks}"
+        )
 
 
 def few_steps(
@@ -178,12 +192,15 @@ def _data(config: DataConfig, data: Data) -> str:
 def _batch(rows: int, layout: Layout, data: Data) -> str:
     ranks, epochs = layout.data_size, data.loader.total_rows / data.loader.num_rows_per_epoch
     fewest, more = divmod(rows, ranks)
-    uneven = f", {more} ranks one more: the others wait for them" if more else ""
+    each = f"{fewest} each"
+    if more:
+        each = f"{more} of them {'has' if more == 1 else 'have'} {fewest + 1}"
+        each += f", the others {fewest} and wait" if fewest else ", the others none"
     who = "rank" if ranks == layout.size else "group"
     who += "s" if ranks > 1 else ""
     who += "" if ranks == layout.size else " of ranks"
     return (
-        f"{rows} rows per step over {ranks} {who}: {fewest} each{uneven}; "
+        f"{rows} rows per step over {ranks} {who}: {each}; "
         f"{math.ceil(data.loader.num_rows_per_epoch / rows)} updates per epoch, "
         f"{data.total_steps} steps = {epochs:.2f} epochs"
     )

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpc_tune.config.schema import RunSettings
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LeavingError, LostHostError
+from hpc_tune.errors import (
+    EXIT_FAILED,
+    ConfigError,
+    HpcTuneError,
+    InterruptError,
+    LeavingError,
+    LostHostError,
+)
 from hpc_tune.log import configure
+from hpc_tune.packages import why_unusable
 from hpc_tune.rundir import details, outcome
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.outcome import Outcome, stopped
@@ -53,8 +61,11 @@ def failing(comm: Comm | None, run_dir: Path | None) -> Iterator[None]:
     """End every rank with what goes wrong in a block; see ``fail``."""
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
-        fail(comm, error, run_dir)
+    except KeyboardInterrupt:
+        fail(comm, InterruptError(), run_dir)
+    except Exception as error:
+        why = why_unusable(error)  # a package, which ranks import late
+        fail(comm, error if why is None else ConfigError(why), run_dir)
 
 
 @contextmanager
@@ -75,7 +86,7 @@ def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[
     """Raise the cause of an error of the block instead of the error."""
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
+    except Exception as error:
         cause = cause_of(error)
         if cause is error:
             raise
@@ -159,6 +170,8 @@ def _code_of_another_rank(
 def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: int) -> Outcome:
     if isinstance(error, LeavingError):
         return stopped(error.reason, error.step, error.facts)
+    if isinstance(error, InterruptError):
+        return Outcome("stopped", "SIGINT, twice", None, code)
     facts: dict[str, Any] = {}
     if comm is not None:
         facts = {"rank": comm.world.rank, "host": comm.world.hostname}

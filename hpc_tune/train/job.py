@@ -80,6 +80,7 @@ def open_job(
             ),
         )
         _require_shared(comm, run_dir)
+        owner.know_folder()
         events = comm.together(
             "opening the events", lambda: Events(run_dir / EVENTS if is_rank_0 else None)
         )
@@ -88,7 +89,7 @@ def open_job(
         )
         training = comm.in_training()
         memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
-        with translating(memory_exit.cause_of):
+        with translating(owner.cause_of), translating(memory_exit.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
                 events.write("warning", message=last.death, began_s=process_start())

@@ -10,14 +10,14 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_tune.errors import LeavingError, MemoryBudgetError
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.memory.policy import room_of
+from hpc_tune.memory.policy import DEVICE, HOST, room_of
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
 from hpc_tune.plan.process import run_plan
@@ -69,18 +69,32 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
         return Forecast(plan, _verdict(plan, machine))
     bad = [p for p in plan["phases"] if not p["fits"] and not p["optional"]]
     text = "this run does not fit into memory:\n" + "\n".join(
-        f"  - {phase['name']}: {format_bytes(phase['device_bytes'])} on a device, "
-        f"{format_bytes(phase['node_bytes'])} on a node's host, which have "
-        f"{format_bytes(machine.device_bytes or 0)} and {format_bytes(machine.host_bytes)}"
-        for phase in bad
+        f"  - {line}" for phase in bad for line in _lacking(phase, machine)
     )
     advice = "\n".join(f"  - {line}" for line in plan["advice"])
-    text += f"\nWhat would help:\n{advice}\nUse --force to start it anyway."
+    text += f"\nWhat would help:\n{advice}"
     if not force:
-        raise MemoryBudgetError(text)
+        raise MemoryBudgetError(f"{text}\nUse --force to start it anyway.")
     if comm.is_rank_0:
         log.warning("%s", text)
     return Forecast(plan, "does not fit by the plan; started with --force")
+
+
+def _lacking(phase: dict[str, Any], machine: Machine) -> Iterator[str]:
+    """Yield what a phase of ``plan --json`` needs and does not have, in words."""
+    what = {"steady": "a step", "load": "loading"}.get(phase["name"], phase["name"])
+    needs, has = phase["device_bytes"], machine.device_bytes
+    if has is not None and needs > DEVICE.fits * has:
+        yield (
+            f"{what} needs {format_bytes(needs)} of each device's memory; there are "
+            f"{format_bytes(has)}"
+        )
+    needs, has = phase["node_bytes"], machine.host_bytes
+    if needs > HOST.fits * has:
+        yield (
+            f"{what} needs {format_bytes(needs)} of host memory per node; there are "
+            f"{format_bytes(has)}"
+        )
 
 
 def _verdict(plan: dict[str, Any], machine: Machine) -> str:

@@ -66,10 +66,6 @@ def run_show(config: RunConfig, num_rows: int) -> int:
         lines = show_prepared(store, tokenizer, num_rows, look)
     else:
         lines = show(data.path, tokenizer, prepare_settings(data), num_rows, look)
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:  # such as by `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for line in lines:
+        print(line)
     return EXIT_DONE

@@ -45,7 +45,7 @@ from hpc_tune.world.json_channel import (
     StoreChannel,
 )
 from hpc_tune.world.keepalive import HostWatch, Lost
-from hpc_tune.world.nodes import nodes_of, place_of
+from hpc_tune.world.nodes import host_key, nodes_of, place_of
 from hpc_tune.world.numa import SYS, cpus_of
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
 from hpc_tune.world.step_limit import MARGIN_S
@@ -190,7 +190,7 @@ def _with_nodes(world: World, channel: Channel | None) -> World:
     """Return this rank's place, with the nodes that an unknown launcher did not tell."""
     if world.launcher != UNKNOWN or channel is None:
         return world
-    hosts = channel.all_gather(world.hostname)
+    hosts = channel.all_gather(host_key())
     nodes = nodes_of(hosts, hosts, [None] * world.size)
     return replace(world, **place_of(world.rank, nodes))
 

@@ -19,7 +19,7 @@ from hpc_tune.cluster.launchers import LAUNCHERS, launcher_of
 from hpc_tune.cluster.plain import UNKNOWN
 from hpc_tune.cluster.protocol import Claim, Launcher
 from hpc_tune.errors import WorldError, first_line
-from hpc_tune.world.nodes import nodes_of, place_of
+from hpc_tune.world.nodes import host_key, nodes_of, place_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> tuple[World, Any]:
     lowest = on_node.bcast(rank if on_node.Get_rank() == 0 else None)
     on_node.Free()
     hostname = socket.gethostname()
-    rows = mpi_comm.allgather((lowest, hostname, claim.local_size))
+    rows = mpi_comm.allgather((lowest, host_key(), claim.local_size))
     nodes = nodes_of(*(list(column) for column in zip(*rows, strict=True)))
     world = World(
         rank=rank,

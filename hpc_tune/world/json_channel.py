@@ -5,8 +5,10 @@ the launcher's meeting point and the others connect to it. Values travel as JSON
 """
 
 import contextlib
+import errno
 import hashlib
 import ipaddress
+import itertools
 import json
 import select
 import socket
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 NUM_CANDIDATE_PORTS = 16
 _FIRST_PORT, _LAST_PORT = 20000, 32000  # below Linux's ephemeral range, which starts at 32768
+_LOOPBACK = ("127.0.0.1", "::1")
+# The others may know this host by an address of another network than its own name stands for.
+_EVERYWHERE, _WIDEN_AFTER_S = ("0.0.0.0", "::"), 5.0
 _LOOK_EVERY_S = 0.05  # whether all ranks are there
 _HELLO_LIMIT_S = 2.0
 _MAX_MESSAGE_BYTES = 256 * 2**20
@@ -106,7 +111,7 @@ class StarChannel:
         ports = ports if ports is not None else candidate_ports(token)
         deadline_s = time.monotonic() + limit_s
         if world.rank == 0:
-            hosts = ["127.0.0.1"] if world.num_nodes == 1 else _own_addresses(addresses)
+            hosts = _LOOPBACK if world.num_nodes == 1 else _own_addresses(addresses)
             self._accept_all(hosts, ports, deadline_s, limit_s)
         else:
             self._peers[0] = self._connect(addresses, ports, deadline_s, limit_s)
@@ -134,9 +139,8 @@ class StarChannel:
         self, hosts: Sequence[str], ports: Sequence[int], deadline_s: float, limit_s: float
     ) -> None:
         with contextlib.ExitStack() as open_ones:
-            listeners = [
-                open_ones.enter_context(_listen_on_first_free(host, ports)) for host in hosts
-            ]
+            listeners = [open_ones.enter_context(s) for s in _listen(hosts, ports)]
+            widen_s = time.monotonic() + _WIDEN_AFTER_S if self._world.num_nodes > 1 else deadline_s
             while len(self._peers) < self._world.size - 1:
                 if time.monotonic() > deadline_s:
                     missing = [r for r in range(1, self._world.size) if r not in self._peers]
@@ -146,6 +150,10 @@ class StarChannel:
                         f"{missing[:16]}; look at their output, and whether a firewall closes "
                         "that port between the nodes"
                     )
+                if time.monotonic() > widen_s:
+                    widen_s = deadline_s
+                    open_ones.close()  # a port is taken for all addresses or for one
+                    listeners = [open_ones.enter_context(s) for s in _listen(_EVERYWHERE, ports)]
                 ready, _, _ = select.select(listeners, [], [], _LOOK_EVERY_S)
                 for listener in ready:
                     peer, _ = listener.accept()
@@ -175,15 +183,15 @@ class StarChannel:
             for address in addresses:
                 try:
                     # Once a round, not once a port: a name that does not resolve can take seconds.
-                    ip = socket.getaddrinfo(address, None, family=socket.AF_INET)[0][4][0]
+                    ips = _resolve(address)
                 except OSError as error:
                     seen = f"{address}: {error}"
                     continue
-                for port in ports:
+                for ip, port in itertools.product(ips, ports):
                     try:
                         return self._greet(str(ip), port, limit_s)
                     except (OSError, ValueError, AttributeError, WorldError) as error:
-                        seen = f"{address} port {port}: {error}"
+                        seen = f"{address} ({ip}) port {port}: {error}"
             time.sleep(0.2)
         raise WorldError(
             f"rank {self._world.rank} on {self._world.hostname} could not reach rank 0 at "
@@ -222,23 +230,50 @@ def _own_addresses(addresses: Sequence[str]) -> list[str]:
     """
     own: list[str] = []
     for address in addresses:
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            ip = str(socket.getaddrinfo(address, None, family=socket.AF_INET)[0][4][0])
-            probe.bind((ip, 0))
-            own += [ip] if ip not in own and not ipaddress.ip_address(ip).is_loopback else []
-    return own or [""]
+        with contextlib.suppress(OSError):
+            for ip in _resolve(address):
+                if not ipaddress.ip_address(ip).is_loopback and _is_own(ip) and ip not in own:
+                    own.append(ip)
+    return own or list(_EVERYWHERE)
 
 
-def _listen_on_first_free(host: str, ports: Sequence[int]) -> socket.socket:
-    for port in ports:
-        try:
-            return socket.create_server((host, port), backlog=1024)
-        except OSError:
-            continue
-    raise WorldError(
-        f"rank 0 found no free port among {ports[0]}-{ports[-1]}; end what listens there, or start "
-        f"with mpirun"
-    )
+def _resolve(address: str) -> list[str]:
+    """Return the addresses of a host, of either IP version."""
+    found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _is_own(ip: str) -> bool:
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as probe:
+        probe.bind((ip, 0))
+        return True
+    return False
+
+
+def _listen(hosts: Sequence[str], ports: Sequence[int]) -> list[socket.socket]:
+    """Return sockets that listen on those of ``hosts`` that this host has, of either IP version.
+
+    Raises:
+        WorldError: if no port is free.
+    """
+    listeners = []
+    for host in hosts:
+        family, busy = socket.AF_INET6 if ":" in host else socket.AF_INET, False
+        for port in ports:
+            try:
+                # One of IPv6 is for that alone.
+                listeners.append(socket.create_server((host, port), family=family, backlog=1024))
+                break
+            except OSError as error:
+                busy = error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+        else:
+            if busy or (host is hosts[-1] and not listeners):
+                raise WorldError(
+                    f"rank 0 found no free port among {ports[0]}-{ports[-1]}; end what listens "
+                    "there, or start with mpirun"
+                )
+    return listeners
 
 
 def _send(peer: socket.socket, value: Any) -> None:

@@ -1,10 +1,26 @@
 """Which ranks share a node."""
 
+import contextlib
+import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpc_tune.errors import WorldError
+
+
+def host_key() -> str:
+    """Return what is equal for the ranks of one host: its name, which several may share, the boot
+    of its kernel, and the network that loopback belongs to, which containers may have of their own.
+    """
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
 
 
 def nodes_of(

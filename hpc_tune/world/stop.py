@@ -14,10 +14,10 @@ from typing import Any
 
 from hpc_tune.cluster.schedulers import job_end
 from hpc_tune.errors import WorldError
+from hpc_tune.first_signals import STOP_SIGNALS, is_ignored, say
 from hpc_tune.world.processes import started_s
 
 STOP_FILE = "STOP"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _FILE_CHECK_EVERY_S = 1.0
 
 
@@ -57,9 +57,13 @@ class StopFlag:
         return cls(run_dir if is_rank_0 else None, time_limit_s, is_first=is_rank_0)
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts immediately."""
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._on_signal)
+        """Handle SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGINT; a second SIGINT interrupts at once.
+
+        Under nohup SIGHUP stays ignored.
+        """
+        for number in STOP_SIGNALS:
+            if not is_ignored(number):
+                self._before[number] = signal.signal(number, self._on_signal)
 
     def end(self) -> None:
         """Say from now on that the run is ending by itself."""
@@ -108,7 +112,7 @@ class StopFlag:
             raise KeyboardInterrupt
         if self._prints and self._signal is None:
             name = signal.Signals(number).name
-            os.write(2, f"{name}: {self._says}\n".encode())
+            say(f"{name}: {self._says}\n")
         self._signal = number
 
     def _has_file(self) -> bool:

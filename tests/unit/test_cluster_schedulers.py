@@ -14,9 +14,9 @@ END = datetime(2031, 5, 6, 7, 8, 9)
 def scontrol(tmp_path, monkeypatch):
     """A function that plants a scontrol which answers with a text."""
 
-    def answers(text):
+    def answers(text, job="7"):
         program = tmp_path / "scontrol"
-        program.write_text(f'#!/bin/sh\n[ "$*" = "show job 7" ] || exit 9\necho "{text}"\n')
+        program.write_text(f'#!/bin/sh\n[ "$*" = "show job {job}" ] || exit 9\necho "{text}"\n')
         program.chmod(0o755)
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
@@ -38,6 +38,8 @@ def preempted(environ):
     [
         ({"SLURM_JOB_ID": "7"}, "7", "0"),
         ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, "7", "2"),
+        ({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}, "7_3", "0"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "7_0", "0"),
         ({"PBS_JOBID": "7.head"}, "7.head", "0"),
         ({"PBS_JOBID": "7.head", "SLURM_JOB_ID": ""}, "7.head", "0"),
         ({"PBS_JOBID": "7.head", "SLURM_RESTART_COUNT": "2"}, "7.head", "0"),
@@ -92,6 +94,21 @@ def test_slurm_tells_whether_it_takes_the_nodes_away(scontrol, shown, is_preempt
     scontrol(f"JobId=7 {shown} EndTime=Unknown")
     assert preempted({"SLURM_JOB_ID": "7"}) == is_preempted
     assert not preempted({"PBS_JOBID": "7"})
+
+
+def test_of_an_array_this_task_alone_is_asked_about_and_requeued(scontrol):
+    task = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    scontrol(f"JobId=7 EndTime={END.isoformat()} PreemptTime={END.isoformat()}", job="7_3")
+    assert job_end(task, ask=True) == END.timestamp()
+    assert preempted(task)
+    assert requeue_command(task) == ["scontrol", "requeue", "7_3"]
+
+
+@pytest.mark.parametrize("form", ["relative", "%a %H:%M"])
+def test_times_are_read_whatever_the_users_own_format_of_them(scontrol, monkeypatch, form):
+    monkeypatch.setenv("SLURM_TIME_FORMAT", form)
+    scontrol(f"EndTime=$([ $SLURM_TIME_FORMAT = standard ] && echo {END.isoformat()})")
+    assert job_end({"SLURM_JOB_ID": "7"}, ask=True) == END.timestamp()
 
 
 def test_the_scripts_word_on_the_end_comes_first():

@@ -1,11 +1,13 @@
 """Slurm: the batch script that ``submit`` writes, and the lists of nodes that srun gives."""
 
 import os
+import re
 import subprocess
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from hpc_tune import cli
 from hpc_tune.cluster.slurm import expand_nodelist, render
@@ -29,6 +31,7 @@ WHOLE = SlurmConfig(
     venv="/home/me/my venv",
     container="apptainer exec --nv 'my image.sif'",
     launch="srun --mpi=pmix",
+    options=["--constraint=a100&ib", "--exclusive", "-w=n[1-4]"],
 )
 
 
@@ -51,6 +54,9 @@ def test_all_that_is_set_stands_in_the_script(tmp_path):
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
         "#SBATCH --no-kill",
+        "#SBATCH --constraint=a100&ib",
+        "#SBATCH --exclusive",
+        "#SBATCH -w=n[1-4]",
         "set -eo pipefail",
         f"cd '{tmp_path}/my run'",
         "module load python/3.11 openmpi",
@@ -107,6 +113,35 @@ def test_what_a_line_of_sbatch_cannot_hold_is_refused(tmp_path, name, value):
         render(SlurmConfig(**{name: value}), [], tmp_path)
 
 
+def test_gpus_that_a_site_wants_asked_for_otherwise_are_asked_for_once(tmp_path):
+    settings = SlurmConfig(gpus_per_node=4, options=["--gres=gpu:4"])
+    script = render(settings, [], tmp_path)
+    assert "#SBATCH --gres=gpu:4\n" in script
+    assert "#SBATCH --ntasks-per-node=4\n" in script
+    assert "--gpus-per-node" not in script
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--nodes=3", "use slurm.nodes"),
+        ("-N3", "use slurm.nodes"),
+        ("--array=0-3", "slurm/sweep.sh"),
+        ("constraint=gpu", "is no option of sbatch"),
+        ("--comment=a b", "is no option of sbatch"),
+        ("--mail-user=me@x\n#SBATCH --uid=0", "is no option of sbatch"),
+    ],
+)
+def test_an_option_that_contradicts_the_script_is_refused(option, said):
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        SlurmConfig(options=[option])
+
+
+def test_an_option_of_sbatch_that_is_no_setting_is_told_where_it_belongs(capsys):
+    assert cli.main(["submit", "--dry-run", "slurm.mail_user=me@site"]) == 2
+    assert "slurm.options=[--mail-user=...]" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_and_submits_nothing(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert cli.main(["submit", "--dry-run", "slurm.nodes=3", "train.seed=7"]) == 0
@@ -117,12 +152,20 @@ def test_a_dry_run_prints_and_submits_nothing(capsys, monkeypatch):
     assert "sbatch is not on PATH" in capsys.readouterr().err
 
 
-def test_an_environment_that_is_not_there_is_warned_of_before_the_job_waits(
-    capsys, tmp_path, monkeypatch
-):
-    (tmp_path / "sbatch").write_text("#!/bin/sh\ncat >/dev/null; echo 7\n")
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch):
+    """An sbatch that takes every script; its file has the variables that it was given."""
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat >/dev/null; env >{tmp_path}/given; echo 7\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "from").mkdir()
+    monkeypatch.chdir(tmp_path / "from")
+    return tmp_path / "given"
+
+
+def test_an_environment_that_is_not_there_is_warned_of_before_the_job_waits(
+    capsys, tmp_path, sbatch
+):
     (tmp_path / "here" / "bin").mkdir(parents=True)
     (tmp_path / "here" / "bin" / "activate").write_text("")
     assert cli.main(["submit", f"slurm.venv={tmp_path}/here"]) == 0
@@ -131,6 +174,45 @@ def test_an_environment_that_is_not_there_is_warned_of_before_the_job_waits(
     said = capsys.readouterr()
     assert f"there is no {tmp_path}/mine/bin/activate on this host" in said.err
     assert "submitted job 7" in said.out
+
+
+def test_a_job_submitted_from_inside_of_another_gets_none_of_its_variables(
+    capsys, sbatch, monkeypatch
+):
+    of_the_job = {
+        "SLURM_JOB_ID": "5", "SLURM_MEM_PER_CPU": "4000", "SLURM_CPU_BIND": "quiet",
+        "SRUN_CPUS_PER_TASK": "2", "PMI_FD": "9", "CUDA_VISIBLE_DEVICES": "0",
+    }  # fmt: skip
+    of_the_user = {"SLURM_CONF": "/etc/s.conf", "SLURM_CLUSTERS": "big", "OMPI_MCA_pml": "ucx"}
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name, value in (of_the_user | {"SLURM_CPU_BIND": "none"}).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["submit", "slurm.nodes=2"]) == 0
+    assert "SLURM_CPU_BIND=none\n" in sbatch.read_text()  # no job: it is the user's own
+    assert capsys.readouterr().err == ""
+    for name, value in of_the_job.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["submit"]) == 0
+    given = dict(line.split("=", 1) for line in sbatch.read_text().splitlines() if "=" in line)
+    assert not given.keys() & of_the_job.keys()
+    assert given.items() >= of_the_user.items()
+    assert (
+        "this shell is in job 5; the new job does not get its 6 variables"
+        in capsys.readouterr().err
+    )
+
+
+def test_the_folder_of_the_output_is_made_before_slurm_needs_it(capsys, tmp_path, sbatch):
+    assert cli.main(["submit", "slurm.output=logs/a/%x-%j.out"]) == 0
+    assert (tmp_path / "from" / "logs" / "a").is_dir()
+    assert capsys.readouterr().err == ""
+    assert cli.main(["submit", "slurm.output=logs/%j/out"]) == 0
+    assert "Slurm makes no folders" in capsys.readouterr().err
+    (tmp_path / "from" / "file").touch()
+    sbatch.unlink()
+    assert cli.main(["submit", "slurm.output=file/%j.out"]) == 2
+    assert "its folder cannot be made (" in capsys.readouterr().err
+    assert not sbatch.exists()
 
 
 def test_a_job_gets_all_files_of_settings_in_their_order(capsys, tmp_path):

@@ -65,4 +65,10 @@ def test_a_configuration_fits_the_machine_of_its_launch_line(name):
         [sys.executable, "-m", "hpc_tune", *words], capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    assert json.loads(done.stdout)["fits"]
+    planned = json.loads(done.stdout)
+    assert planned["fits"]
+    node_bytes = max(phase["node_bytes"] for phase in planned["phases"])
+    for script in (FOLDER.parent / "slurm").glob("*.sh"):
+        if f"configs/{file.name}" in script.read_text():
+            gigabytes = int(re.search(r"--mem=(\d+)G", script.read_text())[1])
+            assert node_bytes < gigabytes << 30 < 8 * node_bytes

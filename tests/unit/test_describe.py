@@ -8,9 +8,10 @@ import torch
 
 from hpc_tune import cli
 from hpc_tune.config.load import load_config
+from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.loss import LossModel
 from hpc_tune.plan.model_size import ModelSize, Weights
-from hpc_tune.train.describe import allocator_of, few_steps, method_of, rate_of
+from hpc_tune.train.describe import _batch, allocator_of, few_steps, idle_ranks, method_of, rate_of
 from hpc_tune.train.model import Model
 
 
@@ -44,6 +45,35 @@ def test_too_few_updates_are_told_of(total_steps, rows_per_epoch, warmup, words)
     told = warnings_of(settings, total_steps, rows_per_epoch)
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "layout", "said"),
+    [
+        (8, Layout(16, 1), ["8 rows for 16 ranks: 8 ranks have nothing to do. Use 8 ranks or"]),
+        (1, Layout(1, 2, 4), ["1 row for 8 ranks: 4 ranks have nothing to do. Use 4 ranks or"]),
+        (16, Layout(16, 1), []),
+        (17, Layout(16, 1), []),
+    ],
+)
+def test_ranks_without_a_row_are_told_of(rows, layout, said):
+    told = list(idle_ranks(rows, layout))
+    assert len(told) == len(said)
+    assert all(text.startswith(word) for word, text in zip(said, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "said"),
+    [
+        (8, 4, "8 rows per step over 4 ranks: 2 each; "),
+        (4, 3, "4 rows per step over 3 ranks: 1 of them has 2, the others 1 and wait; "),
+        (8, 16, "8 rows per step over 16 ranks: 8 of them have 1, the others none; "),
+    ],
+)
+def test_how_the_rows_of_a_step_are_shared_is_told(rows, ranks, said):
+    loader = SimpleNamespace(total_rows=160, num_rows_per_epoch=80)
+    data: Any = SimpleNamespace(loader=loader, total_steps=20)
+    assert _batch(rows, Layout(ranks, 1), data).startswith(said)
 
 
 def test_epochs_that_a_number_of_steps_overrules_are_told_of():

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.errors import EXIT_RESUMABLE, ConfigError, GoneError, LeavingError, LostHostError
+from hpc_tune.errors import (
+    EXIT_RESUMABLE,
+    ConfigError,
+    GoneError,
+    InterruptError,
+    LeavingError,
+    LostHostError,
+)
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
 from hpc_tune.train.exit import StartupWatchdog
@@ -239,3 +246,25 @@ def test_the_last_outcome_stays_where_there_is_no_room_for_another(tmp_path):
     with pytest.raises(OSError, match="directory"):
         outcome.begin(tmp_path)
     assert outcome.read(tmp_path)["reason"] == "the first"
+
+
+def test_a_second_interrupt_ends_a_run_without_a_traceback(left, tmp_path, monkeypatch):
+    with train_exit.failing(None, tmp_path), train_exit.translating(lambda error: ConfigError("x")):
+        raise KeyboardInterrupt
+    assert [(type(e), e.exit_code) for e in left] == [(InterruptError, 130)]
+    monkeypatch.undo()
+    monkeypatch.setattr(train_exit, "die", lambda comm, code: None)
+    train_exit.fail(None, left[0], tmp_path)
+    ended = outcome.read(tmp_path)
+    assert (ended["status"], ended["reason"], ended["exit_code"]) == (
+        "stopped",
+        "SIGINT, twice",
+        130,
+    )
+
+
+def test_a_package_that_cannot_be_used_is_the_users_to_mend(left, tmp_path):
+    with train_exit.failing(None, tmp_path):
+        raise ImportError("cannot import name 'x' from 'old'", name="old", path="/site/old/a.py")
+    assert [type(e) for e in left] == [ConfigError]
+    assert "old in /site cannot be used: cannot import name 'x' from 'old'" in str(left[0])

@@ -13,7 +13,7 @@ from hpc_tune.errors import ConfigError
 )
 def test_what_it_writes_is_a_configuration_with_the_answers_in_it(tmp_path, method, machine):
     given = DEFAULTS | {"method": method, "machine": machine, "data": "my data/*.jsonl"}
-    next_commands = write_config(tmp_path / "mine.yaml", given)
+    next_commands = write_config(tmp_path / "mine.yaml", given, 8 << 30)
     config = load_config([str(tmp_path / "mine.yaml")], [])
     assert (config.tune.method, config.data.path) == (method, "my data/*.jsonl")
     assert config.slurm.nodes == (4 if machine == "4x8" else 1)
@@ -23,8 +23,15 @@ def test_what_it_writes_is_a_configuration_with_the_answers_in_it(tmp_path, meth
 
 def test_rows_are_no_longer_than_the_model_allows(tmp_path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
-    write_config(tmp_path / "mine.yaml", DEFAULTS | {"model": str(tmp_path)})
+    write_config(tmp_path / "mine.yaml", DEFAULTS | {"model": str(tmp_path), "machine": "1x1"}, 1)
     assert load_config([str(tmp_path / "mine.yaml")], []).data.seq_len == 2048
+
+
+def test_on_cpus_a_step_is_small_and_the_plan_is_of_this_machine(tmp_path):
+    said = write_config(tmp_path / "mine.yaml", DEFAULTS | {"model": str(tmp_path)}, 24 << 30)
+    config = load_config([str(tmp_path / "mine.yaml")], [])
+    assert config.batch.global_size * config.data.seq_len == 8 * 1024
+    assert any(line.endswith("--cpu --gpus-per-node 1 --host-memory 24576MiB") for line in said)
 
 
 def test_what_is_missing_is_asked_for_and_enter_takes_the_default():
@@ -47,14 +54,14 @@ def test_without_a_terminal_the_missing_arguments_are_named():
 @pytest.mark.parametrize("machine", ["", "8", "0x8", "2x", "gpu", "2x8x80"])
 def test_a_machine_that_cannot_be_read_is_refused(tmp_path, machine):
     with pytest.raises(ConfigError, match="expected cpu, or NODESxGPUS"):
-        write_config(tmp_path / "mine.yaml", DEFAULTS | {"machine": machine})
+        write_config(tmp_path / "mine.yaml", DEFAULTS | {"machine": machine}, 8 << 30)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path):
     (tmp_path / "mine.yaml").write_text("mine")
     with pytest.raises(ConfigError, match="is there already"):
-        write_config(tmp_path / "mine.yaml", DEFAULTS)
+        write_config(tmp_path / "mine.yaml", DEFAULTS, 8 << 30)
     assert (tmp_path / "mine.yaml").read_text() == "mine"
 
 

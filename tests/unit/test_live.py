@@ -16,6 +16,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.rundir.owner import (
     FILE,
     LiveMark,
+    MovedError,
     is_known_to_be,
     nonce_in,
     release,
@@ -161,6 +162,27 @@ def test_a_job_whose_folder_was_taken_over_hears_of_it(tmp_path):
     assert "was taken over by job 6 on host far" in told[0]
     own.close()
     assert nonce_in(tmp_path / FILE) == "theirs", "another's mark is left alone"
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_job_whose_folder_was_renamed_hears_of_it(tmp_path, is_replaced):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    heard, told = threading.Event(), []
+    own = mark(folder, lost=lambda error: (told.append(error), heard.set()))
+    own.take()
+    own.know_folder()
+    failed = OSError("no such file")
+    assert own.cause_of(failed) is failed
+    folder.rename(tmp_path / "elsewhere")
+    if is_replaced:
+        folder.mkdir()
+    assert heard.wait(60)
+    assert f"run.dir={folder} was renamed, removed or replaced" in str(told[0])
+    assert isinstance(own.cause_of(failed), MovedError)
+    own.close()
+    assert (tmp_path / "elsewhere" / FILE).exists()
+    assert not is_replaced or list(folder.iterdir()) == []
 
 
 def test_any_rank_of_a_start_gives_its_folder_back_and_no_others(tmp_path):

@@ -175,7 +175,7 @@ def test_405b_on_512_ranks_is_answered_in_a_minute():
         (["--device-memory", "much"], "--device-memory: 'much' is not a size"),
         (["--nodes", "0"], "--nodes: found 0, expected at least 1"),
         (["--gpus-per-node", "3", "parallel.shard=2"], "expected replicate x shard"),
-        (["model.path=/nowhere"], "/nowhere"),
+        (["model.path=/nowhere"], "/nowhere: no such directory here"),
         (["--hosts", "3"], "unknown argument --hosts"),
     ],
 )

@@ -270,6 +270,10 @@ def test_no_field_of_slurm_can_bring_a_command_into_the_batch_script(cluster, ra
         with pytest.raises(ValidationError, match=f"{name}\n.*Slurm takes"):
             SlurmConfig(**{name: value})
         return
+    if name == "options":
+        with pytest.raises(ValidationError, match="options\n.*is no option of sbatch"):
+            SlurmConfig(options=[f"--constraint={text}"])
+        return
     wanted, words = SlurmConfig(**{name: value}), [text, f"run.name={text}"]
     if name in LINES_OF_SBATCH or (name in ("launch", "container") and text.count("'") == 1):
         with pytest.raises(ConfigError, match=f"slurm.{name}="):
@@ -396,7 +400,8 @@ def test_ranks_meet_at_the_interface_that_is_named_and_at_no_other():
         pytest.skip("this host has loopback alone")
     own = json_channel._own_addresses([ips[0], "no.such.host.invalid", ips[0], "127.0.0.1"])
     assert own == [ips[0]]
-    with json_channel._listen_on_first_free(own[0], [0]) as listener:
+    (only,) = json_channel._listen(own, [0])
+    with only as listener:
         address, port = listener.getsockname()[:2]
         assert address == ips[0]
         socket.create_connection((address, port), timeout=5).close()

@@ -269,6 +269,15 @@ def test_ranks_that_their_launcher_ended_start_again(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("code", [75, 138])
+def test_ranks_that_a_signal_ends_while_they_import_have_not_crashed(tmp_path, code):
+    job = Job(tmp_path, *[{"code": code, "step": 0}] * 3, says("done", "all steps done", 0, 9))
+    assert job.end() == 0, job.stderr
+    starts = job.starts()
+    assert [start["status"] for start in starts] == ["stopped"] * 3 + ["done"]
+    assert starts[0]["reason"] == "a signal while it started"
+
+
 def test_a_job_that_slurm_preempts_is_requeued(tmp_path):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\necho JobId=7 PreemptTime=2026-01-01T00:00:00 EndTime=Unknown\n")

@@ -5,7 +5,7 @@ import pytest
 
 from hpc_tune.errors import WorldError
 from hpc_tune.world.discover import World, discover
-from hpc_tune.world.nodes import nodes_of
+from hpc_tune.world.nodes import host_key, nodes_of
 from tests.support.launcher_variables import HYDRA, OPENMPI, SRUN, TORCHRUN
 
 
@@ -79,3 +79,15 @@ def test_importing_the_world_imports_neither_torch_nor_mpi():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_networks():
+    program = "from hpc_tune.world.nodes import host_key; print(host_key())"
+    argv = [sys.executable, "-c", program]
+    here = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert here.strip() == host_key()
+    there = subprocess.run(["unshare", "--net", *argv], capture_output=True, text=True)
+    if there.returncode:
+        pytest.skip("network namespaces need root")
+    assert there.stdout.split()[0] == here.split()[0]
+    assert there.stdout != here

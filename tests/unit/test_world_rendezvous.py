@@ -238,6 +238,40 @@ def test_two_jobs_that_share_candidate_ports_do_not_mix():
     assert told == [[f"job {i // 2} rank 0", f"job {i // 2} rank 1"] for i in range(4)]
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_star_meets_by_either_version_of_ip(address):
+    if ":" in address and not json_channel._is_own("::1"):
+        pytest.skip("this host has no IPv6")
+
+    def rank(rank):
+        star = StarChannel(world_of(rank, 2), [address], f"by {address}", 20)
+        told = star.all_gather(rank)
+        star.close()
+        return told
+
+    assert on_threads(2, rank) == [[0, 1]] * 2
+
+
+def test_a_host_is_found_by_an_address_that_its_own_name_does_not_stand_for(monkeypatch):
+    monkeypatch.setattr(json_channel, "_own_addresses", lambda addresses: ["127.0.0.2"])
+    monkeypatch.setattr(json_channel, "_WIDEN_AFTER_S", 0.3)
+
+    def rank(rank):
+        star = StarChannel(world_of(rank, 2, num_nodes=2), ["127.0.0.1"], "elsewhere", 20)
+        told = star.all_gather(rank)
+        star.close()
+        return told
+
+    assert on_threads(2, rank) == [[0, 1]] * 2
+
+
+def test_a_port_that_is_taken_is_told_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(WorldError, match="found no free port"):
+            StarChannel(world_of(0, 2), ["127.0.0.1"], "taken", 20, [port])
+
+
 def test_ranks_that_never_come_are_named():
     with pytest.raises(WorldError, match=r"these ranks never connected: \[1, 2\]"):
         StarChannel(world_of(0, 3), ["127.0.0.1"], "lonely", 0.1)

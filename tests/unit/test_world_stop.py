@@ -1,14 +1,19 @@
 import errno
 import os
+import pty
 import signal
+import sys
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from hpc_tune.log import log
 from hpc_tune.world import stop
 from hpc_tune.world.stop import StopFlag
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def test_nothing_asks_to_stop_at_first(flag):
     assert flag.seconds_left() is None
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT"])
 def test_a_signal_only_sets_the_flag(flag, name):
     os.kill(os.getpid(), getattr(signal, name))
     assert flag.reason() == name
@@ -50,6 +55,41 @@ def test_the_end_of_a_run_is_told_and_then_nothing_interrupts_it(capfd):
         assert flag.reason() == "SIGUSR1"
     finally:
         flag.close()
+
+
+def test_under_nohup_a_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    flag = StopFlag(environ={})
+    flag.install()
+    os.kill(os.getpid(), signal.SIGHUP)
+    flag.close()
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    assert flag.reason() is None
+
+
+TERMINAL = """
+import time
+from hpc_tune.world.stop import StopFlag
+flag = StopFlag(is_first=True, environ={})
+flag.install()
+print("ready", flush=True)
+while flag.reason() is None:
+    time.sleep(0.01)
+print("one more step", flush=True)
+open(OUT, "w").write(flag.reason())
+"""
+
+
+def test_a_run_goes_on_to_its_save_when_its_terminal_is_closed(tmp_path):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        program = TERMINAL.replace("OUT", repr(str(tmp_path / "out")))
+        os.execve(sys.executable, [sys.executable, "-c", program], {"PYTHONPATH": str(ROOT)})
+    while b"ready" not in os.read(terminal, 1000):
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (tmp_path / "out").read_text() == "SIGHUP"
 
 
 def test_the_signals_are_given_back():

@@ -1,0 +1,124 @@
+"""Packages that cannot be used: missing, or of another version that a variable puts in front.
+
+Imports nothing but Python's own, since anything else may be what is broken.
+"""
+
+import importlib.metadata
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType, ModuleType
+
+_OWN = "hpc_tune"
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
+
+
+def why_unusable(error: BaseException) -> str | None:
+    """Return which package an error while importing is about, and what to do; else None."""
+    if not isinstance(error, ImportError) and not _is_while_importing(error):
+        return None
+    package, file = _package_of(error)
+    if package == _OWN:
+        return None
+    if file is None and isinstance(error, ModuleNotFoundError):
+        return (
+            f"the Python at {sys.executable} has no module {error.name}; expected one in which "
+            "hpc_tune is installed: activate that environment (source .venv/bin/activate), or "
+            "install into this one as docs/laptop.md says"
+        )
+    folder = Path(file).parent.parent if file else None
+    found = next((v for name, v in _installed(folder) if name == _plain(package)), None)
+    found = found or getattr(sys.modules.get(package), "__version__", None)
+    what = f"{package} {found}" if found else package
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = f"{what} in {folder or 'an unknown folder'} cannot be used: {lines[0]}"
+    needs = required().get(_plain(package))
+    text += f"; expected {package}{needs}" if needs else ""
+    return f"{text}. {_remedy(folder)}"
+
+
+def in_front(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a warning for each package of a version that hpc_tune does not take and that
+    PYTHONPATH puts in front of the installed one.
+    """
+    needed, warnings = required(), []
+    for folder in _folders_of(environ):
+        for name, version in _installed(folder):
+            if name in needed and not _is_within(version, needed[name]):
+                warnings.append(
+                    f"PYTHONPATH has {name} {version} in {folder}, in front of the installed one; "
+                    f"expected {name}{needed[name]}. {_remedy(folder, environ)}"
+                )
+    return warnings
+
+
+def required() -> dict[str, str]:
+    """Return the versions that hpc_tune takes, such as ``>=2.11,<2.14``, by package."""
+    try:
+        lines = importlib.metadata.requires(_OWN) or []
+    except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
+        return {}
+    matches = [_REQUIREMENT.fullmatch(line) for line in lines]
+    return {_plain(m[1]): m[2].strip() for m in matches if m and "extra" not in (m[3] or "")}
+
+
+def _is_while_importing(error: BaseException) -> bool:
+    """Return whether the code at the top of a file was running; Python hides its own frames."""
+    return any(
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+        for frame in _frames(error)
+    )
+
+
+def _package_of(error: BaseException) -> tuple[str, str | None]:
+    """Return the package that an error names, or in whose file it was raised, and a file of it."""
+    name, last = None, _frames(error)[-1].f_globals
+    if isinstance(error, ImportError):
+        name = error.name
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        name = error.obj.__name__
+    package = (name or str(last.get("__name__"))).partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None) or getattr(error, "path", None)
+    return package, file or (last.get("__file__") if name is None else None)
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _installed(folder: Path | None) -> Iterator[tuple[str, str]]:
+    """Yield the name and version of each package that pip has put into a folder."""
+    for path in folder.glob("*-info") if folder is not None else ():
+        name, _, version = path.stem.partition("-")
+        yield _plain(name), version.partition("-")[0]
+
+
+def _folders_of(environ: Mapping[str, str]) -> list[Path]:
+    return [Path(folder) for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def _remedy(folder: Path | None, environ: Mapping[str, str] = os.environ) -> str:
+    if folder is not None and folder.resolve() in [f.resolve() for f in _folders_of(environ)]:
+        return f"Unset PYTHONPATH, or take {folder} out of it"
+    return "Install the versions that docs/laptop.md names into this environment"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _is_within(version: str, needs: str) -> bool:
+    """Compare the numbers of a version with such as ``>=2.11,<2.14``."""
+    have = _numbers(version)
+    for bound in filter(None, map(str.strip, needs.split(","))):
+        sign, limit = re.match(r"[<>=!~]*", bound)[0], _numbers(bound)  # type: ignore[index]
+        if (sign == ">=" and have < limit) or (sign == "<" and have >= limit):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3])
