@@ -230,7 +230,8 @@ def report(converted: Converted, notes: Sequence[str]) -> list[str]:
         lines += [f"{'*' if line.to_do else ' '} {line}" for line in group]
     known = {str(line) for group in groups.values() for line in group}
     further = [note for note in notes if note not in known]
-    return [*lines, f"further notes ({len(further)})", *(f"* {note}" for note in further)]
+    lines += [f"further notes ({len(further)})"] if further else []
+    return [*lines, *(f"* {note}" for note in further)]
 
 
 def write_new(path: Path, text: str) -> None:

@@ -23,6 +23,10 @@ _LEAST_TRAINED = 50  # percent; of which less is trained on is a part, and not d
 def cut(part: str, ours: str, file: Any = None) -> Left:
     """Return how to write a part of a file; ``part`` is a slice of the list of records ``r``."""
     is_known = isinstance(file, str)
+    if is_known and not file.endswith((".json", ".jsonl")):
+        records = part.replace("len(r)", "their number")
+        instead = f"write records {records} of {file} (the first is 0) to a file of their own; set "
+        return Left(f"{instead}{ours} to that", to_do=True)
     name = shlex.quote(file) if is_known else "FILE"
     which = "" if is_known else ", FILE being JSON or JSONL"
     command = f'python -c "{_COMMAND.format(part=part)}" {name} > part.jsonl'

@@ -201,6 +201,14 @@ def test_the_command_for_a_part_of_the_data_gives_it(tmp_path, text, changes, ke
     assert got == RECORDS[kept]
 
 
+@pytest.mark.parametrize(("split", "part"), [("train[:5%]", ":round(their number*5/100)")])
+def test_a_part_of_a_file_of_another_kind_is_named_without_a_command(split, part):
+    changes = {"dataset__data_files": "/d/a.parquet", "dataset__split": split}
+    line = line_of(command.convert(theirs(TUNE, **changes), 1).left, "dataset.split")
+    assert f"write records {part} of /d/a.parquet" in line
+    assert "python -c" not in line
+
+
 @pytest.mark.parametrize(
     ("text", "changes"),
     [
