@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from hpc_tune.convert.another_training import of_axolotl
 from hpc_tune.convert.axolotl_data import CHAT_TEMPLATE, LISTS, data_rules, files_of
 from hpc_tune.convert.axolotl_others import DECIDED, LEFT
+from hpc_tune.convert.layers import targets
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
     Decided,
@@ -23,7 +25,6 @@ from hpc_tune.convert.outcomes import (
     same,
 )
 from hpc_tune.convert.trainer import (
-    SCHEDULES,
     deepspeed,
     epochs,
     eval_steps,
@@ -33,6 +34,7 @@ from hpc_tune.convert.trainer import (
     rank_stabilized,
     save_steps,
     save_strategy,
+    schedule,
     val_size,
     warmup,
 )
@@ -80,7 +82,7 @@ def _targets(value: Any, theirs: Theirs) -> Outcome:
     if is_pattern or any(not str(name).replace("_", "").isalnum() for name in names):
         return Left("tune.targets has names of layers, such as [q_proj], no patterns", to_do=True)
     if not theirs.is_on("lora_target_linear") and names:
-        return Taken({"tune.targets": names})
+        return targets(list(map(str, names)), "base_model", theirs)
     if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
         return Left(f"all-linear is without {further[0]}; list all names instead", to_do=True)
     return Taken({"tune.targets": "all-linear"})
@@ -112,7 +114,11 @@ def _packing(value: Any, theirs: Theirs) -> Outcome:
 def _too_long(value: Any, theirs: Theirs) -> Outcome:
     if value == "truncate":
         return Decided("what is longer than data.seq_len loses its end, and is counted")
-    return Left("what is longer than data.seq_len loses its end, and is counted; none is dropped")
+    return Left(
+        "what is longer than data.seq_len loses its end, and is counted; none is dropped: drop it "
+        "beforehand",
+        to_do=True,
+    )
 
 
 def _loss_on(value: Any, theirs: Theirs) -> Outcome:
@@ -120,14 +126,8 @@ def _loss_on(value: Any, theirs: Theirs) -> Outcome:
 
 
 def _schedule(value: Any, theirs: Theirs) -> Outcome:
-    schedule = SCHEDULES.get(str(value))
-    if schedule is None:
-        return Left("optim.schedule is constant, linear or cosine", to_do=True)
-    if schedule == "constant":
-        return Taken({"optim.schedule": schedule})
-    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", theirs.get("cosine_min_lr_ratio", 0.0))
-    ratio = 0.0 if schedule == "linear" else ratio
-    return Taken({"optim.schedule": schedule, "optim.min_lr_ratio": ratio})
+    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", theirs.get("cosine_min_lr_ratio"))
+    return schedule(value, ratio, theirs)
 
 
 def _bf16(value: Any, theirs: Theirs) -> Outcome:
@@ -159,7 +159,7 @@ def _compile(value: Any, theirs: Theirs) -> Outcome:
 def _float8(value: Any, theirs: Theirs) -> Outcome:
     if str(value).lower() != "true":
         return Decided("off in their config")
-    return Left("set train.float8=true with train.compile=true, if the GPU has it")
+    return Left("set train.float8=true with train.compile=true, if the GPU has it", to_do=True)
 
 
 def _profile(value: Any, theirs: Theirs) -> Outcome:
@@ -255,4 +255,4 @@ _TAKEN: dict[str, Rule] = {
     "output_dir": same("run.dir"),
     "seed": same("train.seed"),
 }
-AXOLOTL = Tool("axolotl", {**_TAKEN, **DECIDED, **LEFT}, _defaults, LISTS)
+AXOLOTL = Tool("axolotl", {**_TAKEN, **DECIDED, **LEFT}, _defaults, of_axolotl, LISTS)

@@ -14,12 +14,14 @@ from hpc_tune.convert.outcomes import (
     Rule,
     Taken,
     Theirs,
+    chat_template,
     each,
     hub_data,
     is_data_path,
     lacking,
     usable_file,
 )
+from hpc_tune.convert.parts import cut, split
 
 LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
@@ -62,6 +64,9 @@ def data_rules() -> dict[str, Rule]:
         rules[part] = Left(f"set {setting} to a file, a folder or a list of them", to_do=True)
         rules[f"{part}.path"] = rules[f"{part}.data_files"] = _path(part, setting)
         rules |= {f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()}
+        rules[f"{part}.split"] = _split(part, setting)
+        rules[f"{part}.skip"] = _part(setting, "{value}:")
+        rules |= each(_shards(part, setting), f"{part}.shards {part}.shards_idx")
     return rules
 
 
@@ -110,9 +115,11 @@ def _type(value: Any, theirs: Theirs) -> Outcome:
     if name in _CHATS or name.startswith("sharegpt"):
         return Decided("messages are written by the chat template")
     if name.split(".")[0].split(":")[0] in _ALPACA or name in _QUESTIONS:
-        return Decided(
-            "found by its keys; the chat template writes the prompt, not axolotl's words, or "
-            "alpaca's headings do where the tokenizer has no template"
+        return Left(
+            "the chat template writes the prompt here, not axolotl's words and headings (where the "
+            "tokenizer has no template, alpaca's headings do): write them into the records, as "
+            "prompt and completion, if they are to stay",
+            to_do=True,
         )
     return Left(
         "bring the records into a form of docs/data.md: messages, prompt and completion, or text",
@@ -151,10 +158,42 @@ def _named(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, field
 
 
-def _split(value: Any, theirs: Theirs) -> Outcome:
-    if value == "train":
-        return Decided("files are used whole; of a folder those of train are")
-    return Left("files are used whole: cut this part into a file of its own", to_do=True)
+def _split(part: str, ours: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        has_others = theirs.items("test_datasets") or theirs.get("val_set_size")
+        is_whole = part == "datasets" and len(theirs.items(part)) == 1 and not has_others
+        return split(value, ours, _only_file(part, theirs), is_whole)
+
+    return rule
+
+
+def _part(ours: str, wanted: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if not str(value).isdecimal():
+            return Left("it is no number of records", to_do=True)
+        return (
+            Decided("off in their config")
+            if not int(value)
+            else cut(wanted.format(value=value), ours)
+        )
+
+    return rule
+
+
+def _shards(part: str, ours: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        item = next((one for one in theirs.items(part) if "shards" in one), {})
+        shards, index = str(item.get("shards")), str(item.get("shards_idx", 0))
+        if not shards.isdecimal() or not index.isdecimal():
+            return Left("cut the data beforehand", to_do=True)
+        return cut(f"{index}::{shards}", ours, _only_file(part, theirs))
+
+    return rule
+
+
+def _only_file(part: str, theirs: Theirs) -> str | None:
+    files = files_of(part, theirs)
+    return files[0] if len(files) == 1 else None
 
 
 def _roles_to_train(value: Any, theirs: Theirs) -> Outcome:
@@ -166,7 +205,7 @@ def _roles_to_train(value: Any, theirs: Theirs) -> Outcome:
 
 
 def _turn_end(value: Any, theirs: Theirs) -> Outcome:
-    return _LEARNED if value == "turn" else Left(_LEARNED.why)
+    return _LEARNED if value == "turn" else Left(_LEARNED.why, to_do=True)
 
 
 def _properties(value: Any, theirs: Theirs) -> Outcome:
@@ -187,11 +226,7 @@ def _template(value: Any, theirs: Theirs) -> Outcome:
         return Decided("data.chat_template says it")
     if name.startswith("tokenizer_default"):
         return Decided("the tokenizer's chat template; data.chat_template names another")
-    return Left(
-        f"the chat template of model.path's tokenizer is taken: if that is not {name}'s, write "
-        f"{name}'s as a Jinja file and set data.chat_template",
-        to_do=True,
-    )
+    return chat_template(name)
 
 
 def _jinja(value: Any, theirs: Theirs) -> Outcome:
@@ -206,7 +241,6 @@ _OF_A_DATASET: dict[str, Rule] = {
     "conversation": _template,
     "type": _type,
     **each(_column, " ".join(_FIELD_KEYS)),
-    "split": _split,
     "roles_to_train": _roles_to_train,
     **each(_turn_end, "train_on_eos train_on_eot"),
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
@@ -217,10 +251,9 @@ _OF_A_DATASET: dict[str, Rule] = {
     **each(Decided("data are prepared by all ranks, each a part"), "preprocess_shards"),
     "trust_remote_code": lacking("no code of a data set is run"),
     **each(
-        lacking("name the files of that configuration or revision"),
+        lacking("name the files of that configuration or revision", to_do=True),
         "name revision",
     ),
-    **each(lacking("cut the file: head -n N", to_do=True), "shards shards_idx skip"),
     **each(
         lacking("write the prompt as a Jinja file; set data.chat_template", to_do=True),
         "type.format type.no_input_format type.system_format",
@@ -229,19 +262,19 @@ _OF_A_DATASET: dict[str, Rule] = {
     "message_field_training_detail": lacking("an answer is learned as a whole", to_do=True),
     "drop_system_message": lacking("take the system messages out of the data", to_do=True),
     **each(
-        lacking("the template splits reasoning from answers, if it knows it"),
+        lacking("the template splits reasoning from answers, if it knows it", to_do=True),
         "split_thinking template_thinking_key",
     ),
     "input_transform": lacking("change the records beforehand", to_do=True),
     **each(
-        lacking("there is supervised fine-tuning only, not distillation and preferences"),
+        Decided("training on preferences, rewards or a teacher's probabilities alone uses it"),
         "logprobs_field temperature type.field_prompt type.field_chosen type.field_rejected "
-        "type.field_completion type.field_label type.prompt_format type.chosen_format "
-        "type.rejected_format type.completion_format step_separator max_completion_length "
-        "train_on_last_step_only",
+        "field_chosen field_rejected type.field_completion type.field_label type.prompt_format "
+        "type.chosen_format type.rejected_format type.completion_format step_separator "
+        "max_completion_length train_on_last_step_only",
     ),
     **each(
-        Left("there are no random tokens; builtin:pydocs is there to try things out"),
+        Left("there are no random tokens; builtin:pydocs is there to try things out", to_do=True),
         "length sequence_length min_input_id max_input_id seed",
     ),
 }

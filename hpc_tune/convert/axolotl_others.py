@@ -1,22 +1,25 @@
 """The keys of axolotl that give no setting: what hpc_tune decides itself, and what it lacks."""
 
 from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Decided, Rule, each, lacking
-from hpc_tune.convert.trainer import NF4, only
+from hpc_tune.convert.trainer import LORA_PLUS, NF4, only
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 _OWN = Decided("attention and loss are PyTorch's own; logits are never held whole")
 DECIDED: dict[str, Rule] = {
-    "special_tokens.pad_token": Decided("padding is neither attended to nor learned"),
+    **each(
+        Decided("padding is neither attended to nor learned"),
+        "special_tokens.pad_token tokens.pad_token",
+    ),
     **each(
         Decided("model and tokenizer are read from model.path; config.json says their type"),
         "model_type type_of_model tokenizer_type tokenizer_use_fast tokenizer_legacy "
-        "tokenizer_use_mistral_common tokenizer_save_jinja_files processor_type base_model_config "
+        "tokenizer_use_mistral_common tokenizer_save_jinja_files base_model_config "
         "cls_model_config base_model_ignore_patterns is_falcon_derived_model "
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model save_safetensors",
     ),
     **each(
         Decided("ranks read their regions of the files"),
-        "low_cpu_mem_usage lora_on_cpu qlora_sharded_model_loading device_map "
+        "low_cpu_mem_usage lora_on_cpu qlora_sharded_model_loading device_map device_map.* "
         "experimental_skip_move_to_device",
     ),
     **each(
@@ -45,15 +48,15 @@ DECIDED: dict[str, Rule] = {
         "unsloth_lora_o unsloth_rms_norm unsloth_rope lora_mlp_kernel lora_qkv_kernel "
         "lora_o_kernel lora_embedding_kernel liger_rope liger_rms_norm liger_layer_norm "
         "liger_swiglu liger_glu_activation liger_cross_entropy liger_fused_linear_cross_entropy "
-        "liger_use_token_scaling cut_cross_entropy chunked_cross_entropy "
-        "chunked_cross_entropy_num_chunks use_kernels experts_implementation use_scattermoe "
-        "use_sonicmoe tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
+        "liger_use_token_scaling liger_rms_norm_gated fused_attn_kernel cut_cross_entropy "
+        "chunked_cross_entropy chunked_cross_entropy_num_chunks use_kernels experts_implementation "
+        "use_scattermoe use_sonicmoe tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
     ),
     **each(
         Decided(LAYOUT),
         "fsdp fsdp.* fsdp_config fsdp_config.* fsdp_version fsdp_final_state_dict_type ddp "
-        "dp_shard_size dp_replicate_size tensor_parallel_size ddp_bucket_cap_mb "
-        "ddp_broadcast_buffers ddp_find_unused_parameters accelerator_config.*",
+        "expert_parallel_size dp_shard_size dp_replicate_size tensor_parallel_size "
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters accelerator_config.*",
     ),
     **each(Decided("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
     **each(
@@ -124,12 +127,13 @@ LEFT: dict[str, Rule] = {
         "peft_layers_to_transform peft_layers_pattern lora_target_parameters",
     ),
     **each(
-        lacking("adapters are initialized and trained as in LoRA"),
-        "peft.loftq_config.* loraplus_lr_ratio relora relora_steps relora_warmup_steps "
+        lacking("adapters begin and are trained as in LoRA, with B at 0", to_do=True),
+        "peft.loftq_config.* relora relora_steps relora_warmup_steps "
         "relora_anneal_steps relora_prune_ratio relora_prune_method relora_cpu_offload "
         "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps "
         "peft_ensure_weight_tying",
     ),
+    "loraplus_lr_ratio": lacking(LORA_PLUS, to_do=True),
     **each(
         lacking("no parts are frozen: adapters are trained, or all weights", to_do=True),
         "unfrozen_parameters peft_trainable_token_indices lisa_n_layers lisa_step_interval "
@@ -145,7 +149,7 @@ LEFT: dict[str, Rule] = {
     ),
     **each(
         lacking("the model is loaded as model.dtype says"),
-        "overrides_of_model_kwargs.* model_kwargs.* model_quantization_config "
+        "torch_dtype overrides_of_model_kwargs.* model_kwargs.* model_quantization_config "
         "model_quantization_config_kwargs.* embeddings_skip_upcast quantize_moe_experts",
     ),
     **each(
@@ -157,7 +161,8 @@ LEFT: dict[str, Rule] = {
     ),
     **each(
         lacking("the tokenizer's own is taken: if that is another, change it there", to_do=True),
-        "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token",
+        "special_tokens.bos_token special_tokens.eos_token special_tokens.unk_token "
+        "tokens.bos_token tokens.eos_token tokens.unk_token",
     ),
     **each(
         lacking("embeddings keep their size"),
@@ -165,7 +170,7 @@ LEFT: dict[str, Rule] = {
     ),
     "tokenizer_config": lacking("put that tokenizer's files into model.path", to_do=True),
     **each(
-        lacking("name the directory of that revision in model.path"),
+        lacking("name the directory of that revision in model.path", to_do=True),
         "revision_of_model model_revision",
     ),
     "trust_remote_code": lacking("no code of a model directory is run: its type must be known"),
@@ -173,15 +178,17 @@ LEFT: dict[str, Rule] = {
         lacking("a template has no further arguments: write them into it", to_do=True),
         "chat_template_kwargs.*",
     ),
-    "eot_tokens": lacking("the end of an answer is found by the chat template"),
-    "default_system_message": lacking("begin each record's messages with a system message"),
+    "eot_tokens": lacking("what the chat template writes to end an answer is learned with it"),
+    "default_system_message": lacking(
+        "begin each record's messages with a system message", to_do=True
+    ),
     **each(lacking("cut the data beforehand", to_do=True), "dataset_shard_num dataset_shard_idx"),
     **each(
-        lacking("prepare the data so beforehand"),
+        lacking("prepare the data so beforehand", to_do=True),
         "dataset_exact_deduplication min_sample_len",
     ),
     **each(
-        lacking("rows are always shuffled, by train.seed"),
+        lacking("rows are always shuffled, by train.seed", to_do=True),
         "curriculum_sampling sample_packing_sequentially",
     ),
     **each(
@@ -194,39 +201,41 @@ LEFT: dict[str, Rule] = {
     ),
     "deepcompile": lacking("set train.compile=true"),
     **each(
-        lacking("there is one learning rate for all weights"),
+        lacking("there is one learning rate for all weights", to_do=True),
         "embedding_lr embedding_lr_scale lr_groups",
     ),
     **each(
-        lacking("AdamW is the only optimizer; find optim.lr again"),
+        lacking("AdamW is the only optimizer; find optim.lr again", to_do=True),
         "optim_args optim_args.* optim_target_modules torchdistx_path adam_beta3 adam_epsilon2 "
         "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of grokfast_alpha "
         "grokfast_lamb",
     ),
     **each(
-        lacking(_ONE_SCHEDULE),
+        lacking(_ONE_SCHEDULE, to_do=True),
         "lr_scheduler_kwargs.* lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor",
     ),
     **each(
-        lacking("cross entropy of the next token is the only loss"),
-        "neftune_noise_alpha noisy_embedding_alpha use_eaft kd_trainer kd_ce_alpha kd_alpha "
-        "kd_temperature kd_beta kd_normalize_topk",
+        lacking("cross entropy of the next token, without noise, is the only loss", to_do=True),
+        "neftune_noise_alpha noisy_embedding_alpha use_eaft label_smoothing_factor",
     ),
     **each(Decided("cross entropy is the only loss"), "eaft_alpha eaft_k"),
     **each(
-        lacking("there is supervised fine-tuning only, not rewards and preferences", to_do=True),
-        "rl reward_model process_reward_model",
+        Decided("distillation alone uses it"),
+        "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk",
     ),
+    "trainer_cls": lacking("there is one loop of training", to_do=True),
     **each(
-        lacking("there is supervised fine-tuning only"),
-        "trl.* vllm.* ebft.* rl_beta dpo_beta dpo_use_weighting dpo_use_logits_to_keep "
-        "dpo_label_smoothing dpo_norm_loss dpo_use_liger_kernel dpo_padding_free "
-        "dpo_generate_during_eval dpo_loss_type dpo_loss_weights precompute_ref_log_probs "
-        "orpo_alpha rpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight "
-        "center_rewards_coefficient num_labels max_prompt_len trainer_cls diffusion.*",
+        Decided("training on preferences or rewards alone uses it"),
+        "rl reward_model process_reward_model trl.* vllm.* ebft.* rl_beta dpo_beta "
+        "dpo_use_weighting dpo_use_logits_to_keep dpo_label_smoothing dpo_norm_loss "
+        "dpo_use_liger_kernel dpo_padding_free dpo_generate_during_eval dpo_loss_type "
+        "dpo_loss_weights precompute_ref_log_probs orpo_alpha rpo_alpha simpo_gamma cpo_alpha "
+        "kto_desirable_weight kto_undesirable_weight center_rewards_coefficient num_labels "
+        "max_prompt_len",
     ),
+    "diffusion.*": Decided("training by diffusion alone uses it"),
     **each(
-        lacking("there is no quantization of what was trained"),
+        lacking("nothing is quantized or pruned in training, but the base by qlora", to_do=True),
         "qat.* quantization.* llmcompressor.*",
     ),
     **each(
@@ -234,11 +243,16 @@ LEFT: dict[str, Rule] = {
         "loss_watchdog_threshold loss_watchdog_patience",
     ),
     **each(
-        lacking("checkpoint.keep_best=true keeps the best one; a run does not stop early"),
-        "early_stopping_patience load_best_model_at_end metric_for_best_model greater_is_better",
+        lacking("set checkpoint.keep_best=true; a run does not stop early", to_do=True),
+        "early_stopping_patience load_best_model_at_end",
+    ),
+    **each(
+        Decided("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
     ),
     "evals_per_epoch": lacking("evaluations go by steps: set train.eval_every_steps"),
-    "resume_from_checkpoint": lacking("their state cannot be read; tune.init_from takes adapters"),
+    "resume_from_checkpoint": lacking(
+        "their state cannot be read; tune.init_from takes adapters", to_do=True
+    ),
     **each(
         lacking("the held-out loss is what is measured; generate and lm-eval come afterwards"),
         "eval_table_size eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics "
@@ -258,15 +272,18 @@ LEFT: dict[str, Rule] = {
         "hf_mlflow_log_artifacts use_comet comet_api_key comet_workspace comet_project_name "
         "comet_experiment_key comet_mode comet_online comet_experiment_config.* "
         "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics "
-        "otel_metrics_host otel_metrics_port use_swanlab swanlab_project wandb_log_model",
+        "otel_metrics_host otel_metrics_port use_swanlab swanlab_project swanlab_mode "
+        "swanlab_workspace swanlab_experiment_name swanlab_description swanlab_log_completions "
+        "swanlab_log_model swanlab_completion_log_interval swanlab_completion_max_buffer "
+        "wandb_log_model",
     ),
     **each(
         lacking("nothing is uploaded; run.dir has export/"),
         "hub_model_id hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token",
     ),
     **each(
-        lacking("models of text are trained, not of images, sound or video"),
-        "image_size image_resize_algorithm freeze_mm_modules",
+        Decided("images, sound and video are not trained on"),
+        "image_size image_resize_algorithm freeze_mm_modules processor_type is_multimodal",
     ),
-    "max_packed_sequence_len": lacking("set data.packing=true"),
+    "max_packed_sequence_len": lacking("set data.packing=true", to_do=True),
 }

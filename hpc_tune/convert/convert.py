@@ -24,7 +24,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
-from hpc_tune.convert.outcomes import Decided, Left, Outcome, Taken, Theirs, Tool
+from hpc_tune.convert.outcomes import Decided, Left, Outcome, Taken, Theirs, Tool, shown
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import ConfigError
 from hpc_tune.safe_yaml import load_yaml
@@ -33,6 +33,22 @@ PLACEHOLDER = "FILL_IN"
 UNKNOWN = "this tool does not know it; python -m hpc_tune --help lists all settings"
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SECRET = re.compile(r"(api_key|(?:hub|auth|access)_token|password|secret|webhook_url)$")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What came of those of their keys that have one and the same remark.
+
+    ``keys`` are written with their values. ``to_do``: the user must see to it before a run.
+    """
+
+    keys: tuple[str, ...]
+    remark: str
+    to_do: bool = False
+
+    def __str__(self) -> str:
+        """Return the line for people."""
+        return ", ".join(self.keys) + self.remark
 
 
 @dataclass(frozen=True)
@@ -45,10 +61,16 @@ class Converted:
 
     tool: str
     config: dict[str, dict[str, Any]]
-    taken: tuple[str, ...]
-    decided: tuple[str, ...]
-    left: tuple[str, ...]
-    to_do: tuple[str, ...]
+    taken: tuple[Line, ...]
+    decided: tuple[Line, ...]
+    left: tuple[Line, ...]
+    further: tuple[str, ...]
+
+    @property
+    def to_do(self) -> tuple[str, ...]:
+        """What the user must see to before the first run."""
+        lines = (*self.taken, *self.left)
+        return (*(str(line) for line in lines if line.to_do), *self.further)
 
 
 def convert_file(file: Path, ranks: int | None, out: Path | None) -> tuple[list[str], str]:
@@ -75,30 +97,31 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
     """Return what comes of ``theirs``, which was made for ``ranks`` ranks.
 
     Raises:
-        ConfigError: if it is of no tool that is known, or has values that cannot be.
+        ConfigError: if it is of no tool that is known, is for another training than ours, or has
+            values that cannot be.
     """
     tool = recognise(theirs)
     given = dict(flatten(theirs, tool.lists))
     values = {key: value for key, value in resolve(given).items() if value is not None}
     defaults = tool.defaults(Theirs(values, ranks))
     known = Theirs({**defaults, **values}, ranks)
+    if another := tool.another(known):
+        raise ConfigError(another.message(known, tool.name))
     named = {name for value in given.values() for name in _REFERENCE.findall(str(value))}
     sheet = _Sheet()
     for key in [*given, *(key for key in defaults if key not in given)]:
         outcome = tool.outcome(key, known)
-        if outcome is None:
-            outcome = Decided(f"put in for ${{{key}}}") if key in named else Left(UNKNOWN)
-        value = "(not shown)" if _SECRET.search(key) else _shown(known.get(key))
-        shown = f"{key} = {value}" if key in known.values else key
-        sheet.enter(
-            f"{shown} (their default)" if key in defaults.keys() - values else shown, outcome
-        )
+        if outcome is None and key not in known.values:
+            outcome = Decided("empty in their config")
+        elif outcome is None:
+            is_named = key in named
+            outcome = Decided("put in where ${...} names it") if is_named else Left(UNKNOWN, True)
+        value = "(not shown)" if _SECRET.search(key) else shown(known.get(key))
+        text = f"{key} = {value}" if key in known.values else key
+        text += " (their default)" if key in defaults.keys() - values else ""
+        sheet.enter(key, text, outcome)
     sheet.fill_in("model.path", "data.path")
-    return Converted(
-        tool.name,
-        _validated(sheet.ours),
-        *map(tuple, (sheet.taken, sheet.decided, sheet.left, sheet.to_do)),
-    )
+    return sheet.converted(tool.name)
 
 
 def recognise(theirs: dict[str, Any]) -> Tool:
@@ -110,6 +133,8 @@ def recognise(theirs: dict[str, Any]) -> Tool:
     model = theirs.get("model")
     if isinstance(model, dict) and "_component_" in model and "optimizer" in theirs:
         return TORCHTUNE
+    if isinstance(theirs.get("policy_model"), dict) and "optimizer" in theirs:
+        return TORCHTUNE  # reinforcement learning, which is refused by name
     if "model_name_or_path" in theirs and {"stage", "finetuning_type"} & set(theirs):
         return LLAMA_FACTORY
     if "base_model" in theirs and {*LISTS, "adapter", "micro_batch_size"} & set(theirs):
@@ -198,13 +223,15 @@ def report(converted: Converted, notes: Sequence[str]) -> list[str]:
         "taken over": converted.taken,
         "decided by hpc_tune itself": converted.decided,
         "not taken over": converted.left,
-        "further notes": [note for note in notes if note not in converted.left],
     }
     lines = [f"recognised: a config of {converted.tool} (* is to do before the first run)"]
-    for title, items in groups.items():
-        lines.append(f"{title} ({len(items)})")
-        lines += [f"{'*' if item in notes else ' '} {item}" for item in items]
-    return lines
+    for title, group in groups.items():
+        lines.append(f"{title} ({sum(len(line.keys) for line in group)})")
+        lines += [f"{'*' if line.to_do else ' '} {line}" for line in group]
+    known = {str(line) for group in groups.values() for line in group}
+    further = [note for note in notes if note not in known]
+    lines += [f"further notes ({len(further)})"] if further else []
+    return [*lines, *(f"* {note}" for note in further)]
 
 
 def write_new(path: Path, text: str) -> None:
@@ -223,41 +250,73 @@ def write_new(path: Path, text: str) -> None:
 
 @dataclass
 class _Sheet:
-    """What has come of the keys so far."""
+    """What has come of the keys so far: of each remark the keys that have it, with their values."""
 
     ours: dict[str, Any] = field(default_factory=dict)
-    taken: list[str] = field(default_factory=list)
-    decided: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    to_do: list[str] = field(default_factory=list)
+    taken: dict[str, dict[str, str]] = field(default_factory=dict)
+    decided: dict[str, dict[str, str]] = field(default_factory=dict)
+    left: dict[str, dict[str, str]] = field(default_factory=dict)
+    starred: set[str] = field(default_factory=set)
+    further: list[str] = field(default_factory=list)
 
-    def enter(self, shown: str, outcome: Outcome) -> None:
-        """Note what becomes of a key."""
+    def enter(self, key: str, text: str, outcome: Outcome) -> None:
+        """Note what becomes of a key, which is ``text`` with its value."""
         if isinstance(outcome, Taken):
-            for key, value in outcome.settings.items():
-                if key in self.ours and self.ours[key] != value:
-                    reason = f"another key gave {key} = {_shown(self.ours[key])} already"
+            for name, value in outcome.settings.items():
+                if name in self.ours and self.ours[name] != value:
+                    reason = f"another key gave {name} = {shown(self.ours[name])} already"
                     outcome = Left(reason, to_do=True)
                     break
         if isinstance(outcome, Taken):
             self.ours |= outcome.settings
-            settings = ", ".join(f"{k} = {_shown(v)}" for k, v in outcome.settings.items())
-            remark = f" ({outcome.remark})" if outcome.remark else ""
-            self.taken.append(f"{shown} -> {settings}{remark}")
+            settings = ", ".join(f"{k} = {shown(v)}" for k, v in outcome.settings.items())
+            remark = f" -> {settings}" + (f" ({outcome.remark})" if outcome.remark else "")
+            self._add(self.taken, remark, key, text, outcome.to_do)
         elif isinstance(outcome, Decided):
-            self.decided.append(f"{shown}: {outcome.why}")
+            self._add(self.decided, f": {outcome.why}", key, text)
         else:
-            self.left.append(f"{shown}: {outcome.instead}")
-            self.to_do += self.left[-1:] if outcome.to_do else []
+            self._add(self.left, f": {outcome.instead}", key, text, outcome.to_do)
+
+    def _add(
+        self,
+        group: dict[str, dict[str, str]],
+        remark: str,
+        key: str,
+        text: str,
+        is_to_do: bool = False,
+    ) -> None:
+        group.setdefault(remark, {})[key] = text
+        self.starred |= {remark} if is_to_do else set()
 
     def fill_in(self, *keys: str) -> None:
         """Put a placeholder where a run would take what comes with the package."""
         for key in keys:
             if key not in self.ours:
                 self.ours[key] = PLACEHOLDER
-                self.to_do.append(
-                    f"{key}: {PLACEHOLDER} stands for what their config does not tell"
-                )
+                if not any(key in remark for remark in self.starred):
+                    self.further.append(
+                        f"{key}: {PLACEHOLDER} stands for what their config does not tell"
+                    )
+
+    def converted(self, tool: str) -> Converted:
+        """Return all of it. Values say little of what is decided, so that several have none.
+
+        Raises:
+            ConfigError: if a run would refuse our settings.
+        """
+        decided = (
+            Line(tuple(keys if len(keys) > 1 else keys.values()), remark)
+            for remark, keys in self.decided.items()
+        )
+        taken, left = (
+            tuple(
+                Line(tuple(keys.values()), remark, remark in self.starred)
+                for remark, keys in group.items()
+            )
+            for group in (self.taken, self.left)
+        )
+        ours = _validated(self.ours)
+        return Converted(tool, ours, taken, tuple(decided), left, tuple(self.further))
 
 
 def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -281,8 +340,3 @@ def _validated(ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         part: values for part, values in config.model_dump(exclude_unset=True).items() if values
     }
-
-
-def _shown(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from hpc_tune.convert.another_training import of_llama_factory
+from hpc_tune.convert.layers import targets
 from hpc_tune.convert.llama_factory_others import DECIDED, LEFT
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
@@ -14,6 +16,7 @@ from hpc_tune.convert.outcomes import (
     Theirs,
     Tool,
     adapter,
+    chat_template,
     dora,
     each,
     global_batch,
@@ -21,8 +24,8 @@ from hpc_tune.convert.outcomes import (
     packing,
     same,
 )
+from hpc_tune.convert.parts import first
 from hpc_tune.convert.trainer import (
-    SCHEDULES,
     deepspeed,
     epochs,
     eval_steps,
@@ -32,6 +35,7 @@ from hpc_tune.convert.trainer import (
     rank_stabilized,
     save_steps,
     save_strategy,
+    schedule,
     val_size,
     warmup,
 )
@@ -66,15 +70,21 @@ def _targets(value: Any, theirs: Theirs) -> Outcome:
     if _method(theirs) == "full":
         return NO_ADAPTERS
     names = _names(value)
-    return Taken({"tune.targets": "all-linear" if names == ["all"] else names})
+    if names == ["all"]:
+        return Taken({"tune.targets": "all-linear"})
+    return targets(names, "model_name_or_path", theirs)
 
 
 def _stage(value: Any, theirs: Theirs) -> Outcome:
-    if value == "sft":
-        return Decided("supervised fine-tuning is the only kind")
     if value == "pt":
         return Decided("records with text are learned as a whole")
-    return Left("there is supervised fine-tuning only, not rewards and preferences", to_do=True)
+    return Decided("supervised fine-tuning is the only kind")
+
+
+def _template(value: Any, theirs: Theirs) -> Outcome:
+    if theirs.get("stage") == "pt":
+        return Decided("records with text have no template")
+    return chat_template(value)
 
 
 def _dataset(ours: str) -> Rule:
@@ -103,13 +113,11 @@ def _batch(value: Any, theirs: Theirs) -> Outcome:
 
 
 def _schedule(value: Any, theirs: Theirs) -> Outcome:
-    schedule = SCHEDULES.get(str(value))
-    if schedule is None:
-        return Left("optim.schedule is constant, linear or cosine", to_do=True)
-    if schedule == "constant":
-        return Taken({"optim.schedule": schedule})
-    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", 0.0)
-    return Taken({"optim.schedule": schedule, "optim.min_lr_ratio": ratio})
+    ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate")
+    lowest, peak = theirs.get("lr_scheduler_kwargs.min_lr"), theirs.get("learning_rate")
+    if isinstance(lowest, int | float) and isinstance(peak, int | float) and peak > 0:
+        ratio = lowest / peak
+    return schedule(value, ratio, theirs)
 
 
 def _bf16(value: Any, theirs: Theirs) -> Outcome:
@@ -168,6 +176,7 @@ _TAKEN: dict[str, Rule] = {
     "adapter_name_or_path": first_adapter(_method),
     "quantization_bit": _bits,
     "stage": _stage,
+    "template": _template,
     "finetuning_type": _finetuning_type,
     "use_dora": dora(_method),
     "use_rslora": rank_stabilized("lora_alpha", "lora_rank"),
@@ -179,7 +188,8 @@ _TAKEN: dict[str, Rule] = {
     "eval_dataset": _dataset("data.eval_path"),
     "val_size": val_size,
     "eval_steps": eval_steps("val_size"),
-    "cutoff_len": same("data.seq_len"),
+    "cutoff_len": same("data.seq_len", "what is longer loses its end; prompts lose too there"),
+    "max_samples": first("data.path"),
     **each(_packing, "packing neat_packing"),
     "train_on_prompt": _loss_on,
     **each(_batch, "per_device_train_batch_size gradient_accumulation_steps"),
@@ -209,4 +219,4 @@ _TAKEN: dict[str, Rule] = {
     "use_cpu": _use_cpu,
     "save_strategy": save_strategy,
 }
-LLAMA_FACTORY = Tool("LLaMA-Factory", {**_TAKEN, **DECIDED, **LEFT}, _defaults)
+LLAMA_FACTORY = Tool("LLaMA-Factory", {**_TAKEN, **DECIDED, **LEFT}, _defaults, of_llama_factory)

@@ -1,12 +1,11 @@
 """LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks."""
 
 from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Decided, Rule, each, lacking
-from hpc_tune.convert.trainer import NF4, only
+from hpc_tune.convert.trainer import LORA_PLUS, NF4, only
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 DECIDED: dict[str, Rule] = {
     "do_train": Decided("the command trains"),
-    **each(Decided("the tokenizer's chat template; data.chat_template names another"), "template"),
     **each(Decided("data.path names the file itself"), "dataset_dir"),
     **each(Decided("datasets of a folder are one"), "mix_strategy"),
     **each(
@@ -77,10 +76,18 @@ DECIDED: dict[str, Rule] = {
     ),
     **each(
         Decided(LAYOUT),
-        "fsdp fsdp_config fsdp_config.* parallelism_config.* accelerator_config.*",
+        "fsdp fsdp_config fsdp_config.* parallelism_config.* accelerator_config.* "
+        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+        "context_parallel_size sequence_parallel virtual_pipeline_model_parallel_size",
     ),
     "double_quantization": Decided(NF4),
-    **each(Decided("optim.min_lr_ratio says it"), "lr_scheduler_kwargs.min_lr_rate"),
+    **each(
+        Decided("optim.min_lr_ratio says it"),
+        "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr",
+    ),
+    **each(
+        Decided("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
+    ),
     "remove_unused_columns": Decided("the form of a record is found by its keys"),
 }
 LEFT: dict[str, Rule] = {
@@ -88,33 +95,38 @@ LEFT: dict[str, Rule] = {
     "quantization_type": only("nf4", NF4),
     "fp16": lacking("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it"),
     "trust_remote_code": lacking("no code of a model directory is run: its type must be known"),
-    "max_samples": lacking("cut the file: head -n N", to_do=True),
-    "resume_from_checkpoint": lacking("their state cannot be read; tune.init_from takes adapters"),
-    **each(
-        lacking("checkpoint.keep_best=true keeps the best one; a run does not stop early"),
-        "load_best_model_at_end metric_for_best_model greater_is_better early_stopping_steps",
+    "resume_from_checkpoint": lacking(
+        "their state cannot be read; tune.init_from takes adapters", to_do=True
     ),
-    "disable_shuffling": lacking("rows are always shuffled, by train.seed"),
+    **each(
+        lacking("set checkpoint.keep_best=true; a run does not stop early", to_do=True),
+        "load_best_model_at_end early_stopping_steps",
+    ),
+    "disable_shuffling": lacking("rows are always shuffled, by train.seed", to_do=True),
     "mask_history": lacking("every answer of a chat is learned", to_do=True),
     "interleave_probs": lacking("put a mixture into one file", to_do=True),
     **each(
-        lacking("the tokenizer's chat template writes tools and reasoning"),
+        lacking("the tokenizer's chat template writes tools and reasoning", to_do=True),
         "tool_format enable_thinking",
     ),
-    "default_system": lacking("begin each record's messages with a system message"),
-    "adapter_folder": lacking("tune.init_from names the folder of the adapter itself"),
-    "split_special_tokens": lacking("set it in the tokenizer_config.json of model.path"),
+    "default_system": lacking("begin each record's messages with a system message", to_do=True),
+    "adapter_folder": lacking("tune.init_from names the folder of the adapter itself", to_do=True),
+    "split_special_tokens": lacking(
+        "set it in the tokenizer_config.json of model.path", to_do=True
+    ),
     "train_from_scratch": lacking("a run begins with the weights of model.path", to_do=True),
     "eval_on_each_dataset": lacking("the held-out loss is one for all data"),
     "use_mca": lacking("Megatron is not used; plan proposes a layout"),
     "additional_target": lacking("only adapters are trained", to_do=True),
     "create_new_adapter": lacking("merge the first adapter into the model", to_do=True),
     **each(
-        lacking("adapters are initialized as in LoRA"),
-        "pissa_init pissa_iter pissa_convert loraplus_lr_ratio loraplus_lr_embedding",
+        lacking("adapters begin as in LoRA, with B at 0", to_do=True),
+        "pissa_init pissa_iter pissa_convert",
     ),
+    "loraplus_lr_ratio": lacking(LORA_PLUS, to_do=True),
+    "loraplus_lr_embedding": Decided("embeddings have no adapters"),
     **each(
-        lacking("AdamW is the only optimizer; find optim.lr again"),
+        lacking("AdamW is the only optimizer; find optim.lr again", to_do=True),
         "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules "
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type "
         "galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale "
@@ -123,11 +135,11 @@ LEFT: dict[str, Rule] = {
         "badam_mask_mode badam_verbose",
     ),
     **each(
-        lacking("tune.method is lora, dora, qlora or full"),
+        lacking("tune.method is lora, dora, qlora or full", to_do=True),
         "module_dropout oft_rank oft_block_size oft_target",
     ),
     **each(
-        lacking("cross entropy is the only loss"),
+        lacking("cross entropy of the next token, without noise, is the only loss", to_do=True),
         "neftune_noise_alpha label_smoothing_factor use_dft_loss use_asft_loss asft_alpha "
         "use_eaft_loss eaft_alpha moe_aux_loss_coef",
     ),
@@ -137,16 +149,17 @@ LEFT: dict[str, Rule] = {
         "add_special_tokens new_special_tokens_config",
     ),
     **each(
-        lacking("there is supervised fine-tuning only, not rewards and preferences"),
+        Decided("training on preferences or rewards alone uses it"),
         "pref_beta pref_ftx pref_loss ref_model ref_model_adapters reward_model "
         "reward_model_adapters reward_model_type simpo_gamma dpo_label_smoothing ppo_epochs "
         "kto_chosen_weight kto_rejected_weight pref_bco_weight ppo_buffer_size ppo_score_norm "
         "ppo_target ppo_whiten_rewards ref_model_quantization_bit reward_model_quantization_bit "
         "ld_alpha",
     ),
+    "do_predict": lacking("a run trains: python -m hpc_tune generate answers prompts", to_do=True),
     **each(
-        lacking("python -m hpc_tune generate answers prompts"),
-        "do_predict predict_with_generate compute_accuracy max_new_tokens max_length top_k top_p "
+        Decided("python -m hpc_tune generate answers prompts"),
+        "predict_with_generate compute_accuracy max_new_tokens max_length top_k top_p "
         "temperature num_beams infer_backend infer_dtype do_sample repetition_penalty "
         "length_penalty skip_special_tokens use_kv_cache use_cache eval_num_beams "
         "generation_max_length generation_num_beams generation_config generation_config.* "
@@ -155,7 +168,7 @@ LEFT: dict[str, Rule] = {
         "sglang_config sglang_config.* sglang_lora_backend",
     ),
     **each(
-        lacking("set train.float8=true with train.compile=true, if the GPU has it"),
+        lacking("set train.float8=true with train.compile=true, if the GPU has it", to_do=True),
         "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather",
     ),
     **each(
@@ -164,7 +177,7 @@ LEFT: dict[str, Rule] = {
         "kt_force_think",
     ),
     **each(
-        lacking("there is no quantization of what was trained"),
+        Decided("there is no quantization of what was trained"),
         "export_quantization_bit export_quantization_dataset export_quantization_nsamples "
         "export_quantization_maxlen",
     ),
@@ -173,11 +186,11 @@ LEFT: dict[str, Rule] = {
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
     ),
     **each(
-        lacking("models of text are trained, not of images, sound or video"),
+        lacking("images, sound and video are not trained on"),
         "image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps "
         "video_maxlen media_dir freeze_vision_tower freeze_multi_modal_projector "
         "freeze_language_model image_do_pan_and_scan crop_to_patches use_audio_in_video "
-        "audio_sampling_rate",
+        "audio_sampling_rate visual_inputs image_resolution train_mm_proj_only",
     ),
     **each(
         lacking("nothing is uploaded; run.dir has export/"),

@@ -16,7 +16,7 @@ LAYOUT = "the layout follows from memory, or from measured links with parallel: 
 NO_TRACKER = (
     "run.trackers takes tensorboard, wandb, mlflow and trackio; metrics.jsonl always has each step"
 )
-_OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", [], {})
+OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "false", [], {})
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,14 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Taken:
-    """Their key gives values to ours; ``remark`` says where the meaning differs."""
+    """Their key gives values to ours; ``remark`` says where the meaning differs.
+
+    ``to_do``: the user must see to the remark before a run.
+    """
 
     settings: dict[str, Any]
     remark: str = ""
+    to_do: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,26 @@ class Left:
     to_do: bool = False
 
 
+@dataclass(frozen=True)
+class Another:
+    """Their config is for another training: ``what`` it is, and what to do ``instead``.
+
+    ``keys`` say so in the config.
+    """
+
+    keys: tuple[str, ...]
+    what: str
+    instead: str
+
+    def message(self, theirs: Theirs, tool: str) -> str:
+        """Return the one message for people."""
+        said = ", ".join(f"{key} = {shown(theirs.get(key))}" for key in self.keys[:3])
+        return (
+            f"{said} in their config: {self.what}, and hpc_tune has supervised fine-tuning of text "
+            f"alone. Nothing is converted. {self.instead.format(tool=tool)}"
+        )
+
+
 NO_ADAPTERS = Decided("there are no adapters in full fine-tuning")
 Outcome = Taken | Decided | Left
 Rule = Outcome | Callable[[Any, Theirs], Outcome]
@@ -90,6 +114,7 @@ Rule = Outcome | Callable[[Any, Theirs], Outcome]
 class Tool:
     """Another tool: its rules by key (``part.*``: all keys below it; of lists without the number).
 
+    ``another`` returns why a config cannot be converted at all: it is for another training.
     ``lists`` names the keys whose lists are taken apart, since they have keys in them.
     ``defaults`` gives what the tool takes for keys that a config leaves out, where hpc_tune would
     take something else.
@@ -98,6 +123,7 @@ class Tool:
     name: str
     rules: dict[str, Rule]
     defaults: Callable[[Theirs], dict[str, Any]]
+    another: Callable[[Theirs], Another | None]
     lists: tuple[str, ...] = ()
 
     def outcome(self, key: str, theirs: Theirs) -> Outcome | None:
@@ -114,6 +140,12 @@ class Tool:
         return rule(theirs.values[key], theirs) if callable(rule) else rule
 
 
+def shown(value: Any) -> str:
+    """Return a value of theirs on one line of at most 80 characters."""
+    text = str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def each(rule: Rule, keys: str) -> dict[str, Rule]:
     """Give one rule to several keys, with spaces between them."""
     return dict.fromkeys(keys.split(), rule)
@@ -128,7 +160,7 @@ def lacking(instead: str, to_do: bool = False) -> Rule:
     """Rule for what hpc_tune lacks: left, unless their config switches it off."""
 
     def rule(value: Any, theirs: Theirs) -> Outcome:
-        return Decided("off in their config") if value in _OFF else Left(instead, to_do)
+        return Decided("off in their config") if value in OFF else Left(instead, to_do)
 
     return rule
 
@@ -152,7 +184,7 @@ def dora(method: Callable[[Theirs], str]) -> Rule:
             case "full":
                 return NO_ADAPTERS
             case "qlora":
-                return Left("DoRA on a 4-bit base is not available; tune.method=dora has another")
+                return Left("there is no DoRA on a 4-bit base; tune.method=dora has another", True)
         return Taken({"tune.method": "dora"})
 
     return rule
@@ -213,6 +245,15 @@ def model_path(value: Any, theirs: Theirs) -> Outcome:
         "it looks like a name of the hub, which compute nodes cannot reach: on a login node "
         f"hf download {value} --local-dir DIR, then set model.path to DIR (to ./{value} if it is "
         "a folder)",
+        to_do=True,
+    )
+
+
+def chat_template(name: Any) -> Left:
+    """Return what to do about a template that a tool has by a name of its own."""
+    return Left(
+        f"the chat template of model.path's tokenizer is taken: if that is not {name}'s, write "
+        f"{name}'s as a Jinja file and set data.chat_template",
         to_do=True,
     )
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from hpc_tune.convert.another_training import of_torchtune
+from hpc_tune.convert.layers import fused, targets
 from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_ADAPTERS,
@@ -16,28 +18,21 @@ from hpc_tune.convert.outcomes import (
     dora,
     each,
     global_batch,
-    hub_data,
-    is_data_path,
     lacking,
     offload_params,
-    packing,
     same,
-    usable_file,
 )
+from hpc_tune.convert.torchtune_data import DATA, last_name
+from hpc_tune.convert.trainer import falling, only
 
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
-_PAIR = {"input": "prompt", "output": "completion"}
 _LOSS = ("CrossEntropy", "CEWith")
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
 
-def _name(value: Any) -> str:
-    return str(value).rpartition(".")[2]
-
-
 def _method(theirs: Theirs) -> str:
-    builder = _name(theirs.get("model._component_"))
+    builder = last_name(theirs.get("model._component_"))
     if builder.startswith("qlora") or theirs.is_on("model.quantize_base"):
         return "qlora"
     if theirs.is_on("model.use_dora"):
@@ -57,11 +52,13 @@ def _targets(value: Any, theirs: Theirs) -> Outcome:
     given = given if isinstance(given, list) else [given]
     names = [ours for name, ours in _ATTENTION.items() if name in given]
     names += _MLP if theirs.is_on("model.apply_lora_to_mlp") else []
-    if theirs.is_on("model.apply_lora_to_output"):
-        return Taken({"tune.targets": [*names, "lm_head"]})
-    if len(names) == len(_ATTENTION) + len(_MLP):
+    is_with_head = theirs.is_on("model.apply_lora_to_output")
+    names += ["lm_head"] if is_with_head else []
+    if joined := fused(names, str(theirs.get("model._component_"))):
+        return joined
+    if len(names) == len(_ATTENTION) + len(_MLP) and not is_with_head:
         return Taken({"tune.targets": "all-linear"})
-    return Taken({"tune.targets": names})
+    return targets(names, "checkpointer.checkpoint_dir", theirs)
 
 
 def _seq_len(value: Any, theirs: Theirs) -> Outcome:
@@ -77,96 +74,13 @@ def _seq_len(value: Any, theirs: Theirs) -> Outcome:
 
 
 def _model_path(value: Any, theirs: Theirs) -> Outcome:
-    if "Meta" in _name(theirs.get("checkpointer._component_")):
+    if "Meta" in last_name(theirs.get("checkpointer._component_")):
         return Left(
             "it has weights in Meta's format: fetch the same model in Hugging Face's on a login "
             "node (hf download NAME --local-dir DIR), and set model.path to DIR",
             to_do=True,
         )
     return Taken({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
-
-
-def _path_of(part: str, theirs: Theirs) -> Any:
-    """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
-    files, source = theirs.get(f"{part}.data_files"), str(theirs.get(f"{part}.source", ""))
-    if part == "dataset_val" and theirs.get(f"{part}.split", "train") != "train":
-        return None
-    if files is not None:
-        return files if usable_file(files) else None
-    return source if is_data_path(source) else None
-
-
-def _built_in(name: str) -> Left:
-    return Left(
-        f"compute nodes have no internet: on a login node write the records of {name} to a JSONL "
-        "or Parquet file, and set data.path to it",
-        to_do=True,
-    )
-
-
-def _component(value: Any, theirs: Theirs) -> Outcome:
-    if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
-        return _built_in(_name(value))
-    if _name(value) == "instruct_dataset":
-        named = {str(theirs.get(f"dataset.column_map.{k}", k)): ours for k, ours in _PAIR.items()}
-        return Taken({"data.columns": named})
-    return Decided("the form of a record is found by its keys")
-
-
-def _source(part: str, ours: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
-        if theirs.get(f"{part}.data_files"):
-            return Decided("the ending of the file says its kind")
-        path = _path_of(part, theirs)
-        return Taken({ours: path}) if path else hub_data(value, ours)
-
-    return rule
-
-
-def _files(part: str, ours: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
-        path = _path_of(part, theirs)
-        if path:
-            return Taken({ours: path})
-        return Left(f"put it as JSONL or Parquet into one file or folder; set {ours}", to_do=True)
-
-    return rule
-
-
-def _split(value: Any, theirs: Theirs) -> Outcome:
-    if value == "train":
-        return Decided("a file is used whole")
-    return Left("files are used whole: cut this part into a file of its own", to_do=True)
-
-
-def _eval_every(value: Any, theirs: Theirs) -> Outcome:
-    if _path_of("dataset_val", theirs):
-        return Taken({"train.eval_every_steps": value})
-    return Left(f"set train.eval_every_steps={value} together with data.eval_path")
-
-
-def _loss_on(value: Any, theirs: Theirs) -> Outcome:
-    choices = {"true": "all", "false": "answers"}
-    choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
-    choice = choices.get(str(value).lower())
-    return Taken({"data.loss_on": choice}) if choice else Left("data.loss_on is answers or all")
-
-
-def _column(*names: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
-        if value in names:
-            return Decided("the form of a record is found by its keys")
-        if not isinstance(value, str):
-            return Left("it is no name of a column", to_do=True)
-        return Taken({"data.columns": {value: names[0]}})
-
-    return rule
-
-
-def _mapped(value: Any, theirs: Theirs) -> Outcome:
-    if _name(theirs.get("dataset._component_")) == "instruct_dataset":
-        return Decided("data.columns says it")
-    return Left("set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True)
 
 
 def _batch(value: Any, theirs: Theirs) -> Outcome:
@@ -177,10 +91,17 @@ def _batch(value: Any, theirs: Theirs) -> Outcome:
     return global_batch(theirs, "batch_size", "gradient_accumulation_steps", ranks_per_row)
 
 
-def _length(value: Any, theirs: Theirs) -> Outcome:
+def _steps(theirs: Theirs) -> int | None:
+    """Return the steps of all epochs together, if the config says how many an epoch has."""
     if theirs.get("max_steps_per_epoch") is None:
+        return None
+    return theirs.whole("epochs") * theirs.whole("max_steps_per_epoch")
+
+
+def _length(value: Any, theirs: Theirs) -> Outcome:
+    steps = _steps(theirs)
+    if steps is None:
         return Taken({"train.epochs": value})
-    steps = theirs.whole("epochs") * theirs.whole("max_steps_per_epoch")
     return Taken({"train.max_steps": steps}, "if an epoch has that many steps; else leave it out")
 
 
@@ -189,20 +110,22 @@ def _optimizer(value: Any, theirs: Theirs) -> Outcome:
         return Decided("AdamW is the only optimizer")
     if "AdamW" in str(value):
         return Left("AdamW's state is not in 8 bits; plan says whether it fits")
-    return Left("AdamW is the only optimizer; find optim.lr again")
+    return Left("AdamW is the only optimizer; find optim.lr again", to_do=True)
 
 
 def _betas(value: Any, theirs: Theirs) -> Outcome:
     if isinstance(value, list) and len(value) == 2:
         return Taken({"optim.beta1": value[0], "optim.beta2": value[1]})
-    return Left("set optim.beta1 and optim.beta2")
+    return Left("set optim.beta1 and optim.beta2", to_do=True)
 
 
 def _schedule(value: Any, theirs: Theirs) -> Outcome:
     if value == _NO_SCHEDULER:
         return Taken({"optim.schedule": "constant", "optim.warmup_steps": 0})
-    if _name(value) == "get_cosine_schedule_with_warmup":
-        return Taken({"optim.schedule": "cosine", "optim.min_lr_ratio": 0.0})
+    if last_name(value) == "get_cosine_schedule_with_warmup":
+        warmup = str(theirs.get("lr_scheduler.num_warmup_steps", 0))
+        steps = _steps(theirs)
+        return falling("cosine", steps, int(warmup) if warmup.isdecimal() else 0)
     return Left("optim.schedule is constant, linear or cosine", to_do=True)
 
 
@@ -235,7 +158,7 @@ def _device(value: Any, theirs: Theirs) -> Outcome:
 def _shuffle(value: Any, theirs: Theirs) -> Outcome:
     if str(value).lower() == "true":
         return Decided("order follows from seed, epoch and place, on any number of ranks")
-    return Left("rows are always shuffled, by train.seed")
+    return Left("rows are always shuffled, by train.seed", to_do=True)
 
 
 def _recompute(value: Any, theirs: Theirs) -> Outcome:
@@ -248,14 +171,14 @@ def _logger(value: Any, theirs: Theirs) -> Outcome:
         return Taken({"run.tensorboard": True})
     if "WandB" in str(value):
         return Taken({"run.trackers": ["wandb"]}, "offline, for wandb sync")
-    if _name(value) in ("DiskLogger", "StdoutLogger"):
+    if last_name(value) in ("DiskLogger", "StdoutLogger"):
         return Decided("metrics.jsonl in run.dir has a line for each step")
     return Left("metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away")
 
 
 def _resume(value: Any, theirs: Theirs) -> Outcome:
     if str(value).lower() == "true":
-        return Left("their state cannot be read; tune.init_from begins with a peft adapter")
+        return Left("their state cannot be read; tune.init_from takes adapters", to_do=True)
     return Decided("checkpoint.resume=auto: rerun the same command")
 
 
@@ -292,19 +215,7 @@ _TAKEN: dict[str, Rule] = {
     **each(_targets, "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"),
     **each(_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
     "checkpointer.checkpoint_dir": _model_path,
-    "dataset": Left("set data.path to a list of the files of all of them", to_do=True),
-    "dataset._component_": _component,
-    "dataset.source": _source("dataset", "data.path"),
-    "dataset.data_files": _files("dataset", "data.path"),
-    "dataset_val.source": _source("dataset_val", "data.eval_path"),
-    "dataset_val.data_files": _files("dataset_val", "data.eval_path"),
-    **each(_split, "dataset.split dataset_val.split"),
-    "dataset.packed": packing,
-    **each(_loss_on, "dataset.train_on_input dataset.masking_strategy"),
-    "dataset.conversation_column": _column("messages", "conversations"),
-    "dataset.column": _column("text"),
-    "dataset.column_map.*": _mapped,
-    "run_val_every_n_steps": _eval_every,
+    **DATA,
     **each(_batch, "batch_size gradient_accumulation_steps"),
     **each(_length, "epochs max_steps_per_epoch"),
     "optimizer._component_": _optimizer,
@@ -333,8 +244,6 @@ _DECIDED: dict[str, Rule] = {
     **each(Decided("the tokenizer is read from model.path"), "tokenizer.*"),
     **each(Decided("all files of model.path are read, each rank its part"), "checkpointer.*"),
     **each(Decided("run.dir has all that a run leaves"), "checkpointer.output_dir"),
-    **each(Decided("validation data are read as data.path is"), "dataset_val.*"),
-    **each(Decided("the form of a record is found by its keys"), "dataset.conversation_style"),
     **each(Decided("the micro-batch is the largest that fits"), "batch_size_val collate_fn"),
     **each(
         Decided(LAYOUT),
@@ -359,26 +268,25 @@ _DECIDED: dict[str, Rule] = {
     **each(Decided("train.profile=10:2 traces two steps"), "profiler.*"),
 }
 _LEFT: dict[str, Rule] = {
-    "tokenizer.prompt_template": lacking("write it as a Jinja file; set data.chat_template"),
+    "tokenizer.prompt_template": lacking(
+        "write it as a Jinja file; set data.chat_template", to_do=True
+    ),
     "checkpointer.recipe_checkpoint": lacking("their state of a run cannot be read"),
     "checkpointer.adapter_checkpoint": lacking("tune.init_from takes an adapter saved by peft"),
-    "dataset.new_system_prompt": lacking("begin each record's messages with a system message"),
-    **each(
-        lacking("the chat template is applied; data.chat_template names another"),
-        "dataset.template dataset.prompt_template dataset.chat_format",
-    ),
-    "lr_scheduler.num_cycles": lacking("the schedule is half a cosine"),
-    **each(lacking("cross entropy is the only loss"), "loss.beta loss.label_smoothing"),
+    "lr_scheduler.num_cycles": only("0.5", "the schedule is half a cosine"),
+    **each(lacking("cross entropy is the only loss", True), "loss.beta loss.label_smoothing"),
     "optimizer_in_bwd": lacking("gradients are kept until the step; parallel.shard splits them"),
     "enable_activation_offloading": lacking("parallel.recompute=full saves that memory"),
     "activation_offloading_use_streams": lacking("parallel.recompute=full saves that memory"),
     **each(
-        lacking("set train.float8=true with train.compile=true, if the GPU has it"),
+        lacking("set train.float8=true with train.compile=true, if the GPU has it", to_do=True),
         "enable_fp8_training fp8_recipe_name",
     ),
     "cudnn_deterministic_mode": lacking("set train.deterministic=true"),
     "profiler.enabled": lacking("set train.profile=10:2"),
-    "quantizer.*": Left("there is no quantization-aware training"),
-    "resize_token_embeddings": lacking("no tokens are added; save the model with them first"),
+    "quantizer.*": Left("there is no quantization-aware training", to_do=True),
+    "resize_token_embeddings": lacking(
+        "no tokens are added; save the model with them first", to_do=True
+    ),
 }
-TORCHTUNE = Tool("torchtune", {**_TAKEN, **_DECIDED, **_LEFT}, _defaults)
+TORCHTUNE = Tool("torchtune", {**_TAKEN, **_DECIDED, **_LEFT}, _defaults, of_torchtune)

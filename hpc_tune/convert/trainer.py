@@ -19,13 +19,18 @@ from hpc_tune.convert.outcomes import (
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
 SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
 NF4 = "NF4 with double quantization, by bitsandbytes"
+LORA_PLUS = "B of the adapters has no learning rate of its own: find optim.lr again"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
 def only(value: str, why: str) -> Rule:
     """Rule for a key of which hpc_tune has one value."""
-    return lambda given, theirs: Decided(why) if str(given).lower() == value else Left(why)
+
+    def rule(given: Any, theirs: Theirs) -> Outcome:
+        return Decided(why) if str(given).lower() == value else Left(why, to_do=True)
+
+    return rule
 
 
 def rank_stabilized(alpha: str, rank: str) -> Rule:
@@ -112,6 +117,38 @@ def warmup(value: Any, theirs: Theirs) -> Outcome:
     if has_max_steps(theirs):
         return Taken({"optim.warmup_steps": math.ceil(share * theirs.whole("max_steps"))})
     return Taken({"optim.warmup_ratio": share})
+
+
+def schedule(name: Any, min_ratio: Any, theirs: Theirs) -> Outcome:
+    """Return what becomes of a schedule; ``min_ratio``: where it ends, None if at 0."""
+    ours = SCHEDULES.get(str(name))
+    if ours is None:
+        return Left("optim.schedule is constant, linear or cosine", to_do=True)
+    if ours == "constant":
+        return Taken({"optim.schedule": ours})
+    if min_ratio and ours == "cosine":
+        return Taken({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
+    return falling(ours, theirs.whole("max_steps") if has_max_steps(theirs) else None, _of(theirs))
+
+
+def falling(ours: str, steps: int | None, warmup_steps: int) -> Taken:
+    """Return the schedule that ends at 0 there one step after the last, of a run of ``steps``.
+
+    Here ``optim.min_lr_ratio`` is the rate of the last step.
+    """
+    if steps is None or steps <= warmup_steps + 1:
+        remark = "0 is reached in the last step here, and one step after it there"
+        return Taken({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, remark)
+    left = 1 / (steps - warmup_steps)
+    ratio = left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    remark = "their rate in the last step"
+    return Taken({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
+
+
+def _of(theirs: Theirs) -> int:
+    """Return the steps of warm-up of a run whose steps are known."""
+    taken = warmup(theirs.get("warmup_steps", theirs.get("warmup_ratio", 0)), theirs)
+    return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Taken) else 0
 
 
 def optimizer(value: Any, theirs: Theirs) -> Outcome:

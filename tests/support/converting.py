@@ -31,5 +31,9 @@ def on_four_ranks(text, changes):
 
 
 def line_of(lines, key):
-    found = [line for line in lines if re.match(rf"{re.escape(key)}( =|:|$)", line)]
-    return found[0] if found else None
+    """Return the line that has a key, by itself or among others with the same remark."""
+    for line in lines:
+        shown = "\n".join(getattr(line, "keys", (str(line),)))
+        if re.search(rf"^{re.escape(key)}( =| \(|:|$)", shown, re.MULTILINE):
+            return str(line)
+    return None

@@ -106,7 +106,7 @@ tune: {method: qlora, rank: 8, alpha: 16.0, targets: all-linear}
 data: {path: /data/questions.parquet, eval_path: /data/held, seq_len: 512, packing: false,
   columns: {question: instruction, reply: output}, loss_on: all}
 batch: {global_size: 16}  # 1 x 4 x 4
-optim: {lr: 1.0e-5, schedule: linear, min_lr_ratio: 0.0, warmup_steps: 10}
+optim: {lr: 1.0e-5, schedule: linear, min_lr_ratio: 0.01111, warmup_steps: 10}
 parallel: {recompute: full, offload_params: cpu}
 train: {max_steps: 100}
 run: {dir: /runs/70b, trackers: [wandb], name: first try}
@@ -344,7 +344,12 @@ def test_what_axolotl_says_elsewhere_or_by_default_counts_too(changes, expected)
             "lora_target_linear",
             "without lm_head",
         ),
-        ({"rl": "dpo"}, "rl", "supervised"),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha", "without noise"),
+        ({"loraplus_lr_ratio": 16}, "loraplus_lr_ratio", "B of the adapters has no learning rate"),
+        ({"default_system_message": "You are."}, "default_system_message", "system message"),
+        ({"qat": {"weight_dtype": "int4"}}, "qat.weight_dtype", "quantized or pruned"),
+        ({"curriculum_sampling": True}, "curriculum_sampling", "shuffled"),
+        ({"my_own_key": 1}, "my_own_key", command.UNKNOWN),
         ({"lr_scheduler": "one_cycle"}, "lr_scheduler", "constant, linear or cosine"),
         ({"optimizer": "muon"}, "optimizer", "only optimizer"),
         ({"val_set_size": 500, "eval_steps": None}, "val_set_size", "share"),
@@ -375,7 +380,10 @@ def test_what_must_be_seen_to_first_is_marked(changes, key, words):
         ({"path": "tatsu-lab/alpaca", "data_files": "a.json"}, None, "data_files", "hf download"),
         ({"path": "s3://bucket/a.jsonl"}, None, "path", "name DIR in data.path"),
         ({"path": "json", "data_files": "a.xlsx"}, None, "data_files", "JSONL or Parquet"),
-        ({"path": "a.jsonl", "split": "train[:20%]"}, "a.jsonl", "split", "cut this part"),
+        ({"path": "a.jsonl", "split": "train[:20%]"}, "a.jsonl", "split", "r[:round(len(r)*20"),
+        ({"path": "a.jsonl", "split": "held"}, "a.jsonl", "split", "name the file of this part"),
+        ({"path": "a.jsonl", "type": "alpaca"}, "a.jsonl", "type", "axolotl's words"),
+        ({"path": "a.jsonl", "train_on_eos": "all"}, "a.jsonl", "train_on_eos", "answers"),
         ({"path": "a.jsonl", "type": "input_output"}, "a.jsonl", "type", "docs/data.md"),
         ({"path": "a.jsonl", "type": "pygmalion"}, "a.jsonl", "type", "docs/data.md"),
         ({"path": "a.jsonl", "type": "context_qa"}, "a.jsonl", "type", "docs/data.md"),
@@ -387,7 +395,7 @@ def test_what_must_be_seen_to_first_is_marked(changes, key, words):
             "Jinja",
         ),
         ({"path": "a.jsonl", "roles_to_train": ["user"]}, "a.jsonl", "roles_to_train", "all text"),
-        ({"path": "a.jsonl", "shards": 4}, "a.jsonl", "shards", "head -n N"),
+        ({"path": "a.jsonl", "shards": 4}, "a.jsonl", "shards", "r[0::4]"),
         (
             {"path": "a.jsonl", "message_property_mappings": {"role": "speaker"}},
             "a.jsonl",

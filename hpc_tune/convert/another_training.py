@@ -1,0 +1,122 @@
+"""Configs that are refused: what they train for has no counterpart among our settings.
+
+Each function takes another tool's config and returns which keys say so, or None.
+"""
+
+import re
+
+from hpc_tune.convert.outcomes import OFF, Another, Theirs
+
+_PREFERENCES = "that is training on preferences or rewards"
+_AFTERWARDS = (
+    "Stay with {tool} for this part; supervised fine-tuning before it can be done here, and its "
+    "exported model is what {tool} begins with"
+)
+_DISTILLATION = "that is distillation, whose loss compares with a teacher's probabilities"
+_WITHOUT_TEACHER = (
+    "Stay with {tool} for it; or let the teacher write the answers, and convert a config of "
+    "supervised fine-tuning with these as data"
+)
+_IMAGES = "that is training with images, sound or video"
+_TEXT_ALONE = (
+    "Stay with {tool} for it; if all its records are text, convert a config for text (the language "
+    "part of such a model can be trained here)"
+)
+_MEDIA_TEMPLATE = re.compile(
+    r"(?:^|_)(?:vl|vision|video|audio|omni|ocr)(?:_|$)|llava|mllama|pixtral|paligemma|minicpm_[vo]"
+    r"|glm4(?:_5)?v|intern_?vl|intern_s1"
+)
+_MEDIA_BUILDER = re.compile(r"vision|multimodal|\.clip\.|\.flux\.")
+_MEDIA_DATA = re.compile(r"multimodal|the_cauldron|vqa|llava_instruct")
+_PREFERENCE_LOSS = re.compile(r"rlhf|DPO|RSO|SimPO|IPO|KTO|ORPO|PPO|GRPO")
+_PREFERENCE_DATA = re.compile(r"preference|hh_rlhf|stack_exchange_paired|rlhf")
+_KINDS_OF_PLUGINS = (
+    (re.compile(r"\.kd\.|KDPlugin"), _DISTILLATION, _WITHOUT_TEACHER),
+    (re.compile(r"(?i)diffusion"), "that is training by diffusion", "Stay with {tool} for it"),
+    (re.compile(r"(?i)nemo_?gym"), _PREFERENCES, _AFTERWARDS),
+)
+
+
+def of_llama_factory(theirs: Theirs) -> Another | None:
+    """Return what a config of LLaMA-Factory trains for, if that is no supervised fine-tuning."""
+    if theirs.get("stage", "sft") not in ("sft", "pt"):
+        return Another(("stage",), _PREFERENCES, _AFTERWARDS)
+    if _MEDIA_TEMPLATE.search(str(theirs.get("template", ""))):
+        return Another(("template",), _IMAGES, _TEXT_ALONE)
+    media = (
+        "media_dir visual_inputs image_max_pixels image_min_pixels image_resolution "
+        "video_max_pixels video_min_pixels video_fps video_maxlen image_do_pan_and_scan "
+        "crop_to_patches use_audio_in_video audio_sampling_rate freeze_vision_tower "
+        "freeze_multi_modal_projector freeze_language_model train_mm_proj_only"
+    )
+    return _first_on(theirs, media, _IMAGES, _TEXT_ALONE)
+
+
+def of_axolotl(theirs: Theirs) -> Another | None:
+    """Return what a config of axolotl trains for, if that is no supervised fine-tuning."""
+    plugins = str(theirs.get("plugins", ""))
+    for pattern, what, instead in _KINDS_OF_PLUGINS:
+        if pattern.search(plugins):
+            return Another(("plugins",), what, instead)
+    chosen = _keys(theirs, r"(?:type\.)?field_(?:chosen|rejected)")
+    return (
+        _first_on(theirs, "rl reward_model process_reward_model", _PREFERENCES, _AFTERWARDS)
+        or (Another(chosen, _PREFERENCES, _AFTERWARDS) if chosen else None)
+        or _first_on(theirs, "kd_trainer kd_ce_alpha kd_alpha", _DISTILLATION, _WITHOUT_TEACHER)
+        or _of_logprobs(theirs)
+        or _first_on(
+            theirs,
+            "processor_type is_multimodal image_size image_resize_algorithm freeze_mm_modules",
+            _IMAGES,
+            _TEXT_ALONE,
+        )
+        or _of_a_classifier(theirs)
+    )
+
+
+def of_torchtune(theirs: Theirs) -> Another | None:
+    """Return what a config of torchtune trains for, if that is no supervised fine-tuning."""
+    teacher = tuple(
+        key
+        for key in ("teacher_model._component_", "kd_loss._component_", "kd_ratio")
+        if key in theirs.values
+    )
+    if teacher:
+        return Another(teacher, _DISTILLATION, _WITHOUT_TEACHER)
+    found = (
+        ("policy_model._component_", re.compile(""), _PREFERENCES, _AFTERWARDS),
+        ("loss._component_", _PREFERENCE_LOSS, _PREFERENCES, _AFTERWARDS),
+        ("loss._component_", re.compile("KL|KD"), _DISTILLATION, _WITHOUT_TEACHER),
+        ("dataset._component_", _PREFERENCE_DATA, _PREFERENCES, _AFTERWARDS),
+        ("dataset._component_", _MEDIA_DATA, _IMAGES, _TEXT_ALONE),
+        ("model._component_", _MEDIA_BUILDER, _IMAGES, _TEXT_ALONE),
+        ("model._component_", re.compile("classifier"), _PREFERENCES, _AFTERWARDS),
+        ("tokenizer._component_", _MEDIA_BUILDER, _IMAGES, _TEXT_ALONE),
+    )
+    for key, pattern, what, instead in found:
+        if key in theirs.values and pattern.search(str(theirs.get(key))):
+            return Another((key,), what, instead)
+    return None
+
+
+def _first_on(theirs: Theirs, names: str, what: str, instead: str) -> Another | None:
+    """Return what keys say of which at least one is switched on."""
+    found = tuple(name for name in names.split() if theirs.get(name) not in OFF)
+    return Another(found, what, instead) if found else None
+
+
+def _of_a_classifier(theirs: Theirs) -> Another | None:
+    if "Classification" not in str(theirs.get("model_type", "")):
+        return None
+    return Another(("model_type",), "that trains a classifier", "Stay with {tool} for it")
+
+
+def _of_logprobs(theirs: Theirs) -> Another | None:
+    found = _keys(theirs, "logprobs_field")
+    return Another(found, _DISTILLATION, _WITHOUT_TEACHER) if found else None
+
+
+def _keys(theirs: Theirs, name: str) -> tuple[str, ...]:
+    """Return the keys of datasets that match a pattern."""
+    pattern = re.compile(rf"(?:test_)?datasets\.\d+\.{name}")
+    return tuple(key for key in theirs.values if pattern.fullmatch(key))

@@ -1,0 +1,187 @@
+"""The rules for the datasets of torchtune's configs: which file, which columns, what is learned."""
+
+from typing import Any
+
+from hpc_tune.convert.outcomes import (
+    Decided,
+    Left,
+    Outcome,
+    Rule,
+    Taken,
+    Theirs,
+    each,
+    hub_data,
+    is_data_path,
+    lacking,
+    packing,
+    usable_file,
+)
+from hpc_tune.convert.parts import complement, split
+
+PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
+_PAIR = {"input": "prompt", "output": "completion"}
+_BY_KEYS = Decided("the form of a record is found by its keys")
+_HELD_OUT = Decided("data.eval_fraction says it")
+_PREAMBLE = (
+    "alpaca's preamble (Below is an instruction that ...) and headings stand in each prompt there "
+    "and not here: write them into the records (as prompt and completion) if they are to stay"
+)
+
+
+def last_name(value: Any) -> str:
+    """Return the last part of a dotted name: of a component, what it is called."""
+    return str(value).rpartition(".")[2]
+
+
+def path_of(part: str, theirs: Theirs) -> Any:
+    """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
+    files, source = theirs.get(f"{part}.data_files"), str(theirs.get(f"{part}.source", ""))
+    if part == "dataset_val" and theirs.get(f"{part}.split", "train") != "train":
+        return None
+    if files is not None:
+        return files if usable_file(files) else None
+    return source if is_data_path(source) else None
+
+
+def eval_every(value: Any, theirs: Theirs) -> Outcome:
+    """Rule for the steps between evaluations, if something is held out."""
+    if path_of("dataset_val", theirs) or _holds_out(theirs):
+        return Taken({"train.eval_every_steps": value})
+    return Left(f"set train.eval_every_steps={value} together with data.eval_path")
+
+
+def _holds_out(theirs: Theirs) -> bool:
+    """Return whether a share of the data's one file is held out."""
+    return isinstance(_part("dataset", theirs.get("dataset.split", "train"), theirs), Taken)
+
+
+def _is_of_one_file(theirs: Theirs) -> bool:
+    """Return whether the held-out data, if any, are the rest of the file that is trained on."""
+    held_out = {key: value for key, value in theirs.values.items() if key.startswith("dataset_val")}
+    if not held_out:
+        return True
+    given = str(theirs.get("dataset.split", "train")).replace(" ", "")
+    is_rest = complement(theirs.get("dataset_val.split")) == given
+    same = ("source", "data_files")
+    return is_rest and all(
+        theirs.get(f"dataset_val.{key}", theirs.get(f"dataset.{key}"))
+        == theirs.get(f"dataset.{key}")
+        for key in same
+    )
+
+
+def _split(part: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if part == "dataset_val" and complement(value) and _holds_out(theirs):
+            return _HELD_OUT
+        return _part(part, value, theirs)
+
+    return rule
+
+
+def _part(part: str, value: Any, theirs: Theirs) -> Outcome:
+    is_whole = part == "dataset" and _is_of_one_file(theirs)
+    file = theirs.get(f"{part}.data_files", theirs.get(f"{part}.source"))
+    known = file if isinstance(file, str) and is_data_path(file) else None
+    return split(value, PARTS[part], known, is_whole)
+
+
+def _component(value: Any, theirs: Theirs) -> Outcome:
+    name = last_name(value)
+    if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
+        instead = (
+            f"compute nodes have no internet: on a login node write the records of {name} to a "
+            "JSONL or Parquet file, and set data.path to it"
+        )
+        return Left(f"{instead}; {_PREAMBLE}" if "alpaca" in name else instead, to_do=True)
+    if "alpaca" in name:
+        return Left(_PREAMBLE, to_do=True)
+    if name == "instruct_dataset":
+        named = {str(theirs.get(f"dataset.column_map.{k}", k)): ours for k, ours in _PAIR.items()}
+        return Taken({"data.columns": named})
+    return _BY_KEYS
+
+
+def _source(part: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if theirs.get(f"{part}.data_files"):
+            return Decided("the ending of the file says its kind")
+        if part == "dataset_val" and _holds_out(theirs):
+            return _HELD_OUT
+        path = path_of(part, theirs)
+        return Taken({PARTS[part]: path}) if path else hub_data(value, PARTS[part])
+
+    return rule
+
+
+def _files(part: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if part == "dataset_val" and _holds_out(theirs):
+            return _HELD_OUT
+        path = path_of(part, theirs)
+        if path:
+            return Taken({PARTS[part]: path})
+        instead = f"put it as JSONL or Parquet into one file or folder; set {PARTS[part]}"
+        return Left(instead, to_do=True)
+
+    return rule
+
+
+def _loss_on(value: Any, theirs: Theirs) -> Outcome:
+    choices = {"true": "all", "false": "answers"}
+    choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
+    choice = choices.get(str(value).lower())
+    if choice:
+        return Taken({"data.loss_on": choice})
+    return Left("data.loss_on is answers or all: answers is used", to_do=True)
+
+
+def _column(*names: str) -> Rule:
+    def rule(value: Any, theirs: Theirs) -> Outcome:
+        if value in names:
+            return _BY_KEYS
+        if not isinstance(value, str):
+            return Left("it is no name of a column", to_do=True)
+        return Taken({"data.columns": {value: names[0]}})
+
+    return rule
+
+
+def _mapped(value: Any, theirs: Theirs) -> Outcome:
+    if last_name(theirs.get("dataset._component_")) == "instruct_dataset":
+        return Decided("data.columns says it")
+    return Left("set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True)
+
+
+DATA: dict[str, Rule] = {
+    "dataset": Left("set data.path to a list of the files of all of them", to_do=True),
+    "dataset._component_": _component,
+    "dataset.source": _source("dataset"),
+    "dataset.data_files": _files("dataset"),
+    "dataset_val.source": _source("dataset_val"),
+    "dataset_val.data_files": _files("dataset_val"),
+    "dataset.split": _split("dataset"),
+    "dataset_val.split": _split("dataset_val"),
+    "dataset.packed": packing,
+    **each(_loss_on, "dataset.train_on_input dataset.masking_strategy"),
+    "dataset.conversation_column": _column("messages", "conversations"),
+    "dataset.column": _column("text"),
+    "dataset.column_map.*": _mapped,
+    "run_val_every_n_steps": eval_every,
+    **each(_BY_KEYS, "dataset.conversation_style"),
+    **each(Decided("validation data are read as data.path is"), "dataset_val.*"),
+    **each(Decided("what is longer than a row is cut"), "dataset.split_across_pack"),
+    "dataset.new_system_prompt": lacking(
+        "begin each record's messages with a system message", to_do=True
+    ),
+    **each(
+        lacking("the chat template is applied; data.chat_template names another", to_do=True),
+        "dataset.template dataset.prompt_template dataset.chat_format",
+    ),
+    **each(
+        lacking("name the files of that configuration in data.path", to_do=True),
+        "dataset.name dataset.subset",
+    ),
+    "dataset.filter_fn": lacking("take those records out of the data beforehand", to_do=True),
+    "dataset.add_eos": lacking("a text always ends with the end token"),
+}
