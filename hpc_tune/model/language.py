@@ -48,9 +48,8 @@ def require_directory(directory: Path) -> None:
             f"model.path={directory}: a folder of the hub's cache, not of a model; name its "
             f"snapshot: model.path={' or '.join(map(str, snapshots))}"
         )
-    for file in sorted(directory.iterdir()):
-        if file.suffix in (".json", ".jinja", ".model", ".txt") and (why := why_pointer(file)):
-            raise DataError(why)
+    if why := why_pointer(directory / "config.json"):
+        raise DataError(why)
 
 
 def read_config(directory: Path) -> Any:

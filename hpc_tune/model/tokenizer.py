@@ -19,6 +19,9 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         DataError: if it, its directory or the template is missing, or it has no fast form.
     """
     require_directory(directory)
+    for file in sorted(directory.iterdir()):
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and (pointer := why_pointer(file)):
+            raise DataError(pointer)
     from transformers import AutoTokenizer
 
     try:
@@ -31,8 +34,8 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
     if not tokenizer.is_fast:
         raise DataError(f"{directory}: its tokenizer has no fast form (tokenizer.json is missing)")
     tokenizer = by_its_file(tokenizer, directory)
-    _find_end_token(tokenizer, directory)
     _require_vocabulary(directory, tokenizer)
+    _find_end_token(tokenizer, directory)
     _require_embeddings(directory, tokenizer)
     if chat_template is None:
         if not tokenizer.chat_template and (found := template_of_processor(directory)):

@@ -278,7 +278,8 @@ def _files_of(directory: Path) -> list[Path]:
             if outside := [name for name in names if Path(name).name != name]:
                 raise ValueError(f"it names {outside[0]}, which is not in this folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{index_file}: not a safetensors index ({error})") from None
+            why = why_pointer(index_file) or f"{index_file}: not a safetensors index ({error})"
+            raise DataError(why) from None
         return [directory / name for name in sorted(set(names))]
     if single.exists():
         return [single]

@@ -62,7 +62,7 @@ def test_a_rank_that_reads_from_what_never_answers_ends_the_run_within_its_timeo
     words = [*SMALL, "run.timeout=5", f"run.dir={tmp_path / 'run'}"]
     done = train([*words, f"data.chat_template={tmp_path / 'template.jinja'}"], n=2)
     assert done.returncode == 1, done.stderr
-    said = "keeping the chat template: nothing was read or computed for 5 s (run.timeout)"
+    said = "looking at the data: nothing was read or computed for 5 s (run.timeout)"
     assert said in done.stderr
     assert said in outcome(tmp_path / "run")["reason"]
     assert not (tmp_path / "run" / "live.json").exists()

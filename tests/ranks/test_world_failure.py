@@ -68,7 +68,8 @@ def pids_of(process, n):
 
 # What a rank says of itself, and of another one.
 SPEECH = re.compile(r"^error(?::| on) rank \d+ ", re.MULTILINE)
-GONE = re.compile(r"^error: rank (\d+) \(pid (\d+) on host \S+\) is gone", re.MULTILINE)
+# Open MPI's own text may end with a NUL in front of it.
+GONE = re.compile(r"^\0?error: rank (\d+) \(pid (\d+) on host \S+\) is gone", re.MULTILINE)
 
 
 def is_hydra():

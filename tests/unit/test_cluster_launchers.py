@@ -147,7 +147,8 @@ def test_a_port_that_is_none_is_named():
     ],
 )
 def test_ranks_of_srun_without_mpi_meet_on_the_first_node(changed, addresses):
-    assert meeting_point(SRUN | {"SLURM_STEP_NODELIST": "n[1-3]"} | changed).addresses == addresses
+    meeting = meeting_point(SRUN | {"SLURM_STEP_NODELIST": "n[1-3]"} | changed)
+    assert [a for a in meeting.addresses if a != "::1"] == addresses  # not all hosts have IPv6
 
 
 def test_ranks_of_srun_that_know_no_node_say_so():

@@ -61,14 +61,20 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"],
+    ("name", "read"),
+    [
+        ("config.json", read_config),
+        ("config.json", load_tokenizer),
+        ("tokenizer.json", load_tokenizer),
+        ("tokenizer_config.json", load_tokenizer),
+        ("model.safetensors.index.json", load_tokenizer),
+        ("model.safetensors.index.json", index_model_directory),
+    ],
 )
-def test_a_pointer_in_a_models_folder_is_refused_by_its_name(name, model):
+def test_a_pointer_in_a_models_folder_is_refused_by_its_name(name, read, model):
     (model / name).write_text(LFS)
-    for read in (read_config, load_tokenizer):
-        with pytest.raises(DataError, match=f"{name} is a pointer of git-lfs to a file of 123,456"):
-            read(model)
+    with pytest.raises(DataError, match=f"{name} is a pointer of git-lfs to a file of 123,456"):
+        read(model)
 
 
 def test_a_pointer_in_place_of_weights_is_refused(model):

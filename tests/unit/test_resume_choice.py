@@ -14,9 +14,11 @@ from hpc_tune.checkpoint.store import MANIFEST, Store
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError, UnreadableError
 from hpc_tune.train.resume import find_checkpoint
+from hpc_tune.world.comm import ResumePoint
 
 
 def saved(folder: Path, config: RunConfig, *steps: int) -> Store:
+    folder.mkdir(exist_ok=True)
     store = Store(folder / "checkpoints", keep=9)
     for step in steps:
         store.commit(store.begin(step), state(config, step=step).to_json(), [])
@@ -24,7 +26,8 @@ def saved(folder: Path, config: RunConfig, *steps: int) -> Store:
 
 
 def started(store: Store, config: RunConfig) -> Path | None:
-    return find_checkpoint(SimpleNamespace(comm=ALONE, config=config, store=store))
+    job = SimpleNamespace(comm=ALONE, config=config, store=store, resume_point=ResumePoint())
+    return find_checkpoint(job)
 
 
 def flip(manifest: Path) -> None:
