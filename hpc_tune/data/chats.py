@@ -209,7 +209,7 @@ class Renderer:
     def _turn_controls(self, controls: Sequence[str]) -> set[str]:
         """Return the control tokens that are not an answer's own: those around turns, bos, eos.
 
-        All of them, where the template renders no turns by which they could be found.
+        All of them, where the template renders no turns, or none with a control token.
         """
         named = {t for t in self._tokenizer.special_tokens_map.values() if isinstance(t, str)}
         for roles in _TURNS if self._templates else ():
@@ -218,7 +218,8 @@ class Renderer:
                 text = self._apply(turns, True, None)
             except REFUSALS:
                 continue
-            return named | {control for control in controls if control in text}
+            around = {control for control in controls if control in text}
+            return named | (around or {*controls})
         return {*controls}
 
     def _all_but(

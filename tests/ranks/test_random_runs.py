@@ -80,8 +80,8 @@ def _next_starts(trials, starts, folder):
 def _has_ended(trial: Trial, start: Start, ended: Ended) -> bool:
     """Return whether the run is trained to its end; note what was refused and what failed."""
     if ended.code == 2 and "Traceback" not in ended.output:
-        said = ended.output.partition("hpc_tune: ")[2].partition("\n-----")[0]
-        trial.refusals.append(f"{' '.join(start.overrides)}: {said or ended.output[-500:]}")
+        said = [line for line in ended.output.splitlines() if line.startswith("error")]
+        trial.refusals.append(f"{' '.join(start.overrides)}: {(said or [ended.output[-500:]])[0]}")
     elif ended.code not in (0, 75) or (ended.code == 75 and start.stop_after is None):
         trial.faults.append(f"{start} ended with {ended.code}:\n{ended.output[-3000:]}")
     return ended.code == 0

@@ -95,13 +95,18 @@ class Request:
 def receive(connection: socket.socket) -> Request | None:
     """Read a request: its length in 8 bytes with three descriptors, then JSON."""
     data, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * 4))
-    if len(data) < 8:
+    if len(data) < 8 or not ancillary:
         return None
     files = array.array("i")
     files.frombytes(ancillary[0][2])
+    num_bytes = int.from_bytes(data, "little")
     with connection.makefile("rb") as stream:
-        words = json.loads(stream.read(int.from_bytes(data, "little")))
-    return Request(**words, files=list(files))
+        words = stream.read(num_bytes)
+    if len(words) < num_bytes:  # a launcher has ended its shim meanwhile
+        for file in files:
+            os.close(file)
+        return None
+    return Request(**json.loads(words), files=list(files))
 
 
 def serve(path: str) -> Request:
@@ -148,7 +153,8 @@ def serve(path: str) -> Request:
                         return request
                     for file in request.files:
                         os.close(file)
-                    shim.sendall(pid.to_bytes(4, "little"))
+                    with contextlib.suppress(OSError):  # without its shim it is killed below
+                        shim.sendall(pid.to_bytes(4, "little"))
                     ranks[pid] = shim, os.pidfd_open(pid)
                     selector.register(shim, selectors.EVENT_READ, ("signal", pid))
                     selector.register(ranks[pid][1], selectors.EVENT_READ, ("ended", pid))

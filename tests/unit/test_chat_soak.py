@@ -158,8 +158,12 @@ def check(drawn):
     assert found == wanted
     plain = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
     text = json.dumps(plain, ensure_ascii=False)
-    if not any(char in text for char in "\U000f0000\U000f0001"):  # stock takes them out
-        stock = tokenizer.apply_chat_template(plain, sanitize_control_tokens=True)
+    if any(char in text for char in "\U000f0000\U000f0001"):  # stock takes them out
+        return
+    # An answer's own control tokens are tokens; stock makes text of all of them, or of none.
+    num_own, num_typed = encoder.counters.own_controls, encoder.counters.control_texts
+    if not (num_own and num_typed):
+        stock = tokenizer.apply_chat_template(plain, sanitize_control_tokens=not num_own)
         assert block.tokens.tolist() == stock["input_ids"]
 
 

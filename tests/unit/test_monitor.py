@@ -192,10 +192,12 @@ def test_it_knows_this_ranks_peak_in_each_phase(host):
 
 
 def test_switched_off_it_does_nothing(host):
+    before = set(threading.enumerate())
     watching = Monitor(None, mode="off")
     watching.start()
     assert watching.worst() is None
-    assert "memory monitor" not in {thread.name for thread in threading.enumerate()}
+    begun = set(threading.enumerate()) - before
+    assert "memory monitor" not in {thread.name for thread in begun}
     watching.close()
 
 
