@@ -109,7 +109,20 @@ def to_example(record: Any) -> Example:
         field = next((field for field in fields if record[field] != []), fields[0])
         return _marked(readers[field](record), record)
     names = ", ".join(map(str, record)) or "no fields"
-    raise WrongRecord(f"found the fields {names}; {EXPECTED}")
+    raise WrongRecord(f"found the fields {names}; {_known_form(record) or EXPECTED}")
+
+
+def _known_form(record: dict[str, Any]) -> str:
+    """Return what to do with a record of a form that others read; empty if it is none."""
+    if "input_ids" in record:
+        return (
+            "rows of token numbers are of one tokenizer, and which they are is not said in them: "
+            "give the text or the messages that they were made of"
+        )
+    rows = [key for key, value in record.items() if isinstance(value, list) and value]
+    if len(record) < 4 and len(rows) == 1 and isinstance(record[rows[0]][0], dict):
+        return f"if its rows are the list in {rows[0]}, write that list as a file of its own"
+    return ""
 
 
 def _marked(example: Example, record: dict[str, Any]) -> Example:

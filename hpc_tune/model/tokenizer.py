@@ -100,6 +100,19 @@ def _find_end_token(tokenizer: Any, directory: Path) -> None:
             return
 
 
+def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
+    """Return the tokens at which transformers stops to generate with the model of a directory.
+
+    They are those of generation_config.json, or else of config.json, and the tokenizer's end token,
+    at which servers stop as well.
+    """
+    for file in ("generation_config.json", "config.json"):
+        named = _settings(directory / file).get("eos_token_id")
+        if named is not None:
+            break
+    return {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
+
+
 def template_of_processor(directory: Path) -> tuple[str, Any] | None:
     """Return the file and the chat template of a model's processor; several are a dict by name.
 

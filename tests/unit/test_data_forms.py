@@ -13,7 +13,9 @@ from test_data_support import byte_tokenizer, chat, write_jsonl
 
 from hpc_tune.data import sources, tables
 from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.records import to_example
 from hpc_tune.data.sources import list_chunks, read_chunk
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 PAIRS = [
@@ -241,3 +243,17 @@ def test_a_folder_gives_the_rows_that_hugging_face_datasets_finds_in_it(tmp_path
         (row["prompt"], str(row["completion"])) for row in expected
     ]
     assert len(found) == 30
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, "rows of token numbers are of one tokenizer"),
+        ({"version": "1", "data": [{"prompt": "a", "completion": "b"}]}, "the list in data, write"),
+        ({"data": ["a"]}, "expected one of: messages"),
+    ],
+)
+def test_rows_of_others_forms_are_refused_with_what_to_do(record, said):
+    with pytest.raises(WrongRecord, match="found the fields") as refused:
+        to_example(record)
+    assert said in str(refused.value)
