@@ -119,10 +119,19 @@ def _known_form(record: dict[str, Any]) -> str:
             "rows of token numbers are of one tokenizer, and which they are is not said in them: "
             "give the text or the messages that they were made of"
         )
-    rows = [key for key, value in record.items() if isinstance(value, list) and value]
-    if len(record) < 4 and len(rows) == 1 and isinstance(record[rows[0]][0], dict):
-        return f"if its rows are the list in {rows[0]}, write that list as a file of its own"
-    return ""
+    lists = [key for key, value in record.items() if isinstance(value, list) and value]
+    rows = next((key for key in lists if _is_known(record[key][0])), None)
+    return f"its rows are the list in {rows}: write that as a file of its own" if rows else ""
+
+
+def _is_known(record: Any) -> bool:
+    try:
+        to_example(record)
+    except WrongRecord:
+        return False
+    except NotLearned:
+        return True
+    return True
 
 
 def _marked(example: Example, record: dict[str, Any]) -> Example:

@@ -166,3 +166,12 @@ def test_answers_that_end_where_no_other_tool_stops_are_told(model):
     assert f"{tokenizer.convert_ids_to_tokens(end)}, {end}, to eos" in why
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end - 1, end]}))
     assert why_unstopped(tokenizer, model) is None
+
+
+def test_whole_numbers_whose_scale_nothing_names_are_no_weights(model):
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = (100 * tensors[name]).to(torch.int8)
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(DataError, match=rf"quantised \(an unknown method, such as in {name}\)"):
+        index_model_directory(model)
