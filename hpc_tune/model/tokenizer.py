@@ -42,7 +42,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         if pointer := why_pointer(Path(chat_template)):
             raise DataError(pointer)
         try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None

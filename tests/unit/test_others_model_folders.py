@@ -175,3 +175,9 @@ def test_whole_numbers_whose_scale_nothing_names_are_no_weights(model):
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(DataError, match=rf"quantised \(an unknown method, such as in {name}\)"):
         index_model_directory(model)
+
+
+def test_the_mark_that_some_editors_put_before_a_template_is_not_learned(model, tmp_path):
+    own = load_tokenizer(model).chat_template
+    (tmp_path / "chat.jinja").write_text(own, encoding="utf-8-sig")
+    assert load_tokenizer(model, str(tmp_path / "chat.jinja")).chat_template == own
