@@ -1,6 +1,5 @@
 """Answer one prompt with a model, with or without the adapter of a run, in one process."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from hpc_tune.data.chats import REFUSALS, end_of_answer
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.load import allocate, load_trained, load_weights
-from hpc_tune.model.tokenizer import load_tokenizer
+from hpc_tune.model.tokenizer import load_tokenizer, stop_ids
 
 
 def answer(
@@ -80,12 +79,8 @@ def answer(
 
 def _ends(tokenizer: Any, directory: Path) -> list[int]:
     """Return the tokens at which generation stops."""
-    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_of_answer(tokenizer))}
-    file = directory / "generation_config.json"
-    if file.is_file():
-        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        ends |= {*named} if isinstance(named, list) else {named}
-    return sorted(ends - {None})
+    end = tokenizer.convert_tokens_to_ids(end_of_answer(tokenizer))
+    return sorted((stop_ids(tokenizer, directory) | {end}) - {None})
 
 
 def _encode(tokenizer: Any, prompt: str) -> torch.Tensor:

@@ -140,7 +140,7 @@ def export_merged(
         (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
-                shutil.copyfile(file_path, temporary / file_path.name)
+                _copy(file_path, temporary)
         if stored.scales or dtype is not None:
             _set_dtype(temporary / "config.json", dtype)
         write_template(template, base, temporary)
@@ -211,8 +211,12 @@ def _shards(merged: Merged) -> list[list[str]]:
 
 
 def _is_companion(file: Path) -> bool:
-    """Whether a file of the base directory belongs to the model but is not its weights."""
-    return file.suffix in _COMPANIONS and not file.name.endswith(".index.json")
+    """Whether a file of the base directory belongs to the model but is not its weights.
+
+    An adapter's configuration would make transformers look for an adapter of the merged model.
+    """
+    others = (".index.json", "adapter_config.json")
+    return file.suffix in _COMPANIONS and not file.name.endswith(others)
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
@@ -237,7 +241,21 @@ def copy_tokenizer(base: Path, out: Path) -> None:
     if has_vocabulary and not (base / "tokenizer.json").is_file():
         load_tokenizer(base).save_pretrained(out)
     for file in files:
-        shutil.copyfile(file, out / file.name)
+        _copy(file, out)
+
+
+def _copy(file: Path, out: Path) -> None:
+    """Copy a small file of the base, without the names of code that is not copied with it.
+
+    What is trained here is of a class of transformers, which is found where no code is named.
+    """
+    if file.name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if settings.pop("auto_map", None) is not None:
+            text = json.dumps(settings, indent=2, ensure_ascii=False)
+            (out / file.name).write_text(text, encoding="utf-8")
+            return
+    shutil.copyfile(file, out / file.name)
 
 
 def _is_export(out: Path) -> bool:

@@ -21,6 +21,7 @@ from hpc_tune.errors import DataError
 READ_BYTES = 1 << 20
 MOST_LINE_BYTES = 128 << 20  # a line is held whole, and takes some times as much where it is parsed
 BOM = b"\xef\xbb\xbf"
+_GZIP = b"\x1f\x8b"
 _TOO_LONG = f"a line or element of more than {MOST_LINE_BYTES >> 20} MiB"
 _GAP = re.compile(r"[\s,]*")
 
@@ -145,6 +146,8 @@ def _parse(line: bytes) -> Any:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
+        if line.startswith(_GZIP):
+            return WrongRecord("compressed by gzip; give the file a name that ends with .gz")
         return WrongRecord(f"not UTF-8 text ({error}); convert the file to UTF-8")
     except json.JSONDecodeError as error:
         shown = line[:60].decode("utf-8", "replace").strip()

@@ -148,7 +148,7 @@ def _renamed(
         names = {old: further.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in further.items() if old in kept}
     form = next((form for form in _FORMS if renamed.get(form[0]) is not None), ("",))
-    of_form = {*form, *_FURTHER.get(form[0], ())}
+    of_form = {*form, *_FURTHER.get(form[0], ())} - {"response"}  # it is read renamed alone
     read = of_form.intersection(kept) | names.keys()
     findings.read_as |= names
     findings.note(read, (name for name in row if name not in read and row[name] is not None))

@@ -109,7 +109,29 @@ def to_example(record: Any) -> Example:
         field = next((field for field in fields if record[field] != []), fields[0])
         return _marked(readers[field](record), record)
     names = ", ".join(map(str, record)) or "no fields"
-    raise WrongRecord(f"found the fields {names}; {EXPECTED}")
+    raise WrongRecord(f"found the fields {names}; {_known_form(record) or EXPECTED}")
+
+
+def _known_form(record: dict[str, Any]) -> str:
+    """Return what to do with a record of a form that others read; empty if it is none."""
+    if "input_ids" in record:
+        return (
+            "rows of token numbers are of one tokenizer, and which they are is not said in them: "
+            "give the text or the messages that they were made of"
+        )
+    lists = [key for key, value in record.items() if isinstance(value, list) and value]
+    rows = next((key for key in lists if _is_known(record[key][0])), None)
+    return f"its rows are the list in {rows}: write that as a file of its own" if rows else ""
+
+
+def _is_known(record: Any) -> bool:
+    try:
+        to_example(record)
+    except WrongRecord:
+        return False
+    except NotLearned:
+        return True
+    return True
 
 
 def _marked(example: Example, record: dict[str, Any]) -> Example:

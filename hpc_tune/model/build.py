@@ -224,8 +224,20 @@ def _stored_names(
         raise DataError(
             f"{directory}: {len(missing)} of {len(shapes)} tensors that config.json asks for "
             f"are not in its safetensors files, such as {', '.join(missing[:3])}"
+            + _behind_a_prefix(missing[0], index)
         )
     return names
+
+
+def _behind_a_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:
+    """Return what to do where a tensor is stored behind the name of a module around the model."""
+    found = next((stored for stored in index.shapes if stored.endswith(f".{name}")), None)
+    if found is None:
+        return ""
+    return (
+        f". {found} is: the model was saved with what torch.compile, DDP or peft had put around "
+        "it; save the model inside of that again"
+    )
 
 
 def _peft_name(name: str, names: Names) -> str:

@@ -9,12 +9,17 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex
 
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_dora": "method"}
-_UNSUPPORTED = (
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
-    "layer_replication",
+# Fields of peft's that say nothing about what an adapter of given tensors computes: names, how it
+# was begun, and which tensors there are, which are compared one by one.
+_NOT_COMPUTED = frozenset(
+    (
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+        *("revision", "inference_mode", "runtime_config", "megatron_config", "megatron_core"),
+        *("target_modules", "exclude_modules", "modules_to_save", "trainable_token_indices"),
+        *("layers_to_transform", "layers_pattern", "target_parameters", "ensure_weight_tying"),
+        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("lora_dropout", "bias", "qalora_group_size"),
+    )
 )
 # As peft names the ways to begin that leave the base as it is: pissa, olora and others change it.
 _BASE_UNTOUCHED = (True, False, "gaussian", "eva", "orthogonal")
@@ -51,9 +56,10 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
         for key in _FIELDS
         if fields[key] != wanted[key]
     ]
-    problems += [
-        f"{key} is set there, and not supported here" for key in _UNSUPPORTED if saved.get(key)
-    ]
+    if (kind := saved.get("peft_type", "LORA")) != "LORA":
+        problems.append(f"peft_type is {kind} there, and only LORA is supported here")
+    unsupported = sorted(saved.keys() - _NOT_COMPUTED - _FIELDS.keys())
+    problems += [f"{key} is set there, and not supported here" for key in unsupported if saved[key]]
     if (init := saved.get("init_lora_weights", True)) not in _BASE_UNTOUCHED:
         problems.append(
             f"init_lora_weights is {init} there, which has taken its first values out of the base: "

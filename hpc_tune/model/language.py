@@ -12,6 +12,7 @@ in a merged export. Files and adapters name its tensors as parts of the whole mo
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +61,7 @@ def read_config(directory: Path) -> Any:
     """
     require_directory(directory)
     if not (directory / "config.json").is_file():
-        raise DataError(f"model.path={directory}: no config.json in it; is it a model directory?")
+        raise DataError(f"model.path={directory}: no config.json in it; {_instead(directory)}")
     with lazy_imports():
         from transformers import AutoConfig
 
@@ -75,6 +76,24 @@ def read_config(directory: Path) -> Any:
         raise DataError(f"{directory}/config.json cannot be used: {why}") from None
     _refuse_kernels(directory)
     return config
+
+
+def _instead(directory: Path) -> str:
+    """Return what a directory without a config.json is, and what to do."""
+    if not (settings := directory / "adapter_config.json").is_file():
+        if any(directory.glob("*.gguf")):
+            return (
+                "GGUF files are not read: take the model that they were made from, in safetensors"
+            )
+        return "is it a model directory?"
+    try:
+        base = json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        base = "its base"
+    return (
+        f"it holds an adapter of {base}. Name the directory of that model, and to go on from the "
+        f"adapter tune.init_from={directory}"
+    )
 
 
 def refuse_code(directory: Path, file: str, error: Exception) -> None:
@@ -127,6 +146,12 @@ def language_config(config: Any, directory: Path) -> Any:
         raise DataError(
             f"{directory}: a {kind} model has parts for other things than text or images, which "
             "hpc_tune cannot take apart; take a checkpoint of this family that has text alone"
+        )
+    window = getattr(text, "sliding_window", None)
+    if window is not None and window < 1:
+        raise DataError(
+            f"{directory}/config.json: sliding_window is {window}, with which no token sees any; "
+            "write null for attention to all tokens, or how many are seen"
         )
     return text
 
@@ -277,8 +302,8 @@ def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
 def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     """Return what files hold beside the tensors ``used``, by the beginnings of their names.
 
-    Such as ``("model.vision_tower (437 tensors)",)``. Constants that transformers computes itself,
-    and which old versions have stored, are left out.
+    Such as ``("model.vision_tower (437 tensors)",)``, and files that are not read. Constants that
+    transformers computes itself, and which old versions have stored, are left out.
     """
     parts: dict[str, int] = {}
     shared = {name.partition(".")[0] for name in used}
@@ -288,7 +313,8 @@ def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
             first, *more = [*beginning] or [name]
             key = ".".join([first, *more[:1]]) if first in shared else first
             parts[key] = parts.get(key, 0) + 1
-    return tuple(f"{key} ({count:,} tensors)" for key, count in sorted(parts.items()))
+    beside = (f"{key} ({count:,} tensors)" for key, count in sorted(parts.items()))
+    return (*beside, *index.unread)
 
 
 def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:

@@ -91,7 +91,11 @@ def refuse_quantised(index: "TensorIndex", directory: Path) -> None:
     settings = quantization_of(directory)
     method = str(settings.get("quant_method", "an unknown method"))
     marks = (".qweight", ".weight_packed", ".absmax", "_blocks", ".SCB", ".weight_format")
-    packed = [name for name in index.shapes if name.endswith(marks)]
+    packed = [
+        name
+        for name, dtype in index.dtypes.items()
+        if name.endswith(marks) or (name.endswith(".weight") and not dtype.is_floating_point)
+    ]
     if packed or (settings and not any(dtype in FLOAT8 for dtype in index.dtypes.values())):
         where = f", such as in {packed[0]}" if packed else ""
         raise DataError(

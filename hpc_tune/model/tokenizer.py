@@ -45,7 +45,7 @@ def load_tokenizer(directory: Path, chat_template: str | None = None) -> Any:
         if pointer := why_pointer(Path(chat_template)):
             raise DataError(pointer)
         try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise DataError(f"data.chat_template={chat_template} cannot be read: {why}") from None
@@ -101,6 +101,19 @@ def _find_end_token(tokenizer: Any, directory: Path) -> None:
                 *(directory, token, file),
             )
             return
+
+
+def stop_ids(tokenizer: Any, directory: Path) -> set[int]:
+    """Return the tokens at which transformers stops to generate with the model of a directory.
+
+    They are those of generation_config.json, or else of config.json, and the tokenizer's end token,
+    at which servers stop as well.
+    """
+    for file in ("generation_config.json", "config.json"):
+        named = _settings(directory / file).get("eos_token_id")
+        if named is not None:
+            break
+    return {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None}
 
 
 def template_of_processor(directory: Path) -> tuple[str, Any] | None:

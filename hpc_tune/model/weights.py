@@ -23,6 +23,7 @@ from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
 from hpc_tune.pointer_file import why_pointer
 
 ADAPTER_FILE = "adapter_model.safetensors"  # peft's name
+SHARDS_FILE = "model.safetensors.index.json"
 ADAPTER_FOLDER = "adapter"  # of a checkpoint
 PIECE_BYTES = 16 << 20  # of anonymous memory while reading or writing; larger is no faster
 OFFSETS_KEY = "hpc_tune_offsets"
@@ -77,6 +78,7 @@ class TensorIndex:
         self.num_bytes = 0
         self.files = files
         self.scales: Mapping[str, Scale] = {}
+        self.unread: tuple[str, ...] = ()  # other weights in the directory
         self._error = error
         self._open: tuple[Path, Any] | None = None
         for file in files:
@@ -263,32 +265,51 @@ def index_model_directory(directory: Path) -> TensorIndex:
         DataError: if there are none, one is missing or damaged, or they are quantised in another
             way than float8.
     """
-    index = TensorIndex(_files_of(directory))
+    files, unread = _files_of(directory)
+    index = TensorIndex(files)
+    index.unread = unread
+    for pieces in index.pieces.values():
+        del pieces[:-1]  # of a tensor that is in several files transformers takes the last, too
     refuse_quantised(index, directory)
     index.scales = take_scales(index, directory)
     return index
 
 
-def _files_of(directory: Path) -> list[Path]:
-    index_file = directory / "model.safetensors.index.json"
+def _files_of(directory: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the files of a directory's weights, and what other weights there are, in words.
+
+    Of a model.safetensors and shards transformers takes the first.
+    """
+    index_file = directory / SHARDS_FILE
     single = directory / "model.safetensors"
-    if index_file.exists():
-        try:
-            names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()
-            if outside := [name for name in names if Path(name).name != name]:
-                raise ValueError(f"it names {outside[0]}, which is not in this folder")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = why_pointer(index_file) or f"{index_file}: not a safetensors index ({error})"
-            raise DataError(why) from None
-        return [directory / name for name in sorted(set(names))]
-    if single.exists():
-        return [single]
+    names = _shards_of(index_file) if index_file.exists() else []
+    if single.exists() and single.name not in names:
+        unread = f"{SHARDS_FILE} and its {len(names)} files, for model.safetensors is there too"
+        return [single], (unread,) if names else ()
+    if names:
+        return [directory / name for name in names], ()
     if list(directory.glob("*.bin")):
         raise DataError(
             f"{directory}: found only .bin (pickle) weights, expected .safetensors; convert them "
             "with transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)"
         )
-    raise DataError(f"{directory}: no model.safetensors and no model.safetensors.index.json in it")
+    others = sorted(file.name for file in directory.glob("*.safetensors"))
+    raise DataError(
+        f"{directory}: no model.safetensors and no {SHARDS_FILE} in it"
+        + (f"; {others[0]} is not in transformers' form" if others else "")
+    )
+
+
+def _shards_of(index_file: Path) -> list[str]:
+    """Return the names of the files that an index of shards has."""
+    try:
+        names = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"].values()
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"it names {outside[0]}, which is not in this folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = why_pointer(index_file) or f"{index_file}: not a safetensors index ({error})"
+        raise DataError(why) from None
+    return sorted(set(names))
 
 
 def index_checkpoint(directory: Path) -> TensorIndex:

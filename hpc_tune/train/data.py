@@ -9,6 +9,7 @@ from typing import Any
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, is_prepared
+from hpc_tune.data.chats import end_of_answer
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, as_list, find, say_left_out, say_read, shown
 from hpc_tune.data.hdf5_format import TokenStore, prepared_from
@@ -20,7 +21,7 @@ from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError, HpcTuneError
 from hpc_tune.log import Progress, log
-from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer
+from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids
 from hpc_tune.plan.resolve import Resolved
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
@@ -130,11 +131,35 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
         read.append(("data.eval_path", stores[1], replace(order, seed=0), config.train.eval_rows))
     for part in read:
         job.comm.on_rank_0("looking at the data", partial(_require_learned, *part))
+    job.comm.on_rank_0("looking at the chat template", partial(_warn_of_ends, own, stores[0]))
     template = job.comm.on_rank_0(
         "looking at the chat template",
         lambda: own.tokenizer.chat_template if config.data.chat_template else None,
     )
     return Data(*stores, loader, total_steps, template)
+
+
+def _warn_of_ends(own: Tokenizing, store: TokenStore) -> None:
+    """Say it where answers end with a token at which other tools would not stop."""
+    counters = store.attributes.counters
+    has_prompts = counters.loss_tokens < counters.tokens - counters.documents
+    if has_prompts and (why := why_unstopped(own.tokenizer, own.model_dir)):
+        log.warning("%s", why)
+
+
+def why_unstopped(tokenizer: Any, model_dir: Path) -> str | None:
+    """Return what is wrong where no tool but this one stops at the token that ends answers."""
+    end = end_of_answer(tokenizer)
+    stops = stop_ids(tokenizer, model_dir)
+    if end is None or tokenizer.convert_tokens_to_ids(end) in stops:
+        return None
+    others = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stops)))) or "nothing"
+    return (
+        f"answers end with {end}, and by the model's files what is generated ends with {others}: "
+        f"other tools will not stop after an answer. Add {end}, "
+        f"{tokenizer.convert_tokens_to_ids(end)}, to eos_token_id in generation_config.json of "
+        "model.path, which exports take over, or tell the tool (hpc_tune generate stops there)"
+    )
 
 
 def _position(checkpoint: Path | None) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
+from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.model_size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.proof import Proof, prove
@@ -129,7 +130,18 @@ def ready_model(path: str, comm: Comm, run_dir: Path) -> Path:
     """Return the model's directory; builtin:tiny is written into the run directory first."""
     refuse_shape(path)
     if path != BUILTIN_TINY:
+        _refuse_adapter(Path(path))
         return Path(path)
     directory = run_dir / "builtin-tiny"
     comm.on_rank_0("writing builtin:tiny", lambda: write_tiny(directory))
     return directory
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Refuse a model beside which an adapter lies: transformers would put it on the model."""
+    if (directory / ADAPTER_FILE).is_file() and (directory / "adapter_config.json").is_file():
+        raise DataError(
+            f"model.path={directory}: an adapter is in the folder too ({ADAPTER_FILE}), which "
+            "transformers puts on the model that it loads from there. Move adapter_config.json and "
+            f"{ADAPTER_FILE} out of it to train the model without them, or merge them with peft"
+        )

@@ -42,6 +42,7 @@ _NEIGHBOURS_REPORT_WITHIN_S = 0.4
 _GONE_LIMIT_S = 10.0
 # Nobody is left to report there; the main thread, if it notices, knows more.
 _NOBODY_LEFT_S = 1.0
+_TOGETHER_S = 0.5  # less than anybody who is told of the end of a rank waits before leaving
 # Reporting may wait for a store or a file system beyond the cut. With the default limit of 20 s
 # all ranks have exited within 30.
 _LEAVE_LIMIT_S = 6.0
@@ -137,7 +138,7 @@ class HostWatch:
                     num_told = len(self._ended)
                     self._tell(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
-                    known = self.ended_ranks() | self._ended.keys()
+                    known = self.ended_ranks() | self._ended_together()
                     ended = [peer for peer in self._comm.roster if peer.rank in known]
                     self._leave(gone_error(ended, self._comm.roster, self._comm.doing[0]))
                     return
@@ -193,6 +194,11 @@ class HostWatch:
             else:
                 self._note(json.loads(line))
         return True
+
+    def _ended_together(self) -> set[int]:
+        """Return the ranks that ended with the first one: others leave since they were told."""
+        first_s = min(self._ended.values())
+        return {rank for rank, at_s in self._ended.items() if at_s - first_s < _TOGETHER_S}
 
     def _note(self, ended: list[int]) -> None:
         for rank in ended:

@@ -12,8 +12,12 @@ import pytest
 from test_data_support import byte_tokenizer, chat, write_jsonl
 
 from hpc_tune.data import sources, tables
+from hpc_tune.data.counts import Findings
 from hpc_tune.data.prepare import PrepareSettings, prepare
+from hpc_tune.data.reading import PLAIN, as_example
+from hpc_tune.data.records import to_example
 from hpc_tune.data.sources import list_chunks, read_chunk
+from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 PAIRS = [
@@ -241,3 +245,39 @@ def test_a_folder_gives_the_rows_that_hugging_face_datasets_finds_in_it(tmp_path
         (row["prompt"], str(row["completion"])) for row in expected
     ]
     assert len(found) == 30
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, "rows of token numbers are of one tokenizer"),
+        (
+            {"version": "1", "tags": ["x"], "data": [{"prompt": "a", "completion": "b"}]},
+            "the list in data: write",
+        ),
+        ({"data": ["a"]}, "expected one of: messages"),
+        ({"conversation": [{"input": "a", "output": "b"}]}, "expected one of: messages"),
+    ],
+)
+def test_rows_of_others_forms_are_refused_with_what_to_do(record, said):
+    with pytest.raises(WrongRecord, match="found the fields") as refused:
+        to_example(record)
+    assert said in str(refused.value)
+
+
+def test_a_second_answer_beside_the_one_that_is_read_is_named_as_not_read():
+    findings = Findings()
+    row = {"prompt": "a", "completion": "b", "response": "c"}
+    example = as_example(row, PLAIN, findings)
+    assert (example.prompt, example.completion) == ("a", "b")
+    assert "response" in findings.unread
+    findings = Findings()
+    assert as_example({"prompt": "a", "response": "c"}, PLAIN, findings).completion == "c"
+    assert not findings.unread
+
+
+def test_a_packed_file_whose_name_does_not_say_so_is_told(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(gzip.compress(b'{"prompt": "a", "completion": "b"}'))
+    with pytest.raises(DataError, match=r"compressed by gzip; .* ends with \.gz"):
+        _read(file)

@@ -154,3 +154,28 @@ def test_the_scaling_that_ranks_are_divided_by_must_be_ours(tiny, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
     with pytest.raises(ConfigError, match="use_rslora"):
         started(tiny, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alora_invocation_tokens": [5, 9]},
+        {"lora_bias": True},
+        {"rank_pattern": {"q_proj": 8}},
+        {"a_field_of_tomorrow": 0.5},
+    ],
+)
+def test_what_would_make_of_the_same_tensors_another_adapter_is_refused(tiny, tmp_path, settings):
+    stock(tiny).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(ConfigError, match=f"{next(iter(settings))} is set there"):
+        started(tiny, tmp_path)
+
+
+def test_an_adapter_that_is_no_lora_is_refused_by_its_name(tiny, tmp_path):
+    stock(tiny).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_type": "LOHA"}))
+    with pytest.raises(ConfigError, match="peft_type is LOHA there"):
+        started(tiny, tmp_path)
