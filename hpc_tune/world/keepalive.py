@@ -87,7 +87,8 @@ class HostWatch:
     def ended_ranks(self) -> set[int]:
         """Return the ranks of other hosts that are known to have ended without a word."""
         own, now_s = self._comm.world, time.monotonic()
-        ended = {rank: at_s for rank, at_s in self._ended.copy().items() if not self._is_near(rank)}
+        together = self._ended_together()
+        ended = {rank: at_s for rank, at_s in together.items() if not self._is_near(rank)}
         if not ended or now_s - min(ended.values()) < _SETTLE_S:
             return set()
         if own.rank and 0 in ended:
@@ -138,7 +139,7 @@ class HostWatch:
                     num_told = len(self._ended)
                     self._tell(json.dumps([*self._ended]).encode())
                 if self._seconds_left() == 0:
-                    known = self.ended_ranks() | self._ended_together()
+                    known = self.ended_ranks() | self._ended_together().keys()
                     ended = [peer for peer in self._comm.roster if peer.rank in known]
                     self._leave(gone_error(ended, self._comm.roster, self._comm.doing[0]))
                     return
@@ -195,10 +196,11 @@ class HostWatch:
                 self._note(json.loads(line))
         return True
 
-    def _ended_together(self) -> set[int]:
-        """Return the ranks that ended with the first one: others leave since they were told."""
-        first_s = min(self._ended.values())
-        return {rank for rank, at_s in self._ended.items() if at_s - first_s < _TOGETHER_S}
+    def _ended_together(self) -> dict[int, float]:
+        """Return when those ranks ended that did with the first: others leave when told."""
+        ended = self._ended.copy()
+        first_s = min(ended.values(), default=0.0)
+        return {rank: at_s for rank, at_s in ended.items() if at_s - first_s < _TOGETHER_S}
 
     def _note(self, ended: list[int]) -> None:
         for rank in ended:

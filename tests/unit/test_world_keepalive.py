@@ -74,6 +74,14 @@ def test_a_rank_that_ends_without_a_word_ends_the_world_and_its_host_is_named(wo
     assert isinstance(heard[1], GoneError | RemoteError)
 
 
+def test_ranks_that_leave_when_they_are_told_are_not_named_as_gone(world):
+    world.watches[0]._ended = {2: 100.0, 1: 101.2}
+    assert world.watches[0].ended_ranks() == {2}
+    world.watches[0]._ended = {2: 100.0, 1: 100.1}
+    assert world.watches[0].ended_ranks() == {1, 2}
+    world.watches[0]._ended = {}
+
+
 def wait_for_ended(watch):
     until_s = time.monotonic() + 60
     while not (ended := watch.ended_ranks()):
