@@ -25,7 +25,9 @@ class Heap:
     """A heap that begins at address 0 and only grows; ``reach`` is its end.
 
     Left out is what makes no difference to large blocks: the order of equal holes, and that freed
-    blocks are sorted into bins only when one is looked for.
+    blocks are sorted into bins only when one is looked for. Blocks that are freed one after another
+    are freed from the highest address down, which leaves the most holes: autocast drops its copies
+    in the order of a hash table, which is another one each time.
     """
 
     def __init__(self) -> None:
@@ -37,15 +39,18 @@ class Heap:
         self._holes: dict[int, int] = {}  # start -> size
         self._starts: dict[int, int] = {}  # end -> start
         self._by_size: list[tuple[int, int]] = []
+        self._freed: list[int] = []  # since the last allocation
 
     def allocate(self, num_bytes: int) -> tuple[int, ...]:
         """Return the addresses of an aligned block and of the small objects that come with it."""
+        for block in sorted(self._freed, reverse=True):
+            self._free(block)
+        self._freed.clear()
         return self._aligned(num_bytes), *map(self._small, OBJECTS)
 
     def free(self, blocks: tuple[int, ...]) -> None:
         """Free what ``allocate`` returned."""
-        for block in blocks:
-            self._free(block)
+        self._freed += blocks
 
     def _small(self, num_bytes: int) -> int:
         size = _size_of(num_bytes)

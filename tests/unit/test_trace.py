@@ -218,7 +218,7 @@ def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
     pairs = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(pairs) == len(settings)
     for fake, real in pairs:
-        # Small blocks come and go in another order, which a heap depends on a little.
+        # The tiles of attention in fp32 come and go in another order, which a heap depends on.
         for name in ("heap_peak_bytes", "heap_evaluation_bytes"):
             assert fake.pop(name) == pytest.approx(real.pop(name), rel=0.02)
         parts = [{name: peak for name, (peak, _) in r.pop("parts").items()} for r in (fake, real)]
