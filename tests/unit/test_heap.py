@@ -6,14 +6,17 @@ from hpc_tune.plan.heap import Heap
 
 
 def test_the_order_of_blocks_that_are_freed_together_makes_no_difference():
-    sizes = (8192, 45056, 16384, 524288)
     reached = set()
-    for order in itertools.permutations(range(len(sizes))):
+    for order in itertools.permutations(range(4)):
         heap = Heap()
-        blocks = [heap.allocate(size) for size in sizes]
+        pinned = [heap.allocate(500) for _ in range(6)]
+        blocks = [heap.allocate(size) for size in (8192, 45056, 16384, 524288)]
+        for block in pinned:
+            heap.free(block)
+        heap.allocate(64)
         for index in order:
             heap.free(blocks[index])
-        for size in (45056, 524288, 520000, 8192):
+        for size in (45056, 524288, 16384, 8192, 500, 500, 45056, 16384):
             heap.allocate(size)
         reached.add(heap.reach)
-    assert len(reached) == 1
+    assert len(reached) == 1, reached
