@@ -16,7 +16,9 @@ import yaml
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.load import load_config
+from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.units import format_bytes
 
 METHODS = ("lora", "qlora", "dora", "full")
 QUESTIONS = {
@@ -43,6 +45,23 @@ class Machine:
     gpus: int
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a run was planned with: parallel.recompute, and memory of a node in GiB.
+
+    ``device_bytes`` of a GPU are needed, of ``limit_bytes`` that it is taken to have.
+    """
+
+    recompute: str
+    node_gib: int
+    device_bytes: int
+    limit_bytes: int
+    fits: bool
+
+
+SizesFor = Callable[[RunConfig, int, int], Sizes | None]
+
+
 def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -> dict[str, str]:
     """Return the four answers; ``ask`` is given the question of each that is missing.
 
@@ -61,10 +80,13 @@ def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -
     return complete
 
 
-def write_config(out: Path, given: Mapping[str, str], host_bytes: int) -> list[str]:
+def write_config(
+    out: Path, given: Mapping[str, str], host_bytes: int, sizes_for: SizesFor | None = None
+) -> list[str]:
     """Write the configuration to ``out``; return the commands that come next.
 
-    ``host_bytes``: the memory of this machine, for ranks on its CPUs.
+    ``host_bytes``: the memory of this machine, for ranks on its CPUs. ``sizes_for`` plans a run on
+    nodes with GPUs.
 
     Raises:
         ConfigError: if an answer cannot be used, ``out`` is there, or cannot be written.
@@ -74,16 +96,18 @@ def write_config(out: Path, given: Mapping[str, str], host_bytes: int) -> list[s
     machine = _machine(given["machine"])
     if given["method"] not in METHODS:
         raise ConfigError(f"--method {given['method']}: expected one of {', '.join(METHODS)}")
-    text = "\n".join([*_lines(given, machine, out.stem), ""])
     try:
-        write_file(out, text)
+        write_file(out, _text(given, machine, out.stem, None))
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
     try:
-        load_config([str(out)], [])
+        config = load_config([str(out)], [])
     except ConfigError:
         out.unlink()
         raise
+    if machine.gpus and sizes_for is not None:
+        sizes = sizes_for(config, machine.nodes, machine.gpus)
+        write_file(out, _text(given, machine, out.stem, sizes))
     return list(_next(out, machine, given["data"], host_bytes))
 
 
@@ -101,7 +125,13 @@ def _machine(text: str) -> Machine:
     return Machine(int(match[1]), int(match[2]))
 
 
-def _lines(given: Mapping[str, str], machine: Machine, name: str) -> Iterator[str]:
+def _text(given: Mapping[str, str], machine: Machine, name: str, sizes: Sizes | None) -> str:
+    return "\n".join([*_lines(given, machine, name, sizes), ""])
+
+
+def _lines(
+    given: Mapping[str, str], machine: Machine, name: str, sizes: Sizes | None
+) -> Iterator[str]:
     path, method = given["model"], given["method"]
     length, why = _row_length(path, _USUAL_ROW if machine.gpus else _ROW_ON_CPUS)
     rows = _GLOBAL_SIZE if machine.gpus else _GLOBAL_SIZE_ON_CPUS
@@ -131,7 +161,7 @@ def _lines(given: Mapping[str, str], machine: Machine, name: str) -> Iterator[st
         yield _line("lr: 2e-4", "usual for adapters")
     if machine.gpus:
         yield "parallel:"
-        yield _line("recompute: selective", "less memory for a few percent of time; or none")
+        yield _recompute_line(sizes)
     yield "train:"
     yield _line("epochs: 1", "watch the held-out loss before you take more")
     yield "checkpoint:"
@@ -144,9 +174,21 @@ def _lines(given: Mapping[str, str], machine: Machine, name: str) -> Iterator[st
         yield f"  gpus_per_node: {machine.gpus}"
         yield _line("cpus_per_task: 8", "cores of each rank")
         yield _line('time: "04:00:00"', "of one job; the run requeues itself until it is done")
-        yield "  # memory: of each node, such as 64G; `hpc_tune plan` says how much it takes"
+        if sizes is None:
+            yield "  # memory: of each node, such as 64G; `hpc_tune plan` says how much it takes"
+        else:
+            yield _line(f"memory: {sizes.node_gib}G", "of each node, as planned")
         if sys.prefix != sys.base_prefix:
             yield _line(f"venv: {_scalar(sys.prefix)}", "this environment, on a shared folder")
+
+
+def _recompute_line(sizes: Sizes | None) -> str:
+    if sizes is None or sizes.recompute == "selective":
+        return _line("recompute: selective", "less memory for a few percent of time; or none")
+    device, limit = format_bytes(sizes.device_bytes), format_bytes(sizes.limit_bytes)
+    if sizes.fits:
+        return _line("recompute: full", f"with it a GPU needs {device}; without, more than {limit}")
+    return _line("recompute: full", f"and still a GPU needs {device}: take more of them")
 
 
 def _line(setting: str, why: str) -> str:

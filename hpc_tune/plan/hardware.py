@@ -7,7 +7,7 @@ from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 # Of a node, where nobody says.
-_USUAL_RANKS, _USUAL_DEVICE, _USUAL_HOST = 8, 80 << 30, 512 << 30
+_USUAL_RANKS, USUAL_DEVICE, USUAL_HOST = 8, 80 << 30, 512 << 30
 
 # Dense bf16 flops per second from the vendors' data sheets, by the name the driver gives.
 _PEAK_BF16 = {
@@ -76,13 +76,13 @@ def machine_asked_for(
         ranks_per_node = _USUAL_RANKS
         assumed.append(f"{_USUAL_RANKS} ranks per node (--gpus-per-node)")
     if device_bytes is None and not on_cpus:
-        device_bytes = _USUAL_DEVICE
-        assumed.append(f"{format_bytes(_USUAL_DEVICE)} per GPU (--device-memory)")
+        device_bytes = USUAL_DEVICE
+        assumed.append(f"{format_bytes(USUAL_DEVICE)} per GPU (--device-memory)")
     if host_bytes is None:
         host_bytes = slurm.memory_bytes
     if host_bytes is None:
-        host_bytes = _USUAL_HOST
-        assumed.append(f"{format_bytes(_USUAL_HOST)} per node (--host-memory)")
+        host_bytes = USUAL_HOST
+        assumed.append(f"{format_bytes(USUAL_HOST)} per node (--host-memory)")
     device_bytes = None if on_cpus else device_bytes
     return Machine(nodes, ranks_per_node, device_bytes, host_bytes), assumed
 

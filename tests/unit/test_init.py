@@ -1,11 +1,13 @@
 import itertools
+import json
 
 import pytest
 
 from hpc_tune import cli
-from hpc_tune.config.init import DEFAULTS, METHODS, answers, write_config
+from hpc_tune.config.init import DEFAULTS, METHODS, Sizes, answers, write_config
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import ConfigError
+from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,30 @@ def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
     plan = next(line for line in capsys.readouterr().out.splitlines() if " plan " in line)
     assert cli.main(plan.split()[3:]) == 0
     assert "verdict fits" in capsys.readouterr().out
+
+
+def test_a_plan_sets_the_memory_of_a_node_and_what_is_recomputed(tmp_path):
+    given = DEFAULTS | {"machine": "2x8"}
+    found = Sizes("full", node_gib=61, device_bytes=70 << 30, limit_bytes=80 << 30, fits=True)
+    write_config(tmp_path / "mine.yaml", given, 8 << 30, lambda config, nodes, gpus: found)
+    config = load_config([str(tmp_path / "mine.yaml")], [])
+    assert (config.slurm.memory, config.parallel.recompute) == ("61G", "full")
+    assert "a GPU needs 70" in (tmp_path / "mine.yaml").read_text()
+
+
+@pytest.mark.full
+def test_sizes_of_a_new_run_are_those_of_its_plan(tmp_path):
+    out = tmp_path / "mine.yaml"
+    words = ["--model", "shape:llama3-70b", "--data", "builtin:pydocs", "--method", "lora"]
+    words += ["--machine", "2x8", "--out", str(out)]
+    command = [*python(cold=True), "-m", "hpc_tune"]
+    made = run_ranks([*command, "init", *words], rank_environment(1), HANG_S)
+    assert made.returncode == 0, made.stderr
+    memory = load_config([str(out)], []).slurm.memory
+    planned = run_ranks(
+        [*command, "plan", "--json", "--config", str(out)], rank_environment(1), HANG_S
+    )
+    assert planned.returncode == 0, planned.stdout
+    phases = json.loads(planned.stdout)["phases"]
+    need = max(phase["node_bytes"] for phase in phases if not phase["optional"])
+    assert need < int(memory.removesuffix("G")) << 30 < 1.2 * need + (1 << 30)
