@@ -19,10 +19,11 @@ def run_default(folder, n, limit_s=400, cold=True):
     return time.monotonic() - began_s
 
 
+@pytest.mark.parametrize("n", [4, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
-def test_16_ranks_without_arguments_give_the_losses_of_one(tmp_path):
-    run_default(tmp_path / "16", 16, limit_s=800, cold=False)
-    tiny = tmp_path / "16" / "runs" / "tiny"
+def test_ranks_without_arguments_give_the_losses_of_one(tmp_path, n):
+    run_default(tmp_path / "many", n, limit_s=800, cold=False)
+    tiny = tmp_path / "many" / "runs" / "tiny"
     # One process has both cores: a second thread would wait for what runs beside this test.
     words = [f"run.dir={tmp_path / 'one'}", f"data.cache={tiny / 'data'}", "run.threads=1"]
     done = train(words)
@@ -33,7 +34,7 @@ def test_16_ranks_without_arguments_give_the_losses_of_one(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 41))
     for line in lines:
         step, work_s = line["step"], line["work_s"]
-        assert len(work_s) == 16
+        assert len(work_s) == n
         assert max(work_s) == pytest.approx(most[step], abs=2e-4)
         assert work_s[slowest[step]] == pytest.approx(max(work_s), abs=2e-4)
     before, _, _ = done.stderr.partition("step 0:")
