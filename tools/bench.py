@@ -12,7 +12,7 @@ from round to round. It prints medians over the rounds:
               passes counts, but for saves
     spread    the least and the most of them
     limit     the share of what the machine's matrix products would allow: tokens/s x flops per
-              token (4 x frozen + 6 x trained + 6 x layers x hidden x length: plan/model_size.py)
+              token (4 x frozen + 6 x trained + 6 x layers x hidden x length: step/size.py)
               over the flops/s of a large product in the same dtype, measured in the same run
     first     seconds from launch until the first optimizer step is done
     host      peak of anonymous + shared bytes over all ranks, a shared page counted once

@@ -22,15 +22,16 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.base import EngineSettings, StepResult
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.model.shapes import ShapeIndex, shape_directory
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.model_size import ModelSize, flops_per_token, measure
 from hpc_tune.plan.resolve import most_micro_rows, resolve
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.size import ModelSize, flops_per_token, measure
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
@@ -120,9 +121,8 @@ def prepare(config: RunConfig, comm: Comm, faults: Faults = NO_FAULTS) -> Steps:
     layout = resolved.layout
     assert isinstance(built.index, ShapeIndex)
     index = RandomIndex(built.index)
-    settings = EngineSettings(
-        layout, device, config.optim, resolved.parallel, config.train, faults=faults
-    )
+    plan = StepPlan.of(built, layout, resolved.parallel)
+    settings = EngineSettings(plan, device, config.optim, config.train, faults=faults)
     engine = NativeEngine(replace(built, index=index), settings)
     index.forget()
     rows, length = most_micro_rows(config.batch, layout), config.data.seq_len

@@ -234,7 +234,7 @@ def _flops_per_token(asked: argparse.Namespace) -> float:
 
     from hpc_tune.config.schema import TuneConfig
     from hpc_tune.model.build import build
-    from hpc_tune.plan.model_size import flops_per_token, measure
+    from hpc_tune.step.size import flops_per_token, measure
 
     built = build(asked.model, torch.bfloat16, TuneConfig(rank=RANK), 0, weights=False)
     return flops_per_token(measure(built.module), built.config, asked.seq_len)

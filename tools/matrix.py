@@ -25,8 +25,6 @@ import transformers
 from matrix_models import MODELS, config_of
 from matrix_ranks import LENGTHS, LR, SEED, STEPS, documents
 
-from hpc_tune.engine.pipeline_parallel import why_no_stages
-from hpc_tune.engine.tensor_parallel import why_no_slices
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
@@ -34,6 +32,8 @@ from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock import NoTrial, write_small
+from hpc_tune.step.slices import why_no_slices
+from hpc_tune.step.stages import why_no_stages
 from hpc_tune.train.proof import Proof, try_out
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,11 +20,12 @@ from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import make_batch
 from hpc_tune.engine.base import Engine, EngineSettings
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.build import build
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
@@ -71,7 +72,8 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
     )
     built = build(Path(row["directory"]), torch.float32, config.tune, SEED)
     built.module.within_documents &= row["attention"]
-    given = EngineSettings(layout, comm.device, config.optim, config.parallel, config.train)
+    plan = StepPlan.of(built, layout, config.parallel)
+    given = EngineSettings(plan, comm.device, config.optim, config.train)
     make: Any = ZeroEngine if name == "zero3" else NativeEngine
     engine: Engine | None = None
     error: HpcTuneError | None = None

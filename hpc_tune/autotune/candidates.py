@@ -11,13 +11,13 @@ from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig, TrainConfig, TuneConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
-from hpc_tune.plan.model_size import static_bytes
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.resolve import AXES, keeps_gathered, most_micro_rows, why_not
+from hpc_tune.plan.resolve import keeps_gathered, most_micro_rows, why_not
 from hpc_tune.plan.step_time import Compute, StepTime, StepWork, step_time
+from hpc_tune.step.layout import AXES, Layout
+from hpc_tune.step.size import static_bytes
 
 _FEW_RANKS, _MARGIN, _CLEARLY = 5, 0.03, 0.8
 

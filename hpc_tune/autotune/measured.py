@@ -11,9 +11,9 @@ from typing import Any
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.hardware import Cluster
-from hpc_tune.plan.model_size import ModelSize, flops_per_token
 from hpc_tune.plan.step_time import Compute
 from hpc_tune.probe.links import Collective, Links, Pair
+from hpc_tune.step.size import ModelSize, flops_per_token
 
 _SYNC_S = 50e-6
 _REACHED = 0.4  # of a data sheet's flops in training

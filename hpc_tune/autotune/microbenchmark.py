@@ -21,15 +21,16 @@ from hpc_tune.batch import Batch, full_batch
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.base import EngineSettings
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
-from hpc_tune.plan.model_size import STATE_COPIES, ModelSize, measure
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.shape import ModelShape
 from hpc_tune.plan.step_time import SUMS_OF_A_BLOCK, Compute, StepWork, tensor_s
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.size import STATE_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
@@ -73,8 +74,8 @@ class BlockModels:
             make = partial(self._build, num_blocks, Path(folder))
             built = self.comm.together("measuring a decoder block", make)
             together = self.comm.together
-            device = self.comm.device
-            settings = EngineSettings(layout, device, self._optim, parallel, together=together)
+            plan = StepPlan.of(built, layout, parallel)
+            settings = EngineSettings(plan, self.comm.device, self._optim, together=together)
             engine = NativeEngine(built, settings)
         for parameter in built.module.parameters():
             if parameter.is_floating_point():

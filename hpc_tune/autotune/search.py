@@ -17,17 +17,17 @@ from typing import Any
 from hpc_tune.autotune.candidates import Candidate, allows_tensor, candidates, legal_layouts
 from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine
 from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
-from hpc_tune.plan.model_size import ModelSize, measure, static_bytes
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.report import Plan, make_plan
 from hpc_tune.plan.resolve import resolve, with_layout
 from hpc_tune.plan.shape import planned_dtype, shape_of
 from hpc_tune.plan.step_time import StepTime, StepWork, step_time
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import ModelSize, measure, static_bytes
 from hpc_tune.units import format_bytes
 
 SHOWN = 5

@@ -9,11 +9,12 @@ import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
 
 T = TypeVar("T")
 
@@ -34,29 +35,28 @@ def alone(what: str, work: Callable[[], T]) -> T:
 class EngineSettings:
     """What an engine is made with beside the model.
 
-    ``parallel.reshard`` must have been decided. ``loss_share`` of the tokens carry loss; pipeline
-    stages are balanced for that. ``reserve`` is called with the bytes of each large allocation of
+    ``reserve`` is called with the bytes of each large allocation of
     host memory, before it. ``together`` is ``Comm.together``: reading and allocating may fail on
     one rank, and the others must not wait for it in a collective.
     """
 
-    layout: Layout
+    plan: StepPlan
     device: torch.device
     optim: OptimConfig
-    parallel: ParallelConfig
     train: TrainConfig = TrainConfig()
-    loss_share: float = 1.0
     reserve: Reserve = reserve_nothing
     together: Together = alone
     faults: Faults = NO_FAULTS
 
+    @property
+    def layout(self) -> Layout:
+        """The layout of the plan."""
+        return self.plan.layout
 
-def uses_fsdp(shard: int, parallel: ParallelConfig) -> bool:
-    """Whether FSDP2 holds the weights of the PyTorch engine, ``shard`` ranks those of one copy.
-
-    Weights that are offloaded are FSDP's also where nothing is sharded.
-    """
-    return shard > 1 or parallel.offload_params == "cpu"
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The settings of the plan, with nothing left to decide."""
+        return self.plan.parallel
 
 
 @dataclass(frozen=True)

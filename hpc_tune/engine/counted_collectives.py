@@ -1,9 +1,7 @@
 """What a rank sends: bytes by kind of collective, and the time they take.
 
 Every message of the native engine goes through a ``CountedCollectives``. Bytes are those of the
-ring algorithms, which gloo and NCCL use for large messages: over g ranks, n bytes cost each rank
-2 (g-1)/g n in an all-reduce and (g-1)/g n in an all-gather or a reduce-scatter of n gathered bytes
-(Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+ring algorithms, see ``step/rings.py``.
 """
 
 import time
@@ -14,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hpc_tune.step.rings import sent_bytes
 
 Group = dist.ProcessGroup | None
 
@@ -43,13 +43,12 @@ class CountedCollectives:
         size = dist.get_world_size(group)
         if size == 1:
             return
-        with self.counted("all_reduce", 2 * (size - 1) * tensor.nbytes // size):
+        with self.counted("all_reduce", sent_bytes("all_reduce", size, tensor.nbytes)):
             dist.all_reduce(tensor, op, group=group)
 
     def begin_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
         """Begin to add ``tensor`` up over the group, in place; ``finish`` what is returned."""
-        size = group.size()
-        self.count("all_reduce", 2 * (size - 1) * tensor.nbytes // size)
+        self.count("all_reduce", sent_bytes("all_reduce", group.size(), tensor.nbytes))
         return dist.all_reduce(tensor, group=group, async_op=True)
 
     def finish(self, works: Iterable[dist.Work | None]) -> None:
@@ -62,7 +61,8 @@ class CountedCollectives:
         """Return every rank's tensor, all of one shape."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(group.size())]
-        with self.counted("all_gather", (group.size() - 1) * tensor.nbytes):
+        whole = group.size() * tensor.nbytes
+        with self.counted("all_gather", sent_bytes("all_gather", group.size(), whole)):
             dist.all_gather(parts, tensor, group=group)
         return parts
 
@@ -120,7 +120,7 @@ class FsdpAllGather(_FsdpCollective):
         async_op: bool = False,
     ) -> Any:
         """Gather the shards of one unit."""
-        sent = (group.size() - 1) * input_tensor.nbytes
+        sent = sent_bytes("all_gather", group.size(), output_tensor.nbytes)
         with self._collectives.counted("all_gather", sent):
             return _all_gather(output_tensor, input_tensor, group, async_op)
 
@@ -137,6 +137,6 @@ class FsdpReduceScatter(_FsdpCollective):
         async_op: bool = False,
     ) -> Any:
         """Add up the gradients of one unit and leave each rank its shard."""
-        sent = (group.size() - 1) * output_tensor.nbytes
+        sent = sent_bytes("reduce_scatter", group.size(), input_tensor.nbytes)
         with self._collectives.counted("reduce_scatter", sent):
             return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)

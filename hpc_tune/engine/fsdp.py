@@ -12,40 +12,36 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
 from hpc_tune.engine.mesh import Mesh
-from hpc_tune.engine.precision import autocast_dtype
 from hpc_tune.model.build import DTYPES, BuiltModel
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.rings import sent_bytes
 
 
 def shard(
     built: BuiltModel,
     blocks: list[nn.Module],
     mesh: Mesh,
-    parallel: ParallelConfig,
+    plan: StepPlan,
     device: torch.device,
     collectives: CountedCollectives,
 ) -> None:
     """Shard ``blocks_per_unit`` blocks at a time, an untied embedding, and the rest.
 
-    Adapters stay whole on every rank, and so do the norms of full fine-tuning in bf16. Frozen
+    What stays whole on every rank is the plan's to say. Frozen
     weights are sharded within each replica and never reduced; trained ones are reduced over the
     shards and then over the replicas (HSDP).
     """
-    full = built.tune.method == "full"
-    lower = autocast_dtype(built)
-    if lower is not None:
-        # bf16 has no number between 1 and 1.0078: norms are computed with in fp32, as elsewhere.
-        whole = {p for p in built.module.parameters() if p.dim() < 2}
-        if built.module.first_stage:
-            # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
-            embedding = built.module.causal_lm().get_input_embeddings()
-            embedding.register_forward_hook(lambda module, args, out: out.float())
-    else:
-        whole = {p for p in built.module.parameters() if p.requires_grad and not full}
+    full, parallel = plan.size.is_full, plan.parallel
+    parameters = built.module.parameters()
+    whole = {p for p in parameters if plan.stays_whole(p.requires_grad, p.dim() < 2)}
+    if plan.gathers_cast and built.module.first_stage:
+        # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
+        embedding = built.module.causal_lm().get_input_embeddings()
+        embedding.register_forward_hook(lambda module, args, out: out.float())
     mixed = MixedPrecisionPolicy(
-        param_dtype=lower,
+        param_dtype=built.dtype if plan.gathers_cast else None,
         reduce_dtype=DTYPES[parallel.reduce_dtype] if full else None,
         cast_forward_inputs=False,
     )
@@ -89,7 +85,7 @@ def _sum_and_count(module: FSDPModule, replicas: int, collectives: CountedCollec
     """
 
     def count_all_reduce(grads: torch.Tensor) -> None:
-        collectives.count("all_reduce", 2 * (replicas - 1) * grads.nbytes // replicas)
+        collectives.count("all_reduce", sent_bytes("all_reduce", replicas, grads.nbytes))
 
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)

@@ -17,6 +17,7 @@ from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.weights import Reserve, reserve_nothing
+from hpc_tune.step.plan import StepPlan
 
 _VALUES_AT_ONCE = 1 << 22
 # Enough for a link to be busy; a model's last piece has nothing to hide behind.
@@ -145,6 +146,7 @@ class OverlappedAllReduce:
 
 def make_buckets(
     trained: Iterable[Trained],
+    plan: StepPlan,
     mesh: Mesh,
     device: torch.device,
     reserve: Reserve = reserve_nothing,
@@ -165,7 +167,7 @@ def make_buckets(
         for parameter in parameters:
             parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
             position += parameter.numel()
-        group = mesh.data_tensor if partial else mesh.data
+        group = mesh.group(*plan.reducing_axes(partial))
         buckets.append(Bucket(flat, group, copies, tied, parameters))
     return buckets
 

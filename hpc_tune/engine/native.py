@@ -17,10 +17,10 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from hpc_tune.batch import Batch
+from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import MOMENTS, make_adamw
-from hpc_tune.engine.base import EngineSettings, StepResult, uses_fsdp
+from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
@@ -34,10 +34,10 @@ from hpc_tune.engine.gradients import (
     squares_of,
     trained_of,
 )
-from hpc_tune.engine.mesh import Layout, Mesh
+from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.optimizer_offload import OffloadedState
 from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
-from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
+from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, Lever
@@ -47,6 +47,7 @@ from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, finish_dora, load_weights
 from hpc_tune.model.regions import Region, local_region
 from hpc_tune.model.weights import TensorIndex
+from hpc_tune.step.layout import Layout
 
 
 class NativeEngine:
@@ -61,9 +62,10 @@ class NativeEngine:
             DataError: if the weights on disk are damaged or of another model.
             ConfigError: if train.float8 is not possible on the device.
         """
-        layout, device, parallel = settings.layout, settings.device, settings.parallel
-        self._layout, self._device, self._settings = layout, device, settings
-        self._seed, self._autocast = built.seed, autocast_dtype(built)
+        plan, device = settings.plan, settings.device
+        layout, parallel = plan.layout, plan.parallel
+        self._plan, self._layout, self._device, self._settings = plan, layout, device, settings
+        self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
         self._mesh = Mesh(layout, device)
         trains_tied = built.tune.method == "full" and built.tied is not None
         self._tied_group = _tied_group(layout) if trains_tied else None
@@ -81,9 +83,7 @@ class NativeEngine:
         blocks = [block for module in modules for block in block_list(module)]
         self.levers = recompute_levers(blocks, parallel.recompute, settings.train.compile)
         self._sharded = [t for t in self._trained if t.sharded]
-        self._spread = bool(self._sharded) or layout.tensor > 1 or layout.pipeline > 1
-        self._uses_fsdp = uses_fsdp(layout.shard, parallel)
-        self.repeats_steps = layout.replicate == layout.size and not self._uses_fsdp
+        self.repeats_steps = plan.only_replicates
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
@@ -95,7 +95,7 @@ class NativeEngine:
             self.levers[Action.MOVE_OPTIMIZER] = Lever(self._move_optimizer)
         self._pipeline = None
         if layout.pipeline > 1:
-            wire = built.dtype if self._autocast is None else torch.float32
+            wire = torch.float32 if plan.wire_itemsize == 4 else built.dtype
             width = built.config.hidden_size
             self._pipeline = Pipeline(
                 modules, layout, edges, device, width, wire, self._collectives
@@ -140,7 +140,7 @@ class NativeEngine:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         remaining = iter(batches)
         while group := list(islice(remaining, 2 * self._layout.pipeline)):
-            used = [batch for batch in group if not self._may_skip(batch)]
+            used = self._computed(group, training=False)
             self._copies.begin(used)
             if self._pipeline is not None:
                 losses = self._pipeline.evaluate(used, self._forward)
@@ -203,7 +203,7 @@ class NativeEngine:
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the loss sum."""
         total = torch.zeros((), dtype=torch.float32, device=self._device)
-        used = [batch for batch in batches if not self._may_skip(batch)]
+        used = self._computed(batches)
         self._copies.begin(used)
 
         def backward(
@@ -238,10 +238,10 @@ class NativeEngine:
             out: torch.Tensor = self._stages[chunk].module(self._copies.take(batch), hidden_BTD)
         return out
 
-    def _may_skip(self, batch: Batch) -> bool:
-        """Whether no other rank would wait for the passes of a micro-batch without labels."""
-        waits = self._uses_fsdp or self._pipeline is not None
-        return batch.num_loss_tokens == 0 and not waits
+    def _computed(self, batches: Sequence[Batch], training: bool = True) -> list[Batch]:
+        kept = [b for b in batches if b.num_loss_tokens or not self._plan.skips_empty(training)]
+        first_row = batches[0].first_row if batches else 0
+        return kept + [empty_batch(first_row) for _ in range(self._plan.padding(len(kept)))]
 
     def _reduce_gradients(self) -> None:
         for sums in self._overlapped:
@@ -271,8 +271,9 @@ class NativeEngine:
 
     def _clip(self) -> torch.Tensor:
         """Scale all gradients down to clip_norm and return the global norm before that."""
-        squares = squares_of(self._buckets, self._sharded, self._device, self._spread)
-        if self._spread:
+        spread = self._plan.spreads_gradients
+        squares = squares_of(self._buckets, self._sharded, self._device, spread)
+        if spread:
             self._collectives.all_reduce(squares, None)
         norm = squares.sqrt()
         if clip_norm := self._settings.optim.clip_norm:
@@ -291,7 +292,7 @@ def _load(
 ) -> tuple[list[BuiltModel], list[Trained], list[Bucket], torch.optim.AdamW]:
     """Read and allocate what this rank holds. No messages: a rank may fail by itself."""
     stages, trained = _load_stages(built, settings, mesh, collectives)
-    buckets = make_buckets(trained, mesh, settings.device, settings.reserve)
+    buckets = make_buckets(trained, settings.plan, mesh, settings.device, settings.reserve)
     parameters = [t.parameter for t in trained]
     return stages, trained, buckets, make_adamw(parameters, settings.optim, settings.reserve)
 
@@ -310,7 +311,7 @@ def _load_stages(
     cuts = [built]
     if layout.pipeline > 1:
         per_rank, rank = settings.parallel.stages_per_rank, mesh.coordinates.pipeline
-        cuts = cut_stages(built, layout, rank, per_rank, settings.loss_share)
+        cuts = cut_stages(built, layout, rank, per_rank, settings.plan.loss_share)
     stages, trained = [], []
     for cut in cuts:
         stage, partial = _load_stage(cut, settings, mesh, collectives)
@@ -338,8 +339,8 @@ def _load_stage(
     checkpoint_blocks(blocks, parallel.recompute)
     if train.compile:
         compile_blocks(blocks)
-    if uses_fsdp(settings.layout.shard, parallel):
-        shard(stage, blocks, mesh, parallel, device, collectives)
+    if settings.plan.uses_fsdp:
+        shard(stage, blocks, mesh, settings.plan, device, collectives)
     offloads = parallel.offload_params == "cpu"
     allocate(stage.module, device, torch.device("cpu") if offloads else None)
     load_weights(stage, settings.reserve)
@@ -351,7 +352,7 @@ def _tied_group(layout: Layout) -> dist.ProcessGroup | None:
     if layout.pipeline == 1:
         return None
     me = dist.get_rank()
-    first, *_, last = layout.pipeline_of(me)
+    first, *_, last = layout.group_of(me, "pipeline")
     # Made by its members alone, and the ranks between make another: see connect_stages.
     members = [first, last] if me in (first, last) else [me]
     group = dist.new_group(members, use_local_synchronization=True)

@@ -19,83 +19,22 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_tune.batch import Batch, empty_batch
+from hpc_tune.batch import Batch
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.loss import LossModel
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.stages import KINDS, Kind, Pass, schedule, stage_blocks
 
-Kind = Literal["forward", "backward"]
-KINDS: tuple[Kind, ...] = ("forward", "backward")
 LOOKAHEAD = 2  # passes whose receives are posted in advance
-
-
-def why_no_stages(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
-    """Return the reasons why a model cannot be cut into stages; none if it can."""
-    layers, stages = config.num_hidden_layers, ranks * stages_per_rank
-    if not getattr(config, "base_model_pp_plan", None):
-        return [
-            f"parallel.pipeline={ranks}: transformers has no plan for cutting a "
-            f"{config.model_type} model into stages; use parallel.shard"
-        ]
-    if len(set(getattr(config, "layer_types", None) or ["one"])) > 1:
-        return [
-            f"parallel.pipeline={ranks}: the blocks of this {config.model_type} model are of "
-            "different kinds by their number; use parallel.shard"
-        ]
-    if stages > layers:
-        return [
-            f"parallel.pipeline={ranks} with stages_per_rank={stages_per_rank} makes {stages} "
-            f"stages of {layers} decoder blocks; use at most {layers} stages"
-        ]
-    return []
-
-
-def deal_blocks(
-    num_blocks: int, num_stages: int, head_blocks: float, num_ranks: int
-) -> list[range]:
-    """Return the blocks of each stage, balanced over ranks, then over stages.
-
-    The head costs as much as ``head_blocks`` blocks. Rank r has the stages r, r + num_ranks, ...
-    """
-
-    def counts_with(last: int) -> list[int]:
-        others, more = divmod(num_blocks - last, num_stages - 1)
-        return [others + (i < more) for i in range(num_stages - 1)] + [last]
-
-    def imbalance(counts: list[int]) -> tuple[float, float, float]:
-        costs = [*counts[:-1], counts[-1] + head_blocks]
-        slowest = max(sum(costs[rank::num_ranks]) for rank in range(num_ranks))
-        return slowest, max(costs), -min(costs)
-
-    choices = [counts_with(last) for last in range(1, num_blocks - num_stages + 2)]
-    counts = min(choices, key=imbalance)
-    starts = [sum(counts[:i]) for i in range(num_stages)]
-    return [range(s, s + n) for s, n in zip(starts, counts, strict=True)]
-
-
-def stage_blocks(
-    config: Any, block_values: float, layout: Layout, stages_per_rank: int, loss_share: float
-) -> list[range]:
-    """Return the blocks of each stage of a model whose blocks have ``block_values`` values each.
-
-    ``loss_share`` of the tokens reach the output head.
-    """
-    head_values = config.vocab_size * config.hidden_size
-    return deal_blocks(
-        config.num_hidden_layers,
-        layout.pipeline * stages_per_rank,
-        loss_share * head_values / block_values,
-        layout.pipeline,
-    )
 
 
 def cut_stages(
@@ -161,39 +100,6 @@ def _cut(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
     return dataclasses.replace(built, module=module, base_names=base_names, saved_names=saved_names)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One micro-batch forward or backward through the ``chunk``-th stage of a rank."""
-
-    kind: Kind
-    chunk: int
-    micro: int
-
-
-def schedule(rank: int, ranks: int, chunks: int, num_micro: int) -> list[Pass]:
-    """Return the passes of one rank, in order: warm-up, one forward one backward, cool-down (pure).
-
-    With several chunks ``num_micro`` must be a multiple of ``ranks``.
-    """
-    total = num_micro * chunks
-
-    def number(k: int, kind: Kind) -> Pass:
-        if chunks == 1:
-            return Pass(kind, 0, k)
-        chunk = k // ranks % chunks
-        micro = k // (ranks * chunks) * ranks + k % ranks
-        return Pass(kind, chunk if kind == "forward" else chunks - 1 - chunk, micro)
-
-    if chunks > 1 and num_micro % ranks:
-        raise ValueError(f"{num_micro} micro-batches are no multiple of {ranks} ranks")
-    ahead = ranks - rank - 1
-    warm_up = min(total, ahead if chunks == 1 else 2 * ahead + (chunks - 1) * ranks)
-    passes = [number(k, "forward") for k in range(warm_up)]
-    for k in range(total - warm_up):
-        passes += [number(warm_up + k, "forward"), number(k, "backward")]
-    return passes + [number(k, "backward") for k in range(total - warm_up, total)]
-
-
 @dataclass
 class _InFlight:
     """What a backward pass needs of its forward pass."""
@@ -217,7 +123,7 @@ def connect_stages(layout: Layout, is_ring: bool, device: torch.device) -> Edges
     other has called, which receives posted ahead of their sends would wait for without end.
     """
     me = dist.get_rank()
-    members = layout.pipeline_of(me)
+    members = layout.group_of(me, "pipeline")
     ring = list(zip(members, [*members[1:], members[0]], strict=True))
     rounds = [ring[:-1:2], ring[1:-1:2], ring[-1:] if is_ring else []]
     edges: Edges = {}
@@ -252,7 +158,7 @@ class Pipeline:
         self._stages, self._device, self._edges = stages, device, edges
         self._rank, self._ranks = layout.coordinates(dist.get_rank()).pipeline, layout.pipeline
         self._hidden_size, self._dtype = hidden_size, dtype
-        members = layout.pipeline_of(dist.get_rank())
+        members = layout.group_of(dist.get_rank(), "pipeline")
         self._previous = members[self._rank - 1]
         self._next = members[(self._rank + 1) % self._ranks]
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
@@ -270,7 +176,6 @@ class Pipeline:
         loss; ``backward(chunk, is_last, output, gradient)`` propagates from there, ``is_last``
         in the last micro-batch of the chunk.
         """
-        batches = self._padded(batches)
         passes = schedule(self._rank, self._ranks, len(self._stages), len(batches))
         inputs = self._inputs(passes, batches)
         last = {p.chunk: p for p in passes if p.kind == "backward"}
@@ -301,7 +206,6 @@ class Pipeline:
         forward: Callable[[int, Batch, torch.Tensor | None], torch.Tensor],
     ) -> list[torch.Tensor]:
         """Run micro-batches forward; return the losses, on the rank that has the last stage."""
-        batches = self._padded(batches)
         passes = [
             p
             for p in schedule(self._rank, self._ranks, len(self._stages), len(batches))
@@ -318,13 +222,6 @@ class Pipeline:
                 self._send(out, "forward")
         self._finish_sending()
         return losses
-
-    def _padded(self, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add empty micro-batches up to a multiple of P, which interleaving needs."""
-        if len(self._stages) == 1:
-            return batches
-        missing = -len(batches) % self._ranks
-        return [*batches, *(empty_batch(batches[0].first_row) for _ in range(missing))]
 
     def _is_first(self, chunk: int) -> bool:
         return self._rank == 0 and chunk == 0

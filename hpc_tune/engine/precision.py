@@ -5,18 +5,6 @@ from typing import Any
 
 import torch
 
-from hpc_tune.model.build import DTYPES, BuiltModel
-
-
-def autocast_dtype(built: BuiltModel) -> torch.dtype | None:
-    """Return the dtype to cast trained weights to for each product, None where they have it.
-
-    Full fine-tuning updates weights of tune.param_dtype and computes in model.dtype. Adapters cast
-    themselves.
-    """
-    casts = built.tune.method == "full" and built.dtype != DTYPES[built.tune.param_dtype]
-    return built.dtype if casts else None
-
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Compute matrix products in ``dtype`` within a block; None leaves all as it is."""

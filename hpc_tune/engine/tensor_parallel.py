@@ -16,11 +16,9 @@ Shapes: B rows, T tokens, D features, N tokens that carry loss, V vocabulary.
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import gcd
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,8 @@ from torch import nn
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
-from hpc_tune.model.loss import LossModel, scale_logits
+from hpc_tune.model.loss import scale_logits
+from hpc_tune.step.slices import parts_of, style_of
 
 
 @dataclass(frozen=True)
@@ -61,40 +60,6 @@ class Axis:
         return torch.cat(self.collectives.all_gather(x, self.group), dim=-1)
 
 
-Role = Literal["slice", "partial"]
-_STYLES = {
-    *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
-    "replicated_with_grad_allreduce",
-}
-
-
-def why_no_slices(config: Any, ranks: int) -> list[str]:
-    """Return the reasons why a model cannot be split over ``ranks``; none if it can."""
-    plan = getattr(config, "base_model_tp_plan", None)
-    if not plan or not set(plan.values()) <= _STYLES:
-        return [
-            f"parallel.tensor={ranks}: transformers has no plan for splitting a "
-            f"{config.model_type} model's matrices; use parallel.shard"
-        ]
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    features = config.intermediate_size  # or those of each layer
-    counts = {"intermediate features": features if isinstance(features, int) else gcd(*features)}
-    if "colwise" in plan.values():
-        counts |= {"attention heads": heads, "key-value heads": kv_heads}
-    else:  # gathered before they are split into heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        counts |= {"fused projections": (heads + 2 * kv_heads) * head_dim}
-    if all(count % ranks == 0 for count in counts.values()):
-        return []
-    divisors = [n for n in range(1, heads + 1) if all(c % n == 0 for c in counts.values())]
-    return [
-        f"parallel.tensor={ranks} does not divide "
-        f"{', '.join(f'{count} {name}' for name, count in counts.items())}; use "
-        f"{', '.join(map(str, divisors))}"
-    ]
-
-
 def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[str]]:
     """Cut the meta model's matrices to this rank's slices and hook in the sums.
 
@@ -105,7 +70,7 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
     decoder = lm.get_decoder()
     seen: set[nn.Module] = set()
     for name, module in list(decoder.named_modules()):
-        style = _style_of(name, built.config.base_model_tp_plan)
+        style = style_of(name, built.config.base_model_tp_plan)
         if style == "replicated_with_grad_allreduce":
             slicer.partial |= set(module.parameters())
         elif style is not None and style.startswith("colwise"):
@@ -126,55 +91,8 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
     return dataclasses.replace(built, slices=slices), partial
 
 
-def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
-    """Return what ``slice_model`` would leave a rank of each parameter that it changes.
-
-    A slice, or all of it with a gradient that is a partial sum.
-    """
-    roles: dict[nn.Parameter, Role] = {}
-    head = module.causal_lm().get_output_embeddings()
-    for layer, style in [*_styled(module), (head, "colwise")]:
-        base, adapters = _parts(layer)
-        if style == "replicated_with_grad_allreduce":
-            roles |= {parameter: "partial" for parameter in layer.parameters()}
-            continue
-        is_columns = style.startswith("colwise")
-        roles[base.weight] = "slice"
-        if is_columns and base.bias is not None:
-            roles[base.bias] = "slice"
-        for a, b in adapters:
-            sliced, whole = (b, a) if is_columns else (a, b)
-            roles[sliced.weight], roles[whole.weight] = "slice", "partial"
-    embedding = module.causal_lm().get_input_embeddings()
-    return roles | {parameter: "slice" for parameter in embedding.parameters()}
-
-
-def gathered_features(module: LossModel) -> tuple[int, int]:
-    """Return the features of a token that the axis gathers in all blocks, forward and backward."""
-    layers = [(_parts(layer)[0], style) for layer, style in _styled(module)]
-    return (
-        sum(layer.out_features for layer, style in layers if style == "colwise_gather_output"),
-        sum(layer.in_features for layer, style in layers if style == "rowwise_split_input"),
-    )
-
-
-def _styled(module: LossModel) -> Iterator[tuple[Any, str]]:
-    """Yield the layers that the model's plan names, and their styles; none without a plan."""
-    plan = getattr(module.config, "base_model_tp_plan", None) or {}
-    if not set(plan.values()) <= _STYLES:
-        return
-    for name, layer in module.causal_lm().get_decoder().named_modules():
-        if (style := _style_of(name, plan)) is not None:
-            yield layer, style
-
-
 def _named(built: BuiltModel) -> Iterable[tuple[str, nn.Parameter]]:
     return built.module.named_parameters()
-
-
-def _style_of(name: str, plan: dict[str, str]) -> str | None:
-    """Return the plan's style of a module; ``*`` is the number of a block."""
-    return plan.get(re.sub(r"\.\d+\.", ".*.", name))
 
 
 class _Slicer:
@@ -188,7 +106,7 @@ class _Slicer:
 
     def columns(self, layer: Any, gather: bool) -> None:
         """W's rows and the bias are split; the output is this rank's features."""
-        base, adapters = _parts(layer)
+        base, adapters = parts_of(layer)
         self._cut(base, "weight", 0)
         self._cut(base, "bias", 0)
         for a, b in adapters:
@@ -199,7 +117,7 @@ class _Slicer:
 
     def rows(self, layer: Any, split: bool) -> None:
         """W's columns are split; the outputs are partial sums, added up after the adapter's."""
-        base, adapters = _parts(layer)
+        base, adapters = parts_of(layer)
         self._cut(base, "weight", 1)
         for a, b in adapters:
             self._cut(a, "weight", 1)
@@ -236,7 +154,7 @@ class _Slicer:
     def head(self, layer: Any) -> None:
         """Each rank computes the logits of some tokens; see ``_vocabulary_loss``."""
         self.columns(layer, gather=False)
-        layer.first_token = self.slices[_parts(layer)[0].weight].start
+        layer.first_token = self.slices[parts_of(layer)[0].weight].start
 
     def _cut(self, owner: Any, name: str, dim: int) -> None:
         full = getattr(owner, name)
@@ -250,13 +168,6 @@ class _Slicer:
             self.slices[sliced] = Slice(dim, start, tuple(full.shape))
             self._cuts[full] = sliced
         setattr(owner, name, self._cuts.get(full, full))
-
-
-def _parts(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return a base layer and the (A, B) of each adapter around it."""
-    if not hasattr(layer, "base_layer"):
-        return layer, []
-    return layer.base_layer, [(layer.lora_A[name], layer.lora_B[name]) for name in layer.lora_A]
 
 
 def _after(layer: nn.Module, change: Callable[[torch.Tensor], Any]) -> None:

@@ -14,13 +14,13 @@ from hpc_tune.checkpoint.export import merge_bytes
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN, prefetch_limit
-from hpc_tune.engine.base import uses_fsdp
 from hpc_tune.engine.compile import WORKER_BYTES, num_workers
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.weights import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.model_size import ModelSize, activation_bound, static_bytes
 from hpc_tune.plan.trace import TraceReport
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import uses_fsdp
+from hpc_tune.step.size import ModelSize, activation_bound, static_bytes
 
 MIB = 1 << 20
 # Anonymous + shared bytes of a rank when torch, transformers and peft are imported and gloo is

@@ -1,6 +1,6 @@
 """What the links between ranks carry: latency and rate of each pair, and what collectives reach.
 
-Collectives are those of the ring algorithms (see ``engine/counted_collectives.py``): each rank
+Collectives are those of the ring algorithms (see ``step/rings.py``): each rank
 sends to the next of its group, and the slowest link holds up all.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_tune.probe.links import Links, Pair
+from hpc_tune.step.rings import Kind, ring_steps
 
 _LEAST_SLOWER, _MOST_SLOWER = 0.5, 20.0
-_OPERATIONS = {
+_OPERATIONS: dict[Kind, str] = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -34,7 +35,7 @@ class Network:
     latency_s: Mapping[tuple[int, int], float]
     bytes_per_s: Mapping[tuple[int, int], float]
     exchange_per_s: Mapping[tuple[int, int], float]
-    slower: Mapping[str, tuple[float, float]]
+    slower: Mapping[Kind, tuple[float, float]]
     lanes: float = 1.0
 
     @classmethod
@@ -66,7 +67,7 @@ class Network:
         return dataclasses.replace(plain, slower=slower)
 
     def ring_s(
-        self, kind: str, groups: Sequence[Sequence[int]], num_bytes: float, gain: float = 1.0
+        self, kind: Kind, groups: Sequence[Sequence[int]], num_bytes: float, gain: float = 1.0
     ) -> float:
         """Return the seconds in which all ``groups`` move their bytes in a collective.
 
@@ -79,9 +80,8 @@ class Network:
         if size == 1:
             return 0.0
         edges = [(g[i], g[(i + 1) % size]) for g in groups for i in range(size)]
-        steps = (2 if kind == "all_reduce" else 1) * (size - 1)
         rate = self.least_rate(edges, exchange=size == 2 and kind == "all_gather")
-        moving_s = steps / size * num_bytes / rate
+        moving_s = ring_steps(kind, size) / size * num_bytes / rate
         ratio, promised_s = self.slower.get(kind, (1.0, 0.0))
         more_s = (ratio - 1) * min(moving_s, promised_s * num_bytes)
         return moving_s + (more_s / gain if more_s > 0 else more_s)

@@ -14,7 +14,6 @@ import torch
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.memory.policy import DEVICE, HOST
 from hpc_tune.model.blocks import block_list
@@ -31,10 +30,11 @@ from hpc_tune.plan.memory_model import (
     Save,
     memory_by_phase,
 )
-from hpc_tune.plan.model_size import ModelSize, measure
 from hpc_tune.plan.resolve import Resolved, least_micro_rows, resolve, rows_per_rank, with_layout
 from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
 from hpc_tune.plan.trace import TracedStep, TraceReport, trace_quickly, trace_step, trace_worst
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.units import format_bytes, format_count
 
 # A trace of the whole depth is no slower there.

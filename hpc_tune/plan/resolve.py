@@ -11,17 +11,16 @@ from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig
-from hpc_tune.engine.base import uses_fsdp
-from hpc_tune.engine.mesh import Layout, MeshCoordinates
-from hpc_tune.engine.pipeline_parallel import why_no_stages
-from hpc_tune.engine.tensor_parallel import why_no_slices
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.model_size import ModelSize, static_bytes
+from hpc_tune.step.layout import AXES, Layout, MeshCoordinates
+from hpc_tune.step.plan import uses_fsdp
+from hpc_tune.step.size import ModelSize, static_bytes
+from hpc_tune.step.slices import why_no_slices
+from hpc_tune.step.stages import why_no_stages
 from hpc_tune.units import format_bytes
 
 ROOM_FOR_ACTIVATIONS = 0.6  # of the memory a rank has may go to weights, gradients and optimizer
-AXES = ("replicate", "shard", "tensor", "pipeline")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     Network  what ranks reach between any two of them, and all together (network.py)
     step_time(work, layout, order of ranks, ...) -> StepTime
 
-Collectives are those of the ring algorithms (see ``engine/counted_collectives.py``): each rank
+Collectives are those of the ring algorithms (see ``step/rings.py``): each rank
 sends to the next of its group, and the slowest link holds up all.
 """
 
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.engine.base import uses_fsdp
 from hpc_tune.engine.gradients import PIECE_BYTES
-from hpc_tune.engine.mesh import Layout
-from hpc_tune.engine.pipeline_parallel import deal_blocks
-from hpc_tune.plan.messages import BACKWARD_SUMS, FORWARD_SUMS
-from hpc_tune.plan.model_size import ModelSize
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.resolve import AXES
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.messages import BACKWARD_SUMS, FORWARD_SUMS
+from hpc_tune.step.plan import uses_fsdp
+from hpc_tune.step.rings import Kind
+from hpc_tune.step.size import ModelSize
+from hpc_tune.step.stages import deal_blocks
 
 # The sums of a step's tokens, loss, gradient norm and memory.
 _SMALL_SUMS = 4
@@ -172,16 +172,10 @@ class _Placed:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the ranks of each group along these axes, in order."""
-        others = [axis for axis in AXES if axis not in axes]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for position, rank in enumerate(self.ranks):
-            coordinates = self.layout.coordinates(position)
-            key = tuple(getattr(coordinates, axis) for axis in others)
-            groups.setdefault(key, []).append(rank)
-        return list(groups.values())
+        return [[self.ranks[p] for p in positions] for positions in self.layout.groups(*axes)]
 
     def ring_s(
-        self, kind: str, axes: Sequence[str], num_bytes: float, times: int = 1, gain: float = 1.0
+        self, kind: Kind, axes: Sequence[str], num_bytes: float, times: int = 1, gain: float = 1.0
     ) -> float:
         """Return the seconds of ``times`` collectives along these axes; see ``Network.ring_s``."""
         groups = self.groups(*axes)

@@ -39,7 +39,6 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
 from hpc_tune.engine.activation_checkpoint import outside_modes
 from hpc_tune.engine.base import EngineSettings
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
@@ -51,10 +50,12 @@ from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.attention_scratch import with_scratch
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.model_size import measure
 from hpc_tune.plan.resolve import least_micro_rows, resolve
 from hpc_tune.plan.shape import ModelShape, planned_dtype
 from hpc_tune.plan.traced_memory import TracedMemory, replaced
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.size import measure
 
 DEVICE = torch.device("cpu")
 DOCUMENT = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
@@ -164,9 +165,10 @@ def trace_step(step: TracedStep) -> TraceReport:
     built, layout, world_size = step.shape.build(), step.layout, step.layout.size
     memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MOST_KEPT_BYTES)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    plan = StepPlan.of(built, layout, step.parallel)
     scratch = with_scratch() if step.has_kernel else contextlib.nullcontext()
     with _fake_world(step.rank, world_size), fake, memory.watch(), scratch:
-        engine = NativeEngine(built, EngineSettings(layout, DEVICE, step.optim, step.parallel))
+        engine = NativeEngine(built, EngineSettings(plan, DEVICE, step.optim))
         for stage in engine._stages:
             stage.module.within_documents &= step.has_tiles
             stage.module.has_kernel = step.has_kernel

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hpc_tune.engine.mesh import Layout
-from hpc_tune.engine.tensor_parallel import Role, gathered_features, roles_of
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import four_bit_layers, scale_bytes
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.slices import Role, gathered_features, roles_of
 
 Part = Literal["blocks", "embedding", "end"]
 STATE_COPIES = 4  # of a trained value: itself, its gradient and two moments, of one dtype

@@ -15,12 +15,12 @@ from hpc_tune.config.schema import DataConfig, OptimConfig, TrainConfig, TuneCon
 from hpc_tune.config.secrets import mask
 from hpc_tune.data.files import shown
 from hpc_tune.engine.adamw import for_batch, learning_rate
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.log import log
 from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32
-from hpc_tune.plan.model_size import ModelSize
 from hpc_tune.plan.resolve import Resolved
 from hpc_tune.probe.software import git_commit, versions
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import ModelSize
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hpc_tune.log import log
 from hpc_tune.plan.hardware import machine_of
 from hpc_tune.plan.resolve import Resolved, resolve, without_effect
+from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 
@@ -27,3 +28,9 @@ def resolve_layout(job: Job, model: Model) -> Resolved:
         return resolved
     why = f"the shortest step by prediction, {job.chosen.time.seconds:.3g} s"
     return replace(resolved, why=why)
+
+
+def plan_step(model: Model, resolved: Resolved, loss_share: float) -> StepPlan:
+    """Return the plan of a step; ``loss_share`` of the tokens carry loss."""
+    config, itemsize = model.built.config, model.built.dtype.itemsize
+    return StepPlan(resolved.layout, resolved.parallel, model.size, config, itemsize, loss_share)

@@ -10,13 +10,12 @@ from hpc_tune.engine.compile import prepare_compiler
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32, use_tf32
-from hpc_tune.plan.resolve import Resolved
-from hpc_tune.train.data import Data
+from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 
 
-def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engine:
+def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
     """Load the model into the engine of its layout. Collective."""
     config, comm, monitor = model.config, job.comm, job.monitor
     if config.train.compile:
@@ -29,17 +28,15 @@ def load_engine(job: Job, model: Model, resolved: Resolved, data: Data) -> Engin
     if multiplies_in_tf32(config.train, model.built.dtype, capability_of(comm.device)):
         use_tf32(model.built.module)
     settings = EngineSettings(
-        resolved.layout,
+        plan,
         comm.device,
         config.optim,
-        resolved.parallel,
         config.train,
-        loss_share=data.loss_share,
         reserve=monitor.ensure,
         together=comm.together,
         faults=job.faults,
     )
-    uses_zero = resolved.parallel.zero_stage is not None
+    uses_zero = plan.parallel.zero_stage is not None
     monitor.enter("load", "loading the model", tell=True)
     comm.begin("loading the model")
     return (ZeroEngine if uses_zero else NativeEngine)(model.built, settings)

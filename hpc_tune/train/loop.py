@@ -27,6 +27,8 @@ from hpc_tune.memory.host import give_back
 from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
+from hpc_tune.step.messages import expected_bytes
+from hpc_tune.step.plan import StepPlan
 from hpc_tune.train import garbage
 from hpc_tune.train.attempt import Attempts
 from hpc_tune.train.ballot import Ballot
@@ -49,7 +51,7 @@ class Work:
 
     ``state(step, loader_state, evals)`` is what a checkpoint of that step says; ``weight_flops`` of
     a token, ``attention_flops`` of documents of some lengths and ``peak_flops`` (of all ranks) give
-    MFU, where the peak is known; ``expected_bytes(micros, recomputes)`` is plan/messages.py's.
+    MFU, where the peak is known.
     ``counts_rows``: of the ranks that work on the same rows, this one counts them. ``evals`` holds
     those of the resumed run.
     """
@@ -76,7 +78,7 @@ class Work:
     weight_flops: float
     attention_flops: Callable[[Sequence[int]], float]
     peak_flops: float | None
-    expected_bytes: Callable[[Sequence[tuple[int, int]], bool], dict[str, int]]
+    plan: StepPlan
     faults: Faults
 
 
@@ -265,7 +267,8 @@ def _record(work: Work, step: _Step, sample: MemorySample | None) -> None:
             least_work_s=worst.least_work_s,
             slowest_rank=worst.slowest_rank,
             sent_bytes=result.sent_bytes,
-            expected_bytes=work.expected_bytes(
+            expected_bytes=expected_bytes(
+                work.plan,
                 [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in step.batches],
                 Action.RECOMPUTE.value in work.governor.taken,
             ),

@@ -18,7 +18,7 @@ from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.weights import ADAPTER_FILE
-from hpc_tune.plan.model_size import ModelSize, measure
+from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.proof import Proof, prove
 from hpc_tune.world.comm import Comm

@@ -25,9 +25,8 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.loader import make_batch
-from hpc_tune.engine.mesh import Layout
-from hpc_tune.engine.pipeline_parallel import cut_stages, why_no_stages
-from hpc_tune.engine.tensor_parallel import Axis, slice_model, why_no_slices
+from hpc_tune.engine.pipeline_parallel import cut_stages
+from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
@@ -36,6 +35,9 @@ from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.slices import why_no_slices
+from hpc_tune.step.stages import why_no_stages
 
 LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller

@@ -24,7 +24,7 @@ from hpc_tune.train.exit import failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.garbage import collected_in_step
 from hpc_tune.train.job import open_job
-from hpc_tune.train.layout import resolve_layout
+from hpc_tune.train.layout import plan_step, resolve_layout
 from hpc_tune.train.loading import load_engine, make_deterministic
 from hpc_tune.train.loop import run_loop
 from hpc_tune.train.model import build_model
@@ -94,10 +94,11 @@ def _train(
         forecast = preflight(job, model, resolved, force)
         data = open_data(job, model, resolved, checkpoint)
         describe(job, model, resolved, forecast, data)
-        engine = load_engine(job, model, resolved, data)
+        plan = plan_step(model, resolved, data.loss_share)
+        engine = load_engine(job, model, plan)
         saved = resume(job, checkpoint, model, engine, data)
         keep_settings(job, data)
-        work = prepare_training(job, model, resolved, data, engine, saved)
+        work = prepare_training(job, model, plan, data, engine, saved)
         with work.step_limit.over(), collected_in_step():
             outcome = run_loop(work)
         finish(job, model, forecast, work, outcome)

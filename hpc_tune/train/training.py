@@ -16,10 +16,12 @@ from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine
 from hpc_tune.log import log
 from hpc_tune.plan.hardware import peak_flops
-from hpc_tune.plan.messages import expected_bytes
-from hpc_tune.plan.model_size import attention_flops, weight_flops
-from hpc_tune.plan.resolve import Resolved, most_micro_rows, rows_per_rank
+from hpc_tune.plan.resolve import most_micro_rows, rows_per_rank
 from hpc_tune.probe.software import git_commit
+from hpc_tune.step.layout import Layout, MeshCoordinates
+from hpc_tune.step.messages import expected_bytes
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.size import attention_flops, weight_flops
 from hpc_tune.train.attempt import Attempts
 from hpc_tune.train.checkpointing import Checkpointer, Writing
 from hpc_tune.train.data import Data
@@ -39,21 +41,19 @@ from hpc_tune.world.comm import Comm
 from hpc_tune.world.flight_recorder import FOLDER, keep_trace
 from hpc_tune.world.step_limit import StepLimit
 
-Expected = Callable[..., dict[str, int]]
-
 
 def prepare_training(
-    job: Job, model: Model, resolved: Resolved, data: Data, engine: Engine, saved: RunState | None
+    job: Job, model: Model, plan: StepPlan, data: Data, engine: Engine, saved: RunState | None
 ) -> Work:
     """Return what the loop works with; ``saved`` is the state that it resumes. Collective."""
     config, comm, total_steps = model.config, job.comm, data.total_steps
+    coordinates = plan.layout.coordinates(comm.world.rank)
     step = saved.step if saved is not None else 0
-    micro_size = _micro_size(job, model, resolved, engine, saved)
+    micro_size = _micro_size(job, model, plan.layout, engine, saved)
     data.loader.set_micro_size(micro_size)
     saver = _saver(job, model, engine)
     governor = job.memory_exit.governor = _governor(job, engine, data, saver, saved)
-    expected = _expected(model, resolved, data)
-    _log_micro_batches(model, resolved, data, expected)
+    _log_micro_batches(model, data, plan)
     job.monitor.enter("first step", "beginning the first step", tell=True)
     job.monitor.limit_private_memory()
     peak = _peak_flops(comm)
@@ -68,7 +68,7 @@ def prepare_training(
             total_steps,
             model.built.identity,
             loader_state,
-            asdict(resolved.layout),
+            asdict(plan.layout),
             micro_size,
             job.config.model_dump(),
             *(evals.loss_at(step), asdict(evals), governor.taken, model.sample),
@@ -79,8 +79,8 @@ def prepare_training(
         config=config,
         engine=engine,
         loader=data.loader,
-        eval_batches=_evaluation(model, resolved, data),
-        counts_rows=resolved.coordinates.counts_rows,
+        eval_batches=_evaluation(model, plan.layout, coordinates, data),
+        counts_rows=coordinates.counts_rows,
         saver=saver,
         attempts=Attempts(job.training, engine, governor, before_update),
         state=state,
@@ -94,7 +94,7 @@ def prepare_training(
         weight_flops=weight_flops(model.size, model.built.config),
         attention_flops=partial(attention_flops, model.built.config),
         peak_flops=peak * comm.world.size if peak else None,
-        expected_bytes=expected,
+        plan=plan,
         governor=governor,
         step_limit=_step_limit(job),
         profile=StepProfile(job.training, job.dir, config.train.profiled_steps, step, total_steps),
@@ -117,9 +117,9 @@ def _step_limit(job: Job) -> StepLimit:
 
 
 def _micro_size(
-    job: Job, model: Model, resolved: Resolved, engine: Engine, saved: RunState | None
+    job: Job, model: Model, layout: Layout, engine: Engine, saved: RunState | None
 ) -> int:
-    config, layout = model.config, resolved.layout
+    config = model.config
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
     if saved is not None and saved.layout == asdict(layout):
@@ -181,19 +181,13 @@ def _trackers(job: Job, model: Model, step: int) -> Trackers:
     return open_trackers(run, facts)
 
 
-def _expected(model: Model, resolved: Resolved, data: Data) -> Expected:
-    config, itemsize = model.built.config, model.built.dtype.itemsize
-    sizes = (model.size, config, resolved.layout, resolved.parallel, itemsize)
-    return partial(expected_bytes, *sizes, data.loss_share)
-
-
-def _log_micro_batches(model: Model, resolved: Resolved, data: Data, expected: Expected) -> None:
+def _log_micro_batches(model: Model, data: Data, plan: StepPlan) -> None:
     seq_len = model.config.data.seq_len
-    rows = rows_per_rank(model.config.batch, resolved.layout)
+    rows = rows_per_rank(model.config.batch, plan.layout)
     micro_size = data.loader.micro_size
     tokens, num_micro = rows * seq_len, -(-rows // micro_size)
-    micro = (tokens // num_micro, round(data.loss_share * tokens / num_micro))
-    sent = sum(expected([micro] * num_micro).values())
+    micro = (tokens // num_micro, round(plan.loss_share * tokens / num_micro))
+    sent = sum(expected_bytes(plan, [micro] * num_micro).values())
     log.info(
         "micro-batches of %d x %d tokens%s",
         *(min(micro_size, rows), seq_len),
@@ -202,7 +196,7 @@ def _log_micro_batches(model: Model, resolved: Resolved, data: Data, expected: E
 
 
 def _evaluation(
-    model: Model, resolved: Resolved, data: Data
+    model: Model, layout: Layout, coordinates: MeshCoordinates, data: Data
 ) -> Callable[[], Iterable[Batch]] | None:
     config, store = model.config, data.eval_store
     if store is None:
@@ -211,7 +205,7 @@ def _evaluation(
         store,
         SampleOrder(config.data.seq_len, config.data.packing, seed=0),
         num_rows=config.train.eval_rows,
-        rank=resolved.coordinates.data,
-        size=resolved.layout.data_size,
+        rank=coordinates.data,
+        size=layout.data_size,
     )
     return lambda: held_out.batches(data.loader.micro_size)

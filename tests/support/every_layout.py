@@ -26,10 +26,11 @@ from hpc_tune.log import configure
 from hpc_tune.memory.host import find_limit
 from hpc_tune.model.build import build, compute_dtype
 from hpc_tune.plan.hardware import machine_of
-from hpc_tune.plan.model_size import measure
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import keeps_gathered, with_layout
 from hpc_tune.plan.step_time import StepWork, step_time
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.size import measure
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.regroup import regroup
 
@@ -53,7 +54,8 @@ def batches_of(config, layout, rank):
 def steps_of(config, built, layout, reshard, comm):
     """Return the seconds of each step, and those in which this rank waited for messages."""
     parallel = with_layout(config.parallel, layout).model_copy(update={"reshard": reshard})
-    engine = NativeEngine(built, EngineSettings(layout, comm.device, config.optim, parallel))
+    plan = StepPlan.of(built, layout, parallel)
+    engine = NativeEngine(built, EngineSettings(plan, comm.device, config.optim))
     batches, tokens = batches_of(config, layout, comm.world.rank)
     times, waits = [], []
     for number in range(WARM_UP + STEPS):

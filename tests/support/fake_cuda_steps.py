@@ -26,12 +26,13 @@ from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import EngineSettings
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.build import DTYPES, build
 from hpc_tune.plan.trace import _fake_world
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
 from tests.support.fake_cuda import NOTES, fake_cuda
 from tests.support.fake_world import make_inputs
 
@@ -79,7 +80,8 @@ def main() -> None:
         shape = model if parallel.stages_per_rank > 1 else small
         built = build(shape, DTYPES[dtype], TuneConfig(method=method), 0, weights=False)
         with _fake_world(rank, world.size), fake_cuda() as watch:
-            settings = EngineSettings(world, DEVICE, OptimConfig(lr=1e-3), parallel)
+            plan = StepPlan.of(built, world, parallel)
+            settings = EngineSettings(plan, DEVICE, OptimConfig(lr=1e-3))
             noted = run(NativeEngine(built, settings), store, world, rank, watch)
         print(json.dumps({"case": [layout, method, recompute, dtype], **noted}), flush=True)
 

@@ -58,8 +58,9 @@ def main() -> None:
     from hpc_tune.engine.zero.engine import ZeroEngine
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
-    from hpc_tune.plan.model_size import measure
     from hpc_tune.plan.resolve import choose_layout
+    from hpc_tune.step.plan import StepPlan
+    from hpc_tune.step.size import measure
 
     engine_type: type[NativeEngine] | type[ZeroEngine] = NativeEngine
     if config.parallel.zero_stage is not None:
@@ -79,7 +80,8 @@ def main() -> None:
     comm.barrier("all ranks to have built the model")
     before, read_before = own_bytes(), bytes_read()
     with Peak() as loading:
-        engine = engine_type(built, EngineSettings(layout, comm.device, config.optim, parallel))
+        plan = StepPlan.of(built, layout, parallel)
+        engine = engine_type(built, EngineSettings(plan, comm.device, config.optim))
     loaded = own_bytes()
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)

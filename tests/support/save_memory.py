@@ -40,9 +40,10 @@ def main() -> None:
     from hpc_tune.memory.host import own_bytes
     from hpc_tune.model.build import build
     from hpc_tune.model.weights import index_checkpoint
-    from hpc_tune.plan.model_size import measure
     from hpc_tune.plan.resolve import choose_layout
     from hpc_tune.rundir.json_lines import Events
+    from hpc_tune.step.plan import StepPlan
+    from hpc_tune.step.size import measure
     from hpc_tune.train.checkpointing import Checkpointer, Writing
     from hpc_tune.train.exit import ResumePoint
 
@@ -63,7 +64,8 @@ def main() -> None:
     def begin() -> None:
         nonlocal engine
         parallel = config.parallel.model_copy(update={"reshard": "block"})
-        engine = NativeEngine(built, EngineSettings(layout, comm.device, config.optim, parallel))
+        plan = StepPlan.of(built, layout, parallel)
+        engine = NativeEngine(built, EngineSettings(plan, comm.device, config.optim))
         if newest is not None:
             engine.load(index_checkpoint(newest), 1)
         step()

@@ -40,6 +40,7 @@ FLOORS = (
     ("world", "batch"),
     ("memory", "data", "model", "probe"),
     ("rundir",),
+    ("step",),
     ("engine", "checkpoint"),
     ("plan",),
     ("autotune",),

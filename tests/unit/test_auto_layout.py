@@ -20,14 +20,14 @@ from hpc_tune.autotune.search import as_json, as_lines, choose, choose_for, from
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.hardware import CLUSTERS, Machine
-from hpc_tune.plan.model_size import ModelSize
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import most_micro_rows
 from hpc_tune.plan.step_time import Compute, StepWork
 from hpc_tune.probe.links import Links, Pair
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import ModelSize
 
 MODEL = LlamaConfig(num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4)
 COMPUTE = Compute(block_s=1e-5, head_s=1e-5, update_s=0.0)

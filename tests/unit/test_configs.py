@@ -11,8 +11,8 @@ import pytest
 from hpc_tune.config.load import load_config
 from hpc_tune.model.language import read_shape
 from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.model_size import ModelSize
 from hpc_tune.plan.resolve import check_layout, choose_layout
+from hpc_tune.step.size import ModelSize
 
 FOLDER = Path(__file__).parents[2] / "configs"
 SHAPED = {

@@ -8,9 +8,9 @@ import torch
 
 from hpc_tune import cli
 from hpc_tune.config.load import load_config
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.loss import LossModel
-from hpc_tune.plan.model_size import ModelSize, Weights
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import ModelSize, Weights
 from hpc_tune.train.describe import _batch, allocator_of, few_steps, idle_ranks, method_of, rate_of
 from hpc_tune.train.model import Model
 

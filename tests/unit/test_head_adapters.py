@@ -8,12 +8,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.engine.pipeline_parallel import cut_stages
-from hpc_tune.engine.tensor_parallel import roles_of, slice_model
+from hpc_tune.engine.tensor_parallel import slice_model
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.slices import roles_of
 from hpc_tune.train.proof import _batch, _documents, _joined, _Threads
 
 TARGETS = (["lm_head"], ["q_proj", "lm_head"], ["down_proj", "lm_head"])

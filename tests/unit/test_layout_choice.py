@@ -2,10 +2,8 @@ import pytest
 from transformers import FalconConfig, LlamaConfig
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.model_size import ModelSize, static_bytes
 from hpc_tune.plan.resolve import (
     ROOM_FOR_ACTIVATIONS,
     check_layout,
@@ -13,6 +11,8 @@ from hpc_tune.plan.resolve import (
     keeps_gathered,
     resolve,
 )
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import ModelSize, static_bytes
 
 FULL = ModelSize(0, 100, 0, 400)  # 1600 bytes on one rank
 

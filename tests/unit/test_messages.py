@@ -7,14 +7,15 @@ import torch
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
-from hpc_tune.plan.messages import expected_bytes
-from hpc_tune.plan.model_size import measure
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.step_time import StepWork, tensor_s
 from hpc_tune.probe.links import Links, Pair
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.messages import expected_bytes
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.size import measure
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 HIDDEN, WIDE, VOCAB, BLOCKS, R = 64, 96, 256, 10, 16
@@ -36,8 +37,7 @@ def write_shape(folder, name="llama3-8b", blocks=BLOCKS, **more):
 def expected(folder, method, layout, micros, loss_share=1.0, recomputes=False, **parallel):
     built = build(folder, torch.float32, TuneConfig(method=method), 0, weights=False)
     settings = ParallelConfig(reshard="block", **parallel)
-    words = (measure(built.module), built.config, layout, settings, 4, loss_share)
-    return expected_bytes(*words, micros, recomputes)
+    return expected_bytes(StepPlan.of(built, layout, settings, loss_share), micros, recomputes)
 
 
 MICROS = [(32, 20)] * 4
@@ -124,8 +124,8 @@ from hpc_tune.config.load import load_config
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.plan import trace
-from hpc_tune.plan.model_size import measure
-from hpc_tune.plan.messages import expected_bytes
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.messages import expected_bytes
 from hpc_tune.plan.traced_memory import TracedMemory
 
 def batch(rows, length, loss_tokens):
@@ -138,18 +138,16 @@ for folder, ranks, settings in json.loads(sys.argv[1]):
     config = load_config(None, words)
     step = trace.traced_step(config, ranks)
     built, layout = step.shape.build(), step.layout
-    size, itemsize = measure(built.module), built.dtype.itemsize
     fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace._fake_world(0, ranks), fake, TracedMemory(0).watch():
-        sections = (config.optim, step.parallel, config.train)
-        engine = NativeEngine(built, EngineSettings(layout, trace.DEVICE, *sections, SHARE))
+        plan = StepPlan.of(built, layout, step.parallel, SHARE)
+        engine = NativeEngine(built, EngineSettings(plan, trace.DEVICE, config.optim, config.train))
         for stage in engine._stages:
             stage.module.within_documents = False
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
         sent = [engine.train_step(batches, 57, 1e-3).sent_bytes for _ in range(2)]
     micros = [(one.tokens_BT.numel(), one.num_loss_tokens) for one in batches]
-    words = (size, built.config, layout, step.parallel, itemsize, SHARE, micros)
-    print(json.dumps([*sent, expected_bytes(*words)]))
+    print(json.dumps([*sent, expected_bytes(plan, micros)]))
 """
 FULL, LORA = "tune.method=full", "tune.method=lora"
 FP32, BF16 = "model.dtype=fp32", "model.dtype=bf16"

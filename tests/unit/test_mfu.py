@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 
 from hpc_tune.batch import empty_batch, full_batch
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.data.loader import make_batch
-from hpc_tune.plan.model_size import attention_flops
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.size import ModelSize, attention_flops
 from hpc_tune.train.loop import _record, _Step, _vote
 
-MODEL = SimpleNamespace(hidden_size=4, num_hidden_layers=3)
+MODEL = SimpleNamespace(
+    hidden_size=4, num_hidden_layers=3, vocab_size=16, tie_word_embeddings=False
+)
 
 
 def rows_of(*rows):
@@ -52,7 +57,7 @@ def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
         metrics=SimpleNamespace(step=told.append),
         loader=SimpleNamespace(epoch=0.0, rows=0),
         monitor=SimpleNamespace(device_utilization=lambda: None),
-        expected_bytes=lambda *_: {},
+        plan=StepPlan(Layout(1, 1), ParallelConfig(), ModelSize(100, 0, 200, 0), MODEL, 2),
     )
     ballot = _vote(work, batches, 0.0, None)
     result: Any = SimpleNamespace(loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={})

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.plan.hardware import peak_flops
-from hpc_tune.plan.model_size import (
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import (
     ModelSize,
     attention_flops,
     flops_per_token,

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from hpc_tune.engine.pipeline_parallel import deal_blocks, schedule
+from hpc_tune.step.stages import deal_blocks, schedule
 
 
 def simulate(ranks, chunks, num_micro):

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.errors import ConfigError
 from hpc_tune.model import quantize
 from hpc_tune.model.build import build
@@ -18,7 +17,8 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import FourBitLinear, fill_packed
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_model_directory
-from hpc_tune.plan.model_size import measure, static_bytes
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import measure, static_bytes
 from tests.support.regions import regions_of
 from tests.support.training import give_manifest
 

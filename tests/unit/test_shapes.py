@@ -5,7 +5,7 @@ from hpc_tune.config.schema import RunConfig, TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import refuse_shape, shape_directory, shape_names
-from hpc_tune.plan.model_size import measure
+from hpc_tune.step.size import measure
 
 # (hidden, wide, layers, width of queries, width of keys and of values, vocabulary)
 LLAMA_8B = (4096, 14336, 32, 4096, 1024, 128256)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.engine.mesh import Layout
-from hpc_tune.plan.model_size import ModelSize
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.step_time import Compute, StepWork, step_time
 from hpc_tune.probe.links import Collective, Links, Pair
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import ModelSize
 
 # 8 blocks of 100 MB; adapters of 1 MB; a row has 10 tokens.
 ADAPTERS = ModelSize(400_000_000, 250_000, 800_000_000, 1_000_000)

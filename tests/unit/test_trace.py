@@ -18,13 +18,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hpc_tune.config.schema import TuneConfig
-from hpc_tune.engine.mesh import Layout
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.attention_scratch import scratch_bytes
 from hpc_tune.plan.heap import OBJECTS, Heap
-from hpc_tune.plan.model_size import measure, static_bytes
 from hpc_tune.plan.traced_memory import KERNEL_BYTES, TracedMemory
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import measure, static_bytes
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.step.rings import Kind, sent_bytes
 
-_KINDS = {
+_KINDS: dict[str, Kind] = {
     "all_reduce": "all_reduce",
     "reduce": "reduce",
     "all_gather": "all_gather",
@@ -51,18 +52,12 @@ class _CountedWork:
         return getattr(self._work, name)
 
 
-def _ring_bytes(kind: str, arguments: Any) -> int:
-    """Return what this rank sends by the ring algorithms; see ``collectives``.
+def _ring_bytes(kind: Kind, arguments: Any) -> int:
+    """Return what this rank sends by the ring algorithms.
 
     A whole tensor, or a list of its parts, comes together with this rank's part of it.
     """
     sizes = [leaf.nbytes for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
     size = dist.get_world_size()
     whole = max(sizes) if len(sizes) <= 2 else max(sizes) * size
-    match kind:
-        case "all_reduce":
-            return 2 * (size - 1) * whole // size
-        case "reduce":  # along a chain, at whose end one rank sends nothing
-            return whole if size > 1 else 0
-        case _:
-            return (size - 1) * whole // size
+    return sent_bytes(kind, size, whole)

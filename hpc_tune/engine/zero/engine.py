@@ -31,7 +31,7 @@ from hpc_tune.engine.async_io import load_async_io
 from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
-from hpc_tune.engine.precision import autocast, autocast_dtype, seed_micro_batch
+from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.zero import settings as zero_settings
 from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.comm import CountedBackend
@@ -60,7 +60,7 @@ class ZeroEngine:
         self._stage = parallel.zero_stage
         self._settings, self._device, self._size = settings, device, settings.layout.size
         self._seed, self._module = built.seed, built.module
-        self._autocast = autocast_dtype(built)
+        self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
         if self._stage == 3:
             return_freed_blocks()
@@ -125,7 +125,7 @@ class ZeroEngine:
         self._module.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         for batch in batches:
-            if batch.num_loss_tokens == 0 and self._stage < 3:
+            if batch.num_loss_tokens == 0 and self._settings.plan.skips_empty(training=False):
                 continue
             with autocast(self._device, self._autocast):
                 total[0] += self._module(batch.to(self._device))

@@ -1,0 +1,83 @@
+"""How the ranks are laid out: four axes, the coordinates of a rank, and who shares an axis.
+
+Ranks are numbered with ``tensor`` innermost, then ``shard``, ``replicate`` and ``pipeline``: the
+axes that talk most are neighbours, which launchers put on one node.
+"""
+
+from dataclasses import dataclass
+
+AXES = ("replicate", "shard", "tensor", "pipeline")
+_OUTERMOST_FIRST = ("pipeline", "replicate", "shard", "tensor")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks along each axis; their product is the world size.
+
+    ``replicate`` counts copies of the base weights and ``shard`` the ranks that hold one copy
+    together, each with rows of its own. The ranks of the ``tensor`` axis share each matrix product,
+    those of the ``pipeline`` axis hold different decoder blocks; both work on the same rows.
+    """
+
+    replicate: int
+    shard: int
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def size(self) -> int:
+        """The world size."""
+        return self.data_size * self.tensor * self.pipeline
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks have rows of their own."""
+        return self.replicate * self.shard
+
+    def coordinates(self, rank: int) -> "MeshCoordinates":
+        """Return where ``rank`` stands on each axis."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, shard = divmod(rest, self.shard)
+        pipeline, replicate = divmod(rest, self.replicate)
+        return MeshCoordinates(replicate, shard, tensor, pipeline, replicate * self.shard + shard)
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Return the ranks that stand where ``rank`` does on all axes but ``axes``, in order."""
+        own, ranks, stride = self.coordinates(rank), [rank], self.size
+        for axis in _OUTERMOST_FIRST:
+            size = getattr(self, axis)
+            stride //= size
+            if axis in axes:
+                first = getattr(own, axis)
+                ranks = [r + (i - first) * stride for r in ranks for i in range(size)]
+        return tuple(ranks)
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Return the ranks of each group along these axes, each in order."""
+        groups = (self.group_of(rank, *axes) for rank in range(self.size))
+        return list(dict.fromkeys(groups))
+
+    def __str__(self) -> str:
+        axes = {"replicate": self.replicate, "shard": self.shard}
+        axes |= {
+            name: size
+            for name, size in (("tensor", self.tensor), ("pipeline", self.pipeline))
+            if size > 1
+        }
+        return " x ".join(f"{name} {size}" for name, size in axes.items())
+
+
+@dataclass(frozen=True)
+class MeshCoordinates:
+    """A rank's coordinate on each axis; ``data`` says which rows it gets."""
+
+    replicate: int
+    shard: int
+    tensor: int
+    pipeline: int
+    data: int
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank speaks for its rows where ranks that share them are added up."""
+        return self.tensor == 0 and self.pipeline == 0

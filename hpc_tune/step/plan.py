@@ -1,0 +1,158 @@
+"""The plan of a step: what each rank computes, holds and sends in one optimizer step (pure).
+
+    layout, settings with nothing left to decide, sizes of the model -> StepPlan
+
+Engines do what it says; messages, memory and seconds are predicted from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.model.build import BuiltModel
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import ModelSize, Weights, measure
+from hpc_tune.step.stages import stage_blocks
+
+# Of a micro-batch: its tokens with padding, and those with loss.
+Micro = tuple[int, int]
+
+
+def uses_fsdp(shard: int, parallel: ParallelConfig) -> bool:
+    """Whether FSDP2 holds the weights of the PyTorch engine, ``shard`` ranks those of one copy.
+
+    Weights that are offloaded are FSDP's also where nothing is sharded.
+    """
+    return shard > 1 or parallel.offload_params == "cpu"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of a model in a layout.
+
+    ``parallel.reshard`` must have been decided. ``model`` is the transformers config. Products are
+    of values of ``itemsize`` bytes. ``loss_share`` of the tokens reach the head; pipeline stages
+    are balanced for that.
+    """
+
+    layout: Layout
+    parallel: ParallelConfig
+    size: ModelSize
+    model: Any
+    itemsize: int
+    loss_share: float = 1.0
+
+    @classmethod
+    def of(
+        cls, built: BuiltModel, layout: Layout, parallel: ParallelConfig, loss_share: float = 1.0
+    ) -> "StepPlan":
+        """Return the plan for a whole model, on the meta device or not."""
+        size, itemsize = measure(built.module), built.dtype.itemsize
+        return cls(layout, parallel, size, built.config, itemsize, loss_share)
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 holds weights."""
+        is_zero = self.parallel.zero_stage is not None
+        return not is_zero and uses_fsdp(self.layout.shard, self.parallel)
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether trained weights have more bytes than products, and are cast for each."""
+        return self.size.is_full and self.itemsize < self.size.trained_itemsize
+
+    @property
+    def gathers_cast(self) -> bool:
+        """Whether shards are cast to the dtype of products before they are gathered."""
+        return self.uses_fsdp and self.casts_weights
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of a value between two blocks: as weights are stored, where all are trained."""
+        return self.size.wire(self.itemsize)
+
+    @property
+    def only_replicates(self) -> bool:
+        """Whether no message is sent before gradients are added up: each rank holds all weights."""
+        return self.layout.replicate == self.layout.size and not self.uses_fsdp
+
+    @property
+    def spreads_gradients(self) -> bool:
+        """Whether a rank has a part of the gradients, so that their norm is a sum over ranks."""
+        shards = self.size.is_full and self.uses_fsdp
+        return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
+
+    def skips_empty(self, training: bool = True) -> bool:
+        """Whether a rank skips a micro-batch without loss: no other waits for its messages."""
+        if self.parallel.zero_stage is not None:
+            # DeepSpeed reduces within each backward pass; stage 3 gathers weights in all passes.
+            return not training and self.parallel.zero_stage < 3
+        return self.layout.pipeline == 1 and not self.uses_fsdp
+
+    def padding(self, num_micro: int) -> int:
+        """Return how many empty micro-batches are added to ``num_micro``.
+
+        Interleaved stages need whole rounds of one for each rank of the pipeline.
+        """
+        return -num_micro % self.layout.pipeline if self.parallel.stages_per_rank > 1 else 0
+
+    def computed(self, micros: Sequence[Micro]) -> list[Micro]:
+        """Return what a rank computes of its micro-batches, and the rows of one token it adds."""
+        kept = [micro for micro in micros if micro[1] or not self.skips_empty()]
+        return [*kept, *[(1, 0)] * self.padding(len(kept))]
+
+    def stays_whole(self, is_trained: bool, is_vector: bool) -> bool:
+        """Whether every rank keeps all of a parameter where FSDP2 shards the others.
+
+        Adapters stay whole, and so do norms and biases of weights that are gathered in bf16: it has
+        no number between 1 and 1.0078, and norms are computed with in fp32 as elsewhere.
+        """
+        return is_trained and (not self.size.is_full or (self.gathers_cast and is_vector))
+
+    def reducing_axes(self, is_partial: bool) -> tuple[str, ...]:
+        """Return the axes that add a gradient up; for a partial sum the tensor axis is one too."""
+        return ("replicate", "shard", "tensor") if is_partial else ("replicate", "shard")
+
+    def values(self, computed: Sequence[Micro]) -> int:
+        """Return the values between two blocks: tokens with padding x hidden."""
+        return sum(tokens for tokens, _ in computed) * int(self.model.hidden_size)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head too."""
+        return bool(self.model.tie_word_embeddings)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Decoder blocks of rank 0's stages, which has the first and at least as many as others."""
+        layout, layers = self.layout, int(self.model.num_hidden_layers)
+        if layout.pipeline == 1:
+            return layers
+        values = sum(w.num_values for w in self.size.weights if w.part == "blocks") / layers
+        stages_per_rank = self.parallel.stages_per_rank
+        stages = stage_blocks(self.model, values, layout, stages_per_rank, self.loss_share)
+        return sum(map(len, stages[:: layout.pipeline]))
+
+    @cached_property
+    def held(self) -> list[Weights]:
+        """Rank 0's part of the weights by pipeline and tensor axis, before any sharding."""
+        layout, layers = self.layout, self.model.num_hidden_layers
+        held = []
+        for weights in self.size.weights:
+            if weights.part == "end" and layout.pipeline > 1:
+                continue
+            share = self.blocks if weights.part == "blocks" else layers
+            ways = layers * (layout.tensor if weights.role == "slice" else 1)
+            num_values = weights.num_values * share // ways
+            num_bytes = weights.num_bytes * share // ways
+            held.append(replace(weights, num_values=num_values, num_bytes=num_bytes))
+        return held
+
+    @cached_property
+    def sharded(self) -> list[Weights]:
+        """What FSDP2 shards of what rank 0 holds."""
+        if not self.uses_fsdp:
+            return []
+        return [w for w in self.held if not self.stays_whole(w.is_trained, w.is_vector)]
