@@ -310,8 +310,7 @@ def _load_stages(
         use_row_dropout(built.module, built.seed)
     cuts = [built]
     if layout.pipeline > 1:
-        per_rank, rank = settings.parallel.stages_per_rank, mesh.coordinates.pipeline
-        cuts = cut_stages(built, layout, rank, per_rank, settings.plan.loss_share)
+        cuts = cut_stages(built, settings.plan, mesh.coordinates.pipeline)
     stages, trained = [], []
     for cut in cuts:
         stage, partial = _load_stage(cut, settings, mesh, collectives)

@@ -32,28 +32,23 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.loss import LossModel
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.stages import KINDS, Kind, Pass, schedule, stage_blocks
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.stages import KINDS, Kind, Pass, schedule
 
 LOOKAHEAD = 2  # passes whose receives are posted in advance
 
 
-def cut_stages(
-    built: BuiltModel, layout: Layout, rank: int, stages_per_rank: int, loss_share: float
-) -> list[BuiltModel]:
+def cut_stages(built: BuiltModel, plan: StepPlan, rank: int) -> list[BuiltModel]:
     """Return the stages of pipeline rank ``rank``, in order; parameters keep their names.
-
-    ``loss_share`` of the tokens reach the output head.
 
     Raises:
         ConfigError: if a stage has nothing that is trained.
     """
-    num_stages = layout.pipeline * stages_per_rank
-    block_values = sum(p.numel() for p in block_list(built.module)[0].parameters())
-    blocks = stage_blocks(built.config, block_values, layout, stages_per_rank, loss_share)
+    blocks = plan.stages
     _require_trained(built, blocks)
     return [
-        _cut(built, blocks[stage], stage == 0, stage == num_stages - 1)
-        for stage in range(rank, num_stages, layout.pipeline)
+        _cut(built, blocks[stage], stage == 0, stage == len(blocks) - 1)
+        for stage in range(rank, len(blocks), plan.layout.pipeline)
     ]
 
 

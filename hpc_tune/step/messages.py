@@ -51,8 +51,13 @@ def expected_bytes(
     return {kind: num for kind, num in sent.items() if num}
 
 
-def step_messages(plan: StepPlan, micros: Sequence[Micro], recomputes: bool) -> Iterator[Message]:
-    """Yield the messages of rank 0 in a step; ``recomputes``: blocks run again."""
+def step_messages(
+    plan: StepPlan, micros: Sequence[Micro], recomputes: bool, place: int = 0
+) -> Iterator[Message]:
+    """Yield the messages of a rank at ``place`` on the pipeline axis in a step.
+
+    ``micros`` are its micro-batches. ``recomputes``: blocks run again.
+    """
     layout, computed = plan.layout, plan.computed(micros)
     if plan.parallel.zero_stage is not None:
         yield from zero_messages(plan.size, layout.size, plan.parallel.zero_stage, len(computed))
@@ -60,16 +65,16 @@ def step_messages(plan: StepPlan, micros: Sequence[Micro], recomputes: bool) -> 
     yield Message("all_reduce", layout.size, 4)  # the loss, in fp32
     if plan.spreads_gradients:
         yield Message("all_reduce", layout.size, 8)  # the gradients' norm, in fp64
-    yield from gathered_weights(plan, len(computed))
-    yield from summed_gradients(plan, len(computed))
-    yield from tensor_messages(plan, computed, recomputes)
+    yield from gathered_weights(plan, len(computed), place)
+    yield from summed_gradients(plan, len(computed), place)
+    yield from tensor_messages(plan, computed, recomputes, place)
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, but at the model's ends.
-        hops = 2 * plan.parallel.stages_per_rank - 1
+        hops = 2 * plan.parallel.stages_per_rank - (place in (0, layout.pipeline - 1))
         yield Message("send", 2, plan.values(computed) * plan.wire_itemsize, hops)
 
 
-def gathered_weights(plan: StepPlan, num_micro: int) -> Iterator[Message]:
+def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
     """Yield the gatherings of weights that are sharded (FSDP2).
 
     Once per step, or per micro-batch once (reshard=micro) or twice (block). With reshard=block,
@@ -77,7 +82,7 @@ def gathered_weights(plan: StepPlan, num_micro: int) -> Iterator[Message]:
     and such an embedding, where it is frozen, is gathered in a backward pass for the next forward
     pass.
     """
-    for weights in plan.sharded:
+    for weights in filter(plan.is_sharded, plan.held_by(place)):
         match plan.parallel.reshard:
             case "step":
                 times = 1
@@ -93,7 +98,7 @@ def gathered_weights(plan: StepPlan, num_micro: int) -> Iterator[Message]:
         yield Message("all_gather", plan.layout.shard, num_bytes, times)
 
 
-def summed_gradients(plan: StepPlan, num_micro: int) -> Iterator[Message]:
+def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
     """Yield the collectives that add up gradients.
 
     Replicated gradients, of their weights' dtype: an all-reduce over the ranks with rows of their
@@ -102,10 +107,10 @@ def summed_gradients(plan: StepPlan, num_micro: int) -> Iterator[Message]:
     reshard=step in the last, and an all-reduce of the own shard over the replicas. A pipeline's
     first and last stage add up what they hold both, the embedding that is the head too.
     """
-    layout, parallel, sharded = plan.layout, plan.parallel, plan.sharded
-    shard = layout.shard
-    for weights in plan.held:
-        if weights.is_trained and weights not in sharded:
+    layout, parallel, shard = plan.layout, plan.parallel, plan.layout.shard
+    held = plan.held_by(place)
+    for weights in held:
+        if weights.is_trained and not plan.is_sharded(weights):
             axes = plan.reducing_axes(weights.role == "partial")
             ranks = math.prod(getattr(layout, axis) for axis in axes)
             yield Message("all_reduce", ranks, weights.num_bytes)
@@ -113,36 +118,39 @@ def summed_gradients(plan: StepPlan, num_micro: int) -> Iterator[Message]:
         return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
-    for weights in sharded:
+    for weights in filter(plan.is_sharded, held):
         num_bytes = itemsize * weights.num_values
         yield Message("reduce_scatter", shard, num_bytes, passes)
         yield Message("all_reduce", layout.replicate, num_bytes // shard)
         if weights.role == "partial":
             yield Message("all_reduce", layout.tensor, weights.num_bytes // shard)
-    if plan.is_tied and layout.pipeline > 1:
-        embedding = sum(w.num_bytes for w in plan.held if w.part == "embedding")
+    if plan.is_tied and layout.pipeline > 1 and place in (0, layout.pipeline - 1):
+        embedding = sum(w.num_bytes for w in held if w.part == "embedding")
         yield Message("all_reduce", 2, embedding // shard)
 
 
 def tensor_messages(
-    plan: StepPlan, computed: Sequence[Micro], recomputes: bool
+    plan: StepPlan, computed: Sequence[Micro], recomputes: bool, place: int
 ) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
     Per block two all-reduces of tokens x hidden forward, of products, and two backward, of what
     flows between blocks (arXiv:1909.08053); one for the embedding. A frozen one needs no gradient
     from the first block. A block that runs again does its first sum again, and stops before its
-    last. The head, where rank 0 has it: the gradient of the tokens with loss, and three numbers of
-    each in fp32, again where their logits are computed again. And what a plan gathers in between.
+    last. The head, where the rank has it: the gradient of the tokens with loss, and three numbers
+    of each in fp32, again where their logits are computed again. And what a plan gathers.
     """
     ranks, model, full = plan.layout.tensor, plan.model, plan.size.is_full
     values, wire = plan.values(computed), plan.wire_itemsize
-    forward = plan.blocks * (FORWARD_SUMS + recomputes)
-    backward = plan.blocks * BACKWARD_SUMS - (not full)
+    blocks, is_first = plan.blocks_of(place), place == 0
+    forward = blocks * (FORWARD_SUMS + recomputes)
+    backward = blocks * BACKWARD_SUMS - (is_first and not full)
     yield Message("all_reduce", ranks, values * plan.itemsize, forward)
     yield Message("all_reduce", ranks, values * wire, backward)
-    yield Message("all_reduce", ranks, values * (plan.itemsize if plan.gathers_cast else wire))
-    if plan.layout.pipeline == 1:
+    if is_first:
+        itemsize = plan.itemsize if plan.gathers_cast else wire
+        yield Message("all_reduce", ranks, values * itemsize)
+    if place == plan.layout.pipeline - 1:
         most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
         for _, loss_tokens in computed:
             times = 2 if loss_tokens > most else 1
@@ -151,7 +159,7 @@ def tensor_messages(
     ahead, back = plan.size.gathered_features
     features = (2 * ahead if recomputes else ahead) + back
     tokens = values // model.hidden_size
-    gathered = tokens * plan.itemsize * features * plan.blocks // model.num_hidden_layers
+    gathered = tokens * plan.itemsize * features * blocks // model.num_hidden_layers
     yield Message("all_gather", ranks, gathered)
 
 

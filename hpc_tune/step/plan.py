@@ -125,34 +125,38 @@ class StepPlan:
         return bool(self.model.tie_word_embeddings)
 
     @cached_property
-    def blocks(self) -> int:
-        """Decoder blocks of rank 0's stages, which has the first and at least as many as others."""
-        layout, layers = self.layout, int(self.model.num_hidden_layers)
-        if layout.pipeline == 1:
-            return layers
+    def stages(self) -> list[range]:
+        """The decoder blocks of each stage; rank p of the pipeline axis has stages p, p + P, ..."""
+        layers = int(self.model.num_hidden_layers)
+        if self.layout.pipeline == 1:
+            return [range(layers)]
         values = sum(w.num_values for w in self.size.weights if w.part == "blocks") / layers
-        stages_per_rank = self.parallel.stages_per_rank
-        stages = stage_blocks(self.model, values, layout, stages_per_rank, self.loss_share)
-        return sum(map(len, stages[:: layout.pipeline]))
+        settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
+        return stage_blocks(self.model, values, *settings)
 
-    @cached_property
-    def held(self) -> list[Weights]:
-        """Rank 0's part of the weights by pipeline and tensor axis, before any sharding."""
+    def blocks_of(self, place: int) -> int:
+        """Return the number of decoder blocks of a rank at ``place`` on the pipeline axis."""
+        return sum(map(len, self.stages[place :: self.layout.pipeline]))
+
+    def held_by(self, place: int) -> list[Weights]:
+        """Return a rank's part of the weights by pipeline and tensor axis, before any sharding.
+
+        ``place``: its own on the pipeline axis. The first has the embedding, the last the head.
+        """
         layout, layers = self.layout, self.model.num_hidden_layers
+        is_first, is_last = place == 0, place == layout.pipeline - 1
+        holds = {"blocks": True, "embedding": is_first or (is_last and self.is_tied)}
         held = []
         for weights in self.size.weights:
-            if weights.part == "end" and layout.pipeline > 1:
+            if not holds.get(weights.part, is_last):
                 continue
-            share = self.blocks if weights.part == "blocks" else layers
+            share = self.blocks_of(place) if weights.part == "blocks" else layers
             ways = layers * (layout.tensor if weights.role == "slice" else 1)
             num_values = weights.num_values * share // ways
             num_bytes = weights.num_bytes * share // ways
             held.append(replace(weights, num_values=num_values, num_bytes=num_bytes))
         return held
 
-    @cached_property
-    def sharded(self) -> list[Weights]:
-        """What FSDP2 shards of what rank 0 holds."""
-        if not self.uses_fsdp:
-            return []
-        return [w for w in self.held if not self.stays_whole(w.is_trained, w.is_vector)]
+    def is_sharded(self, weights: Weights) -> bool:
+        """Whether FSDP2 shards these."""
+        return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)

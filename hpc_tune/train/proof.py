@@ -23,6 +23,7 @@ import torch
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.loader import make_batch
 from hpc_tune.engine.pipeline_parallel import cut_stages
@@ -36,6 +37,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
 from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import why_no_slices
 from hpc_tune.step.stages import why_no_stages
 
@@ -263,11 +265,11 @@ class _Trial:
         built = self.build()
         if why_no_stages(built.config, 2, 1):
             return ""  # refused elsewhere, with a reason
-        layout = Layout(1, 1, pipeline=2)
+        plan = StepPlan.of(built, Layout(1, 1, pipeline=2), ParallelConfig())
         batch = _batch([[tokens_T] for tokens_T in self.documents])
         out: Any = None  # hidden states, then the loss
         for rank in range(2):
-            (stage,) = cut_stages(built, layout, rank, 1, 1.0)
+            (stage,) = cut_stages(built, plan, rank)
             out = _loaded(stage).module(batch, out)
         loss: float = out.item()
         if _differ(loss, sum(self.losses)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.engine.tensor_parallel import slice_model
@@ -14,6 +15,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.step.layout import Layout
+from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import roles_of
 from hpc_tune.train.proof import _batch, _documents, _joined, _Threads
 
@@ -115,11 +117,16 @@ def test_targets_that_leave_a_stage_without_anything_to_train_are_refused(
     built = built_for(base, targets)
     for rank in range(2):
         with pytest.raises(ConfigError, match=rf"{empty} \(decoder blocks .*parallel.shard"):
-            cut_stages(built, Layout(1, 1, pipeline=2), rank, stages_per_rank, 1.0)
+            cut_stages(built, in_two(built, stages_per_rank), rank)
+
+
+def in_two(built, stages_per_rank):
+    parallel = ParallelConfig(stages_per_rank=stages_per_rank)
+    return StepPlan.of(built, Layout(1, 1, pipeline=2), parallel)
 
 
 def test_a_head_is_enough_for_the_last_stage(base):
     built = built_for(base, ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj", "lm_head"])
     for rank in range(2):
-        (stage,) = cut_stages(built, Layout(1, 1, pipeline=2), rank, 1, 1.0)
+        (stage,) = cut_stages(built, in_two(built, 1), rank)
         assert any(p.requires_grad for p in stage.module.parameters())
