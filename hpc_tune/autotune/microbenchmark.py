@@ -27,8 +27,9 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.shape import ModelShape
-from hpc_tune.plan.step_time import SUMS_OF_A_BLOCK, Compute, StepWork, tensor_s
+from hpc_tune.plan.step_time import Compute, tensor_s
 from hpc_tune.step.layout import Layout
+from hpc_tune.step.messages import BACKWARD_SUMS, FORWARD_SUMS
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import STATE_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes
@@ -45,8 +46,8 @@ _SHORT_S = 1.0
 class BlockModels:
     """Makes models like the configured one with few blocks and random weights."""
 
-    # Of the newest: what a step does, and bytes of a forward and a backward pass if it is sharded.
-    work: StepWork
+    # Of the newest: its step, and the bytes of a forward and a backward pass if it is sharded.
+    plan: StepPlan
     gathered_bytes = 0.0
 
     def __init__(
@@ -74,8 +75,8 @@ class BlockModels:
             make = partial(self._build, num_blocks, Path(folder))
             built = self.comm.together("measuring a decoder block", make)
             together = self.comm.together
-            plan = StepPlan.of(built, layout, parallel)
-            settings = EngineSettings(plan, self.comm.device, self._optim, together=together)
+            self.plan = StepPlan.of(built, layout, parallel)
+            settings = EngineSettings(self.plan, self.comm.device, self._optim, together=together)
             engine = NativeEngine(built, settings)
         for parameter in built.module.parameters():
             if parameter.is_floating_point():
@@ -88,7 +89,6 @@ class BlockModels:
         size, model = measure(built.module), built.config
         _check_room(size, self._room)
         head = model.vocab_size * model.hidden_size * itemsize
-        self.work = StepWork(size, model, 1, self._seq_len, itemsize)
         self.gathered_bytes = max(0, 2 * size.frozen_bytes - head)  # the head stays in between
         return built
 
@@ -132,7 +132,7 @@ def measure_compute(
     if num_ranks > 1 and with_tensor:
         sync_s = _sync_in_blocks_s(models, batch, seconds[MORE], network, order)
     if sync_s is None:
-        sync_s = _sync_s(comm, block_s / SUMS_OF_A_BLOCK)
+        sync_s = _sync_s(comm, block_s / (FORWARD_SUMS + BACKWARD_SUMS))
     tokens = batch.num_tokens
     return Compute(
         block_s / tokens,
@@ -205,12 +205,13 @@ def _sync_in_blocks_s(
     """
     comm = models.comm
     cut = Layout(1, 1, comm.world.size)
-    if cut not in legal_layouts(models.parallel, models.work.model, cut.size):
+    if cut not in legal_layouts(models.parallel, models.plan.model, cut.size):
         return None
     spent_s = _slowest_s(partial(models.engine(MORE, cut).run_once, batch), comm)
-    messages_s = partial(tensor_s, models.work, MORE, cut, order, network, batch.num_tokens)
-    without_s = whole_s / cut.size + messages_s(0.0)
-    return max(0.0, spent_s - without_s) / (messages_s(1.0) - messages_s(0.0))
+    micro = batch.num_tokens, batch.num_loss_tokens
+    messages = tensor_s(models.plan, order, network, micro)
+    without_s = whole_s / cut.size + messages.moving_s
+    return max(0.0, spent_s - without_s) / messages.num_sums
 
 
 def _sync_s(comm: Comm, work_s: float) -> float:

@@ -167,7 +167,7 @@ def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:
 
 def rows_per_rank(batch: BatchConfig, layout: Layout) -> int:
     """Return the rows of a step on the rank that has most."""
-    return -(-batch.global_size // layout.data_size)
+    return layout.rows_per_rank(batch.global_size)
 
 
 def least_micro_rows(batch: BatchConfig) -> int:

@@ -10,24 +10,27 @@ sends to the next of its group, and the slowest link holds up all.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.gradients import PIECE_BYTES
 from hpc_tune.plan.network import Network
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.messages import BACKWARD_SUMS, FORWARD_SUMS
-from hpc_tune.step.plan import uses_fsdp
-from hpc_tune.step.rings import Kind
+from hpc_tune.step.messages import (
+    ENDS,
+    Message,
+    gathered_weights,
+    summed_gradients,
+    tensor_messages,
+)
+from hpc_tune.step.plan import Micro, StepPlan
 from hpc_tune.step.size import ModelSize
-from hpc_tune.step.stages import deal_blocks
 
 # The sums of a step's tokens, loss, gradient norm and memory.
 _SMALL_SUMS = 4
-# On the tensor axis, forward and backward.
-SUMS_OF_A_BLOCK, _SUMS_OF_THE_ENDS = FORWARD_SUMS + BACKWARD_SUMS, 4
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,6 @@ class StepWork:
     seq_len: int
     itemsize: int
 
-    @property
-    def wire(self) -> int:
-        """Bytes of a value between blocks."""
-        return self.size.wire(self.itemsize)
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -78,6 +76,14 @@ class StepTime:
     def comm_share(self) -> float:
         """The part of the step that goes to messages, 0 to 1."""
         return self.comm_s / self.seconds
+
+
+@dataclass(frozen=True)
+class TensorTime:
+    """What the messages of the tensor axis take: seconds of their bytes, and how many they are."""
+
+    moving_s: float
+    num_sums: int
 
 
 def step_time(
@@ -94,93 +100,82 @@ def step_time(
     ``parallel.reshard`` must have been decided. Ranks that are left out leave their processors to
     the others where they share them.
     """
+    plan = StepPlan(layout, parallel, work.size, work.model, work.itemsize)
     gain = min(compute.sharing, len(network.nodes) / layout.size)
-    rows = math.ceil(work.global_rows / layout.data_size)
+    rows = layout.rows_per_rank(work.global_rows)
     num_micro = math.ceil(rows / micro_rows)
     tokens = min(micro_rows, rows) * work.seq_len
-    blocks = _blocks_of_ranks(work, layout, parallel.stages_per_rank, compute)
-    placed = _Placed(layout, ranks, network, compute.sync_s, units=max(blocks) + 1)
-    stages_s = [stage_s / gain for stage_s in _stages_s(blocks, layout, tokens, compute)]
-    sums = (layout, ranks, network, tokens, compute.sync_s)
-    sums_s = {num: tensor_s(work, num, *sums) for num in set(blocks)}
+    placed = _Placed(layout, ranks, network, compute.sync_s)
+    kinds = _kinds_of_places(plan)
+    waits_s = dict.fromkeys(kinds, 0.0)  # of a micro-batch
+    stages_s = [stage_s / gain for stage_s in _stages_s(plan, tokens, compute)]
+    micro = [(tokens, tokens)]
+    gathers = partial(_gathering_s, plan, placed, num_micro, compute.unshard_s)
+    begin_s = 0.0
     if parallel.reshard == "step":
         # A stage begins to gather when its first micro-batch comes: one after the other.
         alone = max(gain, min(compute.sharing, gain * layout.pipeline))
-        begin_s = layout.pipeline * _gathering_s(work, placed, compute.unshard_s, alone)
-        per_micro_s = 0.0
+        begin_s = sum(gathers(kind, alone) for kind in kinds)
     else:
-        once_s = _gathering_s(work, placed, compute.unshard_s, gain)
-        begin_s, per_micro_s = 0.0, once_s * (2 if parallel.reshard == "block" else 1)
-    if compute.overlaps and per_micro_s:
+        waits_s = {kind: gathers(kind, gain) / num_micro for kind in waits_s}
+    if compute.overlaps:
         # The next block is gathered while one computes; the first has nothing to hide behind.
-        shown_s = per_micro_s - sum(stages_s) / len(stages_s)
-        per_micro_s = max(shown_s, per_micro_s / placed.units)
+        hidden_s = sum(stages_s) / len(stages_s)
+        waits_s = {k: max(s - hidden_s, s / plan.units_of(k)) for k, s in waits_s.items()}
+    for kind in waits_s:
+        waits_s[kind] += placed.sums_s(tensor_messages(plan, micro, place=kind))
     passes = _Passes(
         stages_s,
-        [sums_s[num] + per_micro_s for num in blocks],
-        placed.hops_s(tokens * work.model.hidden_size * work.wire),
+        [waits_s[kind] for kind in kinds],
+        placed.hops_s(plan.values(micro) * plan.wire_itemsize),
         num_micro,
         parallel.stages_per_rank,
     )
     sharing = compute.sharing / gain
-    reducing_s = _reducing_s(work, placed, parallel, num_micro)
-    if layout.replicate == layout.size and not uses_fsdp(layout.shard, parallel):
+    reducing_s = max(_reducing_s(plan, placed, num_micro, kind) for kind in {*kinds})
+    if plan.only_replicates:
         # Piece by piece within the last backward pass, two thirds of a micro-batch's time; the last
         # piece has nothing to hide behind.
         num_pieces = math.ceil(work.size.trained_bytes / PIECE_BYTES)
         reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
     reducing_s += _SMALL_SUMS * placed.sync_of(layout.size)
-    trained = work.size.num_trained / (layout.tensor * layout.pipeline)
-    trained /= layout.shard if work.size.is_full else 1
-    update_s = trained * compute.update_s / gain
+    update_s = max(map(plan.updated_by, {*kinds})) * compute.update_s / gain
     comm_s = begin_s + reducing_s + passes.messages_s(sharing)
     return StepTime(begin_s + passes.seconds(sharing) + reducing_s + update_s, comm_s)
 
 
-def tensor_s(
-    work: StepWork,
-    blocks: int,
-    layout: Layout,
-    ranks: Sequence[int],
-    network: Network,
-    tokens: int,
-    sync_s: float,
-) -> float:
-    """Return the seconds in which ``blocks`` sum up one micro-batch's work.
-
-    As in ``messages.tensor_messages``, less what the ends of the model add in bytes.
-    """
-    placed = _Placed(layout, ranks, network, sync_s)
-    values = blocks * tokens * work.model.hidden_size
-    num_bytes = values * (FORWARD_SUMS * work.itemsize + BACKWARD_SUMS * work.wire)
-    times = SUMS_OF_A_BLOCK * blocks + _SUMS_OF_THE_ENDS  # of the embedding, and of the loss
-    return placed.ring_s("all_reduce", ["tensor"], num_bytes, times)
+def tensor_s(plan: StepPlan, ranks: Sequence[int], network: Network, micro: Micro) -> TensorTime:
+    """Return the seconds in which a rank's blocks, all of a model, sum up a micro-batch's work."""
+    placed = _Placed(plan.layout, ranks, network, 1.0)
+    messages = [*tensor_messages(plan, [micro])]
+    return TensorTime(sum(map(placed.moving_s, messages)), sum(m.times for m in messages))
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """A layout whose positions are taken by ranks.
-
-    ``units``: parts of a stage that are gathered each by itself, its blocks and the rest.
-    """
+    """A layout whose positions are taken by ranks."""
 
     layout: Layout
     ranks: Sequence[int]
     network: Network
     sync_s: float
-    units: int = 1
 
-    def groups(self, *axes: str) -> list[list[int]]:
+    def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """Return the ranks of each group along these axes, in order."""
-        return [[self.ranks[p] for p in positions] for positions in self.layout.groups(*axes)]
+        groups = self.layout.groups(*(("pipeline",) if axes == ENDS else axes))
+        placed = [[self.ranks[position] for position in group] for group in groups]
+        return [[group[0], group[-1]] for group in placed] if axes == ENDS else placed
 
-    def ring_s(
-        self, kind: Kind, axes: Sequence[str], num_bytes: float, times: int = 1, gain: float = 1.0
-    ) -> float:
-        """Return the seconds of ``times`` collectives along these axes; see ``Network.ring_s``."""
-        groups = self.groups(*axes)
-        moving_s = self.network.ring_s(kind, groups, num_bytes, gain)
-        return moving_s + times * self.sync_of(len(groups[0]))
+    def moving_s(self, message: Message, gain: float = 1.0) -> float:
+        """Return the seconds of all its bytes; ``gain``: see ``Network.ring_s``."""
+        if message.ranks == 1:
+            return 0.0
+        num_bytes = message.num_bytes * message.times
+        return self.network.ring_s(message.kind, self.groups(message.axes), num_bytes, gain)
+
+    def sums_s(self, messages: Iterable[Message]) -> float:
+        """Return the seconds of messages one after the other, each of which all ranks wait for."""
+        return sum(self.moving_s(m) + m.times * self.sync_of(m.ranks) for m in messages)
 
     def sync_of(self, size: int) -> float:
         """Return what it takes ``size`` ranks to wait for each other: as a tree does."""
@@ -237,44 +232,47 @@ class _Passes:
         return self.seconds(sharing) - silent.seconds(sharing)
 
 
-def _blocks_of_ranks(
-    work: StepWork, layout: Layout, stages_per_rank: int, compute: Compute
-) -> list[int]:
-    """Return how many decoder blocks each rank of the pipeline has."""
-    layers, num = work.model.num_hidden_layers, layout.pipeline
-    if num == 1:
-        return [layers]
-    dealt = deal_blocks(layers, num * stages_per_rank, compute.head_s / compute.block_s, num)
-    return [sum(map(len, dealt[rank::num])) for rank in range(num)]
+def _kinds_of_places(plan: StepPlan) -> list[int]:
+    """Return for each place on the pipeline axis the first one that holds and sends as much."""
+    first: dict[tuple[bool, int], int] = {}
+    last = plan.layout.pipeline - 1
+    return [
+        place if place == last else first.setdefault((place == 0, plan.blocks_of(place)), place)
+        for place in range(plan.layout.pipeline)
+    ]
 
 
-def _stages_s(blocks: Sequence[int], layout: Layout, tokens: int, compute: Compute) -> list[float]:
+def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
     """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
-    stages = [count * compute.block_s for count in blocks]
+    stages = [plan.blocks_of(place) * compute.block_s for place in range(plan.layout.pipeline)]
     stages[-1] += compute.head_s
-    return [tokens * stage / layout.tensor for stage in stages]
+    return [tokens * stage / plan.layout.tensor for stage in stages]
 
 
-def _gathering_s(work: StepWork, placed: _Placed, unshard_s: float, gain: float) -> float:
-    """Return the seconds in which a stage's weights are gathered once, hidden or not (FSDP2).
+def _gathering_s(
+    plan: StepPlan, placed: _Placed, num_micro: int, unshard_s: float, place: int, gain: float
+) -> float:
+    """Return the seconds of a step in which a rank's weights are gathered, hidden or not (FSDP2).
 
     ``gain``: how many times as fast processors are as when all ranks gathered.
     """
-    layout = placed.layout
-    held = work.size.num_trained * work.itemsize if work.size.is_full else work.size.frozen_bytes
-    part = held / (layout.tensor * layout.pipeline)
-    copying_s = part * unshard_s / gain if layout.shard > 1 else 0.0
-    return copying_s + placed.ring_s("all_gather", ["shard"], part, placed.units, gain)
+    messages = [*gathered_weights(plan, num_micro, place)]
+    if not messages or plan.layout.shard == 1:
+        return 0.0
+    copying_s = sum(m.num_bytes * m.times for m in messages) * unshard_s / gain
+    times = plan.units_of(place) * max(m.times for m in messages)
+    waiting_s = times * placed.sync_of(plan.layout.shard)
+    return copying_s + sum(placed.moving_s(m, gain) for m in messages) + waiting_s
 
 
-def _reducing_s(work: StepWork, placed: _Placed, parallel: ParallelConfig, num_micro: int) -> float:
-    """Return the seconds in which a step's gradients are added up."""
-    layout = placed.layout
-    cut = layout.tensor * layout.pipeline
-    if not work.size.is_full or layout.shard == 1:
-        grads = work.size.trained_bytes / cut
-        return placed.ring_s("all_reduce", ["replicate", "shard"], grads)
-    grads = work.size.num_trained / cut * (2 if parallel.reduce_dtype == "bf16" else 4)
-    passes, units = 1 if parallel.reshard == "step" else num_micro, placed.units
-    scattering_s = placed.ring_s("reduce_scatter", ["shard"], passes * grads, passes * units)
-    return scattering_s + placed.ring_s("all_reduce", ["replicate"], grads / layout.shard, units)
+def _reducing_s(plan: StepPlan, placed: _Placed, num_micro: int, place: int) -> float:
+    """Return the seconds in which a step's gradients are added up.
+
+    What is sharded is added up unit by unit, all else that goes over the same ranks at once.
+    """
+    messages = [*summed_gradients(plan, num_micro, place)]
+    waits: dict[tuple[str, tuple[str, ...]], float] = {}
+    for m in messages:
+        num_units = plan.units_of(place) if m.axes in (("shard",), ("replicate",)) else 1
+        waits[m.kind, m.axes] = m.times * num_units * placed.sync_of(m.ranks)
+    return sum(map(placed.moving_s, messages)) + sum(waits.values())

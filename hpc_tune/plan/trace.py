@@ -148,7 +148,7 @@ class TracedStep:
         enough = 2 if self.is_full else 1
         if pipeline > 1:
             enough = 2 * pipeline if self.parallel.stages_per_rank > 1 else pipeline + 1
-        rows = -(-self.global_rows // self.layout.data_size)
+        rows = self.layout.rows_per_rank(self.global_rows)
         return min(enough, -(-rows // self.micro_rows))
 
 

@@ -4,6 +4,8 @@ Ranks are numbered with ``tensor`` innermost, then ``shard``, ``replicate`` and 
 axes that talk most are neighbours, which launchers put on one node.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 AXES = ("replicate", "shard", "tensor", "pipeline")
@@ -33,6 +35,14 @@ class Layout:
     def data_size(self) -> int:
         """How many ranks have rows of their own."""
         return self.replicate * self.shard
+
+    def size_of(self, axes: Iterable[str]) -> int:
+        """Return the ranks of a group along these axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def rows_per_rank(self, global_rows: int) -> int:
+        """Return the rows of a step on the rank that has most."""
+        return -(-global_rows // self.data_size)
 
     def coordinates(self, rank: int) -> "MeshCoordinates":
         """Return where ``rank`` stands on each axis."""

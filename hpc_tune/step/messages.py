@@ -3,28 +3,31 @@
 StepPlan, micro-batches -> step_messages -> expected_bytes
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hpc_tune.model.loss import LEAST_TOKENS, TRAINED_LOGITS_BYTES
+from hpc_tune.step.layout import AXES
 from hpc_tune.step.plan import Micro, StepPlan
 from hpc_tune.step.rings import Kind, sent_bytes
-from hpc_tune.step.size import ModelSize
 
+ENDS = ("ends of the pipeline",)
 # All-reduces of a block on the tensor axis (arXiv:1909.08053).
 FORWARD_SUMS, BACKWARD_SUMS = 2, 2
 
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of ``ranks`` ranks, ``times`` in a step, or what rank 0 sends to a neighbour.
+    """A collective over ``axes`` of ``ranks`` ranks in all, ``times`` in a step, or what is sent.
 
-    ``num_bytes`` of one: what is summed or scattered, what all have after a gathering, or is sent.
+    ``axes`` may be ``ENDS`` too: the first and the last rank of a pipeline. ``num_bytes`` of one:
+    what is summed or scattered, what all have after a gathering, or is sent to a neighbour.
     """
 
     kind: Kind
+    axes: tuple[str, ...]
     ranks: int
     num_bytes: int
     times: int = 1
@@ -36,42 +39,40 @@ class Message:
 
 
 def expected_bytes(
-    plan: StepPlan, micros: Sequence[Micro], recomputes: bool = False
+    plan: StepPlan, micros: Sequence[Micro], recomputes: bool = False, place: int = 0
 ) -> dict[str, int]:
-    """Return the bytes that rank 0 sends in a step, by kind of collective.
+    """Return the bytes that a rank sends in a step, by kind of collective.
 
-    ``micros`` are the rank's. ``recomputes``: blocks run again in the backward pass, also where
-    parallel.recompute does not say so. Exact where the ranks of an axis divide what they share; but
+    ``micros`` are its micro-batches, and ``place`` is where it stands on the pipeline axis.
+    ``recomputes``: blocks run again in the backward pass, also where parallel.recompute does not
+    say so. Exact where the ranks of an axis divide what they share; but
     for ZeRO, which DeepSpeed decides, and in a pipeline with reshard=micro for a frozen embedding
     of its own.
     """
     sent: Counter[str] = Counter()
-    for message in step_messages(plan, micros, recomputes or plan.parallel.recompute != "none"):
+    for message in step_messages(plan, micros, recomputes, place):
         sent[message.kind] += message.sent_bytes
     return {kind: num for kind, num in sent.items() if num}
 
 
 def step_messages(
-    plan: StepPlan, micros: Sequence[Micro], recomputes: bool, place: int = 0
+    plan: StepPlan, micros: Sequence[Micro], recomputes: bool = False, place: int = 0
 ) -> Iterator[Message]:
-    """Yield the messages of a rank at ``place`` on the pipeline axis in a step.
-
-    ``micros`` are its micro-batches. ``recomputes``: blocks run again.
-    """
+    """Yield the messages of a rank in a step; see ``expected_bytes``."""
     layout, computed = plan.layout, plan.computed(micros)
     if plan.parallel.zero_stage is not None:
-        yield from zero_messages(plan.size, layout.size, plan.parallel.zero_stage, len(computed))
+        yield from zero_messages(plan, plan.parallel.zero_stage, len(computed))
         return
-    yield Message("all_reduce", layout.size, 4)  # the loss, in fp32
+    yield _over(plan, "all_reduce", AXES, 4)  # the loss, in fp32
     if plan.spreads_gradients:
-        yield Message("all_reduce", layout.size, 8)  # the gradients' norm, in fp64
+        yield _over(plan, "all_reduce", AXES, 8)  # the gradients' norm, in fp64
     yield from gathered_weights(plan, len(computed), place)
     yield from summed_gradients(plan, len(computed), place)
     yield from tensor_messages(plan, computed, recomputes, place)
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, but at the model's ends.
         hops = 2 * plan.parallel.stages_per_rank - (place in (0, layout.pipeline - 1))
-        yield Message("send", 2, plan.values(computed) * plan.wire_itemsize, hops)
+        yield Message("send", ("pipeline",), 2, plan.values(computed) * plan.wire_itemsize, hops)
 
 
 def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
@@ -95,7 +96,7 @@ def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
             case _:
                 times = 2 * num_micro
         num_bytes = plan.itemsize * weights.num_values if plan.gathers_cast else weights.num_bytes
-        yield Message("all_gather", plan.layout.shard, num_bytes, times)
+        yield _over(plan, "all_gather", ("shard",), num_bytes, times)
 
 
 def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
@@ -112,25 +113,24 @@ def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
     for weights in held:
         if weights.is_trained and not plan.is_sharded(weights):
             axes = plan.reducing_axes(weights.role == "partial")
-            ranks = math.prod(getattr(layout, axis) for axis in axes)
-            yield Message("all_reduce", ranks, weights.num_bytes)
+            yield _over(plan, "all_reduce", axes, weights.num_bytes)
     if not plan.size.is_full:
         return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
     for weights in filter(plan.is_sharded, held):
         num_bytes = itemsize * weights.num_values
-        yield Message("reduce_scatter", shard, num_bytes, passes)
-        yield Message("all_reduce", layout.replicate, num_bytes // shard)
+        yield _over(plan, "reduce_scatter", ("shard",), num_bytes, passes)
+        yield _over(plan, "all_reduce", ("replicate",), num_bytes // shard)
         if weights.role == "partial":
-            yield Message("all_reduce", layout.tensor, weights.num_bytes // shard)
+            yield _over(plan, "all_reduce", ("tensor",), weights.num_bytes // shard)
     if plan.is_tied and layout.pipeline > 1 and place in (0, layout.pipeline - 1):
         embedding = sum(w.num_bytes for w in held if w.part == "embedding")
-        yield Message("all_reduce", 2, embedding // shard)
+        yield Message("all_reduce", ENDS, 2, embedding // shard)
 
 
 def tensor_messages(
-    plan: StepPlan, computed: Sequence[Micro], recomputes: bool, place: int
+    plan: StepPlan, computed: Sequence[Micro], recomputes: bool = False, place: int = 0
 ) -> Iterator[Message]:
     """Yield the messages of activations on the tensor axis.
 
@@ -140,40 +140,49 @@ def tensor_messages(
     last. The head, where the rank has it: the gradient of the tokens with loss, and three numbers
     of each in fp32, again where their logits are computed again. And what a plan gathers.
     """
-    ranks, model, full = plan.layout.tensor, plan.model, plan.size.is_full
+    model, over = plan.model, partial(_over, plan, "all_reduce", ("tensor",))
     values, wire = plan.values(computed), plan.wire_itemsize
     blocks, is_first = plan.blocks_of(place), place == 0
+    recomputes = recomputes or plan.parallel.recompute != "none"
     forward = blocks * (FORWARD_SUMS + recomputes)
-    backward = blocks * BACKWARD_SUMS - (is_first and not full)
-    yield Message("all_reduce", ranks, values * plan.itemsize, forward)
-    yield Message("all_reduce", ranks, values * wire, backward)
+    backward = blocks * BACKWARD_SUMS - (is_first and not plan.size.is_full)
+    yield over(values * plan.itemsize, forward)
+    yield over(values * wire, backward)
     if is_first:
         itemsize = plan.itemsize if plan.gathers_cast else wire
-        yield Message("all_reduce", ranks, values * itemsize)
+        yield over(values * itemsize)
     if place == plan.layout.pipeline - 1:
         most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
         for _, loss_tokens in computed:
             times = 2 if loss_tokens > most else 1
-            yield Message("all_reduce", ranks, loss_tokens * model.hidden_size * wire)
-            yield Message("all_reduce", ranks, loss_tokens * 3 * 4, times)
+            yield over(loss_tokens * model.hidden_size * wire)
+            yield over(loss_tokens * 3 * 4, times)
     ahead, back = plan.size.gathered_features
     features = (2 * ahead if recomputes else ahead) + back
     tokens = values // model.hidden_size
     gathered = tokens * plan.itemsize * features * blocks // model.num_hidden_layers
-    yield Message("all_gather", ranks, gathered)
+    if gathered:
+        yield _over(plan, "all_gather", ("tensor",), gathered)
 
 
-def zero_messages(size: ModelSize, ranks: int, stage: int, num_micro: int) -> Iterator[Message]:
+def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Message]:
     """Yield the messages of a step under ZeRO (arXiv:1910.02054).
 
     Stage 1 adds all gradients up once per step, stage 2 once per micro-batch, both in all-reduces,
     and both send the updated weights around. Stage 3 gathers all weights forward and backward;
     gradients are reduce-scattered per micro-batch.
     """
+    size, over = plan.size, partial(_over, plan)
     if stage == 3:
         weights = size.frozen_bytes or size.trained_bytes
-        yield Message("all_gather", ranks, weights, 2 * num_micro)
-        yield Message("reduce_scatter", ranks, size.trained_bytes, num_micro)
+        yield over("all_gather", AXES, weights, 2 * num_micro)
+        yield over("reduce_scatter", AXES, size.trained_bytes, num_micro)
         return
-    yield Message("all_reduce", ranks, size.trained_bytes, num_micro if stage == 2 else 1)
-    yield Message("all_gather", ranks, size.trained_bytes)
+    yield over("all_reduce", AXES, size.trained_bytes, num_micro if stage == 2 else 1)
+    yield over("all_gather", AXES, size.trained_bytes)
+
+
+def _over(
+    plan: StepPlan, kind: Kind, axes: tuple[str, ...], num_bytes: int, times: int = 1
+) -> Message:
+    return Message(kind, axes, plan.layout.size_of(axes), num_bytes, times)

@@ -160,3 +160,15 @@ class StepPlan:
     def is_sharded(self, weights: Weights) -> bool:
         """Whether FSDP2 shards these."""
         return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
+
+    def units_of(self, place: int) -> int:
+        """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
+        return -(-self.blocks_of(place) // self.parallel.blocks_per_unit) + 1
+
+    def updated_by(self, place: int) -> int:
+        """Return how many values a rank's optimizer updates."""
+        return sum(
+            weights.num_values // (self.layout.shard if self.is_sharded(weights) else 1)
+            for weights in self.held_by(place)
+            if weights.is_trained
+        )

@@ -27,11 +27,21 @@ from hpc_tune.plan.resolve import most_micro_rows
 from hpc_tune.plan.step_time import Compute, StepWork
 from hpc_tune.probe.links import Links, Pair
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize
+from hpc_tune.step.size import ModelSize, Weights
 
 MODEL = LlamaConfig(num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4)
 COMPUTE = Compute(block_s=1e-5, head_s=1e-5, update_s=0.0)
 GIB = 1 << 30
+
+
+def sized(frozen=(0, 0), trained=(0, 0)):
+    """A model whose values and bytes are all in slices of its blocks."""
+    weights = tuple(
+        Weights("blocks", "slice", is_trained, False, *both)
+        for is_trained, both in ((False, frozen), (True, trained))
+        if both[0]
+    )
+    return ModelSize(frozen[0], trained[0], frozen[1], trained[1], 0, weights)
 
 
 def config(**parts):
@@ -122,7 +132,7 @@ def best(room, net, size, parts=None, compute=COMPUTE, rows=64):
     return [c.layout for c in ranked(settings, work, room, compute, net)]
 
 
-ADAPTERS = ModelSize(10**9, 10**6, 2 * GIB, 1 << 22)
+ADAPTERS = sized(frozen=(10**9, 2 * GIB), trained=(10**6, 1 << 22))
 
 
 def test_a_base_that_fits_is_replicated_and_one_that_does_not_is_cut_by_the_links():
@@ -146,7 +156,7 @@ def test_of_orders_that_are_as_fast_the_one_with_the_fastest_neighbours_is_taken
 
 
 def test_fewer_ranks_are_taken_where_more_are_slower():
-    everything = ModelSize(0, 10**9, 0, 4 * GIB)
+    everything = sized(trained=(10**9, 4 * GIB))
     slow = best(64 * GIB, network(4, rate=1e6), everything, {"tune": {"method": "full"}})
     assert slow[0] == Layout(1, 1)
 
@@ -156,7 +166,7 @@ def test_among_512_ranks_the_layouts_are_compared_in_seconds():
     """It took minutes when each order of ranks was looked for again for each layout."""
     measured = by_data_sheet(CLUSTERS["h100-ib400"], 64, 8)
     net = Network.measured(measured.links, measured.nodes)
-    work = StepWork(ModelSize(10**9, 10**6, 2 * GIB, 4 * 10**6), MODEL, 512, 128, 2)
+    work = StepWork(ADAPTERS, MODEL, 512, 128, 2)
     began_s = time.monotonic()
     found = ranked(config(), work, 64 * GIB, COMPUTE, net)
     assert len(found) > 100

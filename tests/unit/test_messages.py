@@ -10,12 +10,11 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.step_time import StepWork, tensor_s
+from hpc_tune.plan.step_time import tensor_s
 from hpc_tune.probe.links import Links, Pair
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.size import measure
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 HIDDEN, WIDE, VOCAB, BLOCKS, R = 64, 96, 256, 10, 16
@@ -98,17 +97,17 @@ def test_blocks_that_run_again_do_their_first_sum_again(tied):
     assert again["all_reduce"] - once["all_reduce"] == BLOCKS * TOKENS * HIDDEN * 4
 
 
-def test_what_a_block_sums_up_takes_the_seconds_of_its_bytes(tied, tmp_path):
+def test_what_blocks_sum_up_takes_the_seconds_of_its_bytes(tied):
     """The predicted seconds and the predicted bytes of a step are of the same messages."""
     layout, bytes_per_s = Layout(1, 1, 2), 1e6
-    half = write_shape(tmp_path / "half", blocks=BLOCKS // 2, tie_word_embeddings=True)
-    whole, part = (expected(f, "full", layout, MICROS)["all_reduce"] for f in (tied, half))
+    whole = expected(tied, "full", layout, MICROS)["all_reduce"]
     built = build(tied, torch.float32, TuneConfig(method="full"), 0, weights=False)
-    work = StepWork(measure(built.module), built.config, 1, 32, 4)
     links = Links((Pair((0, 1), (0, 0), 0.0, bytes_per_s),), ())
     network = Network.measured(links, (0, 0))
-    seconds = tensor_s(work, BLOCKS // 2, layout, (0, 1), network, TOKENS, sync_s=0.0)
-    assert bytes_per_s * seconds == pytest.approx(whole - part)
+    plan = StepPlan.of(built, layout, ParallelConfig(reshard="block"))
+    found = tensor_s(plan, (0, 1), network, (TOKENS, 80))
+    scalars = 4 + 8
+    assert bytes_per_s * found.moving_s == pytest.approx(whole - scalars)
 
 
 def test_an_interleaved_pipeline_fills_up_with_rows_of_one_token(tied):
@@ -133,13 +132,13 @@ def batch(rows, length, loss_tokens):
     return Batch(*zeros, loss_tokens, rows * length, 0)
 
 SHARE = 0.5
-for folder, ranks, settings in json.loads(sys.argv[1]):
+for folder, ranks, rank, settings in json.loads(sys.argv[1]):
     words = ["data.eval_path=null", f"model.path={folder}", *settings]
     config = load_config(None, words)
     step = trace.traced_step(config, ranks)
     built, layout = step.shape.build(), step.layout
     fake = trace.FakeTensorMode(allow_non_fake_inputs=True)
-    with trace._fake_world(0, ranks), fake, TracedMemory(0).watch():
+    with trace._fake_world(rank, ranks), fake, TracedMemory(0).watch():
         plan = StepPlan.of(built, layout, step.parallel, SHARE)
         engine = NativeEngine(built, EngineSettings(plan, trace.DEVICE, config.optim, config.train))
         for stage in engine._stages:
@@ -147,7 +146,7 @@ for folder, ranks, settings in json.loads(sys.argv[1]):
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
         sent = [engine.train_step(batches, 57, 1e-3).sent_bytes for _ in range(2)]
     micros = [(one.tokens_BT.numel(), one.num_loss_tokens) for one in batches]
-    print(json.dumps([*sent, expected_bytes(plan, micros)]))
+    print(json.dumps([*sent, expected_bytes(plan, micros, place=layout.coordinates(rank).pipeline)]))
 """
 FULL, LORA = "tune.method=full", "tune.method=lora"
 FP32, BF16 = "model.dtype=fp32", "model.dtype=bf16"
@@ -201,11 +200,13 @@ def test_the_engine_counts_what_the_formulas_say(tmp_path, cases):
     for shape, settings in cases:
         sizes = dict(word.removeprefix("parallel.").split("=") for word in settings)
         ranks = torch.Size(int(sizes.get(axis, 1)) for axis in axes).numel()
-        jobs.append((str(folders[shape]), ranks, settings))
+        stages = int(sizes.get("pipeline", 1))
+        firsts = range(0, ranks, ranks // stages)  # of each place on the pipeline axis
+        jobs += [(str(folders[shape]), ranks, rank, settings) for rank in firsts]
     argv = [*python(), "-c", ENGINE, json.dumps(jobs)]
     done = run_ranks(argv, rank_environment(1), 3 * HANG_S)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(told) == len(cases)
-    for (shape, settings), (first, second, formula) in zip(cases, told, strict=True):
-        assert first == second == formula, (shape, settings)
+    assert len(told) == len(jobs)
+    for job, (first, second, formula) in zip(jobs, told, strict=True):
+        assert first == second == formula, job

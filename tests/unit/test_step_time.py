@@ -9,12 +9,24 @@ from hpc_tune.plan.network import Network
 from hpc_tune.plan.step_time import Compute, StepWork, step_time
 from hpc_tune.probe.links import Collective, Links, Pair
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize
+from hpc_tune.step.size import ModelSize, Weights
+
+
+def model(layers, head_blocks):
+    """Of 1000 features, with a head that has the values of ``head_blocks`` blocks."""
+    words = max(1, round(head_blocks * VALUES / layers / 1000))
+    sizes = {"num_hidden_layers": layers, "hidden_size": 1000, "vocab_size": words}
+    return SimpleNamespace(**sizes, tie_word_embeddings=False)
+
 
 # 8 blocks of 100 MB; adapters of 1 MB; a row has 10 tokens.
-ADAPTERS = ModelSize(400_000_000, 250_000, 800_000_000, 1_000_000)
-ALL = ModelSize(0, 200_000_000, 0, 800_000_000)
-MODEL = SimpleNamespace(num_hidden_layers=8, hidden_size=1000)
+VALUES = 400_000_000 + 250_000
+BASE = Weights("blocks", "slice", False, False, 400_000_000, 800_000_000)
+OF_ADAPTERS = Weights("blocks", "slice", True, False, 250_000, 1_000_000)
+TRAINED = Weights("blocks", "slice", True, False, 200_000_000, 800_000_000)
+ADAPTERS = ModelSize(400_000_000, 250_000, 800_000_000, 1_000_000, 0, (BASE, OF_ADAPTERS))
+ALL = ModelSize(0, 200_000_000, 0, 800_000_000, 0, (TRAINED,))
+MODEL = model(8, head_blocks=2)
 # 0.1 s per token: 8 blocks of 0.01 s and a head of two blocks.
 COMPUTE = Compute(block_s=0.01, head_s=0.02, update_s=0.0)
 
@@ -91,13 +103,13 @@ def test_a_pipeline_fills_and_drains_once():
 
 def test_stages_gather_one_after_the_other_or_with_each_micro_batch():
     net, layout = network(4, 1e9), Layout(1, 2, 1, 2)
-    # Each stage gathers half of 800 MB over two ranks; 4 micro-batches, the adapters' halves.
-    adapters_s = 2 * 1 / 2 * 0.5e6 / 1e9
+    # The stages gather 5/8 and 3/8 of 800 MB over two ranks; 4 micro-batches, the adapters' 5/8.
+    adapters_s = 2 * 1 / 2 * 0.625e6 / 1e9
     found = seconds(layout, net, reshard="step")
     hops_s = 2 * 20_000 / (1e9 / 2)
-    assert found.comm_s == pytest.approx(2 * 0.2 + adapters_s + hops_s, rel=1e-3)
+    assert found.comm_s == pytest.approx(0.25 + 0.15 + adapters_s + hops_s, rel=1e-3)
     found = seconds(layout, net, reshard="micro")
-    assert found.seconds == pytest.approx((3 + 2) * (0.5 + 0.2) + adapters_s + hops_s, rel=1e-3)
+    assert found.seconds == pytest.approx(4 * 0.75 + 0.65 + adapters_s + hops_s, rel=1e-3)
 
 
 def test_a_pipelines_messages_take_time_twice_or_hold_up_every_micro_batch():
@@ -113,23 +125,27 @@ def test_a_pipelines_messages_take_time_twice_or_hold_up_every_micro_batch():
 
 def test_the_tensor_axis_sums_four_times_per_block_and_micro_batch():
     found = seconds(Layout(1, 1, 2), network(2, 1e6))
-    one_s = 2 * 1 / 2 * 20_000 / 1e6
-    assert found.comm_s == pytest.approx(8 * 8 * 4 * one_s)
+    one_s, sums = 2 * 1 / 2 * 20_000 / 1e6, 8 * 4
+    # The first block's last one is not needed; the embedding, and the head with three numbers for
+    # each of ten tokens.
+    sums += -1 + 1 + 1
+    of_tokens_s = 2 * 1 / 2 * 10 * 3 * 4 / 1e6
+    assert found.comm_s == pytest.approx(8 * (sums * one_s + of_tokens_s))
     assert found.seconds == pytest.approx(8 * 10 * 0.1 / 2 + found.comm_s)
 
 
 def test_each_stage_of_a_pipeline_sums_up_its_own_blocks():
     """Of ten blocks and a head that costs as much as 2.4, or nothing, on four stages."""
-    model = SimpleNamespace(num_hidden_layers=10, hidden_size=1000)
     one_s = 2 * 1 / 2 * 20_000 / 1e6  # 10 tokens x 1000 values x 2 bytes, over 2 ranks at 1 MB/s
     net, layout = network(8, 1e6), Layout(1, 1, 2, 4)
     settings = ParallelConfig(reshard="block")
     for head_s, blocks in ((0.024, (3, 3, 3, 1)), (0.0, (3, 3, 2, 2))):
         compute = Compute(block_s=0.01, head_s=head_s, update_s=0.0)
-        work = StepWork(ADAPTERS, model, 8, 10, 2)
+        work = StepWork(ADAPTERS, model(10, head_s / 0.01), 8, 10, 2)
         found = step_time(work, layout, range(8), settings, 1, compute, net)
         stages_s = [num * (10 * 0.01 / 2 + 4 * one_s) for num in blocks]
-        stages_s[-1] += 10 * head_s / 2
+        # The first has the embedding's sum in place of its first block's last, the last the head's.
+        stages_s[-1] += 10 * head_s / 2 + one_s + 2 * 1 / 2 * 10 * 3 * 4 / 1e6
         hops_s = 3 * 20_000 / 1e6
         assert found.seconds == pytest.approx(7 * max(stages_s) + sum(stages_s) + 2 * hops_s)
 
@@ -192,7 +208,7 @@ def test_each_collective_waits_for_its_ranks_as_a_tree_does():
     found = seconds(Layout(1, 4), net, compute=waits).comm_s
     assert found == pytest.approx((2 * 2 * 9 + 5) * 0.1)
     found = seconds(Layout(2, 1, 2), net, compute=waits).comm_s
-    assert found == pytest.approx((4 * (8 * 4 + 4) + 1) * 0.05 + 4 * 0.1)
+    assert found == pytest.approx((4 * (8 * 4 - 1 + 1 + 2) + 1) * 0.05 + 4 * 0.1)
 
 
 def test_gathered_weights_take_new_memory_and_a_copy():
