@@ -20,7 +20,7 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.trace import TraceReport
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import uses_fsdp
-from hpc_tune.step.size import ModelSize, activation_bound, static_bytes
+from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
 
 MIB = 1 << 20
 # Anonymous + shared bytes of a rank when torch, transformers and peft are imported and gloo is
@@ -38,7 +38,6 @@ GPU_PROCESS_BYTES = 1478 * MIB
 GPU_CONTEXT_BYTES = 1536 * MIB  # on the device: context, NCCL's buffers, the libraries' workspaces
 GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
 SURE_SHARE = 0.5  # of what a rank has: a bound below that needs no plan
-STATES_SAVED = 3  # of each trained value: itself and two moments
 Save = Literal["streamed", "gathered"]
 
 
@@ -126,7 +125,7 @@ def memory_by_phase(
     left = STEPPED_BYTES if on_cpu else 0
     step_bytes = settings.step_tokens * BYTES_PER_TOKEN
     buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
-    state = STATES_SAVED * model.trained
+    state = SAVED_COPIES * model.trained
 
     def phase(name: str, on_device: int, on_host: int, first: int = 0) -> Phase:
         if on_cpu:

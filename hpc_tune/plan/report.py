@@ -34,7 +34,7 @@ from hpc_tune.plan.resolve import Resolved, least_micro_rows, resolve, rows_per_
 from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
 from hpc_tune.plan.trace import TracedStep, TraceReport, trace_quickly, trace_step, trace_worst
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, measure
+from hpc_tune.step.size import SAVED_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes, format_count
 
 # A trace of the whole depth is no slower there.
@@ -209,10 +209,10 @@ def _of_zero(report: TraceReport, resolved: Resolved) -> TraceReport:
         more = 2 * min(BUCKET_VALUES * 4, trained * num)
         more += trained if resolved.parallel.offload_optimizer == "cpu" else 0
         return _with_more(report, more, trained + more, trained + more)
-    idle = report.idle_bytes - trained - report.optimizer_bytes + 3 * trained // num
+    idle = report.idle_bytes - trained - report.optimizer_bytes + SAVED_COPIES * trained // num
     in_step = trained if stage == 1 else trained // num
     in_step += 2 * min(BUCKET_VALUES * 4, trained)
-    loaded = idle - 3 * trained // num + trained
+    loaded = idle - SAVED_COPIES * trained // num + trained
     more = idle - report.idle_bytes
     return _with_more(report, loaded - report.loaded_bytes, more, more + in_step)
 

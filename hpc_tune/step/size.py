@@ -15,7 +15,9 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.slices import Role, gathered_features, roles_of
 
 Part = Literal["blocks", "embedding", "end"]
-STATE_COPIES = 4  # of a trained value: itself, its gradient and two moments, of one dtype
+MOMENTS = 2  # of each trained value, which AdamW keeps
+# Of a trained value, of one dtype: itself, its gradient and the moments; all of that but gradients.
+STATE_COPIES, SAVED_COPIES = 2 + MOMENTS, 1 + MOMENTS
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
+from hpc_tune.step.size import SAVED_COPIES
 
 
 class ZeroEngine:
@@ -228,7 +229,7 @@ class ZeroEngine:
         offload = config["zero_optimization"].get("offload_optimizer", {}).get("device")
         if offload == "cpu" or (self._device.type == "cpu" and offload is None):
             # DeepSpeed allocates an fp32 copy of this rank's part, and two moments.
-            reserve(3 * 4 * sum(p.numel() for p in trained) // self._size)
+            reserve(SAVED_COPIES * 4 * sum(p.numel() for p in trained) // self._size)
         loaded = dict(built.module.named_parameters())
         return adamw_of([{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim)
 

@@ -18,12 +18,12 @@ from hpc_tune.engine.mesh import world_group
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.step.size import STATE_COPIES
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import all_gather
 
 BUCKET_VALUES = 1 << 24  # gradients reduced at once: 64 MiB of fp32
 GROUP_VALUES = 10**8  # updated at once by the optimizer of stage 3: 0.4 GB of fp32
-NVME_BYTES_PER_TRAINED = 16  # weight, gradient and two moments in fp32
 
 
 def deepspeed_config(
@@ -92,7 +92,7 @@ def node_swap_bytes(built: BuiltModel, parallel: ParallelConfig) -> int:
         if parallel.offload_params == "nvme":
             total += p.numel() * p.element_size()
         if parallel.offload_optimizer == "nvme" and p.requires_grad:
-            total += p.numel() * NVME_BYTES_PER_TRAINED
+            total += p.numel() * STATE_COPIES * 4  # in fp32
     host = socket.gethostname()
     of_ranks = all_gather((host, total // dist.get_world_size()), world_group())
     return sum(num_bytes for where, num_bytes in of_ranks if where == host)
