@@ -82,7 +82,7 @@ class MemoryBudgetError(HpcTuneError):
     exit_code = EXIT_USER
 
 
-class LeavingError(HpcTuneError):
+class ResumableStop(HpcTuneError):
     """The run stops immediately and on purpose; rerunning it resumes from the last checkpoint.
 
     ``facts`` go into outcome.json. ``words`` say why it stops, if not ``reason`` alone.

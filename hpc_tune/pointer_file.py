@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-_MOST_BYTES = 1024  # by git-lfs's specification
+_MAX_BYTES = 1024  # by git-lfs's specification
 _LFS = re.compile(rb"version https?://[\w.-]+/spec/v\d[^\n]*\n(.*\n)*?oid sha256:", re.ASCII)
 _LFS_SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
 _ANNEX = re.compile(rb"[/\\]annex[/\\]objects[/\\]", re.ASCII)
@@ -22,10 +22,10 @@ def why_pointer(file: Path) -> str | None:
     try:
         if file.is_symlink() and not file.exists() and _ANNEX.search(os.readlink(file).encode()):
             return _message(file, "a link of git-annex", "git annex get or datalad get")
-        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+        if not file.is_file() or file.stat().st_size > _MAX_BYTES:
             return None
         with file.open("rb") as opened:
-            content = opened.read(_MOST_BYTES)
+            content = opened.read(_MAX_BYTES)
     except OSError:
         return None
     if _LFS.match(content):

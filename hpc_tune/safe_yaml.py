@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 _MERGE = "tag:yaml.org,2002:merge"
-_MOST_VALUES, _MOST_LEVELS = 100_000, 30
+_MAX_VALUES, _MAX_LEVELS = 100_000, 30
 _NOT_FOR_SETTINGS = ("binary", "set", "omap", "pairs")  # neither text, number, list nor mapping
 # What constructors of the safe loader raise for a value that its tag does not fit.
 _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -30,8 +30,8 @@ class _Loader(yaml.SafeLoader):
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
-        if node is not None and _num_values(node, {}, 0) > _MOST_VALUES:
-            problem = f"it stands for over {_MOST_VALUES:,} values; its aliases (*) repeat too much"
+        if node is not None and _num_values(node, {}, 0) > _MAX_VALUES:
+            problem = f"it stands for over {_MAX_VALUES:,} values; its aliases (*) repeat too much"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
@@ -55,7 +55,7 @@ _TextLoader.yaml_implicit_resolvers = {
 
 def _num_values(node: Any, known: dict[int, float], level: int) -> float:
     """Return how many values a node stands for, infinity where it has itself within it."""
-    if level > _MOST_LEVELS:
+    if level > _MAX_LEVELS:
         raise RecursionError
     if isinstance(node, yaml.ScalarNode):
         return 1
@@ -83,6 +83,6 @@ def load_yaml(text: str, as_text: bool = False) -> Any:
     except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ValueError(str(error).splitlines()[0]) from None
     except RecursionError:
-        raise ValueError(f"nested in more than {_MOST_LEVELS} levels") from None
+        raise ValueError(f"nested in more than {_MAX_LEVELS} levels") from None
     except _MISFITS as error:
         raise ValueError(f"a value does not fit its type ({error})") from None

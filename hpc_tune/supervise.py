@@ -36,11 +36,11 @@ from hpc_tune.rundir.owner import owner_of
 from hpc_tune.train.reporting import write_report
 
 FILE = "starts.jsonl"
-MOST_CRASHES = 2  # in a row without a newer checkpoint
+MAX_CRASHES = 2  # in a row without a newer checkpoint
 # After each stop for want of memory the next start takes one rung of the ladder more.
-MOST_LEAVES = 8
-MOST_REQUEUES = 3  # in a row without a newer checkpoint
-LEAST_LEFT_S = 120.0  # with less time left, a start is not worth it
+MAX_MEMORY_RESTARTS = 8
+MAX_REQUEUES = 3  # in a row without a newer checkpoint
+MIN_LEFT_S = 120.0  # with less time left, a start is not worth it
 # So long a launcher may live on after outcome.json is written; after a failure ranks end sooner,
 # and srun waits for a lost node's for minutes.
 _LINGER_S, _LINGER_FAILED_S = 60.0, 15.0
@@ -107,29 +107,29 @@ def decide(
         return "give up", f"restarting would not help: {last.reason}"
     if last.reason in ("STOP file", *_ENDED_BY):
         return "give up", f"it was asked to stop ({last.reason})"
-    barren = _barren(starts)
+    barren = _starts_without_progress(starts)
     # An error that the user must fix is no crash, such as a run directory that is in use.
     failed = [start for start in barren if start.status == "failed" and not start.asked]
     crashes = sum(start.exit_code != EXIT_USER and not start.lost_nodes for start in failed)
     # Each spare node may have taken the place of a sick one.
-    if crashes >= MOST_CRASHES + spares:
+    if crashes >= MAX_CRASHES + spares:
         return "give up", f"{crashes} crashes in a row made no progress beyond step {last.to_step}"
-    if len(barren) >= MOST_LEAVES:
+    if len(barren) >= MAX_MEMORY_RESTARTS:
         return "give up", f"{len(barren)} starts made no progress beyond step {last.to_step}"
-    if not last.asked and (left_s is None or left_s > LEAST_LEFT_S):
+    if not last.asked and (left_s is None or left_s > MIN_LEFT_S):
         if too_few is None:
             return "again", last.reason
         return "requeue" if can_requeue else "give up", too_few
     if not can_requeue:
         return "give up", "time limit reached, and nothing can requeue this job: submit it again"
     jobs = sum(start.asked for start in barren)
-    if jobs >= MOST_REQUEUES:
+    if jobs >= MAX_REQUEUES:
         why = f"{jobs} jobs made no progress beyond step {last.to_step}: request more time"
         return "give up", why
     return "requeue", _PREEMPTED if last.reason == _PREEMPTED else "time limit reached"
 
 
-def _barren(starts: Sequence[Start]) -> list[Start]:
+def _starts_without_progress(starts: Sequence[Start]) -> list[Start]:
     """Return the last starts that saved no newer checkpoint, the newest first."""
     return list(takewhile(lambda start: start.to_step <= start.from_step, reversed(starts)))
 

@@ -10,7 +10,7 @@ _BYTE_FACTORS = {
     **{p: 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _SECOND_FACTORS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-_LEAST_MEMORY = 10**6
+_MIN_MEMORY = 10**6
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
 
 
@@ -34,7 +34,7 @@ def parse_memory(text: str | int) -> int:
         ValueError: if the text is not a size, or one that no machine has.
     """
     num_bytes = parse_bytes(text)
-    if 0 < num_bytes < _LEAST_MEMORY:
+    if 0 < num_bytes < _MIN_MEMORY:
         raise ValueError(
             f"{text} is {num_bytes} bytes of memory, less than any run takes; write its unit, such "
             "as 64GiB"

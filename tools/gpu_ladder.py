@@ -31,7 +31,7 @@ from gpu_jobs import (
 from gpu_task import Task
 
 DONE, RESUMABLE = 0, 75
-MOST_STARTS = 5
+MAX_STARTS = 5
 START_S = 20.0  # what one takes, more or less
 SHARE, LITTLE = 0.6, 0.1  # of the peak
 BOUND = 0.02  # bf16, other micro-batches
@@ -62,7 +62,7 @@ def main() -> None:
     common = _settings(task)
     free, limited = Job(FREE, common), Job(LIMITED, common, levels=() if task.on_gpu else LEVELS)
     codes, reasons = [], []
-    for number in range(MOST_STARTS):
+    for number in range(MAX_STARTS):
         if number and task.left_s() < START_S:
             reasons.append("no time was left for another start")
             break

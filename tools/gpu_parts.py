@@ -28,7 +28,7 @@ MARK = "HPC_TUNE_GPU_CHECK"  # in the environment of every process of a part
 MACHINE = "machine"  # what a part tells under this name is of the whole check
 POLL_S = 0.2
 TAIL = 3000  # letters of what a part that failed printed last
-LEAST_S = 5.0  # a part is not begun with less
+MIN_S = 5.0  # a part is not begun with less
 KILL_LIMIT_S = 10.0  # a process that the driver holds does not end
 ON_CPU = 3.0  # times the limits: toys need no time, but a test's machine may be slow
 Status = Literal["passed", "failed", "cut", "skipped", "running"]
@@ -121,7 +121,7 @@ def run_parts(parts: Sequence[Part], check: Check) -> bool:
         check.results.append(result)
         if why := _why_skipped(part, check):
             result.status, result.reason = "skipped", why
-        elif left_s < LEAST_S:
+        elif left_s < MIN_S:
             result.status, result.reason = "cut", "no time was left"
         else:
             check.say(f"start   {part.name}: {part.what} (at most {limit_s:.0f} s)")

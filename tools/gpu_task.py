@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Status = Literal["passed", "failed", "skipped"]
-MOST_WORDS = 600  # letters of a reason: the log has the rest
+MAX_WORDS = 600  # letters of a reason: the log has the rest
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Task:
 
     def tell(self, name: str, status: Status = "passed", reason: str = "", **found: Any) -> None:
         """Append what was found of ``name``."""
-        said: dict[str, Any] = {"reason": reason[-MOST_WORDS:]} if reason else {}
+        said: dict[str, Any] = {"reason": reason[-MAX_WORDS:]} if reason else {}
         for key, value in found.items():
             # JSON has no nan.
             is_number = not isinstance(value, float) or math.isfinite(value)

@@ -120,7 +120,7 @@ def imports_of(file: Path, for_types: bool = True) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: a relative import hides the floor"
+            assert node.level == 0, f"{file}:{node.lineno}: a relative import hides the layer"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 

@@ -32,8 +32,8 @@ from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock import NoTrial, write_small
-from hpc_tune.step.slices import why_no_slices
-from hpc_tune.step.stages import why_no_stages
+from hpc_tune.step.slices import slicing_problems
+from hpc_tune.step.stages import staging_problems
 from hpc_tune.train.proof import Proof, try_out
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,8 +206,8 @@ def _refused(name: str, proof: Proof, layout: str, directory: Path) -> str:
         return ""
     config = read_shape(directory)
     if layout == "tensor":
-        return next(iter(why_no_slices(config, 2)), "") or proof.tensor
-    return next(iter(why_no_stages(config, 2, 1)), "") or proof.pipeline
+        return next(iter(slicing_problems(config, 2)), "") or proof.tensor
+    return next(iter(staging_problems(config, 2, 1)), "") or proof.pipeline
 
 
 def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str], str]:

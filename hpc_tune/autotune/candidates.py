@@ -14,7 +14,7 @@ from hpc_tune.config.schema import BatchConfig, TrainConfig, TuneConfig
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
 from hpc_tune.plan.network import Network
-from hpc_tune.plan.resolve import keeps_gathered, most_micro_rows, why_not
+from hpc_tune.plan.resolve import keeps_gathered, layout_problems, most_micro_rows
 from hpc_tune.plan.step_time import Compute, StepTime, StepWork, step_time
 from hpc_tune.step.layout import AXES, Layout
 from hpc_tune.step.size import static_bytes
@@ -104,7 +104,7 @@ def legal_layouts(
                 continue
             layout = Layout(size // (pipeline * tensor * shard), shard, tensor, pipeline)
             is_asked = all(getattr(parallel, a) in (None, getattr(layout, a)) for a in AXES)
-            if is_asked and not why_not(layout, parallel, model):
+            if is_asked and not layout_problems(layout, parallel, model):
                 layouts.append(layout)
     return layouts
 

@@ -21,7 +21,7 @@ from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
-from hpc_tune.memory.host import find_limit, give_back
+from hpc_tune.memory.host import find_limit, trim_heap
 from hpc_tune.model.build import compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY
 from hpc_tune.model.language import read_shape
@@ -46,10 +46,10 @@ def choose_ranks(config: RunConfig, world: Comm) -> tuple[Candidate, Comm | None
     Raises:
         ConfigError: if no layout is possible or fits. DataError: if the model cannot be used.
     """
-    path, comm = config.model.path, world.in_training()  # no rank may work for hours here
+    path, comm = config.model.path, world.with_step_timeout()  # no rank may work for hours here
     refuse_shape(path)
     if path != BUILTIN_TINY:
-        comm.together("reading the model's shape", lambda: read_shape(Path(path)))
+        comm.run_and_agree("reading the model's shape", lambda: read_shape(Path(path)))
     log.info("auto    measuring links and a decoder block")
     machine = machine_of(comm, find_limit(config.memory.host_limit).num_bytes)
     measured, ordered = take_measures(config, comm, machine)
@@ -75,7 +75,7 @@ def take_measures(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
     order = ring_order(Network.measured(links, nodes))
     ordered = regroup(comm, order, config.run.timeout)
     assert ordered is not None, "all ranks are in it"
-    ordered = ordered.in_training()
+    ordered = ordered.with_step_timeout()
     links = replace(links, collectives=measure_collectives(ordered), order=order)
     network, seq_len = Network.measured(links, nodes), config.data.seq_len
     dtype = compute_dtype(config.model.dtype, ordered.device)
@@ -84,7 +84,7 @@ def take_measures(config: RunConfig, comm: Comm, machine: Machine) -> tuple[Meas
         models = BlockModels(shape, *sections, seq_len, ordered, machine.bytes_per_rank)
         rows, with_tensor = least_micro_rows(config.batch), allows_tensor(config.tune, config.train)
         compute = measure_compute(models, rows, network, order, with_tensor)
-    give_back()
+    trim_heap()
     if comm.device.type == "cuda":
         import torch
 

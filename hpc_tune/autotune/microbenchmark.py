@@ -37,9 +37,9 @@ from hpc_tune.world.comm import Comm
 
 FEW, MORE = 1, 2
 _REPEATS, _LONG_ENOUGH_S = 3, 0.3
-_MOST_TOKENS_ON_CPU = 1024  # a block of an 8B model takes ten seconds for them
+_MAX_TOKENS_ON_CPU = 1024  # a block of an 8B model takes ten seconds for them
 _ROOM_SHARE = 0.5
-_VALUES, _WIDTH, _MOST_PRODUCTS = 1 << 22, 256, 100
+_VALUES, _WIDTH, _MAX_PRODUCTS = 1 << 22, 256, 100
 _SHORT_S = 1.0
 
 
@@ -73,10 +73,11 @@ class BlockModels:
         parallel = self.parallel.model_copy(update=update)
         with tempfile.TemporaryDirectory() as folder:
             make = partial(self._build, num_blocks, Path(folder))
-            built = self.comm.together("measuring a decoder block", make)
-            together = self.comm.together
+            built = self.comm.run_and_agree("measuring a decoder block", make)
             self.plan = StepPlan.of(built, layout, parallel)
-            settings = EngineSettings(self.plan, self.comm.device, self._optim, together=together)
+            settings = EngineSettings(
+                self.plan, self.comm.device, self._optim, run_and_agree=self.comm.run_and_agree
+            )
             engine = NativeEngine(built, settings)
         for parameter in built.module.parameters():
             if parameter.is_floating_point():
@@ -96,8 +97,8 @@ class BlockModels:
         """Return a micro-batch to measure with, of fewer tokens on CPUs."""
         length = self._seq_len
         if self.comm.device.type == "cpu":
-            length = min(length, _MOST_TOKENS_ON_CPU)
-            rows = max(1, min(rows, _MOST_TOKENS_ON_CPU // length))
+            length = min(length, _MAX_TOKENS_ON_CPU)
+            rows = max(1, min(rows, _MAX_TOKENS_ON_CPU // length))
         return full_batch(rows, length)
 
 
@@ -221,7 +222,7 @@ def _sync_s(comm: Comm, work_s: float) -> float:
     matrix = torch.randn(_WIDTH, _WIDTH, device=comm.device)
     little = torch.zeros(8, device=comm.device)
     multiply = partial(torch.mm, matrix, matrix)
-    products = max(1, min(_MOST_PRODUCTS, round(work_s / _slowest_s(multiply, comm))))
+    products = max(1, min(_MAX_PRODUCTS, round(work_s / _slowest_s(multiply, comm))))
 
     def between_sums(sums: bool) -> float:
         def work() -> None:

@@ -10,7 +10,7 @@ from hpc_tune.config.section import PositiveInt, Seconds, Section
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _MEMORY = re.compile(r"(\d+)([KMGT]B?)?", re.ASCII | re.IGNORECASE)
-_LEAST_MEGABYTES = 1000
+_MIN_MEGABYTES = 1000
 
 
 def time_limit_s(text: str) -> float | None:
@@ -41,7 +41,7 @@ def _memory(text: str | None) -> str | None:
     match = _MEMORY.fullmatch(text) if text is not None else None
     if text is not None and match is None:
         raise ValueError("Slurm takes a whole number with K, M, G or T behind it, such as 700G")
-    if match and match[2] is None and 0 < int(match[1]) < _LEAST_MEGABYTES:
+    if match and match[2] is None and 0 < int(match[1]) < _MIN_MEGABYTES:
         raise ValueError(f"Slurm reads {text} as {text} MB; write the unit, such as {text}G")
     return text
 

@@ -12,7 +12,7 @@ from typing import Any
 MASK = "***"
 _KINDS = "TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY|CREDENTIALS"
 _NAME = re.compile(rf"(?:\w+_)?(?:{_KINDS})")
-_LEAST_CHARS = 8  # a shorter value may be part of any text
+_MIN_CHARS = 8  # a shorter value may be part of any text
 _KNOWN = re.compile(
     r"(?P<before>\w://)[^\s/@:]*:[^\s/@]+(?=@)"
     rf"|(?P<name>\b[A-Z0-9_]*(?:{_KINDS})=)\S+"
@@ -24,7 +24,7 @@ _KNOWN = re.compile(
 def mask(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return ``text`` with *** in the place of each secret."""
     for name, value in environ.items():
-        if len(value) >= _LEAST_CHARS and _NAME.fullmatch(name):
+        if len(value) >= _MIN_CHARS and _NAME.fullmatch(name):
             text = text.replace(value, MASK)
     return _KNOWN.sub(
         lambda found: next((kept for kept in found.groups() if kept), "") + MASK, text

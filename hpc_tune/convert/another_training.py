@@ -5,7 +5,7 @@ Each function takes another tool's config and returns which keys say so, or None
 
 import re
 
-from hpc_tune.convert.outcomes import OFF, Another, Theirs
+from hpc_tune.convert.outcomes import OFF, Another, ForeignConfig
 
 _PREFERENCES = "that is training on preferences or rewards"
 _AFTERWARDS = (
@@ -37,7 +37,7 @@ _KINDS_OF_PLUGINS = (
 )
 
 
-def of_llama_factory(theirs: Theirs) -> Another | None:
+def of_llama_factory(theirs: ForeignConfig) -> Another | None:
     """Return what a config of LLaMA-Factory trains for, if that is no supervised fine-tuning."""
     if theirs.get("stage", "sft") not in ("sft", "pt"):
         return Another(("stage",), _PREFERENCES, _AFTERWARDS)
@@ -52,7 +52,7 @@ def of_llama_factory(theirs: Theirs) -> Another | None:
     return _first_on(theirs, media, _IMAGES, _TEXT_ALONE)
 
 
-def of_axolotl(theirs: Theirs) -> Another | None:
+def of_axolotl(theirs: ForeignConfig) -> Another | None:
     """Return what a config of axolotl trains for, if that is no supervised fine-tuning."""
     plugins = str(theirs.get("plugins", ""))
     for pattern, what, instead in _KINDS_OF_PLUGINS:
@@ -74,7 +74,7 @@ def of_axolotl(theirs: Theirs) -> Another | None:
     )
 
 
-def of_torchtune(theirs: Theirs) -> Another | None:
+def of_torchtune(theirs: ForeignConfig) -> Another | None:
     """Return what a config of torchtune trains for, if that is no supervised fine-tuning."""
     teacher = tuple(
         key
@@ -99,24 +99,24 @@ def of_torchtune(theirs: Theirs) -> Another | None:
     return None
 
 
-def _first_on(theirs: Theirs, names: str, what: str, instead: str) -> Another | None:
+def _first_on(theirs: ForeignConfig, names: str, what: str, instead: str) -> Another | None:
     """Return what keys say of which at least one is switched on."""
     found = tuple(name for name in names.split() if theirs.get(name) not in OFF)
     return Another(found, what, instead) if found else None
 
 
-def _of_a_classifier(theirs: Theirs) -> Another | None:
+def _of_a_classifier(theirs: ForeignConfig) -> Another | None:
     if "Classification" not in str(theirs.get("model_type", "")):
         return None
     return Another(("model_type",), "that trains a classifier", "Stay with {tool} for it")
 
 
-def _of_logprobs(theirs: Theirs) -> Another | None:
+def _of_logprobs(theirs: ForeignConfig) -> Another | None:
     found = _keys(theirs, "logprobs_field")
     return Another(found, _DISTILLATION, _WITHOUT_TEACHER) if found else None
 
 
-def _keys(theirs: Theirs, name: str) -> tuple[str, ...]:
+def _keys(theirs: ForeignConfig, name: str) -> tuple[str, ...]:
     """Return the keys of datasets that match a pattern."""
     pattern = re.compile(rf"(?:test_)?datasets\.\d+\.{name}")
     return tuple(key for key in theirs.values if pattern.fullmatch(key))

@@ -8,13 +8,13 @@ from hpc_tune.convert.axolotl_others import DECIDED, LEFT
 from hpc_tune.convert.layers import targets
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
-    Decided,
-    Left,
+    Automatic,
+    ForeignConfig,
+    Mapped,
     Outcome,
     Rule,
-    Taken,
-    Theirs,
     Tool,
+    Unsupported,
     adapter,
     dora,
     each,
@@ -44,7 +44,7 @@ _FULL = "none: all weights are trained"
 _KERNELS = ("LigerPlugin", "CutCrossEntropyPlugin", "KernelsPlugin", "NeMoPlugin")
 
 
-def _method(theirs: Theirs) -> str:
+def _method(theirs: ForeignConfig) -> str:
     kind = theirs.get("adapter", _FULL)
     if kind == _FULL:
         return "full"
@@ -54,47 +54,51 @@ def _method(theirs: Theirs) -> str:
     return "dora" if theirs.is_on("peft_use_dora") else "lora"
 
 
-def _adapter(value: Any, theirs: Theirs) -> Outcome:
+def _adapter(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("lora", "qlora", _FULL):
-        return Taken({"tune.method": _method(theirs)})
-    return Left("tune.method is lora, dora, qlora or full; lora is used", to_do=True)
+        return Mapped({"tune.method": _method(theirs)})
+    return Unsupported("tune.method is lora, dora, qlora or full; lora is used", to_do=True)
 
 
-def _4_bit(value: Any, theirs: Theirs) -> Outcome:
+def _4_bit(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() != "true":
-        return Decided("tune.method says it")
-    return Taken({"tune.method": _method(theirs)})
+        return Automatic("tune.method says it")
+    return Mapped({"tune.method": _method(theirs)})
 
 
-def _weight_dtype(value: Any, theirs: Theirs) -> Outcome:
+def _weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("nf4", "int4") and _method(theirs) == "qlora":
         remark = "" if value == "nf4" else "in NF4, not in integers"
-        return Taken({"tune.method": "qlora"}, remark)
-    return Left("only tune.method=qlora has a quantized base, of 4 bits", to_do=True)
+        return Mapped({"tune.method": "qlora"}, remark)
+    return Unsupported("only tune.method=qlora has a quantized base, of 4 bits", to_do=True)
 
 
-def _targets(value: Any, theirs: Theirs) -> Outcome:
+def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if _method(theirs) == "full":
         return NO_ADAPTERS
     names = theirs.get("lora_target_modules")
     is_pattern = isinstance(names, str) and names.replace("_", "-") != "all-linear"
     names = names if isinstance(names, list) else []
     if is_pattern or any(not str(name).replace("_", "").isalnum() for name in names):
-        return Left("tune.targets has names of layers, such as [q_proj], no patterns", to_do=True)
+        return Unsupported(
+            "tune.targets has names of layers, such as [q_proj], no patterns", to_do=True
+        )
     if not theirs.is_on("lora_target_linear") and names:
         return targets(list(map(str, names)), "base_model", theirs)
     if further := [name for name in names if name in ("lm_head", "embed_tokens")]:
-        return Left(f"all-linear is without {further[0]}; list all names instead", to_do=True)
-    return Taken({"tune.targets": "all-linear"})
+        return Unsupported(
+            f"all-linear is without {further[0]}; list all names instead", to_do=True
+        )
+    return Mapped({"tune.targets": "all-linear"})
 
 
-def _target_linear(value: Any, theirs: Theirs) -> Outcome:
+def _target_linear(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "true":
         return _targets(value, theirs)
-    return Decided("tune.targets says it")
+    return Automatic("tune.targets says it")
 
 
-def _batch(value: Any, theirs: Theirs) -> Outcome:
+def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
     ranks_per_row = 1
     context = "context_parallel_size"
     context = context if theirs.get(context) else "sequence_parallel_degree"  # its older name
@@ -102,88 +106,90 @@ def _batch(value: Any, theirs: Theirs) -> Outcome:
         if theirs.get(key):
             ranks_per_row *= theirs.whole(key)
     if theirs.get("batch_size"):
-        rows = Theirs({"rows": theirs.whole("batch_size"), "accumulated": 1}, theirs.ranks)
+        rows = ForeignConfig({"rows": theirs.whole("batch_size"), "accumulated": 1}, theirs.ranks)
         return global_batch(rows, "rows", "accumulated", ranks_per_row)
     return global_batch(theirs, "micro_batch_size", "gradient_accumulation_steps", ranks_per_row)
 
 
-def _packing(value: Any, theirs: Theirs) -> Outcome:
+def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
     return packing(theirs.is_on("sample_packing"), theirs)
 
 
-def _too_long(value: Any, theirs: Theirs) -> Outcome:
+def _too_long(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == "truncate":
-        return Decided("what is longer than data.seq_len loses its end, and is counted")
-    return Left(
+        return Automatic("what is longer than data.seq_len loses its end, and is counted")
+    return Unsupported(
         "what is longer than data.seq_len loses its end, and is counted; none is dropped: drop it "
         "beforehand",
         to_do=True,
     )
 
 
-def _loss_on(value: Any, theirs: Theirs) -> Outcome:
-    return Taken({"data.loss_on": "all" if str(value).lower() == "true" else "answers"})
+def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
+    return Mapped({"data.loss_on": "all" if str(value).lower() == "true" else "answers"})
 
 
-def _schedule(value: Any, theirs: Theirs) -> Outcome:
+def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate", theirs.get("cosine_min_lr_ratio"))
     return schedule(value, ratio, theirs)
 
 
-def _bf16(value: Any, theirs: Theirs) -> Outcome:
+def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     halves = [key for key in ("bf16", "bfloat16", "fp16", "float16") if theirs.is_on(key)]
     if str(value).lower() == "false":
-        return Decided(f"{halves[0]} says it") if halves else Taken({"model.dtype": "fp32"})
+        return Automatic(f"{halves[0]} says it") if halves else Mapped({"model.dtype": "fp32"})
     if value == "auto" and (theirs.is_on("fp16") or theirs.is_on("float16")):
-        return Decided("fp16 goes before it")
+        return Automatic("fp16 goes before it")
     ours: dict[str, Any] = {"model.dtype": "auto" if value == "auto" else "bf16"}
     if _method(theirs) != "full":
-        return Taken(ours, "adapters and their state stay in fp32")
+        return Mapped(ours, "adapters and their state stay in fp32")
     if theirs.get("deepspeed"):
-        return Taken(ours, "trained weights are kept in fp32, as DeepSpeed does")
+        return Mapped(ours, "trained weights are kept in fp32, as DeepSpeed does")
     remark = "as there; tune.param_dtype=fp32 loses no small updates and takes twice the memory"
-    return Taken({**ours, "tune.param_dtype": "bf16"}, remark)
+    return Mapped({**ours, "tune.param_dtype": "bf16"}, remark)
 
 
-def _recompute(value: Any, theirs: Theirs) -> Outcome:
+def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "false":
-        return Decided("parallel.recompute=none is the default")
+        return Automatic("parallel.recompute=none is the default")
     remark = "" if str(value).lower() == "true" else "computed again, not moved to the host"
-    return Taken({"parallel.recompute": "full"}, remark)
+    return Mapped({"parallel.recompute": "full"}, remark)
 
 
-def _compile(value: Any, theirs: Theirs) -> Outcome:
-    return Taken({"train.compile": str(value).lower() in ("true", "auto")})
+def _compile(value: Any, theirs: ForeignConfig) -> Outcome:
+    return Mapped({"train.compile": str(value).lower() in ("true", "auto")})
 
 
-def _float8(value: Any, theirs: Theirs) -> Outcome:
+def _float8(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() != "true":
-        return Decided("off in their config")
-    return Left("set train.float8=true with train.compile=true, if the GPU has it", to_do=True)
+        return Automatic("off in their config")
+    return Unsupported(
+        "set train.float8=true with train.compile=true, if the GPU has it", to_do=True
+    )
 
 
-def _profile(value: Any, theirs: Theirs) -> Outcome:
+def _profile(value: Any, theirs: ForeignConfig) -> Outcome:
     first = int(theirs.get("profiler_steps_start", 0)) + 1
-    return Taken({"train.profile": f"{first}:{theirs.whole('profiler_steps')}"})
+    return Mapped({"train.profile": f"{first}:{theirs.whole('profiler_steps')}"})
 
 
-def _trackers(value: Any, theirs: Theirs) -> Outcome:
+def _trackers(value: Any, theirs: ForeignConfig) -> Outcome:
     has_wandb = theirs.is_on("use_wandb") or theirs.get("wandb_project") is not None
     is_off = theirs.get("wandb_mode") == "disabled" or theirs.get("use_wandb", True) is False
     names = ["wandb"] if has_wandb and not is_off else []
     names += [name for name in ("mlflow", "trackio") if theirs.is_on(f"use_{name}")]
-    return Taken({"run.trackers": names}, "into run.dir, unless their variables say otherwise")
+    return Mapped({"run.trackers": names}, "into run.dir, unless their variables say otherwise")
 
 
-def _plugins(value: Any, theirs: Theirs) -> Outcome:
+def _plugins(value: Any, theirs: ForeignConfig) -> Outcome:
     names = [str(name).rpartition(".")[2] for name in (value if isinstance(value, list) else [])]
     others = [name for name in names if name not in _KERNELS]
     if not others:
-        return Decided("attention and loss are PyTorch's own; logits are never held whole")
-    return Left(f"{' and '.join(others)}: there are no plugins", to_do=True)
+        return Automatic("attention and loss are PyTorch's own; logits are never held whole")
+    return Unsupported(f"{' and '.join(others)}: there are no plugins", to_do=True)
 
 
-def _defaults(theirs: Theirs) -> dict[str, Any]:
+def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     """Return what axolotl takes where a config says nothing."""
     defaults: dict[str, Any] = {
         "adapter": _FULL,

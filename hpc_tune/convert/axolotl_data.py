@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpc_tune.convert.outcomes import (
-    Decided,
-    Left,
+    Automatic,
+    ForeignConfig,
+    Mapped,
     Outcome,
     Rule,
-    Taken,
-    Theirs,
+    Unsupported,
     chat_template,
     each,
     hub_data,
@@ -25,8 +25,8 @@ from hpc_tune.convert.parts import cut, split
 
 LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
-_BY_KEYS = Decided("the form of a record is found by its keys")
-_LEARNED = Decided("the assistant's answers are learned, each up to the token that ends it")
+_BY_KEYS = Automatic("the form of a record is found by its keys")
+_LEARNED = Automatic("the assistant's answers are learned, each up to the token that ends it")
 # Types whose records have the fields of ours; axolotl writes some of them in words of its own.
 _CHATS = ("chat_template", "sharegpt")
 _ALPACA = ("alpaca", "alpaca_chat", "alpaca_w_system", "alpaca_instruct", "gpteacher")
@@ -61,7 +61,9 @@ def data_rules() -> dict[str, Rule]:
     ours["test_datasets"] = "data.eval_path"
     rules: dict[str, Rule] = {}
     for part, setting in ours.items():
-        rules[part] = Left(f"set {setting} to a file, a folder or a list of them", to_do=True)
+        rules[part] = Unsupported(
+            f"set {setting} to a file, a folder or a list of them", to_do=True
+        )
         rules[f"{part}.path"] = rules[f"{part}.data_files"] = _path(part, setting)
         rules |= {f"{part}.{key}": rule for key, rule in _OF_A_DATASET.items()}
         rules[f"{part}.split"] = _split(part, setting)
@@ -70,7 +72,7 @@ def data_rules() -> dict[str, Rule]:
     return rules
 
 
-def files_of(part: str, theirs: Theirs) -> list[str]:
+def files_of(part: str, theirs: ForeignConfig) -> list[str]:
     """Return the files of all datasets of a part that hpc_tune can read."""
     return [file for item in theirs.items(part) for file in _files(item)]
 
@@ -89,56 +91,58 @@ def _files(item: dict[str, Any]) -> list[str]:
 
 
 def _path(part: str, ours: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in _LOADERS:
-            return Decided("the ending of a file says its kind")
+            return Automatic("the ending of a file says its kind")
         named = [i for i in theirs.items(part) if value in (i.get("path"), i.get("data_files"))]
         item = named[0]
         if not _files(item):
             return _unusable(ours) if item.get("path") in _LOADERS else hub_data(value, ours)
         files = files_of(part, theirs)
-        return Taken({ours: files[0] if len(files) == 1 else files})
+        return Mapped({ours: files[0] if len(files) == 1 else files})
 
     return rule
 
 
-def _unusable(ours: str) -> Left:
-    return Left(f"put it as JSONL or Parquet into a folder, and name that in {ours}", to_do=True)
+def _unusable(ours: str) -> Unsupported:
+    return Unsupported(
+        f"put it as JSONL or Parquet into a folder, and name that in {ours}", to_do=True
+    )
 
 
-def _type(value: Any, theirs: Theirs) -> Outcome:
+def _type(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
     if name in _COLUMNS:
-        return Taken({"data.columns": _columns(theirs)})
+        return Mapped({"data.columns": _columns(theirs)})
     if name in _TEXTS:
-        return Decided("records with text are learned as a whole")
+        return Automatic("records with text are learned as a whole")
     if name in _CHATS or name.startswith("sharegpt"):
-        return Decided("messages are written by the chat template")
+        return Automatic("messages are written by the chat template")
     if name.split(".")[0].split(":")[0] in _ALPACA or name in _QUESTIONS:
-        return Left(
+        return Unsupported(
             "the chat template writes the prompt here, not axolotl's words and headings (where the "
             "tokenizer has no template, alpaca's headings do): write them into the records, as "
             "prompt and completion, if they are to stay",
             to_do=True,
         )
-    return Left(
+    return Unsupported(
         "bring the records into a form of docs/data.md: messages, prompt and completion, or text",
         to_do=True,
     )
 
 
-def _column(value: Any, theirs: Theirs) -> Outcome:
+def _column(value: Any, theirs: ForeignConfig) -> Outcome:
     columns = _columns(theirs)
     if not isinstance(value, str):
-        return Left("it is no name of a column", to_do=True)
+        return Unsupported("it is no name of a column", to_do=True)
     if value in columns:
-        return Taken({"data.columns": columns})
+        return Mapped({"data.columns": columns})
     if value in (*_FIELD_KEYS.values(), *_READ_AS):
         return _BY_KEYS
-    return Left("data.columns reads it as something else for another dataset", to_do=True)
+    return Unsupported("data.columns reads it as something else for another dataset", to_do=True)
 
 
-def _columns(theirs: Theirs) -> dict[str, str]:
+def _columns(theirs: ForeignConfig) -> dict[str, str]:
     """Return data.columns for all datasets together; a field has one column, the first."""
     columns: dict[str, str] = {}
     for part in LISTS:
@@ -159,7 +163,7 @@ def _named(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _split(part: str, ours: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         has_others = theirs.items("test_datasets") or theirs.get("val_set_size")
         is_whole = part == "datasets" and len(theirs.items(part)) == 1 and not has_others
         return split(value, ours, _only_file(part, theirs), is_whole)
@@ -168,11 +172,11 @@ def _split(part: str, ours: str) -> Rule:
 
 
 def _part(ours: str, wanted: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
-            return Left("it is no number of records", to_do=True)
+            return Unsupported("it is no number of records", to_do=True)
         return (
-            Decided("off in their config")
+            Automatic("off in their config")
             if not int(value)
             else cut(wanted.format(value=value), ours)
         )
@@ -181,58 +185,60 @@ def _part(ours: str, wanted: str) -> Rule:
 
 
 def _shards(part: str, ours: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         item = next((one for one in theirs.items(part) if "shards" in one), {})
         shards, index = str(item.get("shards")), str(item.get("shards_idx", 0))
         if not shards.isdecimal() or not index.isdecimal():
-            return Left("cut the data beforehand", to_do=True)
+            return Unsupported("cut the data beforehand", to_do=True)
         return cut(f"{index}::{shards}", ours, _only_file(part, theirs))
 
     return rule
 
 
-def _only_file(part: str, theirs: Theirs) -> str | None:
+def _only_file(part: str, theirs: ForeignConfig) -> str | None:
     files = files_of(part, theirs)
     return files[0] if len(files) == 1 else None
 
 
-def _roles_to_train(value: Any, theirs: Theirs) -> Outcome:
+def _roles_to_train(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
         return _LEARNED
     if value == []:
-        return Decided("marks in the data say which answers are learned")
-    return Left("the assistant's answers are learned, or all text: data.loss_on=all", to_do=True)
+        return Automatic("marks in the data say which answers are learned")
+    return Unsupported(
+        "the assistant's answers are learned, or all text: data.loss_on=all", to_do=True
+    )
 
 
-def _turn_end(value: Any, theirs: Theirs) -> Outcome:
-    return _LEARNED if value == "turn" else Left(_LEARNED.why, to_do=True)
+def _turn_end(value: Any, theirs: ForeignConfig) -> Outcome:
+    return _LEARNED if value == "turn" else Unsupported(_LEARNED.why, to_do=True)
 
 
-def _properties(value: Any, theirs: Theirs) -> Outcome:
+def _properties(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("role", "content", "from", "value", "tool_calls", "name", "reasoning_content"):
-        return Decided("role and content, and ShareGPT's from and value, are known")
-    return Left("name it role or content in the data", to_do=True)
+        return Automatic("role and content, and ShareGPT's from and value, are known")
+    return Unsupported("name it role or content in the data", to_do=True)
 
 
-def _training_mark(value: Any, theirs: Theirs) -> Outcome:
+def _training_mark(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("train", "training", "weight", "loss", "loss_mask"):
-        return Decided("answers that their data mark with it are learned or not")
-    return Left("call the mark train in the data", to_do=True)
+        return Automatic("answers that their data mark with it are learned or not")
+    return Unsupported("call the mark train in the data", to_do=True)
 
 
-def _template(value: Any, theirs: Theirs) -> Outcome:
+def _template(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
     if name == "jinja":
-        return Decided("data.chat_template says it")
+        return Automatic("data.chat_template says it")
     if name.startswith("tokenizer_default"):
-        return Decided("the tokenizer's chat template; data.chat_template names another")
+        return Automatic("the tokenizer's chat template; data.chat_template names another")
     return chat_template(name)
 
 
-def _jinja(value: Any, theirs: Theirs) -> Outcome:
+def _jinja(value: Any, theirs: ForeignConfig) -> Outcome:
     if "{" in str(value) or "\n" in str(value):
-        return Left("write it into a file and set data.chat_template to that", to_do=True)
-    return Taken({"data.chat_template": value})
+        return Unsupported("write it into a file and set data.chat_template to that", to_do=True)
+    return Mapped({"data.chat_template": value})
 
 
 CHAT_TEMPLATE: dict[str, Rule] = {"chat_template": _template, "chat_template_jinja": _jinja}
@@ -246,9 +252,9 @@ _OF_A_DATASET: dict[str, Rule] = {
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
     "message_field_training": _training_mark,
     **each(_BY_KEYS, "field_human field_model roles.* input_format"),
-    "ds_type": Decided("the ending of a file says its kind"),
-    **each(Decided("all keys of a message are given to the template"), "field_thinking"),
-    **each(Decided("data are prepared by all ranks, each a part"), "preprocess_shards"),
+    "ds_type": Automatic("the ending of a file says its kind"),
+    **each(Automatic("all keys of a message are given to the template"), "field_thinking"),
+    **each(Automatic("data are prepared by all ranks, each a part"), "preprocess_shards"),
     "trust_remote_code": lacking("no code of a data set is run"),
     **each(
         lacking("name the files of that configuration or revision", to_do=True),
@@ -267,14 +273,16 @@ _OF_A_DATASET: dict[str, Rule] = {
     ),
     "input_transform": lacking("change the records beforehand", to_do=True),
     **each(
-        Decided("training on preferences, rewards or a teacher's probabilities alone uses it"),
+        Automatic("training on preferences, rewards or a teacher's probabilities alone uses it"),
         "logprobs_field temperature type.field_prompt type.field_chosen type.field_rejected "
         "field_chosen field_rejected type.field_completion type.field_label type.prompt_format "
         "type.chosen_format type.rejected_format type.completion_format step_separator "
         "max_completion_length train_on_last_step_only",
     ),
     **each(
-        Left("there are no random tokens; builtin:pydocs is there to try things out", to_do=True),
+        Unsupported(
+            "there are no random tokens; builtin:pydocs is there to try things out", to_do=True
+        ),
         "length sequence_length min_input_id max_input_id seed",
     ),
 }

@@ -1,29 +1,29 @@
 """The keys of axolotl that give no setting: what hpc_tune decides itself, and what it lacks."""
 
-from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Decided, Rule, each, lacking
+from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
 from hpc_tune.convert.trainer import LORA_PLUS, NF4, only
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
-_OWN = Decided("attention and loss are PyTorch's own; logits are never held whole")
+_OWN = Automatic("attention and loss are PyTorch's own; logits are never held whole")
 DECIDED: dict[str, Rule] = {
     **each(
-        Decided("padding is neither attended to nor learned"),
+        Automatic("padding is neither attended to nor learned"),
         "special_tokens.pad_token tokens.pad_token",
     ),
     **each(
-        Decided("model and tokenizer are read from model.path; config.json says their type"),
+        Automatic("model and tokenizer are read from model.path; config.json says their type"),
         "model_type type_of_model tokenizer_type tokenizer_use_fast tokenizer_legacy "
         "tokenizer_use_mistral_common tokenizer_save_jinja_files base_model_config "
         "cls_model_config base_model_ignore_patterns is_falcon_derived_model "
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model save_safetensors",
     ),
     **each(
-        Decided("ranks read their regions of the files"),
+        Automatic("ranks read their regions of the files"),
         "low_cpu_mem_usage lora_on_cpu qlora_sharded_model_loading device_map device_map.* "
         "experimental_skip_move_to_device",
     ),
     **each(
-        Decided(_PREPARED),
+        Automatic(_PREPARED),
         "dataset_processes dataset_num_proc dataset_keep_in_memory skip_prepare_dataset "
         "num_dataset_shards_to_save dataloader_pin_memory dataloader_num_workers "
         "dataloader_prefetch_factor dataloader_drop_last group_by_length streaming "
@@ -31,14 +31,14 @@ DECIDED: dict[str, Rule] = {
         "preprocess_iterable is_preprocess",
     ),
     **each(
-        Decided("rows have data.seq_len tokens, packed by the data's order and train.seed"),
+        Automatic("rows have data.seq_len tokens, packed by the data's order and train.seed"),
         "eval_sample_packing pad_to_sequence_len pad_to_multiple_of sample_packing_group_size "
         "sample_packing_bin_size sample_packing_mp_start_method sample_packing_eff_est "
         "multipack_real_batches batch_flattening total_num_tokens total_supervised_tokens "
         "pretrain_multipack_attn pretraining_sample_concatenation",
     ),
-    **each(Decided("the micro-batch is the largest that fits"), "eval_batch_size"),
-    "auto_find_batch_size": Decided("the micro-batch is the largest that fits"),
+    **each(Automatic("the micro-batch is the largest that fits"), "eval_batch_size"),
+    "auto_find_batch_size": Automatic("the micro-batch is the largest that fits"),
     **each(
         _OWN,
         "flash_attention sdp_attention xformers_attention flex_attention eager_attention "
@@ -53,58 +53,59 @@ DECIDED: dict[str, Rule] = {
         "use_scattermoe use_sonicmoe tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
     ),
     **each(
-        Decided(LAYOUT),
+        Automatic(LAYOUT),
         "fsdp fsdp.* fsdp_config fsdp_config.* fsdp_version fsdp_final_state_dict_type ddp "
         "expert_parallel_size dp_shard_size dp_replicate_size tensor_parallel_size "
         "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters accelerator_config.*",
     ),
-    **each(Decided("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
+    **each(Automatic("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
     **each(
-        Decided("mpirun, srun or torchrun start the ranks"),
+        Automatic("mpirun, srun or torchrun start the ranks"),
         "world_size local_rank use_ray ray_run_name ray_num_workers resources_per_worker "
         "resources_per_worker.*",
     ),
-    "device": Decided("run.device=auto takes the GPU if there is one"),
+    "device": Automatic("run.device=auto takes the GPU if there is one"),
     **each(
-        Decided("the governor acts before memory ends; memory.host_limit limits the host"),
+        Automatic("the governor acts before memory ends; memory.host_limit limits the host"),
         "gpu_memory_limit max_memory.* gc_steps",
     ),
     **each(
-        Decided("metrics.jsonl in run.dir has each step, with tokens per second and memory"),
+        Automatic("metrics.jsonl in run.dir has each step, with tokens per second and memory"),
         "logging_steps include_tokens_per_second include_tkps debug profiler_steps_start",
     ),
     **each(
-        Decided("the run is one, however often it starts; WANDB_PROJECT is in the environment"),
+        Automatic("the run is one, however often it starts; WANDB_PROJECT is in the environment"),
         "wandb_mode wandb_entity wandb_run_id wandb_watch",
     ),
     **each(
-        Decided("checkpoints go by time and steps, not by epochs; the last weights are saved"),
+        Automatic("checkpoints go by time and steps, not by epochs; the last weights are saved"),
         "save_only_model save_first_step saves_per_epoch dynamic_checkpoint.*",
     ),
     **each(
-        Decided("held-out loss is measured at the start and the end; train.eval_every_steps"),
+        Automatic("held-out loss is measured at the start and the end; train.eval_every_steps"),
         "eval_strategy evaluation_strategy eval_sequence_len",
     ),
-    "auto_resume_from_checkpoints": Decided("checkpoint.resume=auto: rerun the same command"),
+    "auto_resume_from_checkpoints": Automatic("checkpoint.resume=auto: rerun the same command"),
     **each(
-        Decided("python -m hpc_tune export --to merged merges an adapter"),
+        Automatic("python -m hpc_tune export --to merged merges an adapter"),
         "merge_lora merge_method",
     ),
     **each(
-        Decided("recomputing is PyTorch's own, not reentrant"), "gradient_checkpointing_kwargs.*"
+        Automatic("recomputing is PyTorch's own, not reentrant"), "gradient_checkpointing_kwargs.*"
     ),
-    **each(Decided("one decoder block is compiled, for all"), "torch_compile_backend"),
-    "torch_compile_mode": Decided("one decoder block is compiled, for all"),
+    **each(Automatic("one decoder block is compiled, for all"), "torch_compile_backend"),
+    "torch_compile_mode": Automatic("one decoder block is compiled, for all"),
     **each(
-        Decided("optim.min_lr_ratio says it"), "cosine_min_lr_ratio lr_scheduler_kwargs.min_lr_rate"
+        Automatic("optim.min_lr_ratio says it"),
+        "cosine_min_lr_ratio lr_scheduler_kwargs.min_lr_rate",
     ),
-    "peft.backend": Decided("bitsandbytes quantizes"),
+    "peft.backend": Automatic("bitsandbytes quantizes"),
     "peft_autocast_adapter_dtype": only("true", "adapters are in fp32; tune.param_dtype says it"),
-    "lora_fan_in_fan_out": Decided("found by the kind of a layer"),
-    "loraplus_lr_embedding": Decided("embeddings have no adapters"),
-    "strict": Decided("a key that is not known is an error"),
-    "axolotl_config_path": Decided("run.dir has the resolved configuration"),
-    "shuffle_before_merging_datasets": Decided("rows of all data are shuffled, by train.seed"),
+    "lora_fan_in_fan_out": Automatic("found by the kind of a layer"),
+    "loraplus_lr_embedding": Automatic("embeddings have no adapters"),
+    "strict": Automatic("a key that is not known is an error"),
+    "axolotl_config_path": Automatic("run.dir has the resolved configuration"),
+    "shuffle_before_merging_datasets": Automatic("rows of all data are shuffled, by train.seed"),
     "peft_init_lora_weights": only("true", "adapters are initialized as in LoRA"),
     "bnb_config_kwargs.bnb_4bit_quant_type": only("nf4", NF4),
     "bnb_config_kwargs.bnb_4bit_use_double_quant": only("true", NF4),
@@ -139,7 +140,7 @@ LEFT: dict[str, Rule] = {
         "unfrozen_parameters peft_trainable_token_indices lisa_n_layers lisa_step_interval "
         "spectrum_top_fraction spectrum_model_name",
     ),
-    "lisa_layers_attribute": Decided("no parts are frozen"),
+    "lisa_layers_attribute": Automatic("no parts are frozen"),
     **each(
         lacking(_SHAPE, to_do=True),
         "overrides_of_model_config.* model_config.* rope_scaling peft_layer_replication "
@@ -218,14 +219,14 @@ LEFT: dict[str, Rule] = {
         lacking("cross entropy of the next token, without noise, is the only loss", to_do=True),
         "neftune_noise_alpha noisy_embedding_alpha use_eaft label_smoothing_factor",
     ),
-    **each(Decided("cross entropy is the only loss"), "eaft_alpha eaft_k"),
+    **each(Automatic("cross entropy is the only loss"), "eaft_alpha eaft_k"),
     **each(
-        Decided("distillation alone uses it"),
+        Automatic("distillation alone uses it"),
         "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk",
     ),
     "trainer_cls": lacking("there is one loop of training", to_do=True),
     **each(
-        Decided("training on preferences or rewards alone uses it"),
+        Automatic("training on preferences or rewards alone uses it"),
         "rl reward_model process_reward_model trl.* vllm.* ebft.* rl_beta dpo_beta "
         "dpo_use_weighting dpo_use_logits_to_keep dpo_label_smoothing dpo_norm_loss "
         "dpo_use_liger_kernel dpo_padding_free dpo_generate_during_eval dpo_loss_type "
@@ -233,7 +234,7 @@ LEFT: dict[str, Rule] = {
         "kto_desirable_weight kto_undesirable_weight center_rewards_coefficient num_labels "
         "max_prompt_len",
     ),
-    "diffusion.*": Decided("training by diffusion alone uses it"),
+    "diffusion.*": Automatic("training by diffusion alone uses it"),
     **each(
         lacking("nothing is quantized or pruned in training, but the base by qlora", to_do=True),
         "qat.* quantization.* llmcompressor.*",
@@ -247,7 +248,7 @@ LEFT: dict[str, Rule] = {
         "early_stopping_patience load_best_model_at_end",
     ),
     **each(
-        Decided("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
+        Automatic("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
     ),
     "evals_per_epoch": lacking("evaluations go by steps: set train.eval_every_steps"),
     "resume_from_checkpoint": lacking(
@@ -260,7 +261,7 @@ LEFT: dict[str, Rule] = {
         "lm_eval_batch_size lm_eval_model",
     ),
     **each(
-        Decided("python -m hpc_tune generate answers prompts"),
+        Automatic("python -m hpc_tune generate answers prompts"),
         "num_generation_samples generation_max_new_tokens generation_temperature "
         "generation_top_p generation_top_k generation_prompt_ratio generation_do_sample "
         "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens "
@@ -282,7 +283,7 @@ LEFT: dict[str, Rule] = {
         "hub_model_id hub_strategy hub_revision push_dataset_to_hub hf_use_auth_token",
     ),
     **each(
-        Decided("images, sound and video are not trained on"),
+        Automatic("images, sound and video are not trained on"),
         "image_size image_resize_algorithm freeze_mm_modules processor_type is_multimodal",
     ),
     "max_packed_sequence_len": lacking("set data.packing=true", to_do=True),

@@ -24,7 +24,15 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.convert.axolotl import AXOLOTL
 from hpc_tune.convert.axolotl_data import LISTS
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
-from hpc_tune.convert.outcomes import Decided, Left, Outcome, Taken, Theirs, Tool, shown
+from hpc_tune.convert.outcomes import (
+    Automatic,
+    ForeignConfig,
+    Mapped,
+    Outcome,
+    Tool,
+    Unsupported,
+    shown,
+)
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import ConfigError
 from hpc_tune.safe_yaml import load_yaml
@@ -103,8 +111,8 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
     tool = recognise(theirs)
     given = dict(flatten(theirs, tool.lists))
     values = {key: value for key, value in resolve(given).items() if value is not None}
-    defaults = tool.defaults(Theirs(values, ranks))
-    known = Theirs({**defaults, **values}, ranks)
+    defaults = tool.defaults(ForeignConfig(values, ranks))
+    known = ForeignConfig({**defaults, **values}, ranks)
     if another := tool.another(known):
         raise ConfigError(another.message(known, tool.name))
     named = {name for value in given.values() for name in _REFERENCE.findall(str(value))}
@@ -112,10 +120,14 @@ def convert(theirs: dict[str, Any], ranks: int) -> Converted:
     for key in [*given, *(key for key in defaults if key not in given)]:
         outcome = tool.outcome(key, known)
         if outcome is None and key not in known.values:
-            outcome = Decided("empty in their config")
+            outcome = Automatic("empty in their config")
         elif outcome is None:
             is_named = key in named
-            outcome = Decided("put in where ${...} names it") if is_named else Left(UNKNOWN, True)
+            outcome = (
+                Automatic("put in where ${...} names it")
+                if is_named
+                else Unsupported(UNKNOWN, True)
+            )
         value = "(not shown)" if _SECRET.search(key) else shown(known.get(key))
         text = f"{key} = {value}" if key in known.values else key
         text += " (their default)" if key in defaults.keys() - values else ""
@@ -261,18 +273,18 @@ class _Sheet:
 
     def enter(self, key: str, text: str, outcome: Outcome) -> None:
         """Note what becomes of a key, which is ``text`` with its value."""
-        if isinstance(outcome, Taken):
+        if isinstance(outcome, Mapped):
             for name, value in outcome.settings.items():
                 if name in self.ours and self.ours[name] != value:
                     reason = f"another key gave {name} = {shown(self.ours[name])} already"
-                    outcome = Left(reason, to_do=True)
+                    outcome = Unsupported(reason, to_do=True)
                     break
-        if isinstance(outcome, Taken):
+        if isinstance(outcome, Mapped):
             self.ours |= outcome.settings
             settings = ", ".join(f"{k} = {shown(v)}" for k, v in outcome.settings.items())
             remark = f" -> {settings}" + (f" ({outcome.remark})" if outcome.remark else "")
             self._add(self.taken, remark, key, text, outcome.to_do)
-        elif isinstance(outcome, Decided):
+        elif isinstance(outcome, Automatic):
             self._add(self.decided, f": {outcome.why}", key, text)
         else:
             self._add(self.left, f": {outcome.instead}", key, text, outcome.to_do)

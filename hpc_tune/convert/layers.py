@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.convert.outcomes import Left, Outcome, Taken, Theirs
+from hpc_tune.convert.outcomes import ForeignConfig, Mapped, Outcome, Unsupported
 
 # Families whose modules have names of their own, by model_type of config.json.
 _GPT_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
@@ -30,14 +30,14 @@ _OUTPUT_HEAD = {"lm_head"}  # files leave out one that is tied to the embedding
 _LARGEST_HEADER = 64 << 20  # bytes; one of more is damaged
 
 
-def targets(names: list[str], model_key: str, theirs: Theirs) -> Outcome:
+def targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of the names of layers that get adapters, for the model of a config."""
     layers = layer_names(Path(str(theirs.get(model_key, ""))).expanduser())
     unknown = [] if layers is None else [name for name in names if name not in layers]
     if not unknown or layers is None:
-        return Taken({"tune.targets": names})
+        return Mapped({"tune.targets": names})
     is_one = len(unknown) == 1
-    return Left(
+    return Unsupported(
         f"{theirs.get(model_key)} has no {'layer' if is_one else 'layers'} {', '.join(unknown)}; "
         f"set tune.targets to some of {', '.join(sorted(layers))}, or leave it out for all linear "
         "layers",
@@ -56,11 +56,11 @@ def fused(names: list[str], builder: str) -> Outcome | None:
     joined = {_FUSED[name] for name in names if name in _FUSED}
     others = [part for part, whole in _FUSED.items() if whole in joined and part not in names]
     if not joined:
-        return Taken({"tune.targets": ours})
+        return Mapped({"tune.targets": ours})
     remark = f"{' and '.join(sorted(joined))} of the Hugging Face model: one adapter for what has "
     remark += "several there"
     remark += f", and so also for {' and '.join(others)}" if others else ""
-    return Taken({"tune.targets": ours}, remark, to_do=True)
+    return Mapped({"tune.targets": ours}, remark, to_do=True)
 
 
 def layer_names(directory: Path) -> set[str] | None:

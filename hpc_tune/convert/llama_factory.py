@@ -8,13 +8,13 @@ from hpc_tune.convert.llama_factory_others import DECIDED, LEFT
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
     NO_TRACKER,
-    Decided,
-    Left,
+    Automatic,
+    ForeignConfig,
+    Mapped,
     Outcome,
     Rule,
-    Taken,
-    Theirs,
     Tool,
+    Unsupported,
     adapter,
     chat_template,
     dora,
@@ -41,7 +41,7 @@ from hpc_tune.convert.trainer import (
 )
 
 
-def _method(theirs: Theirs) -> str:
+def _method(theirs: ForeignConfig) -> str:
     if theirs.get("finetuning_type") == "full":
         return "full"
     if str(theirs.get("quantization_bit")) == "4":
@@ -49,16 +49,16 @@ def _method(theirs: Theirs) -> str:
     return "dora" if theirs.is_on("use_dora") else "lora"
 
 
-def _finetuning_type(value: Any, theirs: Theirs) -> Outcome:
+def _finetuning_type(value: Any, theirs: ForeignConfig) -> Outcome:
     if value in ("lora", "full"):
-        return Taken({"tune.method": _method(theirs)})
-    return Left("tune.method is lora, dora, qlora or full; lora is used", to_do=True)
+        return Mapped({"tune.method": _method(theirs)})
+    return Unsupported("tune.method is lora, dora, qlora or full; lora is used", to_do=True)
 
 
-def _bits(value: Any, theirs: Theirs) -> Outcome:
+def _bits(value: Any, theirs: ForeignConfig) -> Outcome:
     if _method(theirs) == "qlora":
-        return Taken({"tune.method": "qlora"})
-    return Left("only tune.method=qlora has a quantized base, of 4 bits", to_do=True)
+        return Mapped({"tune.method": "qlora"})
+    return Unsupported("only tune.method=qlora has a quantized base, of 4 bits", to_do=True)
 
 
 def _names(value: Any) -> list[str]:
@@ -66,53 +66,53 @@ def _names(value: Any) -> list[str]:
     return [str(name).strip() for name in names]
 
 
-def _targets(value: Any, theirs: Theirs) -> Outcome:
+def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if _method(theirs) == "full":
         return NO_ADAPTERS
     names = _names(value)
     if names == ["all"]:
-        return Taken({"tune.targets": "all-linear"})
+        return Mapped({"tune.targets": "all-linear"})
     return targets(names, "model_name_or_path", theirs)
 
 
-def _stage(value: Any, theirs: Theirs) -> Outcome:
+def _stage(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == "pt":
-        return Decided("records with text are learned as a whole")
-    return Decided("supervised fine-tuning is the only kind")
+        return Automatic("records with text are learned as a whole")
+    return Automatic("supervised fine-tuning is the only kind")
 
 
-def _template(value: Any, theirs: Theirs) -> Outcome:
+def _template(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.get("stage") == "pt":
-        return Decided("records with text have no template")
+        return Automatic("records with text have no template")
     return chat_template(value)
 
 
 def _dataset(ours: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         names = _names(value)
         folder = theirs.get("dataset_dir", "data")
         advice = f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} "
         advice += "to it (alpaca, ShareGPT and messages are understood)"
         if len(names) > 1:
             advice += ", as a list"
-        return Left(advice, to_do=True)
+        return Unsupported(advice, to_do=True)
 
     return rule
 
 
-def _loss_on(value: Any, theirs: Theirs) -> Outcome:
-    return Taken({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
+def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
+    return Mapped({"data.loss_on": "all" if theirs.is_on("train_on_prompt") else "answers"})
 
 
-def _packing(value: Any, theirs: Theirs) -> Outcome:
+def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
     return packing(theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs)
 
 
-def _batch(value: Any, theirs: Theirs) -> Outcome:
+def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
     return global_batch(theirs, "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
-def _schedule(value: Any, theirs: Theirs) -> Outcome:
+def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     ratio = theirs.get("lr_scheduler_kwargs.min_lr_rate")
     lowest, peak = theirs.get("lr_scheduler_kwargs.min_lr"), theirs.get("learning_rate")
     if isinstance(lowest, int | float) and isinstance(peak, int | float) and peak > 0:
@@ -120,37 +120,39 @@ def _schedule(value: Any, theirs: Theirs) -> Outcome:
     return schedule(value, ratio, theirs)
 
 
-def _bf16(value: Any, theirs: Theirs) -> Outcome:
+def _bf16(value: Any, theirs: ForeignConfig) -> Outcome:
     is_pure = theirs.is_on("pure_bf16")
     if not is_pure and not theirs.is_on("bf16"):
-        return Decided("model.dtype=auto takes what the device has")
+        return Automatic("model.dtype=auto takes what the device has")
     if not is_pure or _method(theirs) != "full":
-        return Taken({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
+        return Mapped({"model.dtype": "bf16"}, "trained weights and their state stay in fp32")
     remark = "tune.param_dtype=fp32 loses no small updates and takes twice the memory"
-    return Taken({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, remark)
+    return Mapped({"model.dtype": "bf16", "tune.param_dtype": "bf16"}, remark)
 
 
-def _recompute(value: Any, theirs: Theirs) -> Outcome:
+def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     is_off = theirs.is_on("disable_gradient_checkpointing")
-    return Taken({"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits")
+    return Mapped({"parallel.recompute": "none" if is_off else "full"}, "none is faster if it fits")
 
 
-def _report_to(value: Any, theirs: Theirs) -> Outcome:
+def _report_to(value: Any, theirs: ForeignConfig) -> Outcome:
     names = _names(value)
     trackers = [name for name in ("wandb", "mlflow", "trackio") if name in names]
     if not set(names) <= {"none", "tensorboard", *trackers}:
-        return Left(NO_TRACKER)
+        return Unsupported(NO_TRACKER)
     ours: dict[str, Any] = {"run.tensorboard": "tensorboard" in names}
-    return Taken(ours | ({"run.trackers": trackers} if trackers else {}))
+    return Mapped(ours | ({"run.trackers": trackers} if trackers else {}))
 
 
-def _use_cpu(value: Any, theirs: Theirs) -> Outcome:
+def _use_cpu(value: Any, theirs: ForeignConfig) -> Outcome:
     return (
-        Taken({"run.device": "cpu"}) if theirs.is_on("use_cpu") else Decided("off in their config")
+        Mapped({"run.device": "cpu"})
+        if theirs.is_on("use_cpu")
+        else Automatic("off in their config")
     )
 
 
-def _defaults(theirs: Theirs) -> dict[str, Any]:
+def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     """Return what LLaMA-Factory takes where a config says nothing."""
     defaults = {
         "finetuning_type": "lora",

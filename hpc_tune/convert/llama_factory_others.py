@@ -1,15 +1,15 @@
 """LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks."""
 
-from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Decided, Rule, each, lacking
+from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
 from hpc_tune.convert.trainer import LORA_PLUS, NF4, only
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 DECIDED: dict[str, Rule] = {
-    "do_train": Decided("the command trains"),
-    **each(Decided("data.path names the file itself"), "dataset_dir"),
-    **each(Decided("datasets of a folder are one"), "mix_strategy"),
+    "do_train": Automatic("the command trains"),
+    **each(Automatic("data.path names the file itself"), "dataset_dir"),
+    **each(Automatic("datasets of a folder are one"), "mix_strategy"),
     **each(
-        Decided(_PREPARED),
+        Automatic(_PREPARED),
         "overwrite_cache preprocessing_num_workers preprocessing_batch_size tokenized_path "
         "dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers "
         "dataloader_pin_memory dataloader_drop_last streaming buffer_size group_by_length "
@@ -17,78 +17,78 @@ DECIDED: dict[str, Rule] = {
         "train_sampling_strategy length_column_name sortish_sampler",
     ),
     **each(
-        Decided("run.dir has checkpoints, each with the optimizer; a new run has a new one"),
+        Automatic("run.dir has checkpoints, each with the optimizer; a new run has a new one"),
         "overwrite_output_dir save_only_model save_safetensors save_on_each_node "
         "enable_jit_checkpoint ignore_data_skip restore_callback_states_from_checkpoint",
     ),
     **each(
-        Decided("metrics.jsonl and tensorboard/ in run.dir have each step"),
+        Automatic("metrics.jsonl and tensorboard/ in run.dir have each step"),
         "logging_steps logging_strategy logging_dir logging_first_step plot_loss log_level "
         "disable_tqdm include_num_input_tokens_seen include_mfu log_on_each_node "
         "log_level_replica logging_nan_inf_filter skip_memory_metrics print_param_status debug "
         "include_effective_tokens_per_second",
     ),
-    **each(Decided("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
+    **each(Automatic("run.timeout and run.host_timeout end a job that hangs"), "ddp_timeout"),
     **each(
-        Decided("the micro-batch is the largest that fits"),
+        Automatic("the micro-batch is the largest that fits"),
         "per_device_eval_batch_size auto_find_batch_size eval_accumulation_steps",
     ),
     **each(
-        Decided("held-out loss is measured at the start, the end and train.eval_every_steps"),
+        Automatic("held-out loss is measured at the start, the end and train.eval_every_steps"),
         "eval_strategy do_eval eval_on_start eval_delay prediction_loss_only bf16_full_eval "
         "fp16_full_eval eval_do_concat_batches eval_use_gather_object batch_eval_metrics",
     ),
-    "average_tokens_across_devices": Decided("a loss is a sum over the tokens of all ranks"),
-    "ignore_pad_token_for_loss": Decided("padding is neither attended to nor learned"),
-    "label_names": Decided("data.loss_on says what is learned"),
-    "torch_empty_cache_steps": Decided("the governor acts before memory ends"),
-    "init_special_tokens": Decided("no tokens are added"),
+    "average_tokens_across_devices": Automatic("a loss is a sum over the tokens of all ranks"),
+    "ignore_pad_token_for_loss": Automatic("padding is neither attended to nor learned"),
+    "label_names": Automatic("data.loss_on says what is learned"),
+    "torch_empty_cache_steps": Automatic("the governor acts before memory ends"),
+    "init_special_tokens": Automatic("no tokens are added"),
     **each(
-        Decided("python -m hpc_tune export --to merged merges an adapter"),
+        Automatic("python -m hpc_tune export --to merged merges an adapter"),
         "export_dir export_size export_device export_legacy_format",
     ),
-    **each(Decided("train.seed is the seed of everything"), "data_seed"),
+    **each(Automatic("train.seed is the seed of everything"), "data_seed"),
     **each(
-        Decided("it is the Trainer's; disable_gradient_checkpointing is what counts there"),
+        Automatic("it is the Trainer's; disable_gradient_checkpointing is what counts there"),
         "gradient_checkpointing gradient_checkpointing_kwargs.* use_reentrant_gc use_unsloth_gc "
         "activation_checkpointing activation_checkpointing_kwargs.*",
     ),
     **each(
-        Decided("one decoder block is compiled, for all"),
+        Automatic("one decoder block is compiled, for all"),
         "torch_compile_backend torch_compile_mode",
     ),
     **each(
-        Decided("attention and loss are PyTorch's own"),
+        Automatic("attention and loss are PyTorch's own"),
         "flash_attn attn enable_liger_kernel use_liger_kernel liger_kernel_config.* use_unsloth "
         "use_v1_kernels",
     ),
     **each(
-        Decided("ranks read their regions of the files of model.path"),
+        Automatic("ranks read their regions of the files of model.path"),
         "low_cpu_mem_usage use_fast_tokenizer cache_dir model_revision offload_folder "
         "quantization_device_map",
     ),
     **each(
-        Decided("mpirun, srun or torchrun start the ranks"),
+        Automatic("mpirun, srun or torchrun start the ranks"),
         "use_ray ray_run_name ray_storage_path ray_storage_filesystem ray_num_workers "
         "resources_per_worker resources_per_worker.* placement_strategy ray_init_kwargs.* "
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
         "ddp_backend local_rank",
     ),
     **each(
-        Decided(LAYOUT),
+        Automatic(LAYOUT),
         "fsdp fsdp_config fsdp_config.* parallelism_config.* accelerator_config.* "
         "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
         "context_parallel_size sequence_parallel virtual_pipeline_model_parallel_size",
     ),
-    "double_quantization": Decided(NF4),
+    "double_quantization": Automatic(NF4),
     **each(
-        Decided("optim.min_lr_ratio says it"),
+        Automatic("optim.min_lr_ratio says it"),
         "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr",
     ),
     **each(
-        Decided("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
+        Automatic("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
     ),
-    "remove_unused_columns": Decided("the form of a record is found by its keys"),
+    "remove_unused_columns": Automatic("the form of a record is found by its keys"),
 }
 LEFT: dict[str, Rule] = {
     "quantization_method": only("bnb", NF4),
@@ -124,7 +124,7 @@ LEFT: dict[str, Rule] = {
         "pissa_init pissa_iter pissa_convert",
     ),
     "loraplus_lr_ratio": lacking(LORA_PLUS, to_do=True),
-    "loraplus_lr_embedding": Decided("embeddings have no adapters"),
+    "loraplus_lr_embedding": Automatic("embeddings have no adapters"),
     **each(
         lacking("AdamW is the only optimizer; find optim.lr again", to_do=True),
         "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules "
@@ -149,7 +149,7 @@ LEFT: dict[str, Rule] = {
         "add_special_tokens new_special_tokens_config",
     ),
     **each(
-        Decided("training on preferences or rewards alone uses it"),
+        Automatic("training on preferences or rewards alone uses it"),
         "pref_beta pref_ftx pref_loss ref_model ref_model_adapters reward_model "
         "reward_model_adapters reward_model_type simpo_gamma dpo_label_smoothing ppo_epochs "
         "kto_chosen_weight kto_rejected_weight pref_bco_weight ppo_buffer_size ppo_score_norm "
@@ -158,7 +158,7 @@ LEFT: dict[str, Rule] = {
     ),
     "do_predict": lacking("a run trains: python -m hpc_tune generate answers prompts", to_do=True),
     **each(
-        Decided("python -m hpc_tune generate answers prompts"),
+        Automatic("python -m hpc_tune generate answers prompts"),
         "predict_with_generate compute_accuracy max_new_tokens max_length top_k top_p "
         "temperature num_beams infer_backend infer_dtype do_sample repetition_penalty "
         "length_penalty skip_special_tokens use_kv_cache use_cache eval_num_beams "
@@ -177,7 +177,7 @@ LEFT: dict[str, Rule] = {
         "kt_force_think",
     ),
     **each(
-        Decided("there is no quantization of what was trained"),
+        Automatic("there is no quantization of what was trained"),
         "export_quantization_bit export_quantization_dataset export_quantization_nsamples "
         "export_quantization_maxlen",
     ),

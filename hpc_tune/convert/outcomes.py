@@ -1,6 +1,6 @@
 """What can become of a key of another tool's config, and what the rules of all tools share.
 
-key, value -> rule -> Taken | Decided | Left
+key, value -> rule -> Mapped | Automatic | Unsupported
 """
 
 import re
@@ -20,7 +20,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "false", [], {})
 
 
 @dataclass(frozen=True)
-class Theirs:
+class ForeignConfig:
     """Another tool's config: values by dotted key, with its defaults, without what is empty.
 
     ``ranks`` is the number of ranks it was made for.
@@ -59,7 +59,7 @@ class Theirs:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Mapped:
     """Their key gives values to ours; ``remark`` says where the meaning differs.
 
     ``to_do``: the user must see to the remark before a run.
@@ -71,14 +71,14 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Decided:
+class Automatic:
     """hpc_tune decides this itself, for the reason ``why``."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Left:
+class Unsupported:
     """Their key is not taken over. ``to_do``: the user must act on ``instead`` before a run."""
 
     instead: str
@@ -96,7 +96,7 @@ class Another:
     what: str
     instead: str
 
-    def message(self, theirs: Theirs, tool: str) -> str:
+    def message(self, theirs: ForeignConfig, tool: str) -> str:
         """Return the one message for people."""
         said = ", ".join(f"{key} = {shown(theirs.get(key))}" for key in self.keys[:3])
         return (
@@ -105,9 +105,9 @@ class Another:
         )
 
 
-NO_ADAPTERS = Decided("there are no adapters in full fine-tuning")
-Outcome = Taken | Decided | Left
-Rule = Outcome | Callable[[Any, Theirs], Outcome]
+NO_ADAPTERS = Automatic("there are no adapters in full fine-tuning")
+Outcome = Mapped | Automatic | Unsupported
+Rule = Outcome | Callable[[Any, ForeignConfig], Outcome]
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class Tool:
 
     name: str
     rules: dict[str, Rule]
-    defaults: Callable[[Theirs], dict[str, Any]]
-    another: Callable[[Theirs], Another | None]
+    defaults: Callable[[ForeignConfig], dict[str, Any]]
+    another: Callable[[ForeignConfig], Another | None]
     lists: tuple[str, ...] = ()
 
-    def outcome(self, key: str, theirs: Theirs) -> Outcome | None:
+    def outcome(self, key: str, theirs: ForeignConfig) -> Outcome | None:
         """Return what becomes of a key; None: it is not known."""
         parts = [part for part in key.split(".") if not part.isdecimal()]
         names = [
@@ -136,7 +136,7 @@ class Tool:
         rule = next((self.rules[name] for name in names if name in self.rules), None)
         if key not in theirs.values:
             is_part = any(name.startswith(f"{names[0]}.") for name in self.rules)
-            return Decided("empty in their config") if rule or is_part else None
+            return Automatic("empty in their config") if rule or is_part else None
         return rule(theirs.values[key], theirs) if callable(rule) else rule
 
 
@@ -153,44 +153,48 @@ def each(rule: Rule, keys: str) -> dict[str, Rule]:
 
 def same(ours: str, remark: str = "") -> Rule:
     """Take a value over as it is."""
-    return lambda value, theirs: Taken({ours: value}, remark)
+    return lambda value, theirs: Mapped({ours: value}, remark)
 
 
 def lacking(instead: str, to_do: bool = False) -> Rule:
     """Rule for what hpc_tune lacks: left, unless their config switches it off."""
 
-    def rule(value: Any, theirs: Theirs) -> Outcome:
-        return Decided("off in their config") if value in OFF else Left(instead, to_do)
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        return Automatic("off in their config") if value in OFF else Unsupported(instead, to_do)
 
     return rule
 
 
-def adapter(ours: str, method: Callable[[Theirs], str]) -> Rule:
+def adapter(ours: str, method: Callable[[ForeignConfig], str]) -> Rule:
     """Take a value of adapters over, unless all weights are trained."""
 
-    def rule(value: Any, theirs: Theirs) -> Outcome:
-        return NO_ADAPTERS if method(theirs) == "full" else Taken({ours: value})
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        return NO_ADAPTERS if method(theirs) == "full" else Mapped({ours: value})
 
     return rule
 
 
-def dora(method: Callable[[Theirs], str]) -> Rule:
+def dora(method: Callable[[ForeignConfig], str]) -> Rule:
     """Rule for the switch for DoRA, which tune.method says here."""
 
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if str(value).lower() != "true":
-            return Decided("tune.method says it")
+            return Automatic("tune.method says it")
         match method(theirs):
             case "full":
                 return NO_ADAPTERS
             case "qlora":
-                return Left("there is no DoRA on a 4-bit base; tune.method=dora has another", True)
-        return Taken({"tune.method": "dora"})
+                return Unsupported(
+                    "there is no DoRA on a 4-bit base; tune.method=dora has another", True
+                )
+        return Mapped({"tune.method": "dora"})
 
     return rule
 
 
-def global_batch(theirs: Theirs, rows: str, accumulation: str, ranks_per_row: int = 1) -> Taken:
+def global_batch(
+    theirs: ForeignConfig, rows: str, accumulation: str, ranks_per_row: int = 1
+) -> Mapped:
     """Return the global batch of rows per rank, accumulation and data-parallel ranks.
 
     Raises:
@@ -204,7 +208,7 @@ def global_batch(theirs: Theirs, rows: str, accumulation: str, ranks_per_row: in
     factors = theirs.whole(rows), theirs.whole(accumulation), theirs.ranks // ranks_per_row
     size = factors[0] * factors[1] * factors[2]
     remark = "{} per rank x {} accumulated x {} ranks".format(*factors)
-    return Taken({"batch.global_size": size}, remark)
+    return Mapped({"batch.global_size": size}, remark)
 
 
 def usable_file(value: Any) -> bool:
@@ -228,20 +232,20 @@ def is_data_path(name: str) -> bool:
     return bool(PurePosixPath(name).suffix) or ("/" in name and is_path(name))
 
 
-def hub_data(name: Any, ours: str) -> Left:
+def hub_data(name: Any, ours: str) -> Unsupported:
     """Return what to do about a dataset of a hub."""
-    return Left(
+    return Unsupported(
         "compute nodes have no internet: on a login node hf download --repo-type dataset "
         f"{name} --local-dir DIR, and name DIR in {ours}",
         to_do=True,
     )
 
 
-def model_path(value: Any, theirs: Theirs) -> Outcome:
+def model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a model that is a directory or a name of the hub."""
     if is_path(str(value)):
-        return Taken({"model.path": value}, "a Hugging Face directory")
-    return Left(
+        return Mapped({"model.path": value}, "a Hugging Face directory")
+    return Unsupported(
         "it looks like a name of the hub, which compute nodes cannot reach: on a login node "
         f"hf download {value} --local-dir DIR, then set model.path to DIR (to ./{value} if it is "
         "a folder)",
@@ -249,25 +253,25 @@ def model_path(value: Any, theirs: Theirs) -> Outcome:
     )
 
 
-def chat_template(name: Any) -> Left:
+def chat_template(name: Any) -> Unsupported:
     """Return what to do about a template that a tool has by a name of its own."""
-    return Left(
+    return Unsupported(
         f"the chat template of model.path's tokenizer is taken: if that is not {name}'s, write "
         f"{name}'s as a Jinja file and set data.chat_template",
         to_do=True,
     )
 
 
-def offload_params(value: Any, theirs: Theirs) -> Outcome:
+def offload_params(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a switch that keeps sharded weights on the host."""
     if str(value).lower() == "true":
-        return Taken({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along")
-    return Decided("plan says whether the weights need it: parallel.offload_params")
+        return Mapped({"parallel.offload_params": "cpu"}, "the state of the optimizer goes along")
+    return Automatic("plan says whether the weights need it: parallel.offload_params")
 
 
-def packing(value: Any, theirs: Theirs) -> Outcome:
+def packing(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for a packing switch."""
     if str(value).lower() == "true":
-        return Taken({"data.packing": True}, "documents in a row do not see each other")
+        return Mapped({"data.packing": True}, "documents in a row do not see each other")
     remark = "true is faster; a row then holds several documents, so make the batch smaller"
-    return Taken({"data.packing": False}, remark)
+    return Mapped({"data.packing": False}, remark)

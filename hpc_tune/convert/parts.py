@@ -8,7 +8,7 @@ import re
 import shlex
 from typing import Any
 
-from hpc_tune.convert.outcomes import Decided, Left, Outcome, Rule, Taken, Theirs
+from hpc_tune.convert.outcomes import Automatic, ForeignConfig, Mapped, Outcome, Rule, Unsupported
 
 # The records of a file, one list of JSON or one record a line; {part} is a slice of the list.
 _COMMAND = (
@@ -17,20 +17,20 @@ _COMMAND = (
     "s.strip()]; [print(json.dumps(x)) for x in r[{part}]]"
 )
 _SLICE = re.compile(r"train\[(?:(\d+)(%?))?:(?:(\d+)(%?))?\]")
-_LEAST_TRAINED = 50  # percent; of which less is trained on is a part, and not data with a rest
+_MIN_TRAINED = 50  # percent; of which less is trained on is a part, and not data with a rest
 
 
-def cut(part: str, ours: str, file: Any = None) -> Left:
+def cut(part: str, ours: str, file: Any = None) -> Unsupported:
     """Return how to write a part of a file; ``part`` is a slice of the list of records ``r``."""
     is_known = isinstance(file, str)
     if is_known and not file.endswith((".json", ".jsonl")):
         records = part.replace("len(r)", "their number")
         instead = f"write records {records} of {file} (the first is 0) to a file of their own; set "
-        return Left(f"{instead}{ours} to that", to_do=True)
+        return Unsupported(f"{instead}{ours} to that", to_do=True)
     name = shlex.quote(file) if is_known else "FILE"
     which = "" if is_known else ", FILE being JSON or JSONL"
     command = f'python -c "{_COMMAND.format(part=part)}" {name} > part.jsonl'
-    return Left(
+    return Unsupported(
         f"write these records of a file to one of their own: {command}{which}; then set {ours} to "
         "part.jsonl",
         to_do=True,
@@ -40,9 +40,9 @@ def cut(part: str, ours: str, file: Any = None) -> Left:
 def first(ours: str) -> Rule:
     """Rule for a number of records at the beginning of each file."""
 
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if not str(value).isdecimal():
-            return Left("it is no number of records", to_do=True)
+            return Unsupported("it is no number of records", to_do=True)
         return cut(f":{value}", ours)
 
     return rule
@@ -54,14 +54,16 @@ def split(value: Any, ours: str, file: Any, is_whole_data: bool) -> Outcome:
     ``is_whole_data``: the file is all the data, and nothing else says what is held out.
     """
     if value == "train":
-        return Decided("files are used whole; of a folder those of train are")
+        return Automatic("files are used whole; of a folder those of train are")
     found = _SLICE.fullmatch(str(value).replace(" ", ""))
     if found is None:
-        return Left(f"name the file of this part in {ours}: files are used whole", to_do=True)
+        return Unsupported(
+            f"name the file of this part in {ours}: files are used whole", to_do=True
+        )
     start, _, end, percent = found.groups()
-    if is_whole_data and not start and percent and _LEAST_TRAINED <= int(end) < 100:
+    if is_whole_data and not start and percent and _MIN_TRAINED <= int(end) < 100:
         remark = "the rest is held out; a hash of each document chooses, not its place"
-        return Taken({"data.eval_fraction": (100 - int(end)) / 100}, remark)
+        return Mapped({"data.eval_fraction": (100 - int(end)) / 100}, remark)
     return cut(f"{_bound(*found.group(1, 2))}:{_bound(*found.group(3, 4))}", ours, file)
 
 

@@ -7,13 +7,13 @@ from hpc_tune.convert.layers import fused, targets
 from hpc_tune.convert.outcomes import (
     LAYOUT,
     NO_ADAPTERS,
-    Decided,
-    Left,
+    Automatic,
+    ForeignConfig,
+    Mapped,
     Outcome,
     Rule,
-    Taken,
-    Theirs,
     Tool,
+    Unsupported,
     adapter,
     dora,
     each,
@@ -31,7 +31,7 @@ _LOSS = ("CrossEntropy", "CEWith")
 _NO_LIMIT, _NO_SCHEDULER = "no limit", "no scheduler"
 
 
-def _method(theirs: Theirs) -> str:
+def _method(theirs: ForeignConfig) -> str:
     builder = last_name(theirs.get("model._component_"))
     if builder.startswith("qlora") or theirs.is_on("model.quantize_base"):
         return "qlora"
@@ -40,12 +40,12 @@ def _method(theirs: Theirs) -> str:
     return "lora" if builder.startswith("lora") or theirs.get("model.lora_rank") else "full"
 
 
-def _method_rule(value: Any, theirs: Theirs) -> Outcome:
+def _method_rule(value: Any, theirs: ForeignConfig) -> Outcome:
     remark = "the shape itself is read from config.json of model.path"
-    return Taken({"tune.method": _method(theirs)}, remark)
+    return Mapped({"tune.method": _method(theirs)}, remark)
 
 
-def _targets(value: Any, theirs: Theirs) -> Outcome:
+def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if _method(theirs) == "full":
         return NO_ADAPTERS
     given = theirs.get("model.lora_attn_modules")
@@ -57,33 +57,33 @@ def _targets(value: Any, theirs: Theirs) -> Outcome:
     if joined := fused(names, str(theirs.get("model._component_"))):
         return joined
     if len(names) == len(_ATTENTION) + len(_MLP) and not is_with_head:
-        return Taken({"tune.targets": "all-linear"})
+        return Mapped({"tune.targets": "all-linear"})
     return targets(names, "checkpointer.checkpoint_dir", theirs)
 
 
-def _seq_len(value: Any, theirs: Theirs) -> Outcome:
+def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     keys = ("tokenizer.max_seq_len", "dataset.max_seq_len")
     limits = [theirs.whole(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
     if limits:
-        return Taken({"data.seq_len": min(limits)})
-    return Left(
+        return Mapped({"data.seq_len": min(limits)})
+    return Unsupported(
         "set data.seq_len to the tokens of your longest document (theirs are never cut); it is "
         "1024 otherwise, and what that cuts is counted",
         to_do=True,
     )
 
 
-def _model_path(value: Any, theirs: Theirs) -> Outcome:
+def _model_path(value: Any, theirs: ForeignConfig) -> Outcome:
     if "Meta" in last_name(theirs.get("checkpointer._component_")):
-        return Left(
+        return Unsupported(
             "it has weights in Meta's format: fetch the same model in Hugging Face's on a login "
             "node (hf download NAME --local-dir DIR), and set model.path to DIR",
             to_do=True,
         )
-    return Taken({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
+    return Mapped({"model.path": str(value).rstrip("/") or "/"}, "a Hugging Face directory")
 
 
-def _batch(value: Any, theirs: Theirs) -> Outcome:
+def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
     shared = [k for k in ("tensor_parallel_dim", "context_parallel_dim") if theirs.get(k)]
     ranks_per_row = 1
     for key in shared:
@@ -91,98 +91,102 @@ def _batch(value: Any, theirs: Theirs) -> Outcome:
     return global_batch(theirs, "batch_size", "gradient_accumulation_steps", ranks_per_row)
 
 
-def _steps(theirs: Theirs) -> int | None:
+def _steps(theirs: ForeignConfig) -> int | None:
     """Return the steps of all epochs together, if the config says how many an epoch has."""
     if theirs.get("max_steps_per_epoch") is None:
         return None
     return theirs.whole("epochs") * theirs.whole("max_steps_per_epoch")
 
 
-def _length(value: Any, theirs: Theirs) -> Outcome:
+def _length(value: Any, theirs: ForeignConfig) -> Outcome:
     steps = _steps(theirs)
     if steps is None:
-        return Taken({"train.epochs": value})
-    return Taken({"train.max_steps": steps}, "if an epoch has that many steps; else leave it out")
+        return Mapped({"train.epochs": value})
+    return Mapped({"train.max_steps": steps}, "if an epoch has that many steps; else leave it out")
 
 
-def _optimizer(value: Any, theirs: Theirs) -> Outcome:
+def _optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value) == "torch.optim.AdamW":
-        return Decided("AdamW is the only optimizer")
+        return Automatic("AdamW is the only optimizer")
     if "AdamW" in str(value):
-        return Left("AdamW's state is not in 8 bits; plan says whether it fits")
-    return Left("AdamW is the only optimizer; find optim.lr again", to_do=True)
+        return Unsupported("AdamW's state is not in 8 bits; plan says whether it fits")
+    return Unsupported("AdamW is the only optimizer; find optim.lr again", to_do=True)
 
 
-def _betas(value: Any, theirs: Theirs) -> Outcome:
+def _betas(value: Any, theirs: ForeignConfig) -> Outcome:
     if isinstance(value, list) and len(value) == 2:
-        return Taken({"optim.beta1": value[0], "optim.beta2": value[1]})
-    return Left("set optim.beta1 and optim.beta2", to_do=True)
+        return Mapped({"optim.beta1": value[0], "optim.beta2": value[1]})
+    return Unsupported("set optim.beta1 and optim.beta2", to_do=True)
 
 
-def _schedule(value: Any, theirs: Theirs) -> Outcome:
+def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
     if value == _NO_SCHEDULER:
-        return Taken({"optim.schedule": "constant", "optim.warmup_steps": 0})
+        return Mapped({"optim.schedule": "constant", "optim.warmup_steps": 0})
     if last_name(value) == "get_cosine_schedule_with_warmup":
         warmup = str(theirs.get("lr_scheduler.num_warmup_steps", 0))
         steps = _steps(theirs)
         return falling("cosine", steps, int(warmup) if warmup.isdecimal() else 0)
-    return Left("optim.schedule is constant, linear or cosine", to_do=True)
+    return Unsupported("optim.schedule is constant, linear or cosine", to_do=True)
 
 
-def _loss(value: Any, theirs: Theirs) -> Outcome:
+def _loss(value: Any, theirs: ForeignConfig) -> Outcome:
     if any(word in str(value) for word in _LOSS):
-        return Decided("cross entropy, whose logits are never held whole")
-    return Left("cross entropy of the next token is the only loss, not preferences", to_do=True)
+        return Automatic("cross entropy, whose logits are never held whole")
+    return Unsupported(
+        "cross entropy of the next token is the only loss, not preferences", to_do=True
+    )
 
 
-def _clip(value: Any, theirs: Theirs) -> Outcome:
-    return Taken({"optim.clip_norm": 0.0 if str(value).strip(".") == "inf" else value})
+def _clip(value: Any, theirs: ForeignConfig) -> Outcome:
+    return Mapped({"optim.clip_norm": 0.0 if str(value).strip(".") == "inf" else value})
 
 
-def _dtype(value: Any, theirs: Theirs) -> Outcome:
+def _dtype(value: Any, theirs: ForeignConfig) -> Outcome:
     if value not in ("bf16", "fp32"):
-        return Left("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it")
+        return Unsupported("model.dtype is bf16 or fp32; auto takes bf16 on a GPU that has it")
     if _method(theirs) == "full" and value == "bf16":
         remark = "as there; tune.param_dtype=fp32 loses no small updates and takes twice the memory"
-        return Taken({"model.dtype": value, "tune.param_dtype": value}, remark)
-    return Taken({"model.dtype": value})
+        return Mapped({"model.dtype": value, "tune.param_dtype": value}, remark)
+    return Mapped({"model.dtype": value})
 
 
-def _device(value: Any, theirs: Theirs) -> Outcome:
+def _device(value: Any, theirs: ForeignConfig) -> Outcome:
     kind = str(value).partition(":")[0]
     if kind in ("cuda", "cpu"):
-        return Taken({"run.device": kind})
-    return Left("run.device is cuda or cpu")
+        return Mapped({"run.device": kind})
+    return Unsupported("run.device is cuda or cpu")
 
 
-def _shuffle(value: Any, theirs: Theirs) -> Outcome:
+def _shuffle(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "true":
-        return Decided("order follows from seed, epoch and place, on any number of ranks")
-    return Left("rows are always shuffled, by train.seed", to_do=True)
+        return Automatic("order follows from seed, epoch and place, on any number of ranks")
+    return Unsupported("rows are always shuffled, by train.seed", to_do=True)
 
 
-def _recompute(value: Any, theirs: Theirs) -> Outcome:
+def _recompute(value: Any, theirs: ForeignConfig) -> Outcome:
     kind = "full" if theirs.is_on("enable_activation_checkpointing") else theirs.get("ac_mode")
-    return Taken({"parallel.recompute": kind or "none"})
+    return Mapped({"parallel.recompute": kind or "none"})
 
 
-def _logger(value: Any, theirs: Theirs) -> Outcome:
+def _logger(value: Any, theirs: ForeignConfig) -> Outcome:
     if "TensorBoard" in str(value):
-        return Taken({"run.tensorboard": True})
+        return Mapped({"run.tensorboard": True})
     if "WandB" in str(value):
-        return Taken({"run.trackers": ["wandb"]}, "offline, for wandb sync")
+        return Mapped({"run.trackers": ["wandb"]}, "offline, for wandb sync")
     if last_name(value) in ("DiskLogger", "StdoutLogger"):
-        return Decided("metrics.jsonl in run.dir has a line for each step")
-    return Left("metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away")
+        return Automatic("metrics.jsonl in run.dir has a line for each step")
+    return Unsupported(
+        "metrics.jsonl and tensorboard/ in run.dir have each step; nothing is sent away"
+    )
 
 
-def _resume(value: Any, theirs: Theirs) -> Outcome:
+def _resume(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value).lower() == "true":
-        return Left("their state cannot be read; tune.init_from takes adapters", to_do=True)
-    return Decided("checkpoint.resume=auto: rerun the same command")
+        return Unsupported("their state cannot be read; tune.init_from takes adapters", to_do=True)
+    return Automatic("checkpoint.resume=auto: rerun the same command")
 
 
-def _defaults(theirs: Theirs) -> dict[str, Any]:
+def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     """Return what recipes take where a config says nothing."""
     defaults = {
         "gradient_accumulation_steps": 1,
@@ -241,31 +245,31 @@ _TAKEN: dict[str, Rule] = {
 }
 _EXPORT = "the adapter alone is saved; python -m hpc_tune export --to merged merges it"
 _DECIDED: dict[str, Rule] = {
-    **each(Decided("the tokenizer is read from model.path"), "tokenizer.*"),
-    **each(Decided("all files of model.path are read, each rank its part"), "checkpointer.*"),
-    **each(Decided("run.dir has all that a run leaves"), "checkpointer.output_dir"),
-    **each(Decided("the micro-batch is the largest that fits"), "batch_size_val collate_fn"),
+    **each(Automatic("the tokenizer is read from model.path"), "tokenizer.*"),
+    **each(Automatic("all files of model.path are read, each rank its part"), "checkpointer.*"),
+    **each(Automatic("run.dir has all that a run leaves"), "checkpointer.output_dir"),
+    **each(Automatic("the micro-batch is the largest that fits"), "batch_size_val collate_fn"),
     **each(
-        Decided(LAYOUT),
+        Automatic(LAYOUT),
         "tensor_parallel_dim tensor_parallel_plan tensor_parallel_plan.* context_parallel_dim "
         "data_parallel_shard_dim data_parallel_replicate_dim custom_sharded_layers "
         "memory_efficient_fsdp_wrap fsdp_reshard_after_forward fsdp_sharding_strategy fsdp.*",
     ),
-    **each(Decided("AdamW is fused"), "optimizer.fused optimizer.foreach"),
-    **each(Decided("cross entropy, whose logits are never held whole"), "loss.num_output_chunks"),
-    **each(Decided("one decoder block is compiled, for all"), "compile.*"),
-    **each(Decided("parallel.recompute says all of it"), "ac_option"),
-    **each(Decided("ranks read their regions of the files"), "low_cpu_ram"),
+    **each(Automatic("AdamW is fused"), "optimizer.fused optimizer.foreach"),
+    **each(Automatic("cross entropy, whose logits are never held whole"), "loss.num_output_chunks"),
+    **each(Automatic("one decoder block is compiled, for all"), "compile.*"),
+    **each(Automatic("parallel.recompute says all of it"), "ac_option"),
+    **each(Automatic("ranks read their regions of the files"), "low_cpu_ram"),
     **each(
-        Decided("metrics.jsonl in run.dir has each step, with memory"),
+        Automatic("metrics.jsonl in run.dir has each step, with memory"),
         "metric_logger.* log_every_n_steps log_peak_memory_stats log_level",
     ),
     **each(
-        Decided("checkpoints go by time and steps, while training goes on"),
+        Automatic("checkpoints go by time and steps, while training goes on"),
         "save_last_epoch_only epochs_to_save enable_async_checkpointing keep_last_n_checkpoints",
     ),
-    **each(Decided(_EXPORT), "save_adapter_weights_only"),
-    **each(Decided("train.profile=10:2 traces two steps"), "profiler.*"),
+    **each(Automatic(_EXPORT), "save_adapter_weights_only"),
+    **each(Automatic("train.profile=10:2 traces two steps"), "profiler.*"),
 }
 _LEFT: dict[str, Rule] = {
     "tokenizer.prompt_template": lacking(
@@ -284,7 +288,7 @@ _LEFT: dict[str, Rule] = {
     ),
     "cudnn_deterministic_mode": lacking("set train.deterministic=true"),
     "profiler.enabled": lacking("set train.profile=10:2"),
-    "quantizer.*": Left("there is no quantization-aware training", to_do=True),
+    "quantizer.*": Unsupported("there is no quantization-aware training", to_do=True),
     "resize_token_embeddings": lacking(
         "no tokens are added; save the model with them first", to_do=True
     ),

@@ -3,12 +3,12 @@
 from typing import Any
 
 from hpc_tune.convert.outcomes import (
-    Decided,
-    Left,
+    Automatic,
+    ForeignConfig,
+    Mapped,
     Outcome,
     Rule,
-    Taken,
-    Theirs,
+    Unsupported,
     each,
     hub_data,
     is_data_path,
@@ -20,8 +20,8 @@ from hpc_tune.convert.parts import complement, split
 
 PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
 _PAIR = {"input": "prompt", "output": "completion"}
-_BY_KEYS = Decided("the form of a record is found by its keys")
-_HELD_OUT = Decided("data.eval_fraction says it")
+_BY_KEYS = Automatic("the form of a record is found by its keys")
+_HELD_OUT = Automatic("data.eval_fraction says it")
 _PREAMBLE = (
     "alpaca's preamble (Below is an instruction that ...) and headings stand in each prompt there "
     "and not here: write them into the records (as prompt and completion) if they are to stay"
@@ -33,7 +33,7 @@ def last_name(value: Any) -> str:
     return str(value).rpartition(".")[2]
 
 
-def path_of(part: str, theirs: Theirs) -> Any:
+def path_of(part: str, theirs: ForeignConfig) -> Any:
     """Return the file or folder that ``dataset`` or ``dataset_val`` reads, if hpc_tune can."""
     files, source = theirs.get(f"{part}.data_files"), str(theirs.get(f"{part}.source", ""))
     if part == "dataset_val" and theirs.get(f"{part}.split", "train") != "train":
@@ -43,19 +43,19 @@ def path_of(part: str, theirs: Theirs) -> Any:
     return source if is_data_path(source) else None
 
 
-def eval_every(value: Any, theirs: Theirs) -> Outcome:
+def eval_every(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the steps between evaluations, if something is held out."""
     if path_of("dataset_val", theirs) or _holds_out(theirs):
-        return Taken({"train.eval_every_steps": value})
-    return Left(f"set train.eval_every_steps={value} together with data.eval_path")
+        return Mapped({"train.eval_every_steps": value})
+    return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
 
 
-def _holds_out(theirs: Theirs) -> bool:
+def _holds_out(theirs: ForeignConfig) -> bool:
     """Return whether a share of the data's one file is held out."""
-    return isinstance(_part("dataset", theirs.get("dataset.split", "train"), theirs), Taken)
+    return isinstance(_part("dataset", theirs.get("dataset.split", "train"), theirs), Mapped)
 
 
-def _is_of_one_file(theirs: Theirs) -> bool:
+def _is_of_one_file(theirs: ForeignConfig) -> bool:
     """Return whether the held-out data, if any, are the rest of the file that is trained on."""
     held_out = {key: value for key, value in theirs.values.items() if key.startswith("dataset_val")}
     if not held_out:
@@ -71,7 +71,7 @@ def _is_of_one_file(theirs: Theirs) -> bool:
 
 
 def _split(part: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if part == "dataset_val" and complement(value) and _holds_out(theirs):
             return _HELD_OUT
         return _part(part, value, theirs)
@@ -79,82 +79,84 @@ def _split(part: str) -> Rule:
     return rule
 
 
-def _part(part: str, value: Any, theirs: Theirs) -> Outcome:
+def _part(part: str, value: Any, theirs: ForeignConfig) -> Outcome:
     is_whole = part == "dataset" and _is_of_one_file(theirs)
     file = theirs.get(f"{part}.data_files", theirs.get(f"{part}.source"))
     known = file if isinstance(file, str) and is_data_path(file) else None
     return split(value, PARTS[part], known, is_whole)
 
 
-def _component(value: Any, theirs: Theirs) -> Outcome:
+def _component(value: Any, theirs: ForeignConfig) -> Outcome:
     name = last_name(value)
     if not theirs.get("dataset.source") and not theirs.get("dataset.data_files"):
         instead = (
             f"compute nodes have no internet: on a login node write the records of {name} to a "
             "JSONL or Parquet file, and set data.path to it"
         )
-        return Left(f"{instead}; {_PREAMBLE}" if "alpaca" in name else instead, to_do=True)
+        return Unsupported(f"{instead}; {_PREAMBLE}" if "alpaca" in name else instead, to_do=True)
     if "alpaca" in name:
-        return Left(_PREAMBLE, to_do=True)
+        return Unsupported(_PREAMBLE, to_do=True)
     if name == "instruct_dataset":
         named = {str(theirs.get(f"dataset.column_map.{k}", k)): ours for k, ours in _PAIR.items()}
-        return Taken({"data.columns": named})
+        return Mapped({"data.columns": named})
     return _BY_KEYS
 
 
 def _source(part: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if theirs.get(f"{part}.data_files"):
-            return Decided("the ending of the file says its kind")
+            return Automatic("the ending of the file says its kind")
         if part == "dataset_val" and _holds_out(theirs):
             return _HELD_OUT
         path = path_of(part, theirs)
-        return Taken({PARTS[part]: path}) if path else hub_data(value, PARTS[part])
+        return Mapped({PARTS[part]: path}) if path else hub_data(value, PARTS[part])
 
     return rule
 
 
 def _files(part: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if part == "dataset_val" and _holds_out(theirs):
             return _HELD_OUT
         path = path_of(part, theirs)
         if path:
-            return Taken({PARTS[part]: path})
+            return Mapped({PARTS[part]: path})
         instead = f"put it as JSONL or Parquet into one file or folder; set {PARTS[part]}"
-        return Left(instead, to_do=True)
+        return Unsupported(instead, to_do=True)
 
     return rule
 
 
-def _loss_on(value: Any, theirs: Theirs) -> Outcome:
+def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
     choice = choices.get(str(value).lower())
     if choice:
-        return Taken({"data.loss_on": choice})
-    return Left("data.loss_on is answers or all: answers is used", to_do=True)
+        return Mapped({"data.loss_on": choice})
+    return Unsupported("data.loss_on is answers or all: answers is used", to_do=True)
 
 
 def _column(*names: str) -> Rule:
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if value in names:
             return _BY_KEYS
         if not isinstance(value, str):
-            return Left("it is no name of a column", to_do=True)
-        return Taken({"data.columns": {value: names[0]}})
+            return Unsupported("it is no name of a column", to_do=True)
+        return Mapped({"data.columns": {value: names[0]}})
 
     return rule
 
 
-def _mapped(value: Any, theirs: Theirs) -> Outcome:
+def _mapped(value: Any, theirs: ForeignConfig) -> Outcome:
     if last_name(theirs.get("dataset._component_")) == "instruct_dataset":
-        return Decided("data.columns says it")
-    return Left("set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True)
+        return Automatic("data.columns says it")
+    return Unsupported(
+        "set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True
+    )
 
 
 DATA: dict[str, Rule] = {
-    "dataset": Left("set data.path to a list of the files of all of them", to_do=True),
+    "dataset": Unsupported("set data.path to a list of the files of all of them", to_do=True),
     "dataset._component_": _component,
     "dataset.source": _source("dataset"),
     "dataset.data_files": _files("dataset"),
@@ -169,8 +171,8 @@ DATA: dict[str, Rule] = {
     "dataset.column_map.*": _mapped,
     "run_val_every_n_steps": eval_every,
     **each(_BY_KEYS, "dataset.conversation_style"),
-    **each(Decided("validation data are read as data.path is"), "dataset_val.*"),
-    **each(Decided("what is longer than a row is cut"), "dataset.split_across_pack"),
+    **each(Automatic("validation data are read as data.path is"), "dataset_val.*"),
+    **each(Automatic("what is longer than a row is cut"), "dataset.split_across_pack"),
     "dataset.new_system_prompt": lacking(
         "begin each record's messages with a system message", to_do=True
     ),

@@ -7,12 +7,12 @@ from typing import Any
 
 from hpc_tune.convert.outcomes import (
     LAYOUT,
-    Decided,
-    Left,
+    Automatic,
+    ForeignConfig,
+    Mapped,
     Outcome,
     Rule,
-    Taken,
-    Theirs,
+    Unsupported,
     is_path,
 )
 
@@ -27,8 +27,8 @@ _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fuse
 def only(value: str, why: str) -> Rule:
     """Rule for a key of which hpc_tune has one value."""
 
-    def rule(given: Any, theirs: Theirs) -> Outcome:
-        return Decided(why) if str(given).lower() == value else Left(why, to_do=True)
+    def rule(given: Any, theirs: ForeignConfig) -> Outcome:
+        return Automatic(why) if str(given).lower() == value else Unsupported(why, to_do=True)
 
     return rule
 
@@ -36,151 +36,161 @@ def only(value: str, why: str) -> Rule:
 def rank_stabilized(alpha: str, rank: str) -> Rule:
     """Rule for the switch for a scale of alpha / sqrt(rank)."""
 
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if str(value).lower() != "true":
-            return Decided("off in their config")
+            return Automatic("off in their config")
         ours = theirs.whole(alpha) * math.sqrt(theirs.whole(rank))
-        return Left(
+        return Unsupported(
             f"the same scale is tune.alpha={ours:g}, which is theirs x sqrt(rank)", to_do=True
         )
 
     return rule
 
 
-def first_adapter(method: Callable[[Theirs], str]) -> Rule:
+def first_adapter(method: Callable[[ForeignConfig], str]) -> Rule:
     """Rule for the adapter to begin with."""
 
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         if method(theirs) == "full":
-            return Left("merge it into the model first, and name that in model.path", to_do=True)
+            return Unsupported(
+                "merge it into the model first, and name that in model.path", to_do=True
+            )
         if isinstance(value, str) and "," not in value and is_path(value):
             remark = "its rank, alpha and targets must be the config's"
-            return Taken({"tune.init_from": value}, remark)
-        return Left("tune.init_from takes the folder of one adapter", to_do=True)
+            return Mapped({"tune.init_from": value}, remark)
+        return Unsupported("tune.init_from takes the folder of one adapter", to_do=True)
 
     return rule
 
 
-def val_size(value: Any, theirs: Theirs) -> Outcome:
+def val_size(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the share of the data that is held out."""
     if value == 0:
-        return Decided("no data is held out")
+        return Automatic("no data is held out")
     if isinstance(value, int | float) and 0 < value < 1:
-        return Taken({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
-    return Left("data.eval_fraction is a share of the documents: set it", to_do=True)
+        return Mapped({"data.eval_fraction": value}, "a hash of each document chooses, not chance")
+    return Unsupported("data.eval_fraction is a share of the documents: set it", to_do=True)
 
 
-def eval_steps(share: str, has_files: Callable[[Theirs], bool] = lambda theirs: False) -> Rule:
+def eval_steps(
+    share: str, has_files: Callable[[ForeignConfig], bool] = lambda theirs: False
+) -> Rule:
     """Rule for the steps between evaluations, where ``share`` or files give data to hold out."""
 
-    def rule(value: Any, theirs: Theirs) -> Outcome:
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
         held_out = theirs.get(share)
         if isinstance(value, float) and value < 1:
-            return Left("train.eval_every_steps is a number of steps: set it", to_do=True)
+            return Unsupported("train.eval_every_steps is a number of steps: set it", to_do=True)
         if has_files(theirs) or (isinstance(held_out, float) and 0 < held_out < 1):
-            return Taken({"train.eval_every_steps": value})
-        return Left(f"set train.eval_every_steps={value} together with data.eval_path")
+            return Mapped({"train.eval_every_steps": value})
+        return Unsupported(f"set train.eval_every_steps={value} together with data.eval_path")
 
     return rule
 
 
-def has_max_steps(theirs: Theirs) -> bool:
+def has_max_steps(theirs: ForeignConfig) -> bool:
     """Return whether a number of steps ends the run, not one of epochs."""
     steps = theirs.get("max_steps")
     return isinstance(steps, int) and steps > 0
 
 
-def max_steps(value: Any, theirs: Theirs) -> Outcome:
+def max_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for max_steps, where -1 is none."""
     if has_max_steps(theirs):
-        return Taken({"train.max_steps": value})
-    return Decided("unset in their config: train.epochs decides")
+        return Mapped({"train.max_steps": value})
+    return Automatic("unset in their config: train.epochs decides")
 
 
-def epochs(value: Any, theirs: Theirs) -> Outcome:
+def epochs(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for epochs, over which max_steps wins."""
     if has_max_steps(theirs):
-        return Decided("train.max_steps decides, as max_steps does there")
-    return Taken({"train.epochs": value})
+        return Automatic("train.max_steps decides, as max_steps does there")
+    return Mapped({"train.epochs": value})
 
 
-def warmup(value: Any, theirs: Theirs) -> Outcome:
+def warmup(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for warmup as steps, or as a share of them."""
     try:
         share = float(str(value))
     except ValueError:
         share = -1.0
     if not 0 <= share < 1e9:
-        return Left("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
+        return Unsupported("set optim.warmup_steps or optim.warmup_ratio", to_do=True)
     if share >= 1 or not share:
-        return Taken({"optim.warmup_steps": int(share)})
+        return Mapped({"optim.warmup_steps": int(share)})
     if has_max_steps(theirs):
-        return Taken({"optim.warmup_steps": math.ceil(share * theirs.whole("max_steps"))})
-    return Taken({"optim.warmup_ratio": share})
+        return Mapped({"optim.warmup_steps": math.ceil(share * theirs.whole("max_steps"))})
+    return Mapped({"optim.warmup_ratio": share})
 
 
-def schedule(name: Any, min_ratio: Any, theirs: Theirs) -> Outcome:
+def schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of a schedule; ``min_ratio``: where it ends, None if at 0."""
     ours = SCHEDULES.get(str(name))
     if ours is None:
-        return Left("optim.schedule is constant, linear or cosine", to_do=True)
+        return Unsupported("optim.schedule is constant, linear or cosine", to_do=True)
     if ours == "constant":
-        return Taken({"optim.schedule": ours})
+        return Mapped({"optim.schedule": ours})
     if min_ratio and ours == "cosine":
-        return Taken({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
+        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
     return falling(ours, theirs.whole("max_steps") if has_max_steps(theirs) else None, _of(theirs))
 
 
-def falling(ours: str, steps: int | None, warmup_steps: int) -> Taken:
+def falling(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
     """Return the schedule that ends at 0 there one step after the last, of a run of ``steps``.
 
     Here ``optim.min_lr_ratio`` is the rate of the last step.
     """
     if steps is None or steps <= warmup_steps + 1:
         remark = "0 is reached in the last step here, and one step after it there"
-        return Taken({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, remark)
+        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, remark)
     left = 1 / (steps - warmup_steps)
     ratio = left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * left))
     remark = "their rate in the last step"
-    return Taken({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
+    return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": float(f"{ratio:.4g}")}, remark)
 
 
-def _of(theirs: Theirs) -> int:
+def _of(theirs: ForeignConfig) -> int:
     """Return the steps of warm-up of a run whose steps are known."""
     taken = warmup(theirs.get("warmup_steps", theirs.get("warmup_ratio", 0)), theirs)
-    return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Taken) else 0
+    return int(taken.settings.get("optim.warmup_steps", 0)) if isinstance(taken, Mapped) else 0
 
 
-def optimizer(value: Any, theirs: Theirs) -> Outcome:
+def optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the optimizer, of which there is one."""
     if str(value) in _PLAIN_ADAMW:
-        return Decided("AdamW is the only optimizer")
+        return Automatic("AdamW is the only optimizer")
     if "adamw" in str(value) and re.search("bit|fp8|paged", str(value)):
-        return Left("AdamW's state is neither in 8 bits nor paged; plan says whether it fits")
-    return Left("AdamW is the only optimizer; find optim.lr again", to_do=True)
+        return Unsupported(
+            "AdamW's state is neither in 8 bits nor paged; plan says whether it fits"
+        )
+    return Unsupported("AdamW is the only optimizer; find optim.lr again", to_do=True)
 
 
-def deepspeed(value: Any, theirs: Theirs) -> Outcome:
+def deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for DeepSpeed's own config, or the name of its file."""
     name = str(value).lower()
     stage = _STAGE.search(name)
     asked = f"; parallel.zero_stage={stage[1]} asks for DeepSpeed" if stage else ""
     asked += ", parallel.offload_optimizer=cpu for its offload" if "offload" in name else ""
-    return Decided(LAYOUT + asked)
+    return Automatic(LAYOUT + asked)
 
 
-def save_strategy(value: Any, theirs: Theirs) -> Outcome:
+def save_strategy(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for when checkpoints are saved."""
     match value:
         case "best":
-            return Taken({"checkpoint.keep_best": True})
+            return Mapped({"checkpoint.keep_best": True})
         case "no":
-            return Left("a run always saves: checkpoint.every_minutes is 30, and one at the end")
-    return Decided("checkpoints go by time and by checkpoint.every_steps, not by epochs")
+            return Unsupported(
+                "a run always saves: checkpoint.every_minutes is 30, and one at the end"
+            )
+    return Automatic("checkpoints go by time and by checkpoint.every_steps, not by epochs")
 
 
-def save_steps(value: Any, theirs: Theirs) -> Outcome:
+def save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
     """Rule for the steps between checkpoints; below 1 it is a share of the run."""
     if isinstance(value, float) and value < 1:
-        return Left("checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30")
-    return Taken({"checkpoint.every_steps": value})
+        return Unsupported(
+            "checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30"
+        )
+    return Mapped({"checkpoint.every_steps": value})

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 ANSWER_BEYOND = "the answer begins after seq_len"  # why an example is dropped
-_MOST_SHOWN = 5
-_MOST_NAMES = 30
-_MOST_REASONS = 20
+_MAX_SHOWN = 5
+_MAX_NAMES = 30
+_MAX_REASONS = 20
 _REMARKS = {
     "truncated": "cut at seq_len",
     "split": "texts split into pieces of seq_len",
@@ -102,7 +102,7 @@ class Counters:
 
 def _count(counts: dict[str, int], key: str, others: str) -> None:
     """Count ``key``, or ``others`` where there are too many keys already."""
-    if key not in counts and len(counts) >= _MOST_REASONS:
+    if key not in counts and len(counts) >= _MAX_REASONS:
         key = others
     counts[key] = counts.get(key, 0) + 1
 
@@ -122,7 +122,7 @@ class Findings:
     @property
     def has_room(self) -> bool:
         """Return whether another bad row's reason is kept; finding its line takes time."""
-        return len(self.first_bad) < _MOST_SHOWN
+        return len(self.first_bad) < _MAX_SHOWN
 
     def skip(self, why: str) -> None:
         """Count a bad row."""
@@ -134,14 +134,14 @@ class Findings:
         """Add names of columns that were read, or were not."""
         self.used += [name for name in used if name not in self.used]
         fresh = [name for name in unread if name not in self.unread]
-        self.unread += fresh[: max(_MOST_NAMES - len(self.unread), 0)]
+        self.unread += fresh[: max(_MAX_NAMES - len(self.unread), 0)]
 
     def add(self, other: "Findings") -> None:
         """Add the findings of a later chunk."""
         self.num_bad += other.num_bad
         self.num_elsewhere += other.num_elsewhere
         self.num_marked += other.num_marked
-        self.first_bad = [*self.first_bad, *other.first_bad][:_MOST_SHOWN]
+        self.first_bad = [*self.first_bad, *other.first_bad][:_MAX_SHOWN]
         self.read_as |= other.read_as
         self.note(other.used, other.unread)
 
@@ -152,7 +152,7 @@ class Findings:
             names = ", ".join(f"{old} as {new}" for old, new in sorted(self.read_as.items()))
             lines.append(f"columns read under another name: {names} (data.columns can change that)")
         if unread := [name for name in self.unread if name not in self.read_as]:
-            more = ", ..." if len(unread) >= _MOST_NAMES else ""
+            more = ", ..." if len(unread) >= _MAX_NAMES else ""
             lines.append(f"columns not read: {', '.join(sorted(unread))}{more}")
         if self.num_marked:
             lines.append(f"{self.num_marked:,} rows left out, as their own marks say")

@@ -21,7 +21,7 @@ from hpc_tune.safe_yaml import load_yaml
 
 CARD = "README.md"
 HeldOut = Callable[[Sequence[Path]], list[Path]]
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def train_files(folder: Path, held_out: HeldOut) -> tuple[list[Path], dict[Path,
 
 def _choices(folder: Path, choices: list[tuple[str, dict[str, list[Path]]]]) -> str:
     options = []
-    for name, splits in choices[:_MOST_NAMES]:
+    for name, splits in choices[:_MAX_NAMES]:
         file = next(file for files in splits.values() for file in files)
         options.append(f"{name} (data.path={folder / file})")
-    return ", ".join(options) + (" and more" if len(choices) > _MOST_NAMES else "")
+    return ", ".join(options) + (" and more" if len(choices) > _MAX_NAMES else "")
 
 
 def _configurations(folder: Path, held_out: HeldOut) -> Iterator[Configuration]:

@@ -48,7 +48,7 @@ _DOCUMENTATION = re.compile(
 )
 _METADATA = ("dataset_info.json", "dataset_infos.json", SPLITS_FILE, STATE_FILE)
 _IS_HELD_OUT = "by its name a split to hold out; name it in data.eval_path"
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def say_left_out(found: Found) -> Iterator[str]:
 
 
 def _names(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - _MOST_NAMES} more" if len(files) > _MOST_NAMES else ""
-    return ", ".join(map(str, files[:_MOST_NAMES])) + more
+    more = f" and {len(files) - _MAX_NAMES} more" if len(files) > _MAX_NAMES else ""
+    return ", ".join(map(str, files[:_MAX_NAMES])) + more
 
 
 def _find_one(name: str) -> Found:
@@ -288,7 +288,7 @@ def _one_configuration(folder: Path, files: list[Path]) -> list[Path]:
         choices = sorted(f"{parent}/{split}-*" for parent, split in hub)
         raise DataError(
             f"{folder} holds several configurations or splits of a dataset; name one, or more "
-            f"of them in a list: data.path={' or '.join(choices[:_MOST_NAMES])}"
+            f"of them in a list: data.path={' or '.join(choices[:_MAX_NAMES])}"
         )
     return files
 

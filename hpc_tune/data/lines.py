@@ -19,10 +19,10 @@ from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
 READ_BYTES = 1 << 20
-MOST_LINE_BYTES = 128 << 20  # a line is held whole, and takes some times as much where it is parsed
+MAX_LINE_BYTES = 128 << 20  # a line is held whole, and takes some times as much where it is parsed
 BOM = b"\xef\xbb\xbf"
 _GZIP = b"\x1f\x8b"
-_TOO_LONG = f"a line or element of more than {MOST_LINE_BYTES >> 20} MiB"
+_TOO_LONG = f"a line or element of more than {MAX_LINE_BYTES >> 20} MiB"
 _GAP = re.compile(r"[\s,]*")
 
 
@@ -68,7 +68,7 @@ def read_lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, Any]]:
     """
     lines = _numbered(file) if is_packed(file) else _lines(file, start, stop)
     for position, line in lines:
-        if len(line) > MOST_LINE_BYTES:
+        if len(line) > MAX_LINE_BYTES:
             yield position, WrongRecord(f"{_TOO_LONG}; write it as several")
         elif not line.isspace() and line:
             yield position, _parse(line)
@@ -91,7 +91,7 @@ def line_number(file: Path, position: int) -> int:
 def _numbered(file: Path) -> Iterator[tuple[int, bytes]]:
     with open_bytes(file) as opened:
         number = 1
-        while line := opened.readline(MOST_LINE_BYTES + 1):
+        while line := opened.readline(MAX_LINE_BYTES + 1):
             yield number, line.removeprefix(BOM) if number == 1 else line
             _pass_over(opened, line)
             number += 1
@@ -101,7 +101,7 @@ def _lines(file: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as opened:
         position = _line_start(opened, start, stop)
         while position < stop:
-            line = opened.readline(MOST_LINE_BYTES + 1)
+            line = opened.readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
             yield position, line.removeprefix(BOM) if position == 0 else line
@@ -136,8 +136,8 @@ def _text_line_start(file: Path, opened: BinaryIO, position: int) -> int:
     Raises:
         DataError: if the line before it is too long.
     """
-    start = _line_start(opened, position, position + MOST_LINE_BYTES)
-    if start >= position + MOST_LINE_BYTES:
+    start = _line_start(opened, position, position + MAX_LINE_BYTES)
+    if start >= position + MAX_LINE_BYTES:
         raise DataError(f"{file}: {_TOO_LONG}; break its lines")
     return start
 
@@ -186,7 +186,7 @@ def read_array(file: Path) -> Iterator[tuple[int, Any]]:
                 except json.JSONDecodeError:
                     if is_end:
                         raise
-                    if len(text) - position > MOST_LINE_BYTES:
+                    if len(text) - position > MAX_LINE_BYTES:
                         raise DataError(
                             f"{where} {number}: {_TOO_LONG}; write it as several"
                         ) from None
@@ -233,8 +233,8 @@ def read_text(file: Path, start: int, stop: int, piece_bytes: int) -> Iterator[t
 
 def _read_lines(file: Path, opened: BinaryIO, num_bytes: int) -> bytes:
     """Return whole lines of about ``num_bytes``."""
-    data, rest = opened.read(num_bytes), opened.readline(MOST_LINE_BYTES + 1)
-    if len(rest) > MOST_LINE_BYTES:
+    data, rest = opened.read(num_bytes), opened.readline(MAX_LINE_BYTES + 1)
+    if len(rest) > MAX_LINE_BYTES:
         raise DataError(f"{file}: {_TOO_LONG}; break its lines")
     return data + rest
 

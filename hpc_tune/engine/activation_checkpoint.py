@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from hpc_tune.memory.policy import Action, Lever
-from hpc_tune.model.scoped import CURRENT
+from hpc_tune.model.scoped import batch_context
 
 Forward = Callable[..., Any]
 Level = Literal["none", "selective", "full"]
@@ -52,7 +52,7 @@ _KEPT = frozenset(
     )
 )
 # The widest blocks are 8 x wider inside than outside (Gemma); adapters go from 16 to 4096 and more.
-LEAST_INNER = 8
+MIN_INNER = 8
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], recompute: Level) -> None:
@@ -119,7 +119,7 @@ def _recomputed(forward: Forward, recompute: Level) -> Forward:
         if torch.compiler.is_compiling():
             # The batch is an argument here, and to make it the current one again would break it.
             return checkpoint(forward, self, *args, **more)
-        run = CURRENT.remembering(forward)
+        run = batch_context.bind(forward)
         if self in without_draws:
             return checkpoint(run, self, *args, preserve_rng_state=False, **more)
         before = _random_state(*args)
@@ -171,4 +171,4 @@ def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:
     An adapter's second product takes only its rank, for as many values as the base's: keeping those
     would make selective larger than none.
     """
-    return LEAST_INNER * other_KN.shape[0] >= other_KN.shape[1]
+    return MIN_INNER * other_KN.shape[0] >= other_KN.shape[1]

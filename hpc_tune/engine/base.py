@@ -19,7 +19,7 @@ from hpc_tune.step.plan import StepPlan
 T = TypeVar("T")
 
 
-class Together(Protocol):
+class RunAndAgree(Protocol):
     """Does this rank's ``work``, which sends no messages; an error of one rank is raised on all."""
 
     def __call__(self, what: str, work: Callable[[], T]) -> T:
@@ -35,9 +35,9 @@ def alone(what: str, work: Callable[[], T]) -> T:
 class EngineSettings:
     """What an engine is made with beside the model.
 
-    ``reserve`` is called with the bytes of each large allocation of
-    host memory, before it. ``together`` is ``Comm.together``: reading and allocating may fail on
-    one rank, and the others must not wait for it in a collective.
+    ``reserve`` is called with the bytes of each large allocation of host memory, before it.
+    ``run_and_agree`` is that of ``Comm``: reading and allocating may fail on one rank, and the
+    others must not wait for it in a collective.
     """
 
     plan: StepPlan
@@ -45,7 +45,7 @@ class EngineSettings:
     optim: OptimConfig
     train: TrainConfig = TrainConfig()
     reserve: Reserve = reserve_nothing
-    together: Together = alone
+    run_and_agree: RunAndAgree = alone
     faults: Faults = NO_FAULTS
 
     @property

@@ -21,7 +21,7 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
-from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import Starts
 
 Forward = Callable[..., Any]
@@ -30,7 +30,7 @@ WORKER_BYTES = 1 << 30
 WORKERS_SHARE = 8  # an eighth of a rank's host memory may go to compile workers
 # One graph each for: training and evaluation, one row and several, with and without a mask, and
 # for each kind of block that a model mixes. torch gives up at 8.
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -92,7 +92,7 @@ def prepare_compiler(
         )
     workers = num_workers(threads, host_bytes)
     config.compile_threads = workers
-    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
     torch._dynamo.reset()
     log.info("compile one decoder block for all, %d workers, cache %s", workers, folder)
 
@@ -115,7 +115,7 @@ def _compiled(forward: Forward) -> Forward:
             return forward(self, hidden_BTD, *args, **kwargs)
         num_rows, num_tokens, _ = hidden_BTD.shape
         starts = Starts(starts_N, num_rows, num_tokens, longest_L.shape[0])
-        with CURRENT.of(MicroBatch(starts=starts)):
+        with batch_context.of(MicroBatch(starts=starts)):
             return forward(self, hidden_BTD, *args, **kwargs)
 
     compiled = torch.compile(within)
@@ -139,7 +139,7 @@ def _starts() -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
 
     A number would be compiled in, and another one would be another graph.
     """
-    if (starts := CURRENT.batch.starts) is None:
+    if (starts := batch_context.batch.starts) is None:
         return None, None
     both = starts.starts_N, starts.starts_N[:1].expand(starts.longest)
     for tensor in both:

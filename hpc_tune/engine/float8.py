@@ -13,7 +13,7 @@ from torch import nn
 from hpc_tune.errors import ConfigError, first_line
 
 # Ada, Hopper and later have float8 products (torch._scaled_mm refuses others).
-LEAST_CAPABILITY = (8, 9)
+MIN_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of both sides of a weight, which the float8 product of the hardware asks for
 
 
@@ -30,7 +30,7 @@ def check_float8(device: torch.device) -> None:
             f"and this rank computes on {device}; {instead}"
         )
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         raise ConfigError(
             f"train.float8=true needs compute capability 8.9 or more (H100, L40, RTX 40 or later); "
             f"{torch.cuda.get_device_name(device)} has "

@@ -73,7 +73,7 @@ class NativeEngine:
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
         self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
-        self._stages, self._trained, self._buckets, self._adamw = settings.together(
+        self._stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
             lambda: _load(built, settings, self._mesh, self._collectives),
         )

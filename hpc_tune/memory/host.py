@@ -20,12 +20,12 @@ from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
 
-RETURNED_BYTES, MOST_KEPT_BYTES = 1 << 20, 32 << 20
+RETURNED_BYTES, MAX_KEPT_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
 _NEVER_TRIMMED = (1 << 31) - 1
 _STAT_BYTES = 1 << 15
 _UNLIMITED = 1 << 60  # cgroup v1 writes about 2**63 for "no limit"
-_LATE_BYTES, _MOVED_BYTES, _MOST_GROUPS = 8 << 20, 1 << 20, 256
+_LATE_BYTES, _MOVED_BYTES, _MAX_GROUPS = 8 << 20, 1 << 20, 256
 _SUM_EVERY_S, _SUM_PER_RANK_S = 0.5, 0.1
 _KERNEL_CHARGED = "memory.kmem.usage_in_bytes"  # of v1 alone, whose sums leave it out
 CONFIGURED, MACHINE = "memory.host_limit", "the machine's RAM"
@@ -253,7 +253,7 @@ def oom_kills(limit: HostLimit, proc: Path = Path("/proc")) -> int:
     return sum(_fields(file).get("oom_kill", 0) for file in files)
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Collect garbage and return the heap's free pages to the kernel."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
@@ -261,21 +261,21 @@ def give_back() -> None:
 
 
 def keep_freed_blocks() -> None:
-    """Make glibc keep freed blocks of up to MOST_KEPT_BYTES, as a step asks for them again.
+    """Make glibc keep freed blocks of up to MAX_KEPT_BYTES, as a step asks for them again.
 
     Its thresholds adapt up to the same size, but it returns the end of the heap on the way: 20,000
-    to 100,000 page faults in a step of a 135M model. ``give_back`` returns what is kept.
+    to 100,000 page faults in a step of a 135M model. ``trim_heap`` returns what is kept.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, MOST_KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIMMED)
 
 
 def return_freed_blocks() -> None:
     """Make glibc return freed blocks of RETURNED_BYTES and more to the kernel immediately.
 
-    Its threshold adapts up to MOST_KEPT_BYTES, and weights that are gathered and freed block by
+    Its threshold adapts up to MAX_KEPT_BYTES, and weights that are gathered and freed block by
     block would leave a heap as large as the model.
     """
     with contextlib.suppress(OSError, AttributeError):
@@ -314,7 +314,7 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[HostLimit]:
 
 def _sum_below(group: Path) -> None:
     """Make the kernel sum up the groups below, the innermost first: sums wait for those below."""
-    for _, folder in zip(range(_MOST_GROUPS), _below(group), strict=False):
+    for _, folder in zip(range(_MAX_GROUPS), _below(group), strict=False):
         with contextlib.suppress(OSError), open(f"{folder}/memory.stat", "rb", 0) as file:
             os.read(file.fileno(), 1)  # the kernel sums at the first byte
 

@@ -31,11 +31,11 @@ from hpc_tune.memory.policy import (
     RETRY_WINDOW,
     Level,
     device_level,
+    free_bytes_below,
     growth_per_step,
     level_of,
     must_leave,
-    reserve_of,
-    room_of,
+    reserved_bytes,
 )
 from hpc_tune.memory.rlimit import PrivateMemoryLimit
 from hpc_tune.units import format_bytes
@@ -209,7 +209,7 @@ class Monitor:
 
         The prediction may be off by a tenth. From level TIGHT on it does not count.
         """
-        calm = room_of(0, self.limit.num_bytes, Level.TIGHT)
+        calm = free_bytes_below(0, self.limit.num_bytes, Level.TIGHT)
         self._expected = min(int((1 + _PLAN_ERROR) * num_bytes), calm)
 
     def forget(self) -> None:
@@ -220,7 +220,9 @@ class Monitor:
         """Whether host memory may be allocated now; else the caller works piece by piece."""
         if self.mode != "on":
             return True
-        return num_bytes <= room_of(self.used_bytes(), self.limit.num_bytes) // len(self._pids)
+        return num_bytes <= free_bytes_below(self.used_bytes(), self.limit.num_bytes) // len(
+            self._pids
+        )
 
     def ensure(self, num_bytes: int) -> None:
         """Stop the run if ``num_bytes`` more on each rank of this node would exceed the limit.
@@ -230,7 +232,7 @@ class Monitor:
         if self.mode != "on" or self._leave is None:
             return
         used, limit = self.used_bytes(), self.limit.num_bytes
-        if used + num_bytes * len(self._pids) > limit - reserve_of(limit):
+        if used + num_bytes * len(self._pids) > limit - reserved_bytes(limit):
             need = self.need(used)
             message = f"{need.words}; {format_bytes(num_bytes)} more on each would not fit"
             self._leave(replace(need, words=message))
@@ -310,7 +312,9 @@ class Monitor:
             self._recent.popleft()
         limit = self.limit.num_bytes
         if self._private_limit is not None:
-            self._private_limit.set(mapped, (limit - reserve_of(limit) - used) // len(self._pids))
+            self._private_limit.set(
+                mapped, (limit - reserved_bytes(limit) - used) // len(self._pids)
+            )
         familiar = max(self._familiar, self._expected)
         if self._leave is not None and must_leave(self._recent, limit, familiar):
             need = self.need(used)

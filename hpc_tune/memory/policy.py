@@ -101,15 +101,15 @@ _FORECAST_STEPS = 20  # a limit within as many steps makes the level HIGH
 _STEPS_TO_SAFETY = 3  # this one, one until the ranks agree, and a save for which training waits
 GROWTH_WINDOW = 8  # peaks
 _CALM_STEPS = 50
-_MOST_CALM_STEPS = 3200
+_MAX_CALM_STEPS = 3200
 _REACTION_S = 0.5  # from a sample to the end of a process: sampling, outcome.json, Abort
-_LEAST_SLOPES = 3
+_MIN_SLOPES = 3
 _TRIMMED = 3 / 8  # at each end; one slope of three, which may be one allocation, is less
-_RESERVE_SHARE, _LEAST_RESERVE = 0.01, 8 << 20
+_RESERVE_SHARE, _MIN_RESERVE = 0.01, 8 << 20
 
 
 @dataclass(frozen=True)
-class Ladder:
+class Escalation:
     """The state of the policy, the same on all ranks.
 
     ``taken``: actions to undo, in order, but for the first ``num_kept``, which hold for good.
@@ -155,7 +155,7 @@ def level_of(
     if kept > level and share >= shares.begins_at[kept] - shares.stays_for:
         level = kept
     if growth > 0 and share >= _FORECAST_FROM:
-        steps_left = (limit - reserve_of(limit) - used) / growth
+        steps_left = (limit - reserved_bytes(limit) - used) / growth
         if steps_left < _STEPS_TO_SAFETY:
             return Level.DOOMED
         if steps_left < _FORECAST_STEPS:
@@ -177,8 +177,8 @@ def device_level(before: Level, used: int, limit: int, retried: Sequence[bool]) 
 
 
 def decide(
-    ladder: Ladder, level: Level, available: Collection[Action]
-) -> tuple[Ladder, Decision | None]:
+    ladder: Escalation, level: Level, available: Collection[Action]
+) -> tuple[Escalation, Decision | None]:
     """Return the ladder after this step boundary, and the decision.
 
     ``available`` are the actions that can still save memory: one that was taken is among them only
@@ -201,7 +201,7 @@ def decide(
     return ladder, None
 
 
-def relieve(ladder: Ladder, available: Collection[Action]) -> tuple[Ladder, Decision]:
+def relieve(ladder: Escalation, available: Collection[Action]) -> tuple[Escalation, Decision]:
     """Return the ladder and the decision after a step that ran out of a device's memory.
 
     The step is run again, so there is no time to see what another action saves. This one is kept
@@ -211,10 +211,12 @@ def relieve(ladder: Ladder, available: Collection[Action]) -> tuple[Ladder, Deci
     if action is None:
         return ladder, Decision(Action.LEAVE)
     taken = (*ladder.taken, action)
-    return Ladder(taken, True, True, num_kept=len(taken)), Decision(action)
+    return Escalation(taken, True, True, num_kept=len(taken)), Decision(action)
 
 
-def lower(taken: tuple[Action, ...], available: Collection[Action]) -> tuple[Action, ...]:
+def next_actions_after_oom(
+    taken: tuple[Action, ...], available: Collection[Action]
+) -> tuple[Action, ...]:
     """Return the actions for the start after a kill: all cheap ones, and the next costly one.
 
     ``available`` are the actions that can save more than ``taken``.
@@ -233,7 +235,7 @@ def must_leave(samples: Sequence[tuple[float, int]], limit: int, familiar: int) 
     used = samples[-1][1]
     if used <= familiar:
         return False
-    return used + lasting_rate(samples) * _REACTION_S >= limit - reserve_of(limit)
+    return used + lasting_rate(samples) * _REACTION_S >= limit - reserved_bytes(limit)
 
 
 def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
@@ -245,7 +247,7 @@ def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
     fallen as far as it rises now oscillates, wherever in a cycle the samples begin and end.
     """
     pairs = [(t - s, (b - a) / (t - s)) for (s, a), (t, b) in pairwise(samples) if t > s]
-    if len(pairs) < _LEAST_SLOPES:
+    if len(pairs) < _MIN_SLOPES:
         return 0.0
     used = [num_bytes for _, num_bytes in samples]
     drawdown = max(peak - low for peak, low in zip(accumulate(used, max), used, strict=True))
@@ -257,17 +259,17 @@ def lasting_rate(samples: Sequence[tuple[float, int]]) -> float:
     return max(0.0, min(middle / (to_s - from_s), (used[-1] - used[0] - drawdown) / whole_s))
 
 
-def reserve_of(limit: int) -> int:
+def reserved_bytes(limit: int) -> int:
     """Return the bytes below the limit that stay free, for usage that samples miss."""
-    return max(int(limit * _RESERVE_SHARE), _LEAST_RESERVE)
+    return max(int(limit * _RESERVE_SHARE), _MIN_RESERVE)
 
 
-def room_of(used: int, limit: int, below: Level = Level.HIGH) -> int:
+def free_bytes_below(used: int, limit: int, below: Level = Level.HIGH) -> int:
     """Return how many bytes of a host may be allocated before the level reaches ``below``."""
     return max(0, int(limit * HOST.begins_at[below]) - used)
 
 
-def _relax(ladder: Ladder) -> tuple[Ladder, Decision | None]:
+def _relax(ladder: Escalation) -> tuple[Escalation, Decision | None]:
     calm = replace(ladder, trimmed=False, settling=False, calm_steps=ladder.calm_steps + 1)
     if len(ladder.taken) == ladder.num_kept or calm.calm_steps < ladder.patience:
         return calm, None
@@ -275,6 +277,6 @@ def _relax(ladder: Ladder) -> tuple[Ladder, Decision | None]:
         calm,
         taken=ladder.taken[:-1],
         calm_steps=0,
-        patience=min(2 * ladder.patience, _MOST_CALM_STEPS),
+        patience=min(2 * ladder.patience, _MAX_CALM_STEPS),
     )
     return undone, Decision(ladder.taken[-1], "undo")

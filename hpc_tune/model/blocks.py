@@ -33,8 +33,8 @@ def use_own_layers(
 
     These take fewer passes and keep fewer activations.
     """
-    why_masked = "" if module.within_documents else "its attention needs it"
-    kernels = kernels_of(module.config, dtype, compiled, device, why_masked)
+    mask_reason = "" if module.within_documents else "its attention needs it"
+    kernels = kernels_of(module.config, dtype, compiled, device, mask_reason)
     use_lora_linear(blocks)
     if kernels.swiglu == "own":
         use_swiglu(blocks)

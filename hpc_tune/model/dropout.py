@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.model.scoped import CURRENT
+from hpc_tune.model.scoped import batch_context
 
 
 class RowDropout(nn.Module):
@@ -35,7 +35,7 @@ class RowDropout(nn.Module):
             return x
         kept = x.new_empty((*x.shape[:-1], x.shape[-1] * self._num_slices))
         generator = torch.Generator(x.device)
-        rows = CURRENT.batch.rows
+        rows = batch_context.batch.rows
         for row, mask in zip(rows, kept.view(len(rows), -1), strict=True):
             digest = hashlib.blake2b(f"{self._key} {row}".encode(), digest_size=7)
             generator.manual_seed(int(digest.hexdigest(), 16))

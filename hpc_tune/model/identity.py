@@ -14,7 +14,7 @@ from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import TensorIndex
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-_MOST_TENSORS = 1024  # a second on a parallel file system
+_MAX_TENSORS = 1024  # a second on a parallel file system
 _VALUES = 64  # of each: versions that were trained further differ in nearly all of them
 
 
@@ -34,7 +34,7 @@ def sample_of(index: TensorIndex) -> str:
     Raises:
         DataError: if they cannot be read.
     """
-    chosen = sorted(index.pieces, key=_drawn)[:_MOST_TENSORS]
+    chosen = sorted(index.pieces, key=_drawn)[:_MAX_TENSORS]
     by_file = sorted(chosen, key=lambda name: str(index.pieces[name][0].file))
     sampled = {name: _middle_of(index, name) for name in by_file}
     whole = hashlib.sha256()

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from hpc_tune.model import varlen_attention
-from hpc_tune.model.varlen_attention import DTYPES, LEAST_CAPABILITY, MOST_VALUES, MULTIPLE
+from hpc_tune.model.varlen_attention import DTYPES, MAX_VALUES, MIN_CAPABILITY, MULTIPLE
 
 Source = Literal["own", "F.rms_norm", "transformers"]
 _CHECKED_WINDOW = 70  # tokens: its edge is within the kernel's blocks, and not at the same place
@@ -36,7 +36,7 @@ class Kernels:
     """What computes a model's decoder blocks.
 
     ``attention`` is that of packed rows; ``window``: of the layers with a sliding window, None
-    where there are none. ``why_masked``: why one of both has a T x T mask, "" if neither has.
+    where there are none. ``mask_reason``: why one of both has a T x T mask, "" if neither has.
     ``lora``: of the adapters' products, None without adapters.
     """
 
@@ -45,14 +45,14 @@ class Kernels:
     norm: Source
     swiglu: Source
     lora: Literal["own", "peft"] | None = "own"
-    why_masked: str = ""
+    mask_reason: str = ""
 
     def __str__(self) -> str:
         """Return it in words, as a run's start says it."""
         attention = _ATTENTION[self.attention]
         if self.window == "mask" and self.attention != "mask":
             attention += ", sliding windows with a mask of tokens x tokens"
-        why = f": {self.why_masked}" if self.why_masked else ""
+        why = f": {self.mask_reason}" if self.mask_reason else ""
         lora = f", LoRA {self.lora}" if self.lora else ""
         return f"attention {attention}{why}; norms {self.norm}, SwiGLU {self.swiglu}{lora}"
 
@@ -61,25 +61,25 @@ def choose(
     device_type: str,
     compiled: bool,
     windows: bool,
-    why_masked: str = "",
+    mask_reason: str = "",
     why_no_window: str = "",
 ) -> Kernels:
     """Return what computes a model's blocks on a device.
 
-    ``windows``: it has layers with a sliding window. ``why_masked``: why its attention cannot run
+    ``windows``: it has layers with a sliding window. ``mask_reason``: why its attention cannot run
     by document there; ``why_no_window``: why a GPU's kernel takes no sliding window.
     """
     on_gpu = device_type == "cuda"
     norm: Source = "transformers" if compiled else "F.rms_norm" if on_gpu else "own"
     swiglu: Source = "transformers" if compiled else "own"
     if not on_gpu and compiled:
-        why_masked = why_masked or "train.compile=true"
-    if why_masked:
-        return Kernels("mask", "mask" if windows else None, norm, swiglu, why_masked=why_masked)
+        mask_reason = mask_reason or "train.compile=true"
+    if mask_reason:
+        return Kernels("mask", "mask" if windows else None, norm, swiglu, mask_reason=mask_reason)
     if not on_gpu:
         return Kernels("tiles", "mask" if windows else None, norm, swiglu)
     if windows and why_no_window:
-        return Kernels("varlen", "mask", norm, swiglu, why_masked=why_no_window)
+        return Kernels("varlen", "mask", norm, swiglu, mask_reason=why_no_window)
     return Kernels("varlen", "varlen" if windows else None, norm, swiglu)
 
 
@@ -88,30 +88,30 @@ def kernels_of(
     dtype: torch.dtype,
     compiled: bool,
     device: torch.device | None = None,
-    why_masked: str = "",
+    mask_reason: str = "",
 ) -> Kernels:
     """Return what computes the blocks of a model, by its transformers configuration.
 
-    ``dtype`` is that of attention, ``why_masked`` why it cannot run by document on any device. A
+    ``dtype`` is that of attention, ``mask_reason`` why it cannot run by document on any device. A
     GPU is asked what it is, and the kernel is tried on it; a ``device`` of None stands for a GPU of
     a plan.
     """
     windows = any(windows_of(config))
     if device is not None and device.type != "cuda":
-        return choose(device.type, compiled, windows, why_masked)
-    why, why_no_window = why_masked or _why_not_taken(config, dtype), ""
+        return choose(device.type, compiled, windows, mask_reason)
+    why, why_no_window = mask_reason or _why_not_taken(config, dtype), ""
     if not why and device is not None:
         capability = torch.cuda.get_device_capability(device)
-        if capability < LEAST_CAPABILITY:
+        if capability < MIN_CAPABILITY:
             found = ".".join(map(str, capability))
             why = f"the kernel needs a GPU of compute capability 8.0 or later, not {found}"
         else:
             heads = config.num_attention_heads
             groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
             tried = (device, dtype, _head_sizes(config).pop(), groups)
-            why = varlen_attention.why_wrong(*tried)
+            why = varlen_attention.kernel_fault(*tried)
             if windows and not why:
-                why_no_window = varlen_attention.why_wrong(*tried, window=_CHECKED_WINDOW)
+                why_no_window = varlen_attention.kernel_fault(*tried, window=_CHECKED_WINDOW)
     return choose("cuda", compiled, windows, why, why_no_window)
 
 
@@ -140,9 +140,9 @@ def _why_not_taken(config: Any, dtype: torch.dtype) -> str:
         return "its layers differ in their heads"
     sizes = _head_sizes(config)
     largest = max(sizes)
-    if len(sizes) > 1 or largest > MOST_VALUES or largest % MULTIPLE:
+    if len(sizes) > 1 or largest > MAX_VALUES or largest % MULTIPLE:
         found = " and ".join(map(str, sorted(sizes)))
-        return f"the kernel takes heads of one size, up to {MOST_VALUES} in eights, not {found}"
+        return f"the kernel takes heads of one size, up to {MAX_VALUES} in eights, not {found}"
     return ""
 
 

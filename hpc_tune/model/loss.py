@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.model.packed_attention import documents_of, lengths_in
-from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import starts_of
 
 # Of a frozen head: logits of one product, and how many of them are taken to fp32 at once. A CPU's
@@ -26,7 +26,7 @@ from hpc_tune.model.varlen_attention import starts_of
 # to be busy.
 LOGITS_BYTES = {"cuda": (256 << 20, 512 << 20), "cpu": (24 << 20, 2 << 20)}
 TRAINED_LOGITS_BYTES = 512 << 20
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]
 # transformers keeps the documents of a row apart by their positions; these take a mask for it.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
@@ -57,7 +57,7 @@ class LossModel(nn.Module):
         self.logits_bytes: tuple[int, int] | None = None
 
     @property
-    def is_blind(self) -> bool:
+    def needs_mask(self) -> bool:
         """Whether the family takes documents apart by a mask alone, not by positions."""
         blind = self.config.model_type in _BLIND_TO_POSITIONS
         return blind and not getattr(self.config, "alibi", False)
@@ -74,7 +74,7 @@ class LossModel(nn.Module):
         unless it is the last.
         """
         lm = self.causal_lm()
-        with CURRENT.of(self._micro_batch(batch)):
+        with batch_context.of(self._micro_batch(batch)):
             out_BTD: torch.Tensor = lm.get_decoder()(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,
@@ -108,7 +108,7 @@ class LossModel(nn.Module):
 
     def _mask(self, positions_BT: torch.Tensor) -> torch.Tensor | None:
         """Return a B1TT mask, true where a token may look, for families that need one."""
-        if not self.is_blind:
+        if not self.needs_mask:
             return None
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
@@ -141,7 +141,7 @@ def loss_sum(
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
     if plain and not any(parameter.requires_grad for parameter in head.parameters()):
         product_bytes, fp32_bytes = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
-        chunk = max(LEAST_TOKENS, product_bytes // (config.vocab_size * head.weight.dtype.itemsize))
+        chunk = max(MIN_TOKENS, product_bytes // (config.vocab_size * head.weight.dtype.itemsize))
         frozen: torch.Tensor = _FrozenHeadLoss.apply(
             hidden_ND,
             head.weight,
@@ -151,7 +151,7 @@ def loss_sum(
             max(1, fp32_bytes // bytes_per_token),
         )
         return frozen
-    chunk = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
+    chunk = max(MIN_TOKENS, TRAINED_LOGITS_BYTES // bytes_per_token)
     if num_tokens <= chunk:
         return token_loss(hidden_ND, head, labels_N, config)
     if hidden_ND.is_cuda and plain and hasattr(F, "linear_cross_entropy"):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from hpc_tune.model import tiled_attention, varlen_attention
-from hpc_tune.model.scoped import CURRENT, Document
+from hpc_tune.model.scoped import Document, batch_context
 
 NAME = "hpc_tune_documents"
 
@@ -66,7 +66,7 @@ def _ask_no_device_for_documents() -> None:
 
     @functools.wraps(theirs)
     def find(position_ids: torch.Tensor) -> torch.Tensor | None:
-        if (starts := CURRENT.batch.starts) is None:
+        if (starts := batch_context.batch.starts) is None:
             found: torch.Tensor | None = theirs(position_ids)
             return found
         return starts.documents_BT() if starts.is_packed else None
@@ -78,8 +78,8 @@ def _ask_no_device_for_documents() -> None:
 def _mask(*args: Any, **options: Any) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
-    starts, window = CURRENT.batch.starts, options.get("local_size")
-    apart = CURRENT.batch.documents or starts is not None
+    starts, window = batch_context.batch.starts, options.get("local_size")
+    apart = batch_context.batch.documents or starts is not None
     if apart and not options.get("use_vmap") and options.get("attention_mask") is None:
         if window is None:
             return None
@@ -105,7 +105,7 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    starts, window = CURRENT.batch.starts, None
+    starts, window = batch_context.batch.starts, None
     if starts is not None and attention_mask is not None:
         window = varlen_attention.window_of(attention_mask)
     if starts is not None and (attention_mask is None or window is not None):
@@ -113,7 +113,7 @@ def _attend(
         if varlen_attention.suits(query, key, value, dropout):
             return varlen_attention.attend(query, key, value, starts, scaling, window), None
         attention_mask = starts.mask_B1TT(window)
-    if attention_mask is not None or not CURRENT.batch.documents:
+    if attention_mask is not None or not batch_context.batch.documents:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         stock: tuple[torch.Tensor, None] = sdpa_attention_forward(
@@ -130,7 +130,7 @@ def _attend(
     if dropout or query_BHTD.shape[-1] != value_BKTD.shape[-1]:  # the tiles can do neither
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
-        for document in CURRENT.batch.documents:
+        for document in batch_context.batch.documents:
             query, key, value = _slices(document, query_BHTD, key_BKTD, value_BKTD)
             parts.append(
                 F.scaled_dot_product_attention(
@@ -140,7 +140,7 @@ def _attend(
         return _joined(parts, query_BHTD), None
     # Rotary positions leave queries and keys in fp32.
     query, key, value = map(varlen_attention.cast, (query_BHTD, key_BKTD, value_BKTD))
-    spans = [(rows.start, rows.stop, a, b) for rows, a, b in CURRENT.batch.documents]
+    spans = [(rows.start, rows.stop, a, b) for rows, a, b in batch_context.batch.documents]
     return tiled_attention.attend(query, key, value, spans, scaling), None
 
 

@@ -1,7 +1,7 @@
 """The micro-batch that is being computed, for layers that transformers calls without it.
 
-    LossModel.forward   with CURRENT.of(MicroBatch(...)):
-    a layer in it       CURRENT.batch
+    LossModel.forward   with batch_context.of(MicroBatch(...)):
+    a layer in it       batch_context.batch
 
 The one module state of the models. A global: the backward pass, which recomputes layers, has its
 own threads.
@@ -46,7 +46,7 @@ class Current:
         finally:
             self.batch = before
 
-    def remembering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``forward``, which runs with the batch of now whenever it is recomputed."""
         batch = self.batch
 
@@ -57,4 +57,4 @@ class Current:
         return recompute
 
 
-CURRENT = Current()
+batch_context = Current()

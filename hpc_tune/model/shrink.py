@@ -15,7 +15,7 @@ VOCABULARY = 512
 WINDOW = 16  # tokens a layer sees, or takes at once: shorter than the documents of a trial
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
 OTHER_FACTORS = (8, 1)  # of parts for other things than text, of which no value is looked at
-LEAST_HEAD = 8  # values per head: rotary positions of a part of them want an even number
+MIN_HEAD = 8  # values per head: rotary positions of a part of them want an even number
 _WIDTHS = re.compile(
     r"^(hidden_size|d_model|n_embd|dim|model_dim|intermediate_size.*|.*_intermediate_size|ffn_dim"
     r"|.*_ffn_dim|.*ffn_hidden_size|n_inner|d_ff|.*head_dim|.*_head_size|kv_channels|.*_lora_rank"
@@ -132,8 +132,8 @@ def factors(config: Any) -> list[int]:
     elif isinstance(heads, int) and isinstance(hidden, int) and heads:
         size = hidden // heads
     else:
-        size = hidden // 8 if isinstance(hidden, int) else LEAST_HEAD
-    return [f for f in FACTORS if f == 1 or (size % f == 0 and size // f >= LEAST_HEAD)]
+        size = hidden // 8 if isinstance(hidden, int) else MIN_HEAD
+    return [f for f in FACTORS if f == 1 or (size % f == 0 and size // f >= MIN_HEAD)]
 
 
 def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:

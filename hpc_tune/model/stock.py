@@ -16,7 +16,7 @@ from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.language import read_config, stock_class
 from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
 
-MOST_VALUES = 40_000_000
+MAX_VALUES = 40_000_000
 _SPREAD = 0.03  # noise on all first values, so that none is zero or one
 
 
@@ -28,7 +28,7 @@ def write_small(config: Any, directory: Path) -> None:
     """Write a small model of the architecture of ``config`` with random values into ``directory``.
 
     Raises:
-        NoTrial: if transformers can make none, or none of less than ``MOST_VALUES`` values.
+        NoTrial: if transformers can make none, or none of less than ``MAX_VALUES`` values.
     """
     with lazy_imports():
         from transformers.utils.logging import disable_progress_bar
@@ -41,7 +41,7 @@ def write_small(config: Any, directory: Path) -> None:
             small = shrunk_whole(config, factor, all_layers, of_others)
             with torch.device("meta"):
                 model = stock_class(config).from_config(small, dtype=torch.float32)
-            if (values := sum(p.numel() for p in model.parameters())) > MOST_VALUES:
+            if (values := sum(p.numel() for p in model.parameters())) > MAX_VALUES:
                 why = why or f"the smallest has {values:,} values"
                 continue
             with torch.random.fork_rng(devices=[]):

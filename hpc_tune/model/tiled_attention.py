@@ -25,7 +25,7 @@ import torch
 
 TILE, LONG_TILE = 64, 128  # queries at once
 LONG = 1024  # tokens from which on the longer tile is faster
-MOST_SCORES = 1 << 21  # of one product: more do not stay in a cache
+MAX_SCORES = 1 << 21  # of one product: more do not stay in a cache
 Span = tuple[int, int, int, int]  # first row, end row, start, stop
 _LIBRARY = torch.library.Library("hpc_tune", "FRAGMENT")
 _LIBRARY.define(
@@ -137,7 +137,7 @@ def _tiling(flat: tuple[int, ...], num_rows: int, num_tokens: int, num_heads: in
     groups, places, at = [], torch.empty(num_rows * num_tokens, dtype=torch.int64), 0
     for length, members in sorted(by_length.items()):
         counting = torch.arange(length)
-        most = max(1, MOST_SCORES // (num_heads * tile * length))
+        most = max(1, MAX_SCORES // (num_heads * tile * length))
         for part in (members[n : n + most] for n in range(0, len(members), most)):
             starts, lengths = torch.tensor(part).unsqueeze(2).unbind(1)
             tokens = (starts + torch.minimum(counting, lengths - 1)).flatten()

@@ -25,11 +25,11 @@ from hpc_tune.errors import first_line
 from hpc_tune.log import log
 
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_VALUES, MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
-LEAST_CAPABILITY = (8, 0)
+MAX_VALUES, MULTIPLE = 256, 8  # of a head: torch pads others for its own attention alone
+MIN_CAPABILITY = (8, 0)
 # Of a norm. Rounding results to the dtype makes 0.2 eps, rounding the probabilities before them up
 # to one more; a single start that is one token off makes 16 in bf16, where an eps is largest.
-MOST_EPS = 4
+MAX_EPS = 4
 # Documents of one token, of a block of the kernel (128), shorter and longer ones, and a whole row.
 CHECKED = ((1, 62, 128, 9), (143, 57), (200,))
 # torch 2.11 has no such option, and always lets queries share keys.
@@ -114,7 +114,7 @@ def suits(
         and query_BHTD.dtype in DTYPES
         and key_BKTD.shape == value_BKTD.shape
         and key_BKTD.shape[-2:] == query_BHTD.shape[-2:]
-        and values <= MOST_VALUES
+        and values <= MAX_VALUES
         and values % MULTIPLE == 0
     )
 
@@ -147,7 +147,7 @@ def attend(
 
 
 @functools.cache
-def why_wrong(
+def kernel_fault(
     device: torch.device,
     dtype: torch.dtype,
     values: int,
@@ -158,7 +158,7 @@ def why_wrong(
 
     With a sliding window of ``window`` tokens, or without one.
     """
-    most = MOST_EPS * torch.finfo(dtype).eps
+    most = MAX_EPS * torch.finfo(dtype).eps
     try:
         gaps = gaps_to_mask(device, dtype, values, groups, window)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:  # or another interface

@@ -17,7 +17,7 @@ ALIGNMENT = 64  # of torch's blocks on CPUs (c10/core/alignment.h)
 # torch 2.13), and their small parts: vectors, shared pointers, nodes of the graph.
 OBJECTS = (96, 176, 32, 32, 48, 64, 80)
 _LEAST, _HEADER, _GRAIN = 32, 8, 16
-_MOST_KEPT, _NUM_KEPT = 1040, 7  # the per-thread cache: sizes, and blocks of each
+_MAX_KEPT, _NUM_KEPT = 1040, 7  # the per-thread cache: sizes, and blocks of each
 _FAST, _SMALL, _JOINING = 128, 1024, 1 << 16
 
 
@@ -98,7 +98,7 @@ class Heap:
     def _free(self, block: int) -> None:
         size = self._sizes[block]
         kept = self._kept[size]
-        if size <= _MOST_KEPT and len(kept) < _NUM_KEPT:
+        if size <= _MAX_KEPT and len(kept) < _NUM_KEPT:
             kept.append(block)
         elif size <= _FAST:
             self._fast.append(block)

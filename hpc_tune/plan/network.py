@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hpc_tune.probe.links import Links, Pair
 from hpc_tune.step.rings import Kind, ring_steps
 
-_LEAST_SLOWER, _MOST_SLOWER = 0.5, 20.0
+_MIN_SLOWER, _MAX_SLOWER = 0.5, 20.0
 _OPERATIONS: dict[Kind, str] = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
@@ -62,7 +62,7 @@ class Network:
                 (_, small_s), *_, (num_bytes, large_s) = times
                 promised_s = plain.ring_s(kind, everyone, num_bytes)
                 ratio = max(large_s - small_s, 0.0) / promised_s
-                ratio = min(_MOST_SLOWER, max(_LEAST_SLOWER, ratio))
+                ratio = min(_MAX_SLOWER, max(_MIN_SLOWER, ratio))
                 slower[kind] = ratio, promised_s / num_bytes
         return dataclasses.replace(plain, slower=slower)
 

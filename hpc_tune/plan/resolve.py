@@ -16,8 +16,8 @@ from hpc_tune.plan.hardware import Machine
 from hpc_tune.step.layout import AXES, Layout, MeshCoordinates
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
-from hpc_tune.step.slices import why_no_slices
-from hpc_tune.step.stages import why_no_stages
+from hpc_tune.step.slices import slicing_problems
+from hpc_tune.step.stages import staging_problems
 from hpc_tune.units import format_bytes
 
 ROOM_FOR_ACTIVATIONS = 0.6  # of the memory a rank has may go to weights, gradients and optimizer
@@ -133,20 +133,20 @@ def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
     Raises:
         ConfigError: lists all that is impossible, and what would work.
     """
-    if problems := why_not(layout, parallel, model):
+    if problems := layout_problems(layout, parallel, model):
         raise ConfigError(
             "this model cannot be laid out like that:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
 
 
-def why_not(layout: Layout, parallel: ParallelConfig, model: Any) -> list[str]:
+def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> list[str]:
     """Return why a model cannot be laid out like that, in words; nothing if it can."""
     problems = []
     if layout.tensor > 1:
-        problems += why_no_slices(model, layout.tensor)
+        problems += slicing_problems(model, layout.tensor)
     if layout.pipeline > 1:
-        problems += why_no_stages(model, layout.pipeline, parallel.stages_per_rank)
+        problems += staging_problems(model, layout.pipeline, parallel.stages_per_rank)
     return problems
 
 

@@ -42,7 +42,7 @@ from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import configure
-from hpc_tune.memory.host import MOST_KEPT_BYTES, RETURNED_BYTES
+from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model import tiled_attention
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.kernels import kernels_of
@@ -163,7 +163,7 @@ def trace_step(step: TracedStep) -> TraceReport:
     """
     began_s = time.perf_counter()
     built, layout, world_size = step.shape.build(), step.layout, step.layout.size
-    memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MOST_KEPT_BYTES)
+    memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MAX_KEPT_BYTES)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.of(built, layout, step.parallel)
     scratch = with_scratch() if step.has_kernel else contextlib.nullcontext()

@@ -15,7 +15,7 @@ from hpc_tune.world.open_files import needed
 # Per rank: NCCL's and MPI's segments.
 SHM_BYTES = 32 << 20
 # RDMA registers what it sends; without a network card or a GPU only small things are locked.
-LOCKED_BYTES, LEAST_LOCKED_BYTES = 1 << 30, 1 << 20
+LOCKED_BYTES, MIN_LOCKED_BYTES = 1 << 30, 1 << 20
 DISK_BYTES = 1 << 30
 HOST_BYTES_PER_RANK = 1 << 30
 _SLOW_DISK = 20e6
@@ -144,7 +144,7 @@ def _limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for here in _by_node(ranks):
         host, first = here[0].hostname, here[0]
         has_cards = bool(first.topology and first.topology.cards)
-        needs = LOCKED_BYTES if has_cards or first.device_bytes else LEAST_LOCKED_BYTES
+        needs = LOCKED_BYTES if has_cards or first.device_bytes else MIN_LOCKED_BYTES
         if first.memlock_bytes is not None and first.memlock_bytes < needs:
             breaks = has_cards and num_nodes > 1
             yield Finding(

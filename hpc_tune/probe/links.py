@@ -18,7 +18,7 @@ from hpc_tune.world.comm import Comm
 if TYPE_CHECKING:
     import torch
 
-SMALL_BYTES, FIRST_BYTES, MOST_BYTES = 8, 1 << 18, 1 << 26
+SMALL_BYTES, FIRST_BYTES, MAX_BYTES = 8, 1 << 18, 1 << 26
 _LONG_ENOUGH_S = 0.03  # a message that takes this is not latency any more
 _EXCHANGE_S = 0.25
 _PINGS = 20
@@ -210,10 +210,10 @@ def _ping_pong(comm: Comm, pair: tuple[int, int]) -> tuple[float, float, float]:
         large = bytes_of(num_bytes)
         _there_and_back(large, other, first, comm)
         seconds = min(_there_and_back(large, other, first, comm) for _ in range(2)) / 2
-        is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MOST_BYTES
+        is_last = seconds >= _LONG_ENOUGH_S or num_bytes >= MAX_BYTES
         # Queues fill for a while before data delays what acknowledges the other direction's.
         both = max(num_bytes, int(_EXCHANGE_S / seconds * num_bytes)) if is_last else 0
-        agreed = torch.tensor([min(both, MOST_BYTES)], device=comm.device)
+        agreed = torch.tensor([min(both, MAX_BYTES)], device=comm.device)
         dist.send(agreed, other) if first else dist.recv(agreed, other)
         if both := int(agreed):
             break
@@ -254,10 +254,10 @@ def _collectives(comm: Comm) -> Iterator[Collective]:
         while True:
             seconds = _time_of(name, num_bytes // 4 // size * size, comm)
             is_small, is_last = num_bytes < FIRST_BYTES, seconds > _LONG_ENOUGH_S
-            if is_small or is_last or num_bytes >= MOST_BYTES:
+            if is_small or is_last or num_bytes >= MAX_BYTES:
                 bus = share * (size - 1) / size * num_bytes / seconds
                 yield Collective(name, num_bytes, seconds, bus)
-            if not is_small and (is_last or num_bytes >= MOST_BYTES):
+            if not is_small and (is_last or num_bytes >= MAX_BYTES):
                 break
             num_bytes = FIRST_BYTES if is_small else 4 * num_bytes
 

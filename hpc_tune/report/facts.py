@@ -14,7 +14,7 @@ from hpc_tune.report.read import Row, Run
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
 # A straggler computes that many times as long as the fastest rank, in that share of the steps.
-STRAGGLER, MOST_STEPS = 1.1, 0.8
+STRAGGLER, MAX_STEPS = 1.1, 0.8
 _MPIRUN = ("openmpi", "pmix", "mpich", "intelmpi", "mvapich", "pals")
 _NOT_PLANNED = "not planned: far below the limit"
 _NO_LINKS = "not measured: parallel.layout=auto does, and hpc_tune doctor"
@@ -286,7 +286,7 @@ def straggler(run: Run) -> str:
         f"rank {rank} in {times} of {len(rows)} steps; the slowest computed {ratio:.2f} x as long "
     )
     text += "as the fastest (median)"
-    if ratio > STRAGGLER and times > MOST_STEPS * len(rows):
+    if ratio > STRAGGLER and times > MAX_STEPS * len(rows):
         text += ": check that rank's clocks, its memory and other processes there"
     return text
 

@@ -11,7 +11,7 @@ from hpc_tune.report.plots import SIZE, whole_numbers
 from hpc_tune.report.read import Row, Run
 
 _ROWS, _COLUMNS, _COLORS = 128, 200, 12
-_LEAST_TOP = 1.2  # of the scale: ranks that differ by less look alike
+_MIN_TOP = 1.2  # of the scale: ranks that differ by less look alike
 _TOP = 3.0
 
 
@@ -34,7 +34,7 @@ def heatmap(runs: Sequence[Run]) -> Figure | None:
         interpolation="none",
         cmap=_colors(),
         vmin=1.0,
-        vmax=min(_TOP, max(_LEAST_TOP, highest)),
+        vmax=min(_TOP, max(_MIN_TOP, highest)),
         extent=(first - 0.5, last + 0.5, num_ranks - 0.5, -0.5),
     )
     figure.colorbar(image, ax=axes, label="own work, x the median rank's", extend="both")

@@ -105,7 +105,7 @@ def is_known_to_be(owner: Owner, me: Owner) -> bool | None:
     return None
 
 
-class LiveMark:
+class RunLock:
     """The mark of this job in a run directory, from ``take`` to ``close``; rank 0's alone."""
 
     def __init__(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hpc_tune.model.loss import LEAST_TOKENS, TRAINED_LOGITS_BYTES
+from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
 from hpc_tune.step.layout import AXES
 from hpc_tune.step.plan import Micro, StepPlan
 from hpc_tune.step.rings import Kind, sent_bytes
@@ -152,7 +152,7 @@ def tensor_messages(
         itemsize = plan.itemsize if plan.gathers_cast else wire
         yield over(values * itemsize)
     if place == plan.layout.pipeline - 1:
-        most = max(LEAST_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
+        most = max(MIN_TOKENS, TRAINED_LOGITS_BYTES // (4 * model.vocab_size))
         for _, loss_tokens in computed:
             times = 2 if loss_tokens > most else 1
             yield over(loss_tokens * model.hidden_size * wire)

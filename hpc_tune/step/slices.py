@@ -19,7 +19,7 @@ _STYLES = {
 }
 
 
-def why_no_slices(config: Any, ranks: int) -> list[str]:
+def slicing_problems(config: Any, ranks: int) -> list[str]:
     """Return the reasons why a model cannot be split over ``ranks``; none if it can."""
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or not set(plan.values()) <= _STYLES:

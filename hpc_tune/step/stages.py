@@ -13,7 +13,7 @@ Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
 
 
-def why_no_stages(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
+def staging_problems(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
     """Return the reasons why a model cannot be cut into stages; none if it can."""
     layers, stages = config.num_hidden_layers, ranks * stages_per_rank
     if not getattr(config, "base_model_pp_plan", None):
@@ -34,7 +34,7 @@ def why_no_stages(config: Any, ranks: int, stages_per_rank: int) -> list[str]:
     return []
 
 
-def deal_blocks(
+def balance_stages(
     num_blocks: int, num_stages: int, head_blocks: float, num_ranks: int
 ) -> list[range]:
     """Return the blocks of each stage, balanced over ranks, then over stages.
@@ -65,7 +65,7 @@ def stage_blocks(
     ``loss_share`` of the tokens reach the output head.
     """
     head_values = config.vocab_size * config.hidden_size
-    return deal_blocks(
+    return balance_stages(
         config.num_hidden_layers,
         layout.pipeline * stages_per_rank,
         loss_share * head_values / block_values,

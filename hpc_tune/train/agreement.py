@@ -10,7 +10,7 @@ from hpc_tune.world.comm import Comm
 
 # A node's local disk may have another path on each node.
 _PER_NODE = {"parallel.offload_path"}
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> None:
@@ -36,13 +36,13 @@ def agree_on_settings(comm: Comm, settings: Mapping[str, Mapping[str, Any]]) -> 
         for (name, value), ranks in ranks_of.items()
     ]
     error = ConfigError(
-        f"the ranks have different settings: {'; '.join(lines[:_MOST_NAMED])}. Give all nodes the "
+        f"the ranks have different settings: {'; '.join(lines[:_MAX_NAMED])}. Give all nodes the "
         "same file, arguments and environment"
     )
     comm.agree(error if comm.is_rank_0 else None, "comparing the settings")
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    shown = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -17,7 +17,7 @@ import torch
 from hpc_tune.batch import Batch
 from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.memory.device import give_back_cache
-from hpc_tune.memory.host import give_back
+from hpc_tune.memory.host import trim_heap
 from hpc_tune.train.governor import Governor
 from hpc_tune.world.comm import Comm
 
@@ -63,6 +63,6 @@ class Attempts:
         if ran_out:
             self._comm.sum([True])
         # What the error held is free only now, and in fragments.
-        give_back()
+        trim_heap()
         give_back_cache()
         return None

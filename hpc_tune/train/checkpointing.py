@@ -34,7 +34,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
-class Writing:
+class WriteOptions:
     """How a rank writes: the save fails if the file system takes no byte for ``limit_s``;
     ``admit(bytes, why)`` tells whether there is memory for copies; ``device()`` is what copies
     them if the engine is on one; ``owns_folder()`` tells whether the run directory is still this
@@ -88,7 +88,7 @@ class Checkpointer:
         engine: Engine,
         events: Events,
         settings: CheckpointConfig,
-        writing: Writing,
+        writing: WriteOptions,
         resume_point: ResumePoint,
         pack: Callable[[Path, Sequence[str]], list[WrittenFile]] | None,
     ) -> None:
@@ -234,7 +234,7 @@ class Checkpointer:
             return
         save, self._save = self._save, None
         try:
-            own = self._comm.together("saving a checkpoint", save.task.result)
+            own = self._comm.run_and_agree("saving a checkpoint", save.task.result)
         except HpcTuneError as error:
             save.writer.give_up(str(error))
             self._give_up(save.state.step, error)

@@ -241,7 +241,7 @@ def ready_data(
         return store
 
     if is_prepared(path):
-        store = comm.together("opening the data", lambda: open_it(Path(shown(path))))
+        store = comm.run_and_agree("opening the data", lambda: open_it(Path(shown(path))))
         if store.attributes.loss_on != data.loss_on:
             raise DataError(
                 f"data.loss_on={data.loss_on}, but {path} was prepared with data.loss_on="
@@ -257,9 +257,9 @@ def ready_data(
     was_prepared = comm.on_rank_0("looking for prepared data", out.exists)
     if not was_prepared:
         comm.on_rank_0("making the data folder", lambda: make_folder(folder))
-        tokenizer = comm.together("loading the tokenizer", lambda: own.tokenizer)
+        tokenizer = comm.run_and_agree("loading the tokenizer", lambda: own.tokenizer)
         prepare_file(path, out, data, tokenizer, comm, part)
-    return comm.together("opening the data", lambda: open_it(out, is_new=not was_prepared))
+    return comm.run_and_agree("opening the data", lambda: open_it(out, is_new=not was_prepared))
 
 
 def prepare_settings(data: DataConfig, part: Part = "all") -> PrepareSettings:

@@ -20,8 +20,8 @@ from hpc_tune.errors import (
     ConfigError,
     HpcTuneError,
     InterruptError,
-    LeavingError,
     LostHostError,
+    ResumableStop,
 )
 from hpc_tune.log import configure
 from hpc_tune.packages import why_unusable
@@ -111,7 +111,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
     other_code = _code_of_another_rank(comm, error, run_dir)
     if other_code is not None:
         return other_code, False
-    is_urgent = isinstance(error, LeavingError) and bool(error.facts)
+    is_urgent = isinstance(error, ResumableStop) and bool(error.facts)
     if is_urgent:  # each rank that is short of memory writes it before anything takes time
         _write(_outcome_of(comm, error, Failure("", ""), code), run_dir)
     told = report_failure(comm, error)
@@ -161,14 +161,14 @@ def _code_of_another_rank(
     """
     is_first = comm is not None and comm.is_rank_0
     is_of_a_cut = isinstance(error, LostHostError) and not is_first
-    was_asked = isinstance(error, LeavingError) and not error.facts
+    was_asked = isinstance(error, ResumableStop) and not error.facts
     if run_dir is None or not (is_broken_connection(error) or is_of_a_cut or was_asked):
         return None
     return outcome.written_since(run_dir, process_start())
 
 
 def _outcome_of(comm: Comm | None, error: BaseException, told: Failure, code: int) -> Outcome:
-    if isinstance(error, LeavingError):
+    if isinstance(error, ResumableStop):
         return stopped(error.reason, error.step, error.facts)
     if isinstance(error, InterruptError):
         return Outcome("stopped", "SIGINT, twice", None, code)
@@ -227,14 +227,14 @@ class StartupWatchdog:
                     if not self._over.is_set():
                         fail(self._comm, self._error_of(reason), self._run_dir)
 
-    def _error_of(self, reason: str) -> LeavingError:
+    def _error_of(self, reason: str) -> ResumableStop:
         doing = "starting" if self._comm is None else self._comm.doing[0]
         words, is_too_short = f"stopped while {doing} ({reason})", reason == "time limit"
         if is_too_short:
             limit = f"the limit of {format_seconds(self._stop.limit_s)}"
             words = f"{limit} ended while {doing}, before a step was done"
         step = self._resume_point.step
-        return LeavingError(reason, step, words=words, can_rerun=not is_too_short)
+        return ResumableStop(reason, step, words=words, can_rerun=not is_too_short)
 
     def _reason(self, margin_s: float = 0.0) -> str | None:
         return self._stop.reason(margin_s) if self._stop.is_asked(margin_s) else None

@@ -9,8 +9,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_MOST_OBJECTS = 100_000  # some 10 MB; selective recompute leaves a hundred for each block's pass
-_FAR_TOO_MANY = 10 * _MOST_OBJECTS  # a rank alone collects them, within a step or an evaluation
+_MAX_OBJECTS = 100_000  # some 10 MB; selective recompute leaves a hundred for each block's pass
+_FAR_TOO_MANY = 10 * _MAX_OBJECTS  # a rank alone collects them, within a step or an evaluation
 
 
 @contextmanager
@@ -27,4 +27,4 @@ def collected_in_step() -> Iterator[None]:
 
 def is_due() -> bool:
     """Whether many more objects were made than freed since the last collection."""
-    return gc.get_count()[0] > _MOST_OBJECTS
+    return gc.get_count()[0] > _MAX_OBJECTS

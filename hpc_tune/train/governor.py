@@ -19,11 +19,11 @@ from hpc_tune.memory.monitor import MemorySample, Monitor, Need
 from hpc_tune.memory.policy import (
     Action,
     Decision,
-    Ladder,
+    Escalation,
     Level,
     Lever,
     decide,
-    lower,
+    next_actions_after_oom,
     relieve,
 )
 from hpc_tune.rundir.json_lines import Events
@@ -55,7 +55,7 @@ class Governor:
     ) -> None:
         """Take the actions of the ``previous`` run again, and one rung more if memory ended it."""
         self._comm, self._monitor, self._events, self._levers = comm, monitor, events, levers
-        self._ladder = Ladder()
+        self._ladder = Escalation()
         self._levels = (Level.CALM, Level.CALM)
         self._reported = Level.CALM
         self._sample: MemorySample | None = None
@@ -64,10 +64,10 @@ class Governor:
             return
         actions = {action.value: action for action in Action}
         taken = tuple(actions[name] for name in previous.actions if actions.get(name) in levers)
-        self._ladder = Ladder(taken)
+        self._ladder = Escalation(taken)
         if previous.short_of is not None:
-            taken = lower(taken, self._available(previous.short_of))
-        self._ladder = Ladder(taken, num_kept=0 if monitor.device is None else _num_kept(taken))
+            taken = next_actions_after_oom(taken, self._available(previous.short_of))
+        self._ladder = Escalation(taken, num_kept=0 if monitor.device is None else _num_kept(taken))
         for action in dict.fromkeys(self._ladder.taken):
             self._pull(action)
         if self._ladder.taken:
@@ -127,14 +127,14 @@ class Governor:
     def advice(self, need: Need) -> str:
         """Return what the next start does about it, or what the user can do."""
         taken = self._ladder.taken
-        coming = lower(taken, self._available(need.memory))[len(taken) :]
+        coming = next_actions_after_oom(taken, self._available(need.memory))[len(taken) :]
         if not coming:
             return f"Nothing is left to be given up: {MORE_MEMORY}"
         words = [_WORDS[action] for action in coming if action in _WORDS]
         names = ", ".join(action.value for action in coming)
         return f"The next start {', '.join(words) or 'gives freed memory back'} ({names})"
 
-    def _decide(self, host: Level, device: Level) -> tuple[Ladder, Decision | None]:
+    def _decide(self, host: Level, device: Level) -> tuple[Escalation, Decision | None]:
         if device == Level.CRITICAL and host < Level.DOOMED:
             return relieve(self._ladder, self._available("device"))
         level = max(host, device)

@@ -16,7 +16,7 @@ from hpc_tune.log import log
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.rundir import heartbeat, nearby, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
-from hpc_tune.rundir.owner import LiveMark, require_shared, this_process
+from hpc_tune.rundir.owner import RunLock, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
 from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
 from hpc_tune.train.memory_exit import MemoryExit, make_monitor
@@ -47,7 +47,7 @@ class Job:
     monitor: Monitor
     memory_exit: MemoryExit
     resume_point: ResumePoint
-    owner: LiveMark
+    owner: RunLock
     stop: StopFlag
     watchdog: StartupWatchdog
     chosen: Candidate | None
@@ -72,7 +72,7 @@ def open_job(
         comm = replace(comm, hang=HangWatch(config.run.timeout, lost))
         keep = config.checkpoint
         store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
-        owner = LiveMark(run_dir, this_process(comm.nonce, run_dir), lost)
+        owner = RunLock(run_dir, this_process(comm.nonce, run_dir), lost)
         last = comm.on_rank_0(
             "making the run directory",
             lambda: _make_run_dir(
@@ -81,13 +81,13 @@ def open_job(
         )
         _require_shared(comm, run_dir)
         owner.know_folder()
-        events = comm.together(
+        events = comm.run_and_agree(
             "opening the events", lambda: Events(run_dir / EVENTS if is_rank_0 else None)
         )
-        monitor = comm.together(
+        monitor = comm.run_and_agree(
             "reading the memory limits", lambda: make_monitor(config.memory, comm, run_dir, faults)
         )
-        training = comm.in_training()
+        training = comm.with_step_timeout()
         memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
         with translating(owner.cause_of), translating(memory_exit.cause_of):
             if is_rank_0 and last.death:
@@ -109,7 +109,7 @@ def open_job(
 
 def _make_run_dir(
     run_dir: Path,
-    owner: LiveMark,
+    owner: RunLock,
     run: RunSettings,
     store: Store,
     write_settings: Callable[[Path], None],
@@ -142,4 +142,4 @@ def _require_shared(comm: Comm, run_dir: Path) -> None:
         return
     is_first_of_node = comm.world.local_rank == 0 and not comm.is_rank_0
     check = partial(require_shared, run_dir, comm.nonce, comm.roster[0].hostname)
-    comm.together("checking the run directory", check if is_first_of_node else lambda: None)
+    comm.run_and_agree("checking the run directory", check if is_first_of_node else lambda: None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hpc_tune.data.loader import Loader
 from hpc_tune.memory.device import give_back_cache
-from hpc_tune.memory.host import give_back, own_bytes
+from hpc_tune.memory.host import own_bytes, trim_heap
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.units import format_bytes
 
@@ -16,7 +16,7 @@ def loader_levers(loader: Loader, data_file: Path) -> dict[Action, Lever]:
 
     def trim(_: int) -> str:
         before = own_bytes()
-        give_back()
+        trim_heap()
         give_back_cache()
         _drop_page_cache(data_file)
         return f"{format_bytes(max(0, before - own_bytes()))} given back by rank 0"

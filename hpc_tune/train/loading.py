@@ -21,7 +21,7 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
     if config.train.compile:
         cache = Path(config.run.compile_cache or job.dir / "compile-cache")
         share = monitor.limit.num_bytes // comm.world.local_size
-        comm.together(
+        comm.run_and_agree(
             "preparing to compile",
             lambda: prepare_compiler(cache, comm.world.node, comm.device, comm.threads, share),
         )
@@ -33,7 +33,7 @@ def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
         config.optim,
         config.train,
         reserve=monitor.ensure,
-        together=comm.together,
+        run_and_agree=comm.run_and_agree,
         faults=job.faults,
     )
     uses_zero = plan.parallel.zero_stage is not None

@@ -23,7 +23,7 @@ from hpc_tune.engine.base import Engine, StepResult
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.faults import Faults
 from hpc_tune.log import log
-from hpc_tune.memory.host import give_back
+from hpc_tune.memory.host import trim_heap
 from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.memory.policy import Action
 from hpc_tune.rundir.outcome import Outcome, done, stopped
@@ -31,17 +31,17 @@ from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train import garbage
 from hpc_tune.train.attempt import Attempts
-from hpc_tune.train.ballot import Ballot
 from hpc_tune.train.checkpointing import Checkpointer
 from hpc_tune.train.governor import Governor, facts_of
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.rank_work import RankWork
+from hpc_tune.train.status import StepStatus
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.step_limit import StepLimit
 from hpc_tune.world.stop import StopFlag
 
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 _FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a save that fails shows early
 
 
@@ -104,19 +104,19 @@ def run_loop(work: Work) -> Outcome:
         margin_s = step_s + 2 * saver.last_save_s
         work.faults.at("boundary", step + 1)
         reason = work.stop.reason(margin_s)
-        ballot = _vote(work, batches, saved_at_s, reason)
-        if ballot.garbage:
+        status = _vote(work, batches, saved_at_s, reason)
+        if status.garbage:
             gc.collect()
-        stop_reason = _first_reason(work, reason) if ballot.stop else None
-        saver.advance(ballot.saves_done)
+        stop_reason = _first_reason(work, reason) if status.stop else None
+        saver.advance(status.saves_done)
         micro_size = work.loader.micro_size
-        need = work.governor.act(ballot.levels, step)
+        need = work.governor.act(status.levels, step)
         stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
         # A save that is due by the clock waits for the one before it; a stop tries one again.
         is_new = (saver.committed_step if stop_reason else saved_step) != step
-        if is_new and not saver.busy and (stop_reason or ballot.save):
+        if is_new and not saver.busy and (stop_reason or status.save):
             saved_step, saved_at_s = step, time.monotonic()
             _start_save(work, work.state(step, loader_state, evals))
         if stop_reason:
@@ -129,7 +129,7 @@ def run_loop(work: Work) -> Outcome:
         phase = "save, in the background" if saver.busy else "steady"
         _enter(work, "first step" if step == start_step else phase, f"training step {step + 1}")
         lr = learning_rate(optim, step, work.total_steps)
-        num_tokens = max(1, int(ballot.loss_tokens))
+        num_tokens = max(1, int(status.loss_tokens))
         work.faults.at("step", step + 1)
         with work.profile.around(step + 1):
             result = work.attempts.step(batches, num_tokens, lr)
@@ -141,7 +141,7 @@ def run_loop(work: Work) -> Outcome:
         step_s = time.monotonic() - began_s
         sample = work.monitor.worst()
         work.governor.see(sample)
-        _record(work, _Step(step, lr, batches, ballot, result, step_s, data_s), sample)
+        _record(work, _Step(step, lr, batches, status, result, step_s, data_s), sample)
         work.profile.after(step, result, data_s)
         is_last = step == work.total_steps
         if work.eval_batches is not None and _is_due(work, step):
@@ -188,7 +188,7 @@ def _start_save(work: Work, state: RunState) -> None:
     phase = "save, in the background"
     if work.saver.waits:
         phase = "save, training waits"
-        give_back()
+        trim_heap()
     _enter(work, phase, f"saving step {state.step}")
     work.faults.at("save", state.step)
     work.saver.start(state)
@@ -196,23 +196,25 @@ def _start_save(work: Work, state: RunState) -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One finished step: ``ballot`` has the sums of all ranks, ``step_s`` includes ``data_s``."""
+    """One finished step: ``status`` has the sums of all ranks, ``step_s`` includes ``data_s``."""
 
     number: int
     lr: float
     batches: Sequence[Batch]
-    ballot: Ballot
+    status: StepStatus
     result: StepResult
     step_s: float
     data_s: float
 
 
-def _vote(work: Work, batches: Sequence[Batch], saved_at_s: float, reason: str | None) -> Ballot:
+def _vote(
+    work: Work, batches: Sequence[Batch], saved_at_s: float, reason: str | None
+) -> StepStatus:
     """Return the sums of all ranks. The clock that says when to save is rank 0's."""
     minutes = work.config.checkpoint.every_minutes
     due = minutes is not None and time.monotonic() - saved_at_s >= 60 * minutes
     counted = batches if work.counts_rows else []
-    return Ballot(
+    return StepStatus(
         loss_tokens=sum(batch.num_loss_tokens for batch in counted),
         tokens=sum(batch.num_tokens for batch in counted),
         attention_flops=sum(work.attention_flops(batch.real_lengths) for batch in counted),
@@ -245,8 +247,8 @@ def _record(work: Work, step: _Step, sample: MemorySample | None) -> None:
     work_s = step_s - step.data_s - result.comm_s
     worst = _worst_of_all(work, sample, work_s)
     work.rank_work.add(step.number, work_s)
-    tokens_per_s = step.ballot.tokens / step_s
-    flops = step.ballot.tokens * work.weight_flops + step.ballot.attention_flops
+    tokens_per_s = step.status.tokens / step_s
+    flops = step.status.tokens * work.weight_flops + step.status.attention_flops
     mfu = flops / step_s / work.peak_flops if work.peak_flops else None
     work.metrics.step(
         StepMetrics(
@@ -256,8 +258,8 @@ def _record(work: Work, step: _Step, sample: MemorySample | None) -> None:
             loss=result.loss,
             lr=step.lr,
             grad_norm=result.grad_norm,
-            tokens=int(step.ballot.tokens),
-            loss_tokens=int(step.ballot.loss_tokens),
+            tokens=int(step.status.tokens),
+            loss_tokens=int(step.status.loss_tokens),
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             step_s=step_s,
@@ -301,11 +303,11 @@ def _worst_of_all(work: Work, sample: MemorySample | None, work_s: float) -> _Wo
             sample.host_bytes if sample else 0,
             sample.device.used_bytes if sample and sample.device else 0,
             # A rank's time and its number in one value, which a float64 holds exactly.
-            tenths_of_ms * _MOST_RANKS + work.comm.world.rank,
+            tenths_of_ms * _MAX_RANKS + work.comm.world.rank,
             -tenths_of_ms,
         ],
     )
-    most, rank = divmod(int(slowest), _MOST_RANKS)
+    most, rank = divmod(int(slowest), _MAX_RANKS)
     return _Worst(int(host), int(device), most / 1e4, -least / 1e4, rank)
 
 
@@ -324,7 +326,7 @@ def _evaluate(
                 return
             yield batch
 
-    give_back()
+    trim_heap()
     phase = "save, in the background" if work.saver.busy else "evaluate"
     _enter(work, phase, f"evaluating after step {step}")
     log.info("step %d: evaluating on held-out data", step)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_tune.config.schema import MemoryConfig
-from hpc_tune.errors import LeavingError, MemoryBudgetError
+from hpc_tune.errors import MemoryBudgetError, ResumableStop
 from hpc_tune.faults import Faults
 from hpc_tune.log import log
 from hpc_tune.memory.device import is_of_a_device, is_out_of_memory, memory_of, what_failed
@@ -86,11 +86,11 @@ class MemoryExit:
         words = f"{need.words}; an allocation failed: {what_failed(error)}"
         return self._error_of(replace(need, words=words))
 
-    def _error_of(self, need: Need) -> LeavingError:
+    def _error_of(self, need: Need) -> ResumableStop:
         advice = f"Before training nothing can be given up: {MORE_MEMORY}"
         taken: list[str] = []
         if self.governor is not None:
             advice, taken = self.governor.advice(need), self.governor.taken
         step = self._resume_point.step or 0
         words = f"stopped before memory ran out while {self._comm.doing[0]}: {need.words}. {advice}"
-        return LeavingError(f"{need.words}. {advice}", step, facts_of(need, taken), words)
+        return ResumableStop(f"{need.words}. {advice}", step, facts_of(need, taken), words)

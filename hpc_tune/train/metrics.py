@@ -15,7 +15,10 @@ from hpc_tune.units import format_bytes, format_count, format_seconds
 
 _REMEMBERED = 1000
 _STEPS_TO_ESTIMATE = 3
-NOTEWORTHY, MUCH = 0.05, 0.5  # of a step in messages: in the progress line; worth advice
+COMM_SHOWN_SHARE, COMM_WARN_SHARE = (
+    0.05,
+    0.5,
+)  # of a step in messages: in the progress line; worth advice
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class StepMetrics:
 
 def _waits(metrics: StepMetrics) -> bool:
     """Whether most of what rank 0 spends in messages is the wait for the slowest rank."""
-    return metrics.most_work_s - metrics.least_work_s > MUCH * metrics.comm_s
+    return metrics.most_work_s - metrics.least_work_s > COMM_WARN_SHARE * metrics.comm_s
 
 
 def _spent_on(metrics: StepMetrics) -> str:
@@ -100,14 +103,14 @@ class Metrics:
         self._lines.write(**row)
         self._track(metrics.step, row)
         note = f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tokens/s"
-        if metrics.comm_s > NOTEWORTHY * metrics.step_s:
+        if metrics.comm_s > COMM_SHOWN_SHARE * metrics.step_s:
             note += f"  {metrics.comm_s / metrics.step_s:.0%} {_spent_on(metrics)}"
         if metrics.host_bytes is not None:
             note += f"  host {format_bytes(metrics.host_bytes)}"
         self._progress.update(metrics.step, note)
         if len(self.steps_s) == _STEPS_TO_ESTIMATE and self._total > metrics.step:
             self._log_time(self._total - metrics.step)
-        much = metrics.comm_s > MUCH * metrics.step_s
+        much = metrics.comm_s > COMM_WARN_SHARE * metrics.step_s
         if self._advise and len(self.steps_s) == 2 and much and not _waits(metrics):
             log.warning(
                 "%.0f%% of a step goes to messages: parallel=auto measures, and chooses the "

@@ -40,7 +40,7 @@ class Model:
     def kernels(self, device: torch.device) -> Kernels:
         """Return what computes the decoder blocks on ``device``."""
         built, module = self.built, self.built.module
-        needs_mask = not module.within_documents or module.is_blind
+        needs_mask = not module.within_documents or module.needs_mask
         why = f"{built.config.model_type} models need it" if needs_mask else ""
         tune, train = self.config.tune, self.config.train
         found = kernels_of(built.config, built.dtype, train.compile, device, why)
@@ -65,7 +65,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         built = replace(built, seq_len=config.data.seq_len)
         return start_from(built, Path(start)) if start and fresh else built
 
-    built = comm.together("building the model", make)
+    built = comm.run_and_agree("building the model", make)
     if built.dropout:
         log.warning(
             "the model's own dropout is off (%s in its config.json): it would differ with the "

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_tune.errors import LeavingError, MemoryBudgetError
+from hpc_tune.errors import MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.memory.policy import DEVICE, HOST, room_of
+from hpc_tune.memory.policy import DEVICE, HOST, free_bytes_below
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
 from hpc_tune.plan.process import run_plan
@@ -60,7 +60,7 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     # The other ranks wait for it.
     limit_s = min(_PLAN_LIMIT_S, config.run.timeout / 2)
     on_gpu = comm.device.type == "cuda"
-    masked = ["--masked"] if on_gpu and model.kernels(comm.device).why_masked else []
+    masked = ["--masked"] if on_gpu and model.kernels(comm.device).mask_reason else []
     plan = comm.on_rank_0("planning", lambda: _plan(job, machine, masked, limit_s))
     if plan is None:
         return Forecast(None, "not planned; see the warning above")
@@ -131,10 +131,10 @@ def _plan(
     """Run the plan command on the run's own configuration; None where it fails.
 
     Raises:
-        LeavingError: if the run was asked to stop meanwhile: the signal ends the plan, too.
+        ResumableStop: if the run was asked to stop meanwhile: the signal ends the plan, too.
     """
     limit = find_limit()
-    left = room_of(used_bytes(limit), limit.num_bytes)
+    left = free_bytes_below(used_bytes(limit), limit.num_bytes)
     if left < _PLAN_BYTES:
         log.warning(
             "memory  not planned: that takes %s, and %s of %s are left",
@@ -154,7 +154,7 @@ def _plan(
         time.sleep(_SIGNAL_SHOWS_WITHIN_S)
         if reason := job.stop.reason():
             words = f"stopped while planning ({reason})"
-            raise LeavingError(reason, job.resume_point.step, words=words) from None
+            raise ResumableStop(reason, job.resume_point.step, words=words) from None
         why = printed.splitlines()[-1] if printed else str(error)
         if isinstance(error, subprocess.CalledProcessError):
             why = f"it was ended by {signal.Signals(-error.returncode).name}"

@@ -31,7 +31,7 @@ def run_prepare(config: RunConfig, out: Path) -> int:
     with joined(config.run, run_dir=None) as comm:
         comm.on_rank_0("making the output folder", lambda: make_folder(folder))
         directory = ready_model(config.model.path, comm, folder)
-        tokenizer = comm.together(
+        tokenizer = comm.run_and_agree(
             "loading the tokenizer", lambda: load_tokenizer(directory, data.chat_template)
         )
         if not data.eval_fraction:

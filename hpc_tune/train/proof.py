@@ -38,8 +38,8 @@ from hpc_tune.model.quantize import require_bitsandbytes
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-from hpc_tune.step.slices import why_no_slices
-from hpc_tune.step.stages import why_no_stages
+from hpc_tune.step.slices import slicing_problems
+from hpc_tune.step.stages import staging_problems
 
 LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
@@ -263,7 +263,7 @@ class _Trial:
 
     def wrong_stages(self) -> str:
         built = self.build()
-        if why_no_stages(built.config, 2, 1):
+        if staging_problems(built.config, 2, 1):
             return ""  # refused elsewhere, with a reason
         plan = StepPlan.of(built, Layout(1, 1, pipeline=2), ParallelConfig())
         batch = _batch([[tokens_T] for tokens_T in self.documents])
@@ -282,7 +282,7 @@ class _Trial:
         return "" if loss.isfinite() else f"in 4 bits a document's loss is {loss.item()}"
 
     def wrong_slices(self) -> str:
-        if why_no_slices(self.build().config, 2):
+        if slicing_problems(self.build().config, 2):
             return ""  # refused elsewhere, with a reason
         shared: list[Any] = [None, None]
         barrier = threading.Barrier(2, timeout=60)

@@ -1,6 +1,6 @@
 """Each rank's own work over the steps, in ranks.jsonl: what shows which rank is slow.
 
-Every rank adds up its own seconds. At most ``_MOST_LINES`` times in a run all ranks send theirs to
+Every rank adds up its own seconds. At most ``_MAX_LINES`` times in a run all ranks send theirs to
 rank 0, so that the file of 100,000 steps on 512 ranks stays below a megabyte.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_tune.rundir.json_lines import RANKS, JsonLines, drop_after
 from hpc_tune.world.comm import Comm
 
-_MOST_LINES = 200
+_MAX_LINES = 200
 
 
 class RankWork:
@@ -21,7 +21,7 @@ class RankWork:
         Raises:
             OSError: if the file cannot be made.
         """
-        self._comm, self._every = comm, max(1, total_steps // _MOST_LINES)
+        self._comm, self._every = comm, max(1, total_steps // _MAX_LINES)
         self._work_s, self._num_steps = 0.0, 0
         path = run_dir / RANKS if run_dir is not None and comm.world.size > 1 else None
         if path is not None:

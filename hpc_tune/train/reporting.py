@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc_tune.cluster.launchers import unlaunched
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.memory.policy import room_of
+from hpc_tune.memory.policy import free_bytes_below
 from hpc_tune.rundir.json_lines import METRICS
 from hpc_tune.rundir.nearby import SETTINGS
 from hpc_tune.units import format_bytes
@@ -29,7 +29,7 @@ def write_report(run_dir: Path) -> None:
         return
     later = f"python -m hpc_tune report {run_dir}"
     limit = find_limit()
-    left = room_of(used_bytes(limit), limit.num_bytes)
+    left = free_bytes_below(used_bytes(limit), limit.num_bytes)
     if left < REPORT_BYTES + _PER_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return

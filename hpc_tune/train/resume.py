@@ -96,8 +96,10 @@ def resume(
     job.monitor.enter("load", "loading a checkpoint", tell=True)
     job.comm.begin("loading a checkpoint")
     index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
-    saved = comm.together("loading a checkpoint", load)
-    comm.together("restoring the position in the data", lambda: data.loader.restore(saved.loader))
+    saved = comm.run_and_agree("loading a checkpoint", load)
+    comm.run_and_agree(
+        "restoring the position in the data", lambda: data.loader.restore(saved.loader)
+    )
     log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
     job.events.write("resume", saved.step, path=str(path))
     job.resume_point.step = saved.step
@@ -135,7 +137,7 @@ def _newest_valid(comm: Comm, store: Store) -> Path | None:
 
 def _damage(comm: Comm, path: Path) -> str | None:
     """Return what is wrong with a checkpoint; each rank reads its share of the bytes."""
-    own = comm.together(
+    own = comm.run_and_agree(
         "verifying a checkpoint", lambda: damage_of(path, comm.world.rank, comm.world.size)
     )
     return next((damage for damage in comm.gather(own) if damage), None)

@@ -33,7 +33,7 @@ from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.training import prepare_training
 from hpc_tune.world.bootstrap import shutdown
 from hpc_tune.world.comm import Comm
-from hpc_tune.world.regroup import dismiss, wait_outside
+from hpc_tune.world.regroup import release_idle_ranks, wait_as_idle_rank
 from hpc_tune.world.stop import StopFlag
 
 
@@ -63,7 +63,7 @@ def run(
             look_for_data(config.data, launched, run_dir)
             chosen, comm = choose_ranks(config, launched)
         if comm is None:  # this rank is left out
-            return wait_outside(launched)
+            return wait_as_idle_rank(launched)
         configure(comm.world.rank)
         with failing(comm, run_dir):
             parallel = with_layout(config.parallel, chosen.layout)
@@ -71,7 +71,7 @@ def run(
             outcome = _train(config, comm, stop, chosen, force, faults)
             shutdown(comm)
         num_outside = launched.world.size - len(chosen.ranks) if launched.is_rank_0 else 0
-        dismiss(launched.store, num_outside, outcome.exit_code)
+        release_idle_ranks(launched.store, num_outside, outcome.exit_code)
         return outcome.exit_code
 
 

@@ -23,7 +23,7 @@ from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import attention_flops, weight_flops
 from hpc_tune.train.attempt import Attempts
-from hpc_tune.train.checkpointing import Checkpointer, Writing
+from hpc_tune.train.checkpointing import Checkpointer, WriteOptions
 from hpc_tune.train.data import Data
 from hpc_tune.train.exit import fail
 from hpc_tune.train.governor import Governor
@@ -136,7 +136,7 @@ def _saver(job: Job, model: Model, engine: Engine) -> Checkpointer:
     if tune.method != "full":
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
     device = CudaDevice if job.comm.device.type == "cuda" else None
-    writing = Writing(
+    writing = WriteOptions(
         job.config.run.timeout,
         job.monitor.admit,
         device,
@@ -164,12 +164,12 @@ def _metrics(job: Job, model: Model, total_steps: int, step: int) -> Metrics:
         trackers = _trackers(job, model, step)
         return Metrics(job.dir, total_steps, step, trackers, advise=job.chosen is None)
 
-    return job.comm.together("opening the metrics", make)
+    return job.comm.run_and_agree("opening the metrics", make)
 
 
 def _rank_work(job: Job, total_steps: int, step: int) -> RankWork:
     run_dir = job.dir if job.comm.is_rank_0 else None
-    return job.comm.together(
+    return job.comm.run_and_agree(
         "opening ranks.jsonl", lambda: RankWork(job.training, run_dir, step, total_steps)
     )
 

@@ -47,7 +47,7 @@ from hpc_tune.world.json_channel import (
 from hpc_tune.world.keepalive import HostWatch, Lost
 from hpc_tune.world.nodes import host_key, nodes_of, place_of
 from hpc_tune.world.numa import SYS, cpus_of
-from hpc_tune.world.rendezvous import interface_towards, local_addresses, meet
+from hpc_tune.world.rendezvous import interface_towards, local_addresses, rendezvous
 from hpc_tune.world.step_limit import MARGIN_S
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _rendezvous(
     if world.size == 1:
         _set_interface(world, "127.0.0.1", settings.interface)
         return dist.HashStore(), "127.0.0.1", os.urandom(16).hex(), None
-    meeting = meet(world, channel, settings.interface)
+    meeting = rendezvous(world, channel, settings.interface)
     _set_interface(world, meeting.ip, settings.interface)
     store = dist.TCPStore(
         meeting.ip,

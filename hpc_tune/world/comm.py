@@ -151,7 +151,7 @@ class Comm:
             raise error
         raise RemoteError(f"rank {first} failed in {what}: {message}", exit_code)
 
-    def together(self, what: str, work: Callable[[], T]) -> T:
+    def run_and_agree(self, what: str, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank; if it fails on one, raise on all. Collective.
 
         ``work`` itself holds no collective. A full disk fails it as an error of ours does.
@@ -180,14 +180,14 @@ class Comm:
 
         Collective.
         """
-        result = self.together(what, lambda: work() if self.is_rank_0 else None)
+        result = self.run_and_agree(what, lambda: work() if self.is_rank_0 else None)
         return self.broadcast(result)  # type: ignore[return-value]
 
     def watched(self, what: str) -> AbstractContextManager[None]:
         """Watch a block in which this rank works alone: if it hangs, the world ends."""
         return self.hang.over(what) if self.hang is not None else nullcontext()
 
-    def in_training(self) -> "Comm":
+    def with_step_timeout(self) -> "Comm":
         """Return this communicator with control traffic that waits no longer than run.timeout.
 
         Before and after training one rank may work alone for hours; during training all go step by

@@ -22,8 +22,8 @@ from hpc_tune.errors import (
     DiskError,
     GoneError,
     HpcTuneError,
-    LeavingError,
     RemoteError,
+    ResumableStop,
     WorldError,
     first_line,
 )
@@ -37,7 +37,7 @@ _ABORT_LIMIT_S = 5.0
 _DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
 _DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
 _OTHERS_REPORT_WITHIN_S = 1.5  # a rank on the dead one's node, or rank 0, can name it
-_MAX_REASON, _MOST_NAMED = 300, 8  # characters, ranks or hosts: a line
+_MAX_REASON, _MAX_NAMED = 300, 8  # characters, ranks or hosts: a line
 _OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
 _FIRST_REPORT_S = 1.5  # before there is a world, rank 0 reports first and its end ends the others
 # How gloo, the store and NCCL show that another rank, or the way to it, is gone.
@@ -139,8 +139,8 @@ def gone_error(gone: "Sequence[Peer]", roster: "Sequence[Peer]", doing: str) -> 
         else:
             said += [f"rank {p.rank} (pid {p.pid} on host {p.hostname})" for p in lost]
     verb = "is" if len(said) == 1 else "are"
-    if len(said) > _MOST_NAMED:
-        said[_MOST_NAMED:] = [f"and {len(said) - _MOST_NAMED} more"]
+    if len(said) > _MAX_NAMED:
+        said[_MAX_NAMED:] = [f"and {len(said) - _MAX_NAMED} more"]
     facts = {"lost_hosts": lost_hosts, "lost_ranks": [peer.rank for peer in gone]}
     return GoneError(f"{', '.join(said)} {verb} gone while {doing}", facts)
 
@@ -149,7 +149,7 @@ def ranks_of(peers: "Sequence[Peer]") -> str:
     """Return such as ``"ranks 2, 3"``, or ``"ranks 0-127"``."""
     ranks = [peer.rank for peer in peers]
     numbers = ", ".join(map(str, ranks))
-    if len(ranks) > _MOST_NAMED and ranks == list(range(ranks[0], ranks[-1] + 1)):
+    if len(ranks) > _MAX_NAMED and ranks == list(range(ranks[0], ranks[-1] + 1)):
         numbers = f"{ranks[0]}-{ranks[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers}"
 
@@ -239,7 +239,7 @@ def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
 
 
 def _failure(who: str, error: BaseException, comm: "Comm | None") -> Failure:
-    if isinstance(error, LeavingError):
+    if isinstance(error, ResumableStop):
         return Failure(f"{who}: ", str(error))
     if isinstance(error, HpcTuneError):
         facts = error.facts if isinstance(error, WorldError) else {}

@@ -36,7 +36,7 @@ class HangWatch:
     def over(self, what: str) -> Iterator[None]:
         """Watch the block, which does ``what``."""
         done, winding = threading.Event(), threading.Lock()
-        self._wind()
+        self._reset_timer()
         arguments = (what, done, winding)
         threading.Thread(target=self._watch, args=arguments, name="hang", daemon=True).start()
         try:
@@ -52,7 +52,7 @@ class HangWatch:
         while not done.wait(every_s):
             with winding:
                 if not done.is_set():
-                    self._wind()
+                    self._reset_timer()
             now = progress()
             still_s = still_s + every_s if now == seen else 0.0
             seen = now
@@ -69,7 +69,7 @@ class HangWatch:
                 )
                 return
 
-    def _wind(self) -> None:
+    def _reset_timer(self) -> None:
         limit_s = _LOCKED_FACTOR * self._limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 

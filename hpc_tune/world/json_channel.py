@@ -158,9 +158,11 @@ class StarChannel:
                 for listener in ready:
                     peer, _ = listener.accept()
                     # A silent client of another kind must keep no rank waiting.
-                    threading.Thread(target=self._admit, args=(peer, limit_s), daemon=True).start()
+                    threading.Thread(
+                        target=self._accept_peer, args=(peer, limit_s), daemon=True
+                    ).start()
 
-    def _admit(self, peer: socket.socket, limit_s: float) -> None:
+    def _accept_peer(self, peer: socket.socket, limit_s: float) -> None:
         """Keep the connection if a rank of this job is at its other end."""
         peer.settimeout(_HELLO_LIMIT_S)
         try:

@@ -130,10 +130,10 @@ class HostWatch:
                 for key, _ in selector.select(self._seconds_left()):
                     ready: socket.socket = key.data
                     if ready is listener:
-                        if (new_peer := self._admit(listener)) is not None:
+                        if (new_peer := self._accept_peer(listener)) is not None:
                             open_sockets.enter_context(new_peer)
                             selector.register(new_peer, selectors.EVENT_READ, new_peer)
-                    elif ready is not self._wake_read and not self._hear(ready):
+                    elif ready is not self._wake_read and not self._on_message(ready):
                         selector.unregister(ready)
                 if self._comm.is_rank_0 and len(self._ended) > num_told:
                     num_told = len(self._ended)
@@ -144,7 +144,7 @@ class HostWatch:
                     self._leave(gone_error(ended, self._comm.roster, self._comm.doing[0]))
                     return
 
-    def _admit(self, listener: socket.socket) -> socket.socket | None:
+    def _accept_peer(self, listener: socket.socket) -> socket.socket | None:
         """Return the connection of a rank of this job, or None if it is another client's."""
         peer = None
         with contextlib.suppress(OSError):
@@ -170,7 +170,7 @@ class HostWatch:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
 
-    def _hear(self, peer: socket.socket) -> bool:
+    def _on_message(self, peer: socket.socket) -> bool:
         """Act on a message of rank 0 or the end of a connection; tell whether it goes on."""
         rank = self._ranks[peer]
         try:

@@ -1,7 +1,7 @@
 """A smaller or reordered world, made of the ranks of an existing one.
 
     ranks measured -> regroup -> those chosen: a Comm as if launched so
-                             -> the others: wait_outside until the run has ended
+                             -> the others: wait_as_idle_rank until the run has ended
 
 The first rank of the launcher always takes part: it holds the store, through which the ranks left
 out learn that the run has ended.
@@ -64,7 +64,7 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     return comm
 
 
-def wait_outside(comm: Comm) -> int:
+def wait_as_idle_rank(comm: Comm) -> int:
     """Wait for the run's end and return its exit code; ``comm`` is the one before ``regroup``."""
     store, code = comm.store, None
     while code is None:
@@ -82,7 +82,7 @@ def wait_outside(comm: Comm) -> int:
     return code
 
 
-def dismiss(store: "Store", num_outside: int, exit_code: int) -> None:
+def release_idle_ranks(store: "Store", num_outside: int, exit_code: int) -> None:
     """Tell ``num_outside`` ranks that the run has ended, and wait until they know."""
     if not num_outside:
         return

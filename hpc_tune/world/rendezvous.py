@@ -49,7 +49,7 @@ class Meeting:
     warning: str | None
 
 
-def meet(world: World, channel: Channel, interface: str | None) -> Meeting:
+def rendezvous(world: World, channel: Channel, interface: str | None) -> Meeting:
     """Return an address of rank 0 that every node reaches; collective over ``channel``.
 
     Raises:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hpc_tune.engine.float8 import LEAST_CAPABILITY
+from hpc_tune.engine.float8 import MIN_CAPABILITY
 from tests.support.training import SMALL, losses, train
 
-capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
+capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_CAPABILITY
 pytestmark = pytest.mark.skipif(
     not capable, reason="needs a GPU of compute capability 8.9 or later (float8 products)"
 )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hpc_tune.batch import full_batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import MemoryConfig
-from hpc_tune.errors import LeavingError
+from hpc_tune.errors import ResumableStop
 from hpc_tune.faults import NO_FAULTS
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.policy import Action
@@ -94,7 +94,7 @@ def test_an_allocation_beyond_the_limit_is_a_reason_to_leave_and_no_crash(comm, 
     monitor = make_monitor(MemoryConfig(), comm, tmp_path, NO_FAULTS)
     leaving = MemoryExit(comm, monitor, tmp_path, ResumePoint(3)).cause_of(caught.value)
     monitor.close()
-    assert isinstance(leaving, LeavingError)
+    assert isinstance(leaving, ResumableStop)
     assert leaving.step == 3
     assert "device memory of rank 0" in leaving.reason
     assert torch.ones(2, device=comm.device).sum().item() == 2

@@ -23,13 +23,13 @@ from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.varlen_attention import (
-    LEAST_CAPABILITY,
-    MOST_EPS,
+    MAX_EPS,
+    MIN_CAPABILITY,
     gaps_to_mask,
     starts_of,
 )
 
-capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
+capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_CAPABILITY
 pytestmark = pytest.mark.skipif(
     not capable, reason="needs a GPU of compute capability 8.0 or later (FlashAttention)"
 )
@@ -64,7 +64,7 @@ def model_of(shape, recompute="none", dtype=torch.bfloat16, window=None):
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(config, dtype=dtype).to(GPU)
     module = LossModel(lm, config, use_document_attention(lm)).train()
-    assert not kernels_of(config, dtype, False, GPU).why_masked
+    assert not kernels_of(config, dtype, False, GPU).mask_reason
     module.has_kernel = True
     checkpoint_blocks(list(block_list(module)), recompute)
     return module
@@ -94,7 +94,7 @@ def test_the_kernel_is_masked_attention_but_for_rounding(dtype, values, groups, 
     gaps = gaps_to_mask(GPU, dtype, values, groups, window)
     eps = torch.finfo(dtype).eps
     print({name: f"{gap / eps:.2f} eps" for name, gap in gaps.items()})
-    assert max(gaps.values()) < MOST_EPS * eps
+    assert max(gaps.values()) < MAX_EPS * eps
 
 
 @pytest.mark.parametrize("window", [None, 64])

@@ -74,7 +74,7 @@ WAYS = {
     ),
 }
 SHORT = ("a leak of 200 MB/s within a step", "a micro-batch that grows too large")
-MOST_RELAUNCHES = 4
+MAX_RELAUNCHES = 4
 REPEATS = 10
 
 
@@ -119,7 +119,7 @@ def check_way(limited, tmp_path, name, n=1):
 
 def check_relaunches(group, run_dir, way, num_bytes, *overrides, n=1):
     """Start until it is done; what can be lived with is, and a leak is gone the second time."""
-    for number in range(MOST_RELAUNCHES):
+    for number in range(MAX_RELAUNCHES):
         planted = way if number == 0 or way in ("batch", "eval") else "none"
         found = train_in(group, run_dir, planted, num_bytes, *overrides, n=n)
         if not is_not_killed(found, group, run_dir):
@@ -128,7 +128,7 @@ def check_relaunches(group, run_dir, way, num_bytes, *overrides, n=1):
         told = outcome(run_dir)
         assert f"of {format_bytes(n * LIMIT)}" in told["reason"], told
         print(f"{way}, {n} ranks: {told['reason']}; {told['governor']}")
-    pytest.fail(f"not done after {MOST_RELAUNCHES} starts: {found.stderr}")
+    pytest.fail(f"not done after {MAX_RELAUNCHES} starts: {found.stderr}")
 
 
 def check_neighbour(limited, tmp_path, kind):

@@ -15,7 +15,7 @@ import json, os, sys, time
 from hpc_tune import log
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.world.bootstrap import bootstrap, shutdown
-from hpc_tune.world.regroup import dismiss, regroup, wait_outside
+from hpc_tune.world.regroup import release_idle_ranks, regroup, wait_as_idle_rank
 import torch
 import torch.distributed as dist
 
@@ -26,7 +26,7 @@ outside = first.world.size - len(ranks) if first.world.rank == 0 else 0
 inside = regroup(first, ranks, 60.0)
 if inside is None:
     print(json.dumps({"outside": first.world.rank, "pid": os.getpid()}), flush=True)
-    sys.exit(wait_outside(first))
+    sys.exit(wait_as_idle_rank(first))
 total = torch.ones(3) * first.world.rank
 dist.all_reduce(total)
 told = {
@@ -43,7 +43,7 @@ if os.environ["FAILS"] == str(inside.world.rank):
     raise RuntimeError("planted")
 inside.barrier("the work")
 shutdown(inside)
-dismiss(first.store, outside, int(os.environ["CODE"]))
+release_idle_ranks(first.store, outside, int(os.environ["CODE"]))
 sys.exit(int(os.environ["CODE"]))
 """
 

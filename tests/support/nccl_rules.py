@@ -361,10 +361,10 @@ def install(eager: bool) -> None:
         module.new_group = new_group
         module.batch_isend_irecv = batch_isend_irecv
 
-    def in_training(self: Comm) -> Comm:
+    def with_step_timeout(self: Comm) -> Comm:
         return dataclasses.replace(self, cpu_group=made["step"])
 
-    Comm.in_training = in_training  # type: ignore[method-assign]
+    Comm.with_step_timeout = with_step_timeout  # type: ignore[method-assign]
 
 
 def is_eager() -> bool:

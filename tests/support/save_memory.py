@@ -44,7 +44,7 @@ def main() -> None:
     from hpc_tune.rundir.json_lines import Events
     from hpc_tune.step.plan import StepPlan
     from hpc_tune.step.size import measure
-    from hpc_tune.train.checkpointing import Checkpointer, Writing
+    from hpc_tune.train.checkpointing import Checkpointer, WriteOptions
     from hpc_tune.train.exit import ResumePoint
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)
@@ -91,7 +91,7 @@ def main() -> None:
         settings = config.checkpoint.model_copy(update={"background": background})
         events = folder.with_name(f"events-{background}.jsonl")
         common = comm, store, engine, Events(events if comm.is_rank_0 else None)
-        saver = Checkpointer(*common, settings, Writing(600.0), ResumePoint(0), None)
+        saver = Checkpointer(*common, settings, WriteOptions(600.0), ResumePoint(0), None)
         grown = []
         for _ in range(num_saves):
             usual = step_peak if background else own_bytes()

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausa
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.lora_linear import use_lora_linear
-from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.scoped import MicroBatch, batch_context
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def gradients_of(blocks, recompute, num_steps=3, evaluates=False):
             states.append([])
             torch.manual_seed(step)
             x_BTD = torch.randn(2, 3, 16)
-            with CURRENT.of(MicroBatch(rows=(2 * step, 2 * step + 1))):
+            with batch_context.of(MicroBatch(rows=(2 * step, 2 * step + 1))):
                 for block in blocks:
                     x_BTD = block(x_BTD)
             x_BTD.sum().backward()

@@ -21,8 +21,8 @@ from house_table import (  # noqa: E402
     read,
 )
 
-# From the lowest floor to the highest; what is in one row must not know its neighbours.
-FLOORS = (
+# From the lowest layer to the highest; what is in one row must not know its neighbours.
+LAYERS = (
     (
         "errors",
         "units",
@@ -50,8 +50,8 @@ FLOORS = (
     ("cli",),
     ("__main__",),
 )
-# The only places where a floor knows itself.
-SAME_FLOOR = {
+# The only places where a layer knows itself.
+SAME_LAYER = {
     ("log", "units"),
     ("probe", "memory"),
 }
@@ -75,43 +75,43 @@ OWNERS = {
     "trackio": ("train/trackers.py",),
     "pynvml": ("probe/topology.py",),
 }
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 FILES = sorted(ROOT.rglob("*.py"))
 
 
-def room_of(file: Path) -> str:
+def package_of(file: Path) -> str:
     return file.relative_to(ROOT).with_suffix("").parts[0]
 
 
 def edges() -> set[tuple[str, str, str]]:
-    """(file, its room, the room it imports) over the whole package."""
+    """(file, its package, the package it imports) over the whole package."""
     found = set()
     for file in FILES:
         for name in imports_of(file):
             top, *rest = name.split(".")
             if top == "hpc_tune" and rest and rest[0] != "__version__":
-                found.add((str(file.relative_to(ROOT)), room_of(file), rest[0]))
+                found.add((str(file.relative_to(ROOT)), package_of(file), rest[0]))
     return found
 
 
-def test_every_room_has_a_floor_and_every_floor_its_rooms():
-    assert {room_of(file) for file in FILES} - {"__init__"} == FLOOR_OF.keys()
+def test_every_package_has_a_layer_and_every_layer_its_packages():
+    assert {package_of(file) for file in FILES} - {"__init__"} == LAYER_OF.keys()
 
 
-def test_a_room_imports_only_from_lower_floors():
+def test_a_package_imports_only_from_lower_layers():
     wrong = {
         edge
         for edge in edges()
         if edge[1] != edge[2]
-        and FLOOR_OF[edge[2]] >= FLOOR_OF[edge[1]]
-        and edge[1:] not in SAME_FLOOR
+        and LAYER_OF[edge[2]] >= LAYER_OF[edge[1]]
+        and edge[1:] not in SAME_LAYER
     }
     assert not wrong
 
 
-def test_the_exceptions_stay_on_one_floor_and_are_needed():
-    assert all(FLOOR_OF[a] == FLOOR_OF[b] for a, b in SAME_FLOOR)
-    assert {edge[1:] for edge in edges()} >= SAME_FLOOR
+def test_the_exceptions_stay_in_one_layer_and_are_needed():
+    assert all(LAYER_OF[a] == LAYER_OF[b] for a, b in SAME_LAYER)
+    assert {edge[1:] for edge in edges()} >= SAME_LAYER
 
 
 def test_the_check_sees_an_import_inside_a_function(tmp_path):
@@ -187,11 +187,13 @@ def test_psutil_is_not_asked_for_the_memory_of_the_machine():
 
 def test_variables_of_launchers_and_schedulers_are_named_in_cluster_alone():
     variable = re.compile(r"\b(SLURM|PBS|OMPI|PRTE|PMIX?|MV2|PALS|TORCHELASTIC)_[A-Z]")
-    users = {room_of(file) for file in FILES if variable.search(file.read_text(encoding="utf-8"))}
+    users = {
+        package_of(file) for file in FILES if variable.search(file.read_text(encoding="utf-8"))
+    }
     assert users == {"cluster"}
 
 
-def test_init_files_of_rooms_are_empty():
+def test_init_files_of_packages_are_empty():
     assert not [f for f in ROOT.glob("*/**/__init__.py") if f.read_text().strip()]
 
 
@@ -203,8 +205,8 @@ TREES = {path: ast.parse(text) for path, text in read(ROOT).items()}
 FUNCTIONS = functions_in(TREES)
 LOOP, LOOP_LINES = ("train/loop.py", "run_loop"), 80
 # What layers must know of the micro-batch, and the log: the documented seams.
-MODULE_STATE = ["log.py log", "model/scoped.py CURRENT"]
-MOST_TAKERS = 15
+MODULE_STATE = ["log.py log", "model/scoped.py batch_context"]
+MAX_TAKERS = 15
 
 
 def test_no_function_is_over_60_lines_the_loop_aside():
@@ -219,7 +221,7 @@ def test_no_function_has_more_than_8_parameters():
 
 def test_few_functions_at_the_top_take_the_whole_configuration():
     takers = [f"{f.file} {f.name}" for f in FUNCTIONS if f.takes_config]
-    assert len(takers) < MOST_TAKERS, takers
+    assert len(takers) < MAX_TAKERS, takers
 
 
 def test_state_of_a_module_is_one_of_the_documented_seams():

@@ -7,7 +7,7 @@ from hpc_tune import cli
 from hpc_tune.config.load import load_config
 from hpc_tune.convert import convert as command
 from hpc_tune.convert.axolotl import AXOLOTL
-from hpc_tune.convert.outcomes import Theirs
+from hpc_tune.convert.outcomes import ForeignConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from tests.support.converting import line_of, on_four_ranks, settings, theirs
 
@@ -265,7 +265,7 @@ def test_each_key_of_an_example_is_in_one_group(text, ours):
 
 
 def test_every_key_of_the_reference_is_known():
-    nothing = Theirs({}, 1)
+    nothing = ForeignConfig({}, 1)
     parts = ("datasets.0", "test_datasets.1", "pretraining_dataset.0")
     of_datasets = [f"{part}.{key}" for part in parts for key in DATASET_KEYS.split()]
     keys = [*KEYS.split(), *of_datasets]

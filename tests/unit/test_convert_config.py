@@ -11,7 +11,7 @@ from hpc_tune import cli
 from hpc_tune.config.load import describe_fields, load_config
 from hpc_tune.convert import convert as tool
 from hpc_tune.convert.llama_factory import LLAMA_FACTORY
-from hpc_tune.convert.outcomes import Theirs
+from hpc_tune.convert.outcomes import ForeignConfig
 from hpc_tune.convert.torchtune import TORCHTUNE
 from hpc_tune.errors import EXIT_DONE, EXIT_USER, ConfigError
 from tests.support.converting import line_of, on_four_ranks, settings, theirs
@@ -211,7 +211,7 @@ def test_each_of_their_keys_is_in_one_group_and_what_is_unknown_is_named(text):
     ids=BOTH,
 )
 def test_the_keys_that_are_documented_are_known(rules, keys):
-    nothing = Theirs({}, 1)
+    nothing = ForeignConfig({}, 1)
     assert [key for key in keys.split() if rules.outcome(key, nothing) is None] == []
     assert rules.outcome("no_such_key", nothing) is None
 

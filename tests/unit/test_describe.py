@@ -161,7 +161,7 @@ def test_why_a_run_has_a_mask(kind, within, compiled, device, why):
     train = SimpleNamespace(compile=compiled, float8=False)
     settings: Any = SimpleNamespace(train=train, tune=tune)
     size: Any = None
-    assert Model(built, size, settings).kernels(torch.device(device)).why_masked == why
+    assert Model(built, size, settings).kernels(torch.device(device)).mask_reason == why
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hpc_tune.memory.policy import (
     DEVICE,
     HOST,
     Action,
-    Ladder,
+    Escalation,
     Level,
     Lever,
     decide,
@@ -116,7 +116,7 @@ def test_no_share_alone_makes_a_device_more_than_tight_and_none_makes_it_critica
         level = device_level(before, used, LIMIT, retried)
         assert level <= (HIGH if any(retried) else TIGHT)
         for trimmed in (False, True):
-            decision = decide(Ladder(trimmed=trimmed), level, ())[1]
+            decision = decide(Escalation(trimmed=trimmed), level, ())[1]
             assert decision is None or decision.action != LEAVE
 
 
@@ -180,7 +180,7 @@ def test_what_fits_by_the_plan_is_no_reason_to_leave_and_on_a_device_none_to_act
 )
 def test_a_step_that_ran_out_takes_the_next_rung_at_once_and_for_good(taken, available, action):
     for trimmed, settling in ((False, False), (True, True)):
-        ladder, decision = relieve(Ladder(taken, trimmed, settling), available)
+        ladder, decision = relieve(Escalation(taken, trimmed, settling), available)
         assert (decision.action, decision.way) == (action, "do")
         assert ladder.taken == (taken if action == LEAVE else (*taken, action))
     if action != LEAVE:
@@ -190,7 +190,7 @@ def test_a_step_that_ran_out_takes_the_next_rung_at_once_and_for_good(taken, ava
 
 
 def test_what_is_taken_later_is_undone_and_what_an_error_has_taken_is_not():
-    ladder, _ = relieve(Ladder(trimmed=True), {SPLIT})
+    ladder, _ = relieve(Escalation(trimmed=True), {SPLIT})
     ladder, _ = decide(ladder, HIGH, {RECOMPUTE})
     ladder, decision = decide(ladder, HIGH, {RECOMPUTE})
     assert decision.action == RECOMPUTE

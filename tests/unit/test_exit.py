@@ -11,8 +11,8 @@ from hpc_tune.errors import (
     ConfigError,
     GoneError,
     InterruptError,
-    LeavingError,
     LostHostError,
+    ResumableStop,
 )
 from hpc_tune.rundir import outcome
 from hpc_tune.train import exit as train_exit
@@ -92,7 +92,7 @@ def test_an_error_after_a_signal_is_the_signals(tmp_path, left):
     assert quiet.cause_of(error) is error
     quiet.close()
     early = StartupWatchdog(None, asked(tmp_path), tmp_path, ResumePoint())
-    assert isinstance(early.cause_of(error), LeavingError)
+    assert isinstance(early.cause_of(error), ResumableStop)
     early.close()
     assert early.cause_of(error) is error
 
@@ -123,7 +123,7 @@ def test_the_signal_that_follows_a_failure_does_not_take_its_place(tmp_path, mon
     monkeypatch.setattr(train_exit, "report_failure", lambda comm, error: Failure("", str(error)))
     comm, codes = comm_of(0), []
     train_exit.fail(comm, ConfigError("a disk hangs"), tmp_path)
-    train_exit.fail(comm, LeavingError("SIGTERM", 3), tmp_path)
+    train_exit.fail(comm, ResumableStop("SIGTERM", 3), tmp_path)
     found = outcome.read(tmp_path)
     assert [found[name] for name in ("reason", "rank", "host")] == ["a disk hangs", 0, "n1"]
     assert codes == [2, 2]

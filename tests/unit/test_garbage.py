@@ -7,9 +7,9 @@ import sys
 import weakref
 
 import pytest
+from hpc_tune.train.status import StepStatus
 
 from hpc_tune.train import garbage
-from hpc_tune.train.ballot import Ballot
 
 
 class Node:
@@ -28,7 +28,7 @@ def collected():
 
 def test_what_a_rank_has_made_and_freed_is_not_due():
     with garbage.collected_in_step():
-        for _ in range(3 * garbage._MOST_OBJECTS):
+        for _ in range(3 * garbage._MAX_OBJECTS):
             _ = [[]]
         assert not garbage.is_due()
 
@@ -36,7 +36,7 @@ def test_what_a_rank_has_made_and_freed_is_not_due():
 def test_garbage_in_circles_is_due_and_waits_for_the_boundary():
     with garbage.collected_in_step():
         first = weakref.ref(Node())
-        for _ in range(garbage._MOST_OBJECTS):
+        for _ in range(garbage._MAX_OBJECTS):
             Node()
         assert garbage.is_due()
         assert first() is not None
@@ -70,8 +70,8 @@ def test_all_ranks_collect_if_one_has_garbage():
         def sum(self, values):
             return [v + (i == 6) for i, v in enumerate(values)]
 
-    ballot = Ballot(1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0)).summed(Two())
-    assert ballot == Ballot(1.0, 2.0, 6.0, 0.0, 0.0, 3.0, 1.0, (4.0, 5.0))
+    status = StepStatus(1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0)).summed(Two())
+    assert status == StepStatus(1.0, 2.0, 6.0, 0.0, 0.0, 3.0, 1.0, (4.0, 5.0))
 
 
 STEPS = """
@@ -81,7 +81,7 @@ from hpc_tune.faults import Faults
 from hpc_tune.train.run import run
 import hpc_tune.train.garbage as garbage
 
-garbage._MOST_OBJECTS = 2000
+garbage._MAX_OBJECTS = 2000
 within, found, due = [False], [], []
 gc.callbacks.append(lambda phase, info: phase == "start" and found.append(within[0]))
 

@@ -39,8 +39,8 @@ LLAMA = {
     ],
 )
 def test_what_is_used_on_which_device(device, compiled, windows, why, no_window, chosen):
-    attention, window, norm, swiglu, why_masked = chosen
-    wanted = Kernels(attention, window, norm, swiglu, "own", why_masked)
+    attention, window, norm, swiglu, mask_reason = chosen
+    wanted = Kernels(attention, window, norm, swiglu, "own", mask_reason)
     assert choose(device, compiled, windows, why, no_window) == wanted
 
 
@@ -83,8 +83,8 @@ def test_a_run_says_it_in_one_line(kernels, words):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_rule_by_which_a_run_and_its_plan_leave_the_mask_out(config, dtype, compiled, why):
     found = kernels_of(SimpleNamespace(**{**LLAMA, **config}), dtype, compiled)
-    assert why in found.why_masked
-    assert bool(why) == bool(found.why_masked)
+    assert why in found.mask_reason
+    assert bool(why) == bool(found.mask_reason)
     assert found.attention == ("mask" if why else "varlen")
 
 
@@ -96,18 +96,18 @@ def test_a_gpu_is_asked_for_its_capability_and_tried(monkeypatch):
         return answers.pop(0)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(varlen_attention, "why_wrong", wrong)
+    monkeypatch.setattr(varlen_attention, "kernel_fault", wrong)
     llama = SimpleNamespace(**LLAMA, sliding_window=512)
     old = kernels_of(llama, torch.bfloat16, False, GPU)
-    assert "8.0 or later, not 7.5" in old.why_masked
+    assert "8.0 or later, not 7.5" in old.mask_reason
     assert not tried
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     answers = ["wrong", "", "windows are wrong"]
-    assert kernels_of(llama, torch.bfloat16, False, GPU).why_masked == "wrong"
+    assert kernels_of(llama, torch.bfloat16, False, GPU).mask_reason == "wrong"
     assert tried == [(GPU, torch.bfloat16, 128, 4, None)]
     found = kernels_of(llama, torch.bfloat16, False, GPU)
     assert (found.attention, found.window) == ("varlen", "mask")
-    assert found.why_masked == "windows are wrong"
+    assert found.mask_reason == "windows are wrong"
     assert tried[1:] == [(GPU, torch.bfloat16, 128, 4, None), (GPU, torch.bfloat16, 128, 4, 70)]
     assert kernels_of(llama, torch.bfloat16, False, CPU) == choose("cpu", False, True)
     assert len(tried) == 3

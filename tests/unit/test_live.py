@@ -15,8 +15,8 @@ import pytest
 from hpc_tune.errors import ConfigError
 from hpc_tune.rundir.owner import (
     FILE,
-    LiveMark,
     MovedError,
+    RunLock,
     is_known_to_be,
     nonce_in,
     release,
@@ -37,7 +37,7 @@ def gone():
 
 
 def mark(folder, me=HERE, lost=lambda error: None, touch_every_s=0.05, silent_s=0.6):
-    return LiveMark(folder, me, lost, touch_every_s, silent_s)
+    return RunLock(folder, me, lost, touch_every_s, silent_s)
 
 
 def left(folder, owner, age_s=0.0):

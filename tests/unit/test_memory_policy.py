@@ -6,16 +6,16 @@ import pytest
 
 from hpc_tune.memory.policy import (
     Action,
-    Ladder,
+    Escalation,
     Level,
     decide,
+    free_bytes_below,
     growth_per_step,
     lasting_rate,
     level_of,
-    lower,
     must_leave,
-    reserve_of,
-    room_of,
+    next_actions_after_oom,
+    reserved_bytes,
 )
 
 GIB = 1 << 30
@@ -121,7 +121,7 @@ def test_growth_is_neither_a_jump_nor_a_swing(peaks, growth):
     ],
 )
 def test_the_ladder_is_climbed_in_order(taken, trimmed, level, available, action):
-    after, decision = decide(Ladder(taken, trimmed), level, available)
+    after, decision = decide(Escalation(taken, trimmed), level, available)
     assert (decision.action if decision else None) == action
     if action in ALL:
         assert after.taken == (*taken, action)
@@ -131,7 +131,7 @@ def test_the_ladder_is_climbed_in_order(taken, trimmed, level, available, action
 
 def climb(levels, ladder=None):
     """Return the ladder and the decisions for a series of levels; SPLIT can be taken twice."""
-    ladder, done = ladder or Ladder(), []
+    ladder, done = ladder or Escalation(), []
     for level in levels:
         available = {a for a in ALL if ladder.taken.count(a) < (2 if a == SPLIT else 1)}
         ladder, decision = decide(ladder, level, available)
@@ -173,7 +173,7 @@ def test_a_moment_of_pressure_begins_the_calm_anew():
 
 
 def test_a_run_that_swings_changes_ever_more_rarely():
-    ladder, changes = Ladder(), []
+    ladder, changes = Escalation(), []
     for _ in range(40):  # without the action it is tight, with it calm
         level = CALM if SHRINK in ladder.taken else TIGHT
         for _ in range(200):
@@ -197,7 +197,7 @@ def test_a_run_that_swings_changes_ever_more_rarely():
     ],
 )
 def test_the_start_after_a_forced_end_begins_one_costly_rung_lower(taken, available, after):
-    assert lower(taken, available) == after
+    assert next_actions_after_oom(taken, available) == after
 
 
 MIB = 1 << 20
@@ -285,12 +285,12 @@ def test_a_leak_on_which_memory_swings_is_seen_before_it_is_too_late(period_s):
 
 
 def test_a_reserve_is_a_hundredth_and_at_least_8_mib():
-    assert reserve_of(100 * GIB) == GIB
-    assert reserve_of(100 * MIB) == 8 * MIB
+    assert reserved_bytes(100 * GIB) == GIB
+    assert reserved_bytes(100 * MIB) == 8 * MIB
 
 
 @pytest.mark.parametrize(
     ("used", "limit", "room"), [(0, 100, 92), (90, 100, 2), (92, 100, 0), (99, 100, 0)]
 )
 def test_one_allocation_may_not_make_memory_high(used, limit, room):
-    assert room_of(used, limit) == room
+    assert free_bytes_below(used, limit) == room

@@ -59,9 +59,9 @@ def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
         monitor=SimpleNamespace(device_utilization=lambda: None),
         plan=StepPlan(Layout(1, 1), ParallelConfig(), ModelSize(100, 0, 200, 0), MODEL, 2),
     )
-    ballot = _vote(work, batches, 0.0, None)
+    status = _vote(work, batches, 0.0, None)
     result: Any = SimpleNamespace(loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={})
-    _record(work, _Step(1, 1e-4, batches, ballot, result, step_s=2.0, data_s=0.0), None)
+    _record(work, _Step(1, 1e-4, batches, status, result, step_s=2.0, data_s=0.0), None)
     [metrics] = told
     return metrics.mfu
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_tune.errors import LeavingError
+from hpc_tune.errors import ResumableStop
 from hpc_tune.memory import monitor
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.host import HostLimit, Usage
@@ -268,7 +268,7 @@ def test_words_that_cannot_be_read_are_none(tmp_path):
 
 
 def test_a_run_that_left_for_memory_says_so_to_the_next(tmp_path):
-    error = LeavingError("why", 4, {"need": 2, "had": 1, "governor": ["shrink_buffers"]})
+    error = ResumableStop("why", 4, {"need": 2, "had": 1, "governor": ["shrink_buffers"]})
     outcome.write(outcome.stopped(error.reason, error.step, error.facts), tmp_path)
     told = json.loads((tmp_path / "outcome.json").read_text())
     assert told == {

@@ -16,7 +16,7 @@ from hpc_tune.model.packed_attention import (
     lengths_in,
     use_document_attention,
 )
-from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.tiled_attention import _tiling
 
 # Documents of three rows: several, one, and single tokens at an end.
@@ -128,7 +128,7 @@ def stock(query, key, value, lengths):
 
 
 def ours(query, key, value, lengths):
-    with CURRENT.of(MicroBatch(documents=documents_of([lengths] * len(query)))):
+    with batch_context.of(MicroBatch(documents=documents_of([lengths] * len(query)))):
         return _attend(None, query, key, value, None)[0].transpose(1, 2)
 
 
@@ -145,7 +145,7 @@ LONGER = [(40, 24), (64,), (600, 40), (130, 5, 190, 59, 64), (1100, 52)]
 @pytest.mark.parametrize("most_scores", [1 << 21, 1])
 @pytest.mark.parametrize("lengths", LONGER)
 def test_documents_of_any_length_attend_as_torchs_do(lengths, most_scores, monkeypatch):
-    monkeypatch.setattr("hpc_tune.model.tiled_attention.MOST_SCORES", most_scores)
+    monkeypatch.setattr("hpc_tune.model.tiled_attention.MAX_SCORES", most_scores)
     _tiling.cache_clear()
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(2, h, sum(lengths), 8, generator=generator) for h in (6, 2, 2)]
@@ -185,7 +185,7 @@ def test_documents_stay_apart_where_the_kernel_cannot_be_used(dropout, value_dim
 
     def second_documents():
         torch.manual_seed(0)
-        with CURRENT.of(MicroBatch(documents=documents_of(LENGTHS))):
+        with batch_context.of(MicroBatch(documents=documents_of(LENGTHS))):
             out_BTHD = _attend(None, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, value_dim)
         return out_BTHD[0, LENGTHS[0][0] :]

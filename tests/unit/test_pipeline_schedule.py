@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from hpc_tune.step.stages import deal_blocks, schedule
+from hpc_tune.step.stages import balance_stages, schedule
 
 
 def simulate(ranks, chunks, num_micro):
@@ -79,6 +79,6 @@ def test_every_pass_comes_once_and_forward_before_backward():
     ],
 )
 def test_blocks_are_dealt_so_that_the_head_slows_nobody(blocks, stages, ranks, head, counts):
-    dealt = deal_blocks(blocks, stages, head, ranks)
+    dealt = balance_stages(blocks, stages, head, ranks)
     assert [len(d) for d in dealt] == counts
     assert [b for d in dealt for b in d] == list(range(blocks))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_tune.errors import LeavingError
+from hpc_tune.errors import ResumableStop
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.train import preflight
 from hpc_tune.world.comm import ResumePoint
@@ -26,7 +26,7 @@ def job(tmp_path, monkeypatch):
 
 def test_a_run_that_is_asked_to_stop_while_it_plans_stops(job):
     (job.dir / "STOP").touch()
-    with pytest.raises(LeavingError) as left:
+    with pytest.raises(ResumableStop) as left:
         preflight._plan(job, MACHINE, [], 60.0)
     assert str(left.value) == (
         "stopped while planning (STOP file). Rerun the same command to start again"

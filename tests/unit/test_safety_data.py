@@ -137,7 +137,7 @@ def test_a_line_of_a_gigabyte_is_named_and_not_held_in_memory(tmp_path):
 )
 def test_a_bomb_that_unpacks_to_one_line_is_refused_with_a_message(tmp_path, name, monkeypatch):
     """By a lower limit than the real one, which takes seconds to reach."""
-    monkeypatch.setattr(lines, "MOST_LINE_BYTES", 8 << 20)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 8 << 20)
     begin = {"d.json.gz": b'[{"text": "', "d.json": b'[{"text": "', "d.csv.gz": b'text\n"'}
     text = begin.get(name, b'{"text": "') + b"x" * (40 << 20)
     pack = gzip.compress if name.endswith(".gz") else bytes

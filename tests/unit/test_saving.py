@@ -20,7 +20,7 @@ from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import Faults
 from hpc_tune.model.regions import WrittenFile
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.train.checkpointing import Checkpointer, Writing
+from hpc_tune.train.checkpointing import Checkpointer, WriteOptions
 from hpc_tune.train.exit import ResumePoint
 from hpc_tune.train.run import run
 from hpc_tune.train.save_reports import Report, Reports
@@ -105,7 +105,9 @@ def saver_of(folder: Path, owns=lambda: True, limit_s: float = 0.3) -> Checkpoin
     folder.mkdir(exist_ok=True)
     settings = CheckpointConfig(required=False)
     common = ALONE, Store(folder / "checkpoints", keep=2), Engine(), Events(folder / "events.jsonl")
-    return Checkpointer(*common, settings, Writing(limit_s, owns_folder=owns), ResumePoint(), None)
+    return Checkpointer(
+        *common, settings, WriteOptions(limit_s, owns_folder=owns), ResumePoint(), None
+    )
 
 
 def test_a_commit_that_was_given_up_and_wakes_up_late_removes_nothing(tmp_path, monkeypatch):

@@ -20,11 +20,11 @@ from hpc_tune.model import varlen_attention
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.packed_attention import _attend, _mask, use_document_attention
-from hpc_tune.model.scoped import CURRENT, MicroBatch
+from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import (
     Starts,
+    kernel_fault,
     starts_of,
-    why_wrong,
     window_mark,
     window_of,
 )
@@ -42,7 +42,7 @@ def _cpu_kernels(monkeypatch):
     use_cpu_kernels()
     monkeypatch.setattr(varlen_attention, "DTYPES", (*varlen_attention.DTYPES, torch.float32))
     CALLS.clear()
-    why_wrong.cache_clear()
+    kernel_fault.cache_clear()
 
 
 def batch():
@@ -202,7 +202,7 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
     positions_BT = batch().positions_BT
     find = masking_utils.find_packed_sequence_indices
     outside = find(positions_BT)
-    with CURRENT.of(MicroBatch(starts=starts_of(LENGTHS, CPU))):
+    with batch_context.of(MicroBatch(starts=starts_of(LENGTHS, CPU))):
         inside = find(positions_BT)
     for documents_BT in (outside, inside):
         same = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
@@ -211,7 +211,7 @@ def test_one_document_per_row_is_no_packed_row_for_transformers():
         outside.unsqueeze(2) == outside.unsqueeze(1), inside.unsqueeze(2) == inside.unsqueeze(1)
     )
     whole_BT = torch.arange(16).expand(2, 16)
-    with CURRENT.of(MicroBatch(starts=starts_of([[16], [16]], CPU))):
+    with batch_context.of(MicroBatch(starts=starts_of([[16], [16]], CPU))):
         assert find(whole_BT) is None
     assert find(whole_BT) is None
 
@@ -251,7 +251,7 @@ def test_chunks_of_a_text_are_no_sliding_window(masks):
     """Llama 4 asks for a mask of as many tokens, which begin anew at each multiple."""
     config = SimpleNamespace(sliding_window=None, attention_chunk_size=3)
     options = {"batch_size": 1, "q_length": 16, "kv_length": 16, "local_size": 3}
-    with CURRENT.of(MicroBatch(starts=starts_of([[16]], CPU))):
+    with batch_context.of(MicroBatch(starts=starts_of([[16]], CPU))):
         mask = _mask(**options, config=config, mask_function=masking_utils.causal_mask_function)
     assert masks
     assert mask is None or mask.shape[2] == 16
@@ -274,7 +274,7 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
 
     def second_documents():
         torch.manual_seed(0)
-        with CURRENT.of(MicroBatch(starts=starts_of(LENGTHS, CPU))):
+        with batch_context.of(MicroBatch(starts=starts_of(LENGTHS, CPU))):
             out_BTHD = _attend(layer, *inputs, None, dropout=dropout)[0]
         assert out_BTHD.shape == (3, 16, 4, values[1])
         return out_BTHD[0, LENGTHS[0][0] :]
@@ -292,7 +292,7 @@ def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
     ("values", "groups", "window"), [(64, 1, None), (64, 4, None), (256, 2, None), (64, 2, 70)]
 )
 def test_the_check_lets_a_right_kernel_pass(dtype, values, groups, window, caplog):
-    assert why_wrong(CPU, dtype, values, groups, window) == ""
+    assert kernel_fault(CPU, dtype, values, groups, window) == ""
     assert not caplog.records
     gaps = varlen_attention.gaps_to_mask(CPU, dtype, values, groups, window)
     assert len(gaps) == 4
@@ -328,7 +328,7 @@ def test_the_check_finds_a_wrong_kernel_and_tells_of_it_once(how, dtype, monkeyp
 
     monkeypatch.setattr(varlen, "varlen_attn", wrong)
     for _ in range(2):
-        why = why_wrong(CPU, dtype, 64, 2, 70 if how == "window" else None)
+        why = kernel_fault(CPU, dtype, 64, 2, 70 if how == "window" else None)
         assert "it differs from masked attention in its result by" in why
     assert len(told) == 1
     assert why in told[0]
@@ -339,7 +339,7 @@ def test_a_kernel_that_fails_is_told_of(monkeypatch, told):
         raise RuntimeError("USE_FLASH_ATTENTION was not enabled for build.\nmore")
 
     monkeypatch.setattr(varlen, "varlen_attn", fails)
-    assert "fails here (USE_FLASH_ATTENTION was not enabled for build.)" in why_wrong(
+    assert "fails here (USE_FLASH_ATTENTION was not enabled for build.)" in kernel_fault(
         CPU, torch.bfloat16, 64, 2
     )
     assert len(told) == 1
@@ -353,7 +353,7 @@ def test_gradients_that_are_no_numbers_are_wrong(monkeypatch, told):
         return kernel(query, *others, **options) + 0 * (query - query.detach()).sqrt()
 
     monkeypatch.setattr(varlen, "varlen_attn", silent)
-    assert "the gradient of queries by nan" in why_wrong(CPU, torch.bfloat16, 64, 2)
+    assert "the gradient of queries by nan" in kernel_fault(CPU, torch.bfloat16, 64, 2)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def comm():
         lambda c: c.broadcast(1),
         lambda c: c.barrier("all"),
         lambda c: c.agree(None, "loading"),
-        lambda c: c.together("loading", int),
+        lambda c: c.run_and_agree("loading", int),
         lambda c: c.on_rank_0("loading", int),
         lambda c: replace(c, threads=2).sum([1.0]),
     ],
@@ -36,7 +36,7 @@ def comm():
 def test_a_collective_where_a_rank_may_fail_alone_is_refused_by_name(collective):
     one = comm()
     with pytest.raises(AssertionError, match="a collective within 'reading the weights'"):
-        one.together("reading the weights", lambda: collective(one))
+        one.run_and_agree("reading the weights", lambda: collective(one))
     collective(one)  # it is none any more
 
 
@@ -47,8 +47,8 @@ def test_it_may_be_called_again_after_an_error():
         raise DataError("cut off")
 
     with pytest.raises(DataError):
-        one.together("reading the weights", fail)
-    assert one.together("reading the weights", lambda: 7) == 7
+        one.run_and_agree("reading the weights", fail)
+    assert one.run_and_agree("reading the weights", lambda: 7) == 7
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
@@ -58,14 +58,14 @@ def test_a_full_disk_is_an_error_that_all_ranks_agree_on(number):
 
     said = f"runs/x/metrics.jsonl cannot be written: {os.strerror(number)}. Make room"
     with pytest.raises(DiskError, match=re.escape(said)):
-        comm().together("opening the metrics", fail)
+        comm().run_and_agree("opening the metrics", fail)
 
     def fail_to_write():  # as write() does, which knows no name
         raise OSError(number, os.strerror(number))
 
     said = f"opening the metrics: {os.strerror(number)}. Make room, or choose a run.dir"
     with pytest.raises(DiskError, match=re.escape(said)):
-        comm().together("opening the metrics", fail_to_write)
+        comm().run_and_agree("opening the metrics", fail_to_write)
 
 
 def test_another_error_of_a_file_is_none_of_a_full_disk():
@@ -73,18 +73,18 @@ def test_another_error_of_a_file_is_none_of_a_full_disk():
         raise FileNotFoundError(errno.ENOENT, "no such file", "x")
 
     with pytest.raises(FileNotFoundError):
-        comm().together("opening the metrics", fail)
+        comm().run_and_agree("opening the metrics", fail)
 
 
 def test_what_a_rank_does_is_known_where_it_fails():
     one, seen = comm(), []
     one.begin("training step 7")
-    one.together("writing a checkpoint", lambda: seen.append(one.doing[0]))
+    one.run_and_agree("writing a checkpoint", lambda: seen.append(one.doing[0]))
     assert (seen, one.doing) == (["writing a checkpoint"], ["training step 7"])
 
     def fail():
         raise DataError("cut off")
 
     with pytest.raises(DataError):
-        one.together("reading the weights", fail)
+        one.run_and_agree("reading the weights", fail)
     assert one.doing == ["reading the weights"]

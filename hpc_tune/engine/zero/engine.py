@@ -206,7 +206,7 @@ class ZeroEngine:
             return self._load(built, config)
 
         with zero_settings.local_rank(device):
-            optimizer = settings.together("loading the model", load)
+            optimizer = settings.run_and_agree("loading the model", load)
             return _start(built.module, optimizer, config)
 
     def _load(self, built: BuiltModel, config: dict[str, Any]) -> torch.optim.AdamW:

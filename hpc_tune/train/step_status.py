@@ -6,7 +6,7 @@ from hpc_tune.world.comm import Comm
 
 
 @dataclass(frozen=True)
-class Ballot:
+class StepStatus:
     """One rank's counts and votes, or their sums over the ranks.
 
     ``loss_tokens``, ``tokens`` and ``attention_flops``: of the step's rows that this rank counts.
@@ -24,11 +24,13 @@ class Ballot:
     garbage: float
     levels: tuple[float, ...]
 
-    def summed(self, comm: Comm) -> "Ballot":
+    def summed(self, comm: Comm) -> "StepStatus":
         """Return the sums over the ranks. Collective."""
         counts = (self.loss_tokens, self.tokens, self.attention_flops)
         votes = (self.save, self.stop, self.saves_done, self.garbage)
         loss_tokens, tokens, flops, save, stop, saves_done, garbage, *levels = comm.sum(
             [*counts, *votes, *self.levels]
         )
-        return Ballot(loss_tokens, tokens, flops, save, stop, saves_done, garbage, tuple(levels))
+        return StepStatus(
+            loss_tokens, tokens, flops, save, stop, saves_done, garbage, tuple(levels)
+        )
