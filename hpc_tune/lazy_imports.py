@@ -39,7 +39,7 @@ class _Compiler(ModuleType):
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:
-        """End no graph: there is none."""
+        """Do nothing: there is no graph to break."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__file__":  # inspect asks all modules for it

@@ -133,7 +133,7 @@ class RunState:
         return "" not in (sample, self.model_sample) and sample != self.model_sample
 
     def run_config(self, where: str) -> RunConfig:
-        """Return the configuration that it was saved with, less settings that are no more.
+        """Return the configuration that it was saved with, without removed settings.
 
         Raises:
             CheckpointError: if this version cannot read it.
@@ -144,7 +144,7 @@ class RunState:
             for section, fields in self.config.items()
         }
         if gone := flat(self.config).keys() - names:
-            log.warning("%s: settings that are no more: %s", where, ", ".join(sorted(gone)))
+            log.warning("%s: removed settings are ignored: %s", where, ", ".join(sorted(gone)))
         try:
             return RunConfig.model_validate(known)
         except ValueError as error:
@@ -187,7 +187,7 @@ def require_settings(saved: RunState, settings: Settings, other_model: str = "")
     refused += _changed(saved, settings, MUST_MATCH)
     if refused:
         raise ConfigError(
-            "the checkpoint is of another run and cannot be resumed:\n"
+            "the checkpoint belongs to a different run and cannot be resumed:\n"
             + "\n".join(f"  - {line}" for line in refused)
             + "\nGive the old values, or another run.dir."
         )

@@ -272,7 +272,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     content = _read(file, lambda: _content_of(file))
     if content is None:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}")
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}")
     try:
         manifest = json.loads(content)
         body = {key: manifest[key] for key in ("format", "files", "state")}

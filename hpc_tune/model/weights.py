@@ -320,6 +320,6 @@ def index_checkpoint(directory: Path) -> TensorIndex:
     """
     files = sorted(directory.glob("rank-*.safetensors"))
     if not files:
-        raise CheckpointError(f"{directory} has no rank-*.safetensors: it is no checkpoint")
+        raise CheckpointError(f"{directory} has no rank-*.safetensors: it is not a checkpoint")
     files += (directory / ADAPTER_FOLDER).glob(ADAPTER_FILE)
     return TensorIndex(files, CheckpointError)

@@ -116,15 +116,15 @@ class RunLock:
         touch_every_s: float = TOUCH_EVERY_S,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Know the folder. ``lost`` is called from a thread if another job takes it over."""
+        """Name the folder; ``acquire`` takes it. ``lost`` is called from a thread if another job takes it over."""
         self._path, self._me, self._lost = run_dir / FILE, me, lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="live-mark", daemon=True)
         self._folder: int | None = None
 
-    def take(self) -> None:
-        """Make the folder this job's own, and keep it so.
+    def acquire(self) -> None:
+        """Acquire the run directory for this job, and renew the lock while it runs.
 
         Raises:
             InUseError: if it is another job's, naming that. OSError: if the file system refuses.

@@ -121,7 +121,7 @@ def _make_run_dir(
     require_trackers(run)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        owner.take()
+        owner.acquire()
         last = previous.read(run_dir)
         (run_dir / heartbeat.FOLDER).mkdir(exist_ok=True)
         heartbeat.clear(run_dir)

@@ -25,7 +25,7 @@ def find_checkpoint(job: Job) -> Path | None:
 
     Raises:
         CheckpointError: if the requested one does not verify. UnreadableError: if the file system
-        refuses to read one that may be the newest. ConfigError: if it is no checkpoint,
+        refuses to read one that may be the newest. ConfigError: if it is not a checkpoint,
         or of a run whose settings differ where they must not, or if a fresh start is requested
         where checkpoints are.
     """
@@ -76,7 +76,7 @@ def resume(
     Returns the rest of its state; None without a checkpoint.
 
     Raises:
-        CheckpointError: if it is of another run, or its tensors do not fit.
+        CheckpointError: if it belongs to a different run, or its tensors do not fit.
     """
     if path is None:
         return None

@@ -239,4 +239,4 @@ def test_settings_that_are_no_more_are_left_out_of_a_saved_configuration_and_sai
     config = with_field("train.seed", 7).model_dump()
     config["run"]["wandb"] = False
     assert replace(state(), config=config).run_config("there").train.seed == 7
-    assert "there: settings that are no more: run.wandb" in caplog.text
+    assert "there: removed settings are ignored: run.wandb" in caplog.text

@@ -350,7 +350,7 @@ def test_full_fine_tuning_has_no_adapter_to_export(tmp_path):
 
 def test_a_checkpoint_without_tensors_and_a_damaged_one_are_refused(bases, tmp_path):
     for write in (export_adapter, export_merged):
-        with pytest.raises(CheckpointError, match="it is no checkpoint"):
+        with pytest.raises(CheckpointError, match="it is not a checkpoint"):
             write(tmp_path, METHODS["lora"], bases / "tiny", tmp_path / "out")
     trained(bases / "tiny", METHODS["lora"], tmp_path / "step")
     file = tmp_path / "step" / "rank-00001.safetensors"

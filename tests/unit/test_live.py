@@ -66,7 +66,7 @@ def test_whether_an_owner_lives_is_known_here_or_from_a_requeue(owner, known):
 
 def test_a_folder_is_taken_touched_and_given_back(tmp_path):
     own = mark(tmp_path)
-    own.take()
+    own.acquire()
     assert nonce_in(tmp_path / FILE) == "mine"
     os.utime(tmp_path / FILE, (1, 1))
     until_s = time.monotonic() + 60
@@ -79,10 +79,10 @@ def test_a_folder_is_taken_touched_and_given_back(tmp_path):
 
 def test_a_job_on_this_host_is_refused_by_name_at_once(tmp_path):
     own = mark(tmp_path)
-    own.take()
+    own.acquire()
     words = rf"in use by job 7 on host {HERE.host}, pid {os.getpid()}, since 20.*wait until"
     with pytest.raises(ConfigError, match=words):
-        mark(tmp_path, replace(HERE, nonce="second"), silent_s=1e9).take()
+        mark(tmp_path, replace(HERE, nonce="second"), silent_s=1e9).acquire()
     own.close()
 
 
@@ -97,7 +97,7 @@ def test_a_job_on_another_host_is_refused_when_it_gives_a_sign(tmp_path):
     thread = threading.Thread(target=touch)
     thread.start()
     with pytest.raises(ConfigError, match="in use by job 6 on host far, pid 1, since"):
-        mark(tmp_path, silent_s=600).take()
+        mark(tmp_path, silent_s=600).acquire()
     over.set()
     thread.join()
     assert nonce_in(tmp_path / FILE) == "theirs"
@@ -107,7 +107,7 @@ def test_a_job_on_another_host_is_refused_when_it_gives_a_sign(tmp_path):
 def test_what_is_known_to_be_gone_is_taken_over_at_once(tmp_path, owner):
     left(tmp_path, owner)
     own = mark(tmp_path, silent_s=1e9)
-    own.take()
+    own.acquire()
     assert nonce_in(tmp_path / FILE) == "mine"
     own.close()
 
@@ -119,7 +119,7 @@ def test_what_gives_no_sign_for_long_is_taken_over(tmp_path, text):
         (tmp_path / FILE).write_text(text)
     began_s = time.monotonic()
     own = mark(tmp_path)
-    own.take()
+    own.acquire()
     assert nonce_in(tmp_path / FILE) == "mine"
     assert time.monotonic() - began_s > 0.5, "it was given time"
     own.close()
@@ -130,7 +130,7 @@ def test_the_age_of_a_mark_is_not_measured_with_this_hosts_clock(tmp_path, monke
     monkeypatch.setattr(time, "time", lambda: 1e12)
     own, ending = mark(tmp_path, silent_s=30), threading.Timer(0.5, (tmp_path / FILE).unlink)
     ending.start()
-    own.take()
+    own.acquire()
     assert not ending.is_alive(), "it has waited"
     own.close()
 
@@ -141,7 +141,7 @@ def test_of_several_that_take_over_at_once_one_stays(tmp_path):
 
     def take(one):
         try:
-            one.take()
+            one.acquire()
         except ConfigError:
             return None
         return one
@@ -156,7 +156,7 @@ def test_a_job_whose_folder_was_taken_over_hears_of_it(tmp_path):
     """It was stopped for an hour, or cut off from its file system."""
     heard, told = threading.Event(), []
     own = mark(tmp_path, lost=lambda error: (told.append(str(error)), heard.set()))
-    own.take()
+    own.acquire()
     left(tmp_path, FAR)
     assert heard.wait(60)
     assert "was taken over by job 6 on host far" in told[0]
@@ -170,7 +170,7 @@ def test_a_job_whose_folder_was_renamed_hears_of_it(tmp_path, is_replaced):
     folder.mkdir()
     heard, told = threading.Event(), []
     own = mark(folder, lost=lambda error: (told.append(error), heard.set()))
-    own.take()
+    own.acquire()
     own.know_folder()
     failed = OSError("no such file")
     assert own.cause_of(failed) is failed
@@ -198,7 +198,7 @@ def test_a_folder_that_another_host_has_of_its_own_is_refused(tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     own = mark(ours)
-    own.take()
+    own.acquire()
     require_shared(ours, "mine", "n0")
     with pytest.raises(ConfigError, match="is not the folder of that name on n0, where rank 0 is"):
         require_shared(theirs, "mine", "n0", limit_s=0.1)
