@@ -58,11 +58,11 @@ class Action(Enum):
 class Lever:
     """How an action is done between two steps, by every rank alike.
 
-    ``pull(times)`` makes it hold so many times, 0 undoes it; it returns in words what holds then.
+    ``set_level(times)`` makes it hold so many times, 0 undoes it; it returns in words what holds then.
     More than ``most`` times would free nothing more.
     """
 
-    pull: Callable[[int], str]
+    set_level: Callable[[int], str]
     most: int = 1
 
 

@@ -116,7 +116,7 @@ class RunLock:
         touch_every_s: float = TOUCH_EVERY_S,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Name the folder; ``acquire`` takes it. ``lost`` is called from a thread if another job takes it over."""
+        """``lost`` is called from a thread if another job takes ``run_dir`` over."""
         self._path, self._me, self._lost = run_dir / FILE, me, lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
         self._over = threading.Event()

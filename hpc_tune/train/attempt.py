@@ -59,7 +59,7 @@ class Attempts:
             if is_agreed or not self._repeats:
                 raise
             ran_out = True
-            self._governor.see_ran_out(error)
+            self._governor.observe_out_of_memory(error)
         if ran_out:
             self._comm.sum([True])
         # What the error held is free only now, and in fragments.

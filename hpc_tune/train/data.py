@@ -105,9 +105,9 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     """
     config = model.config
     job.monitor.enter("data", "preparing the data", tell=True)
-    job.comm.begin("preparing the data")
+    job.setup_comm.begin("preparing the data")
     own = Tokenizing(model.built.directory, config.data.chat_template)
-    stores = prepare_data(config.data, job.comm, job.dir, own)
+    stores = prepare_data(config.data, job.setup_comm, job.dir, own)
     loader = Loader(
         stores[0],
         SampleOrder(config.data.seq_len, config.data.packing, config.train.seed),
@@ -115,14 +115,14 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
         rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
     )
-    if job.comm.device.type == "cuda":
+    if job.setup_comm.device.type == "cuda":
         loader.pin_batches()
     size = config.batch.global_size
     if (total_steps := config.train.max_steps) is not None:
         loader.total_rows = total_steps * size
     else:
         loader.total_rows = math.ceil((config.train.epochs or 1) * loader.num_rows_per_epoch)
-        step, rows = job.comm.on_rank_0("looking at the data", lambda: _position(checkpoint))
+        step, rows = job.setup_comm.on_rank_0("looking at the data", lambda: _position(checkpoint))
         total_steps = step + math.ceil(max(0, loader.total_rows - rows) / size)
     order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
     read: list[tuple[str, TokenStore, SampleOrder, int | None]]
@@ -130,9 +130,9 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     if stores[1] is not None:
         read.append(("data.eval_path", stores[1], replace(order, seed=0), config.train.eval_rows))
     for part in read:
-        job.comm.on_rank_0("looking at the data", partial(_require_learned, *part))
-    job.comm.on_rank_0("looking at the chat template", partial(_warn_of_ends, own, stores[0]))
-    template = job.comm.on_rank_0(
+        job.setup_comm.on_rank_0("looking at the data", partial(_require_learned, *part))
+    job.setup_comm.on_rank_0("looking at the chat template", partial(_warn_of_ends, own, stores[0]))
+    template = job.setup_comm.on_rank_0(
         "looking at the chat template",
         lambda: own.tokenizer.chat_template if config.data.chat_template else None,
     )

@@ -39,9 +39,9 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
 
     Where parallel=auto has chosen among the ranks that joined, also the world that is left.
     """
-    if not job.comm.is_rank_0:
+    if not job.setup_comm.is_rank_0:
         return
-    config, comm, layout = model.config, job.comm, resolved.layout
+    config, comm, layout = model.config, job.setup_comm, resolved.layout
     rows, rows_per_epoch = config.batch.global_size, data.loader.num_rows_per_epoch
     total_steps = data.total_steps
     lines: dict[str, Any] = {

@@ -25,14 +25,14 @@ def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcom
     work.metrics.close()
     work.rank_work.close()
     work.loader.close()
-    job.comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, work, ended))
+    job.setup_comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, work, ended))
     job.stop.ignore()
     job.monitor.close()
     job.events.write("stop", ended.step, reason=ended.reason)
     job.events.close()
     if job.config.run.report and ended.has_time:
-        job.comm.on_rank_0("writing the report", lambda: write_report(job.dir))
-    if job.comm.is_rank_0:
+        job.setup_comm.on_rank_0("writing the report", lambda: write_report(job.dir))
+    if job.setup_comm.is_rank_0:
         job.owner.close()
 
 
@@ -69,6 +69,6 @@ def _said_of_stop(job: Job, work: Work, ended: Outcome) -> str:
     if ended.reason == "time limit" and saved == work.start_step:
         limit = format_seconds(job.stop.limit_s)
         text = f"the limit of {limit} ended before a step was done. Give more time"
-    if job.comm.world.launcher != "single":
+    if job.setup_comm.world.launcher != "single":
         text += f" (exit code {ended.exit_code}; a launcher may call it an error, it is none)"
     return text

@@ -69,7 +69,7 @@ class Governor:
             taken = next_actions_after_oom(taken, self._available(previous.short_of))
         self._ladder = Escalation(taken, num_kept=0 if monitor.device is None else _num_kept(taken))
         for action in dict.fromkeys(self._ladder.taken):
-            self._pull(action)
+            self._set_level(action)
         if self._ladder.taken:
             log.info("memory  actions of the last run stay in effect: %s", ", ".join(self.taken))
 
@@ -83,14 +83,14 @@ class Governor:
         """Whether a step that runs out of a device's memory is answered: there is one, and on."""
         return self._monitor.mode == "on" and self._monitor.device is not None
 
-    def see(self, sample: MemorySample | None) -> None:
+    def observe(self, sample: MemorySample | None) -> None:
         """Take in the worst of the last step."""
         self._ran_out = None
         if sample is not None:
             self._sample = sample
             self._levels = self._monitor.levels(sample)
 
-    def see_ran_out(self, error: torch.OutOfMemoryError) -> None:
+    def observe_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
         """Take in that this rank's device had no room for the step."""
         self._ran_out, self._sample = what_failed(error), self._monitor.worst()
         self._levels = (self._levels[0], Level.CRITICAL)
@@ -99,7 +99,7 @@ class Governor:
         """Return what this rank adds to the boundary's sum: one for each level it has reached."""
         return tuple(float(own >= level) for own in self._levels for level in _LEVELS)
 
-    def act(self, counts: Sequence[float], step: int) -> Need | None:
+    def apply(self, counts: Sequence[float], step: int) -> Need | None:
         """Do what the ranks' votes ask for; return why to leave, if that is it. Collective."""
         host, device = (
             Level(sum(count > 0 for count in counts[start : start + len(_LEVELS)]))
@@ -155,9 +155,9 @@ class Governor:
             if action.frees in frees and taken.count(action) < lever.most
         )
 
-    def _pull(self, action: Action) -> str:
+    def _set_level(self, action: Action) -> str:
         """Let an action hold as often as the ladder says; return in words what holds now."""
-        return self._levers[action].pull(self._ladder.taken.count(action))
+        return self._levers[action].set_level(self._ladder.taken.count(action))
 
     def _own_share(self, of: Literal["host", "device"]) -> "_Share":
         """Return how full a memory is; this rank's host's where there is no device."""
@@ -182,7 +182,7 @@ class Governor:
         return _Share(full, need, facts, text)
 
     def _do(self, decision: Decision, step: int, worst: "_Share") -> None:
-        result = self._pull(decision.action)
+        result = self._set_level(decision.action)
         self._monitor.forget()
         self._report(step, worst, result, action=decision.action.value, way=decision.way)
 

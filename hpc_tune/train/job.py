@@ -32,14 +32,14 @@ class Job:
     """A job, with the settings as the user gave them: checkpoints keep these and are compared with
     them.
 
-    ``comm`` ends the world where a rank hangs while it works alone; ``training`` is the same with
-    the timeout of steps. ``previous`` is how the last run in ``dir`` ended. ``chosen``: the layout
-    that parallel=auto has chosen by measurement.
+    ``setup_comm`` ends the world where a rank hangs while it works alone; ``step_comm`` is the same
+    with the timeout of steps. ``previous`` is how the last run in ``dir`` ended. ``chosen``: the
+    layout that parallel=auto has chosen by measurement.
     """
 
     config: RunConfig
-    comm: Comm
-    training: Comm
+    setup_comm: Comm
+    step_comm: Comm
     dir: Path
     previous: Previous
     store: Store
@@ -93,7 +93,7 @@ def open_job(
             if is_rank_0 and last.death:
                 log.warning(last.death)
                 events.write("warning", message=last.death, began_s=process_start())
-            monitor.start(memory_exit.leave)
+            monitor.start(memory_exit.stop)
             try:
                 with RollCall(comm, config.run.timeout, lost).over():
                     yield Job(

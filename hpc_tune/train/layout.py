@@ -17,7 +17,7 @@ def resolve_layout(job: Job, model: Model) -> Resolved:
         ConfigError: if the axes that are set do not multiply to the world size, or the model cannot
             be laid out like that.
     """
-    asked, comm = model.config.parallel, job.comm
+    asked, comm = model.config.parallel, job.setup_comm
     machine = machine_of(comm, job.monitor.limit.num_bytes)
     world = (machine, comm.world.size, comm.world.rank)
     resolved = resolve(asked, model.size, model.built.config, *world)

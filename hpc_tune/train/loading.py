@@ -17,7 +17,7 @@ from hpc_tune.train.model import Model
 
 def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
     """Load the model into the engine of its layout. Collective."""
-    config, comm, monitor = model.config, job.comm, job.monitor
+    config, comm, monitor = model.config, job.setup_comm, job.monitor
     if config.train.compile:
         cache = Path(config.run.compile_cache or job.dir / "compile-cache")
         share = monitor.limit.num_bytes // comm.world.local_size

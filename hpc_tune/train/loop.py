@@ -110,7 +110,7 @@ def run_loop(work: Work) -> Outcome:
         stop_reason = _first_reason(work, reason) if status.stop else None
         saver.advance(status.saves_done)
         micro_size = work.loader.micro_size
-        need = work.governor.act(status.levels, step)
+        need = work.governor.apply(status.levels, step)
         stop_reason = stop_reason or (need.words if need else None)
         if stop_reason:
             saver.finish()
@@ -140,7 +140,7 @@ def run_loop(work: Work) -> Outcome:
         _check_finite(result, step, saver)
         step_s = time.monotonic() - began_s
         sample = work.monitor.worst()
-        work.governor.see(sample)
+        work.governor.observe(sample)
         _record(work, _Step(step, lr, batches, status, result, step_s, data_s), sample)
         work.profile.after(step, result, data_s)
         is_last = step == work.total_steps

@@ -69,7 +69,7 @@ class MemoryExit:
         self._comm, self._monitor = comm, monitor
         self._run_dir, self._resume_point = run_dir, resume_point
 
-    def leave(self, need: Need) -> None:
+    def stop(self, need: Need) -> None:
         """End the world before the kernel does; for the monitor's thread."""
         fail(self._comm, self._error_of(need), self._run_dir)
 

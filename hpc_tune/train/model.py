@@ -54,7 +54,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         ConfigError: if the settings are not for such a model.
         DataError: if a model of its kind would be trained incorrectly.
     """
-    config, comm, run_dir = job.config, job.comm, job.dir
+    config, comm, run_dir = job.config, job.setup_comm, job.dir
     import_transformers()
     model_dir = ready_model(config.model.path, comm, run_dir)
     dtype = compute_dtype(config.model.dtype, comm.device)

@@ -49,7 +49,7 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     Raises:
         MemoryBudgetError: if a phase does not fit, and not ``force``.
     """
-    config, comm, machine = model.config, job.comm, resolved.machine
+    config, comm, machine = model.config, job.setup_comm, resolved.machine
     tokens = least_micro_rows(config.batch) * config.data.seq_len
     most = most_bytes(model.size, resolved.layout, model.built.config, tokens, machine)
     room = machine.bytes_per_rank
@@ -113,7 +113,7 @@ def compare_memory(job: Job, forecast: Forecast) -> None:
     """Write the most that a rank had in each phase beside what was planned. Collective."""
     plan = forecast.plan
     measured: dict[str, int] = {}
-    for peaks in job.comm.gather(job.monitor.peaks):
+    for peaks in job.setup_comm.gather(job.monitor.peaks):
         for phase, num_bytes in peaks.items():
             measured[phase] = max(measured.get(phase, 0), num_bytes)
     phases_of_plan = plan["phases"] if plan else []

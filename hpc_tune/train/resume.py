@@ -29,7 +29,7 @@ def find_checkpoint(job: Job) -> Path | None:
         or of a run whose settings differ where they must not, or if a fresh start is requested
         where checkpoints are.
     """
-    comm, settings = job.comm, job.config.model_dump()
+    comm, settings = job.setup_comm, job.config.model_dump()
     path = _requested(comm, job.config.checkpoint.resume, job.store)
     if path is None:
         job.resume_point.step = 0
@@ -80,7 +80,7 @@ def resume(
     """
     if path is None:
         return None
-    comm, total_steps = job.comm, data.total_steps
+    comm, total_steps = job.setup_comm, data.total_steps
 
     def load() -> RunState:
         state = RunState.from_json(read_state(path), str(path))
@@ -94,7 +94,7 @@ def resume(
 
     # A sharded checkpoint has a file per rank: their headers are read once, not by each rank.
     job.monitor.enter("load", "loading a checkpoint", tell=True)
-    job.comm.begin("loading a checkpoint")
+    job.setup_comm.begin("loading a checkpoint")
     index = comm.on_rank_0("looking at a checkpoint's files", lambda: index_checkpoint(path))
     saved = comm.run_and_agree("loading a checkpoint", load)
     comm.run_and_agree(
@@ -112,7 +112,7 @@ def keep_settings(job: Job, data: Data) -> None:
     Raises:
         ConfigError: if the file system refuses.
     """
-    job.comm.on_rank_0("keeping the settings", lambda: _keep(job.dir, data.template))
+    job.setup_comm.on_rank_0("keeping the settings", lambda: _keep(job.dir, data.template))
 
 
 def _keep(run_dir: Path, template: str | None) -> None:

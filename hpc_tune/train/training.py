@@ -46,7 +46,7 @@ def prepare_training(
     job: Job, model: Model, plan: StepPlan, data: Data, engine: Engine, saved: RunState | None
 ) -> Work:
     """Return what the loop works with; ``saved`` is the state that it resumes. Collective."""
-    config, comm, total_steps = model.config, job.comm, data.total_steps
+    config, comm, total_steps = model.config, job.setup_comm, data.total_steps
     coordinates = plan.layout.coordinates(comm.world.rank)
     step = saved.step if saved is not None else 0
     micro_size = _micro_size(job, model, plan.layout, engine, saved)
@@ -75,14 +75,14 @@ def prepare_training(
         )
 
     return Work(
-        comm=job.training,
+        comm=job.step_comm,
         config=config,
         engine=engine,
         loader=data.loader,
         eval_batches=_evaluation(model, plan.layout, coordinates, data),
         counts_rows=coordinates.counts_rows,
         saver=saver,
-        attempts=Attempts(job.training, engine, governor, before_update),
+        attempts=Attempts(job.step_comm, engine, governor, before_update),
         state=state,
         evals=Evals.from_json(saved.evals if saved is not None else {}),
         metrics=_metrics(job, model, total_steps, step),
@@ -97,7 +97,7 @@ def prepare_training(
         plan=plan,
         governor=governor,
         step_limit=_step_limit(job),
-        profile=StepProfile(job.training, job.dir, config.train.profiled_steps, step, total_steps),
+        profile=StepProfile(job.step_comm, job.dir, config.train.profiled_steps, step, total_steps),
         faults=job.faults,
     )
 
@@ -110,8 +110,8 @@ def _peak_flops(comm: Comm) -> float | None:
 
 
 def _step_limit(job: Job) -> StepLimit:
-    comm, on_gpu = job.training, job.comm.device.type == "cuda"
-    lost = partial(fail, job.comm, run_dir=job.dir)
+    comm, on_gpu = job.step_comm, job.setup_comm.device.type == "cuda"
+    lost = partial(fail, job.setup_comm, run_dir=job.dir)
     keep = partial(keep_trace, job.dir / FOLDER, comm.world.rank, on_gpu)
     return StepLimit(comm, job.config.run.timeout, lost, keep)
 
@@ -128,14 +128,16 @@ def _micro_size(
     limit = _step_limit(job)
     limit.enter("measuring micro-batches")
     with limit.over():
-        return largest_micro_size(job.comm, engine, job.monitor, config.data.seq_len, most_rows)
+        return largest_micro_size(
+            job.setup_comm, engine, job.monitor, config.data.seq_len, most_rows
+        )
 
 
 def _saver(job: Job, model: Model, engine: Engine) -> Checkpointer:
     tune, pack = model.config.tune, None
     if tune.method != "full":
         pack = partial(pack_adapter, tune=tune, base=model.built.directory)
-    device = CudaDevice if job.comm.device.type == "cuda" else None
+    device = CudaDevice if job.setup_comm.device.type == "cuda" else None
     writing = WriteOptions(
         job.config.run.timeout,
         job.monitor.admit,
@@ -143,7 +145,7 @@ def _saver(job: Job, model: Model, engine: Engine) -> Checkpointer:
         lambda: not job.owner.is_anothers(),
         job.faults,
     )
-    common = (job.training, job.store, engine, job.events, job.config.checkpoint)
+    common = (job.step_comm, job.store, engine, job.events, job.config.checkpoint)
     return Checkpointer(*common, writing, job.resume_point, pack)
 
 
@@ -154,23 +156,23 @@ def _governor(
     if saved is not None and not previous.actions:  # a killed run left them only in its checkpoint
         previous = replace(previous, actions=tuple(saved.governor))
     levers = loader_levers(data.loader, data.store.path) | saver.levers | engine.levers
-    return Governor(job.training, job.monitor, job.events, levers, previous)
+    return Governor(job.step_comm, job.monitor, job.events, levers, previous)
 
 
 def _metrics(job: Job, model: Model, total_steps: int, step: int) -> Metrics:
     def make() -> Metrics:
-        if not job.comm.is_rank_0:
+        if not job.setup_comm.is_rank_0:
             return Metrics(None, total_steps, step)
         trackers = _trackers(job, model, step)
         return Metrics(job.dir, total_steps, step, trackers, advise=job.chosen is None)
 
-    return job.comm.run_and_agree("opening the metrics", make)
+    return job.setup_comm.run_and_agree("opening the metrics", make)
 
 
 def _rank_work(job: Job, total_steps: int, step: int) -> RankWork:
-    run_dir = job.dir if job.comm.is_rank_0 else None
-    return job.comm.run_and_agree(
-        "opening ranks.jsonl", lambda: RankWork(job.training, run_dir, step, total_steps)
+    run_dir = job.dir if job.setup_comm.is_rank_0 else None
+    return job.setup_comm.run_and_agree(
+        "opening ranks.jsonl", lambda: RankWork(job.step_comm, run_dir, step, total_steps)
     )
 
 

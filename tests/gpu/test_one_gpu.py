@@ -72,11 +72,11 @@ def test_moving_the_optimizers_state_frees_its_bytes_and_says_so(comm, tmp_path)
         return torch.cuda.memory_allocated(comm.device)
 
     on_device = allocated()
-    assert lever.pull(1) == "optimizer state is on the host"
+    assert lever.set_level(1) == "optimizer state is on the host"
     moved = torch.cuda.memory_allocated(comm.device)
     assert on_device - moved > 0.9 * moments
     assert on_device - allocated() > 0.9 * moments, "a step brings back nothing that stays"
-    assert lever.pull(0) == "optimizer state is on the device"
+    assert lever.set_level(0) == "optimizer state is on the device"
     assert allocated() == pytest.approx(on_device, abs=0.1 * moments)
 
 

@@ -146,7 +146,7 @@ class Governor:
     def __init__(self):
         self.seen = []
 
-    def see_ran_out(self, error):
+    def observe_out_of_memory(self, error):
         self.seen.append(error)
 
 
