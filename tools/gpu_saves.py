@@ -105,9 +105,9 @@ def _tell_lever(task: Task, settings: list[str]) -> None:
     device = torch.device(task.device)
     lever = steps.engine.levers[Action.MOVE_OPTIMIZER]
     before_s, before = _step_s(steps, config, device), _allocated(task)
-    words, there_s = _pulled(task, lever.pull, 1)
+    words, there_s = _pulled(task, lever.set_level, 1)
     moved_s, moved = _step_s(steps, config, device), _allocated(task)
-    back_words, back_s = _pulled(task, lever.pull, 0)
+    back_words, back_s = _pulled(task, lever.set_level, 0)
     after_s, after = _step_s(steps, config, device), _allocated(task)
     moments = 2 * steps.size.trained_bytes
     wrong = []

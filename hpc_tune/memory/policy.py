@@ -58,8 +58,8 @@ class Action(Enum):
 class Lever:
     """How an action is done between two steps, by every rank alike.
 
-    ``set_level(times)`` makes it hold so many times, 0 undoes it; it returns in words what holds then.
-    More than ``most`` times would free nothing more.
+    ``set_level(times)`` makes it hold so many times, 0 undoes it; it returns in words what holds
+    then. More than ``most`` times would free nothing more.
     """
 
     set_level: Callable[[int], str]
