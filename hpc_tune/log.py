@@ -2,12 +2,15 @@
 
 Rank 0 logs for the world: ``log.info`` prints there only. A warning is printed by the rank that
 has it, after its number. Everything goes to stderr, so that a command's result on stdout can be
-piped.
+piped. In a run each rank also has a file, where every line has its time.
 """
 
+import contextlib
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hpc_tune.units import format_seconds
@@ -32,15 +35,48 @@ class _RankFormatter(logging.Formatter):
         return f"{who}{level}{record.getMessage()}"
 
 
+class _RankFile(logging.FileHandler):
+    """Appends to a file, which is made at the first line; a full disk is said elsewhere."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append a line, if it can be."""
+        with contextlib.suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Do nothing."""
+
+
 def configure(rank: int) -> None:
     """Send this process's log to stderr; ranks above 0 keep only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_RankFormatter(rank))
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.handlers[:] = [handler]
     log.propagate = False
-    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    log.setLevel(logging.INFO)
     for name in _CHATTER:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def logging_to(file: Path) -> Iterator[None]:
+    """Append every line of this process's log to ``file`` too, within a block.
+
+    Each with its time and level. What cannot be written is left out.
+    """
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+    handler = _RankFile(file, encoding="utf-8", errors="backslashreplace", delay=True)
+    layout = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
+    handler.setFormatter(logging.Formatter(layout, "%Y-%m-%d %H:%M:%S"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()
 
 
 class Progress:

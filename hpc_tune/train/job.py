@@ -12,7 +12,7 @@ from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig, RunSettings
 from hpc_tune.errors import ConfigError
 from hpc_tune.faults import Faults
-from hpc_tune.log import log
+from hpc_tune.log import log, logging_to
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.rundir import heartbeat, nearby, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
@@ -25,6 +25,8 @@ from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.hang import HangWatch
 from hpc_tune.world.roll_call import RollCall
 from hpc_tune.world.stop import StopFlag, process_start
+
+LOGS = "logs"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def open_job(
         )
         training = comm.with_step_timeout()
         memory_exit = MemoryExit(training, monitor, run_dir, resume_point)
-        with translating(owner.cause_of), translating(memory_exit.cause_of):
+        own_log = logging_to(run_dir / LOGS / f"rank-{comm.world.rank}.txt")
+        with own_log, translating(owner.cause_of), translating(memory_exit.cause_of):
             if is_rank_0 and last.death:
                 log.warning(last.death)
                 events.write("warning", message=last.death, began_s=process_start())

@@ -1,13 +1,14 @@
 import json
 import logging
 import math
+import re
 import resource
 from pathlib import Path
 
 import pytest
 
 from hpc_tune import log as log_module
-from hpc_tune.log import Progress, configure, log
+from hpc_tune.log import Progress, configure, log, logging_to
 from hpc_tune.rundir.json_lines import JsonLines
 from hpc_tune.train.metrics import drop_after
 
@@ -144,3 +145,33 @@ def test_disabled_progress_says_nothing(capsys):
     progress.close()
     assert capsys.readouterr().err == ""
     assert log.level == logging.INFO
+
+
+def test_a_rank_has_a_file_with_the_time_of_each_line(tmp_path, capsys):
+    file = tmp_path / "logs" / "rank-3.txt"
+    configure(rank=3)
+    try:
+        log.info("before")
+        with logging_to(file):
+            log.info("only here")
+            log.warning("here and on the screen")
+        log.warning("after")
+    finally:
+        configure(rank=0)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
+    assert [re.sub(rf"^{when} ", "", line) for line in lines] == [
+        "INFO    only here",
+        "WARNING here and on the screen",
+    ]
+    assert capsys.readouterr().err.splitlines() == [
+        "[rank 3] warning: here and on the screen",
+        "[rank 3] warning: after",
+    ]
+
+
+def test_a_log_file_that_cannot_be_written_changes_nothing(tmp_path, capsys):
+    (tmp_path / "logs").write_text("a file in place of the folder")
+    with logging_to(tmp_path / "logs" / "rank-0.txt"):
+        log.warning("told")
+    assert "Traceback" not in capsys.readouterr().err
