@@ -36,7 +36,7 @@ from hpc_tune.train.governor import Governor, facts_of
 from hpc_tune.train.metrics import Metrics, StepMetrics
 from hpc_tune.train.profile import StepProfile
 from hpc_tune.train.rank_work import RankWork
-from hpc_tune.train.status import StepStatus
+from hpc_tune.train.step_status import StepStatus
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.step_limit import StepLimit
 from hpc_tune.world.stop import StopFlag

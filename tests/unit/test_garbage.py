@@ -7,9 +7,9 @@ import sys
 import weakref
 
 import pytest
-from hpc_tune.train.status import StepStatus
 
 from hpc_tune.train import garbage
+from hpc_tune.train.step_status import StepStatus
 
 
 class Node:
