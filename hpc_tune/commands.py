@@ -10,12 +10,12 @@ import os
 import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpc_tune.completion import SHELLS, script
-from hpc_tune.config.constraints import check_job
+from hpc_tune.config.constraints import check, check_job
 from hpc_tune.config.data import is_prepared
 from hpc_tune.config.init import METHODS, QUESTIONS, answers, ask_on_terminal, write_config
 from hpc_tune.config.load import is_tiny
@@ -113,12 +113,11 @@ def train(options: Namespace) -> int:
 )
 def init(options: Namespace) -> int:
     """Write a configuration from four answers (model, data, machine, method)."""
-    given = {name: getattr(options, name) for name in QUESTIONS}
     from hpc_tune.memory.host import find_limit
-    from hpc_tune.plan.answers import sizes_for
+    from hpc_tune.plan.first_sizes import sizes_for
 
-    complete, here = answers(given, ask_on_terminal()), find_limit().num_bytes
-    print("\n".join(write_config(Path(options.out), complete, here, sizes_for)))
+    given = answers({name: getattr(options, name) for name in QUESTIONS}, ask_on_terminal())
+    print("\n".join(write_config(Path(options.out), given, find_limit().num_bytes, sizes_for)))
     return EXIT_DONE
 
 
@@ -246,9 +245,9 @@ def show(options: Namespace) -> int:
 )
 def plan(options: Namespace) -> int:
     """Predict the memory that a run needs on a cluster, and whether it fits; needs no GPU."""
-    from hpc_tune.plan.answers import plan_with_advice
+    from hpc_tune.plan.advice import check_remedies
     from hpc_tune.plan.hardware import machine_asked_for
-    from hpc_tune.plan.report import as_json, as_lines
+    from hpc_tune.plan.report import as_json, as_lines, make_plan
 
     config = options.config
     named_machine = options.nodes, options.gpus_per_node, options.device_memory, options.host_memory
@@ -267,7 +266,17 @@ def plan(options: Namespace) -> int:
         print("\n".join([*search.as_lines(choice), ""]))
     elif options.measured or options.hardware:
         raise ConfigError("--measured and --hardware need parallel=auto, which is not set")
-    planned, advice = plan_with_advice(config, machine, options.save, options.masked)
+    how = machine, options.save, options.masked
+
+    def fits_with(changes: Mapping[str, Any]) -> bool:
+        changed = config.changed(changes)
+        try:
+            return set(check(changed)) <= set(check(config)) and make_plan(changed, *how).fits
+        except ConfigError:
+            return False
+
+    planned = make_plan(config, *how)
+    advice = planned.advice if planned.fits else check_remedies(planned.remedies, fits_with)
     print(as_json(planned, advice) if options.json else "\n".join(as_lines(planned, advice)))
     return EXIT_DONE if planned.fits else EXIT_FAILED
 

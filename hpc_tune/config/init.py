@@ -16,7 +16,6 @@ import yaml
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.load import load_config
-from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.units import format_bytes
 
@@ -59,7 +58,7 @@ class Sizes:
     fits: bool
 
 
-SizesFor = Callable[[RunConfig, int, int], Sizes | None]
+SizesFor = Callable[[Path, int, int], Sizes | None]
 
 
 def answers(given: Mapping[str, str | None], ask: Callable[[str], str] | None) -> dict[str, str]:
@@ -101,12 +100,12 @@ def write_config(
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
     try:
-        config = load_config([str(out)], [])
+        load_config([str(out)], [])
     except ConfigError:
         out.unlink()
         raise
     if machine.gpus and sizes_for is not None:
-        sizes = sizes_for(config, machine.nodes, machine.gpus)
+        sizes = sizes_for(out, machine.nodes, machine.gpus)
         write_file(out, _text(given, machine, out.stem, sizes))
     return list(_next(out, machine, given["data"], host_bytes))
 

@@ -79,7 +79,7 @@ def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
 def test_a_plan_sets_the_memory_of_a_node_and_what_is_recomputed(tmp_path):
     given = DEFAULTS | {"machine": "2x8"}
     found = Sizes("full", node_gib=61, device_bytes=70 << 30, limit_bytes=80 << 30, fits=True)
-    write_config(tmp_path / "mine.yaml", given, 8 << 30, lambda config, nodes, gpus: found)
+    write_config(tmp_path / "mine.yaml", given, 8 << 30, lambda file, nodes, gpus: found)
     config = load_config([str(tmp_path / "mine.yaml")], [])
     assert (config.slurm.memory, config.parallel.recompute) == ("61G", "full")
     assert "a GPU needs 70" in (tmp_path / "mine.yaml").read_text()
