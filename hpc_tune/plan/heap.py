@@ -39,18 +39,19 @@ class Heap:
         self._holes: dict[int, int] = {}  # start -> size
         self._starts: dict[int, int] = {}  # end -> start
         self._by_size: list[tuple[int, int]] = []
-        self._freed: list[int] = []  # since the last allocation
+        self._freed: list[tuple[int, ...]] = []  # since the last allocation
 
     def allocate(self, num_bytes: int) -> tuple[int, ...]:
         """Return the addresses of an aligned block and of the small objects that come with it."""
-        for block in sorted(self._freed, reverse=True):
-            self._free(block)
+        for blocks in sorted(self._freed, reverse=True):
+            for block in blocks:
+                self._free(block)
         self._freed.clear()
         return self._aligned(num_bytes), *map(self._small, OBJECTS)
 
     def free(self, blocks: tuple[int, ...]) -> None:
         """Free what ``allocate`` returned."""
-        self._freed += blocks
+        self._freed.append(blocks)
 
     def _small(self, num_bytes: int) -> int:
         size = _size_of(num_bytes)

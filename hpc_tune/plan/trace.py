@@ -183,7 +183,6 @@ def trace_step(step: TracedStep) -> TraceReport:
             _mark_parts(memory, engine._stages[0].module)
         engine.train_step(batches, tokens, step.optim.peak_lr)
         kinds = _bytes_by_kind(engine, step.is_full)
-        memory.repeat_in_heap()
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
         memory.begin()

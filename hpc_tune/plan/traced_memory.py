@@ -38,14 +38,11 @@ class TracedMemory(TorchDispatchMode):
         self._in_heap = 0
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}  # addresses in the heap
-        self._numbers: dict[int, int] = {}  # of blocks, in the order in which they were allocated
-        self._history: list[tuple[int, int]] = []  # number and bytes of a block, 0: it is freed
         self._kernels: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
     def begin(self) -> None:
         """Begin a phase: its peaks count from here, and its blocks have a heap of their own."""
         self._heap, self._in_heap, self._blocks = Heap(), 0, {}
-        self._numbers, self._history = {}, []
         self._kernels.clear()
         self.peaks = {}
         self.begin_part("")
@@ -54,21 +51,6 @@ class TracedMemory(TorchDispatchMode):
         """Count what follows as another part of the phase."""
         self._part = part
         self._count()
-
-    def repeat_in_heap(self) -> None:
-        """Count what the heap takes when the phase comes again: it meets the holes of the first.
-
-        What the phase has left is there already.
-        """
-        before, freed = self._heap.reach, {number for number, size in self._history if not size}
-        blocks: dict[int, tuple[int, ...]] = {}
-        for number, size in self._history:
-            if not size:
-                self._heap.free(blocks.pop(number))
-            elif number in freed:
-                blocks[number] = self._heap.allocate(size)
-        more = self._heap.reach - before
-        self.peaks = {part: (peak, heap + more) for part, (peak, heap) in self.peaks.items()}
 
     @property
     def peak_bytes(self) -> int:
@@ -137,12 +119,9 @@ class TracedMemory(TorchDispatchMode):
         if (block := self._blocks.pop(key, None)) is not None:
             self._heap.free(block)
             self._in_heap -= before
-            self._history.append((self._numbers.pop(key), 0))
         if 0 < num_bytes < self._heap_block_bytes:
             self._blocks[key] = self._heap.allocate(num_bytes)
             self._in_heap += num_bytes
-            self._numbers[key] = len(self._history)
-            self._history.append((self._numbers[key], num_bytes))
         self._count()
 
     def _count(self) -> None:
