@@ -6,6 +6,7 @@ config, machine -> layout -> traced step (fake tensors) -> phases -> table or JS
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from hpc_tune.plan.memory_model import (
     Save,
     memory_by_phase,
 )
+from hpc_tune.plan.quick_trace import of_few_blocks, of_few_tokens, of_worst_rank
 from hpc_tune.plan.resolve import Resolved, least_micro_rows, resolve, rows_per_rank, with_layout
 from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
-from hpc_tune.plan.trace import TracedStep, TraceReport, trace_quickly, trace_step, trace_worst
+from hpc_tune.plan.trace import TracedStep, TraceReport, trace_step
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes, format_count
@@ -99,8 +101,9 @@ def make_plan(
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, config.train.compile, on_gpu, masked)
-        trace = trace_step if built.config.num_hidden_layers <= _WHOLE_UP_TO else trace_quickly
-        report = _of_zero(trace_worst(trace, step), resolved)
+        is_deep = built.config.num_hidden_layers > _WHOLE_UP_TO
+        trace = partial(of_few_tokens, of_few_blocks if is_deep else trace_step)
+        report = _of_zero(of_worst_rank(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size)
         phases = memory_by_phase(report, machine, model_bytes, settings)
         peak = "peak_bytes" if on_gpu else "heap_peak_bytes"

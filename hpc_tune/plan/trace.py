@@ -8,20 +8,13 @@ Tensors pretend to be on a CPU, because FSDP2 wants streams of a device that exi
 loss thus take their CPU kernels, whose saved tensors have the sizes of the fused GPU ones. Bytes
 are those asked for; what glibc's heap takes for them on a rank without a GPU is estimated apart.
 
-The fake process group is the process's default group, so this needs an interpreter of its own:
-
-    python -m hpc_tune.plan.trace CONFIG --world 16 model.path=shape:llama3-70b
+The fake process group is the process's default group, so this needs an interpreter of its own.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import json
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from hpc_tune.batch import Batch
-from hpc_tune.config.load import load_config
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
@@ -40,8 +32,7 @@ from hpc_tune.engine import native
 from hpc_tune.engine.activation_checkpoint import outside_modes
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
-from hpc_tune.errors import ConfigError, HpcTuneError
-from hpc_tune.log import configure
+from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model import tiled_attention
 from hpc_tune.model.blocks import block_list
@@ -60,8 +51,6 @@ from hpc_tune.step.size import measure
 DEVICE = torch.device("cpu")
 DOCUMENT = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
-QUICK_BLOCKS = (8, 12)
-QUICK_BLOCKS_OF_A_STAGE = (2, 4)
 # A mesh looks its rank up in a tensor; fake parameters can neither be copied deeply, as stages are,
 # nor be given memory in place; and DTensor asks whole tensors for the shapes of its results.
 _REAL = (
@@ -226,58 +215,6 @@ def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
     blocks[len(blocks) // 2].register_forward_hook(mark)
 
 
-def trace_quickly(step: TracedStep) -> TraceReport:
-    """Trace two smaller depths and extend each figure by a straight line.
-
-    It takes seconds whatever the depth. The parts of a step are extended each by itself, since
-    their worst moments grow with the depth or do not. Stages are taken to be equally deep.
-    """
-    began_s, num_blocks = time.perf_counter(), step.shape.num_blocks
-    stages = step.layout.pipeline * step.parallel.stages_per_rank
-    few, more = (stages * n for n in (QUICK_BLOCKS_OF_A_STAGE if stages > 1 else QUICK_BLOCKS))
-    reports = []
-    with tempfile.TemporaryDirectory() as folder:
-        for blocks in (few, more):
-            shape = step.shape.with_blocks(blocks, Path(folder))
-            reports.append(trace_step(dataclasses.replace(step, shape=shape)))
-    low, high = reports
-    ratio = (num_blocks - few) / (more - few)
-
-    def extend(at_few: int, at_more: int) -> int:
-        return round(at_few + ratio * (at_more - at_few))
-
-    extended: dict[str, Any] = {
-        name: extend(getattr(low, name), getattr(high, name))
-        for name in dataclasses.asdict(low)
-        if name.endswith("_bytes")
-    }
-    parts = {
-        part: (extend(peak, high.parts[part][0]), extend(heap_peak, high.parts[part][1]))
-        for part, (peak, heap_peak) in low.parts.items()
-    }
-    peak_bytes, extended["heap_peak_bytes"] = map(max, zip(*parts.values(), strict=True))
-    kinds = ("weight", "adapter", "gradient", "optimizer")
-    extended["activation_bytes"] = peak_bytes - sum(extended[f"{kind}_bytes"] for kind in kinds)
-    extended |= {"peak_bytes": peak_bytes, "parts": parts}
-    return dataclasses.replace(
-        low, **extended, num_layers=num_blocks, trace_s=time.perf_counter() - began_s
-    )
-
-
-def trace_worst(trace: Trace, step: TracedStep) -> TraceReport:
-    """Trace as each rank that may need most, and return the report of the one that does.
-
-    Stages differ along the pipeline, the outermost axis of the ranks: the first has most
-    micro-batches in flight and the embedding, the last has the head; the second stands for those
-    between. ``trace`` is ``trace_step`` or ``trace_quickly``.
-    """
-    num_stages = step.layout.pipeline
-    width = step.layout.size // num_stages
-    stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
-    reports = [trace(dataclasses.replace(step, rank=stage * width)) for stage in stages]
-    return max(reports, key=lambda report: report.peak_bytes)
-
-
 def _batch(rows: int, seq_len: int, document: int) -> Batch:
     tokens_BT, labels_BT, positions_BT = (
         torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(3)
@@ -360,32 +297,3 @@ def traced_step(config: RunConfig, world_size: int) -> TracedStep:
     has_kernel = kernels.attention == "varlen"
     size = (config.batch.global_size, rows, config.data.seq_len)
     return TracedStep(*what, *size, has_kernel=has_kernel)
-
-
-def main() -> int:
-    """Trace a configuration file and print the report as one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m hpc_tune.plan.trace", description=__doc__)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--world", type=int, required=True, help="number of ranks")
-    parser.add_argument("--rank", type=int, help="default: the one that needs most")
-    parser.add_argument("--quick", action="store_true", help="few blocks, extended")
-    arguments = parser.parse_intermixed_args()
-    configure(rank=0)
-    trace = trace_quickly if arguments.quick else trace_step
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        step = traced_step(config, arguments.world)
-        if arguments.rank is None:
-            report = trace_worst(trace, step)
-        else:
-            report = trace(dataclasses.replace(step, rank=arguments.rank))
-    except HpcTuneError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    print(json.dumps(dataclasses.asdict(report)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

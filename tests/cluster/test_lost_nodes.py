@@ -133,6 +133,12 @@ def test_the_first_node_lost_queues_the_job_again(mended, tmp_path, alone):
     mended.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     time.sleep(3)
     mended.mend()
+    # A node refuses a job of which it still ends processes; Slurm's own two minutes are longer.
+    log = mended.folder / "slurmd-n1.log"
+    until_s = time.monotonic() + 60
+    while f"[{job.number}.batch] done with job" not in log.read_text():
+        assert time.monotonic() < until_s, log.read_text()[-2000:]
+        time.sleep(0.2)
     said = job.wait()
     assert (said["JobState"], said["Restarts"]) == ("COMPLETED", "1"), job.text
     assert "give up" not in job.text

@@ -97,7 +97,8 @@ def test_those_outside_leave_with_the_exit_code_of_the_run():
 def test_those_outside_leave_when_a_rank_inside_fails():
     done = mpirun(3, ["-c", PROGRAM], env=environment([0, 2], fails="1", work_s=0.5))
     assert done.returncode not in (0, 75)
-    assert done.stderr.count("planted") == 1, done.stderr
+    assert done.stderr.count("error: rank 1") == 1, done.stderr
+    assert "RuntimeError: planted" in done.stderr
 
 
 @pytest.mark.full

@@ -117,7 +117,9 @@ def test_70b_in_full_cannot_be_saved_from_one_rank_but_streamed():
     assert "gathering 788 GiB on one rank" in gathered["advice"][0]
     streamed = plan(*TWO_NODES, *LLAMA_70B, *FULL_70B)
     assert streamed["fits"]
-    assert phase(streamed, "save, in the background")["node_bytes"] < 768e9
+    assert phase(streamed, "save, training waits")["node_bytes"] < 768e9
+    # Where there is no room for copies of all that is written, training waits.
+    assert phase(streamed, "save, in the background")["optional"]
 
 
 @pytest.mark.full

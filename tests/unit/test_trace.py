@@ -42,7 +42,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
 def trace(name: str, world: int, *arguments: str) -> dict:
     """The report on configs/NAME_lora.yaml with the shape of that name."""
     done = run_python(
-        *("-m", "hpc_tune.plan.trace", f"configs/{name}_lora.yaml", "--world", str(world)),
+        *("-m", "hpc_tune.plan.quick_trace", f"configs/{name}_lora.yaml", "--world", str(world)),
         *(f"model.path=shape:{name.replace('_', '-')}", *arguments),
     )
     assert done.returncode == 0, done.stderr
@@ -269,8 +269,8 @@ def test_the_scratch_of_variable_length_attention_is_that_of_torchs_source():
 
 def test_zero_is_refused():
     arguments = ("--world", "8", "parallel.replicate=null", "parallel.zero_stage=3")
-    shape = "model.path=shape:llama3-8b"
-    done = run_python("-m", "hpc_tune.plan.trace", "configs/llama3_8b_lora.yaml", shape, *arguments)
+    words = ("configs/llama3_8b_lora.yaml", "model.path=shape:llama3-8b")
+    done = run_python("-m", "hpc_tune.plan.quick_trace", *words, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("parallel.zero_stage cannot be traced")
 

@@ -1,0 +1,124 @@
+"""Traces that take seconds: of few blocks and few tokens, extended by straight lines.
+
+trace_step -> of_few_blocks (deep models) -> of_few_tokens (long rows on CPUs) -> of_worst_rank
+
+python -m hpc_tune.plan.quick_trace CONFIG --world 16 model.path=shape:llama3-70b
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from hpc_tune.config.load import load_config
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.log import configure
+from hpc_tune.plan.trace import Trace, TracedStep, TraceReport, trace_step, traced_step
+
+_BLOCKS = (8, 12)
+_BLOCKS_OF_A_STAGE = (2, 4)
+# A CPU's attention is traced tile by tile.
+_MAX_TOKENS, _LENGTHS, _ROWS = 1 << 13, (2048, 4096), (1, 2)
+
+
+def of_few_blocks(step: TracedStep) -> TraceReport:
+    """Trace two smaller depths and extend each figure to the depth of the model.
+
+    Stages are taken to be equally deep.
+    """
+    stages = step.layout.pipeline * step.parallel.stages_per_rank
+    few, more = (stages * n for n in (_BLOCKS_OF_A_STAGE if stages > 1 else _BLOCKS))
+    began_s, num_blocks = time.perf_counter(), step.shape.num_blocks
+    with tempfile.TemporaryDirectory() as folder:
+        shapes = (step.shape.with_blocks(blocks, Path(folder)) for blocks in (few, more))
+        low, high = (trace_step(dataclasses.replace(step, shape=shape)) for shape in shapes)
+    report = _extended(low, high, ratio=(num_blocks - few) / (more - few))
+    trace_s = time.perf_counter() - began_s
+    return dataclasses.replace(report, num_layers=num_blocks, trace_s=trace_s)
+
+
+def of_few_tokens(trace: Trace, step: TracedStep) -> TraceReport:
+    """Trace a step with tiles, of long or many rows by two of fewer tokens."""
+    rows, length = step.micro_rows, step.seq_len
+    if not step.has_tiles or rows * length <= _MAX_TOKENS:
+        return trace(step)
+    if length > _LENGTHS[-1]:
+        (few, more), size = _LENGTHS, length
+        steps = [dataclasses.replace(step, seq_len=n) for n in _LENGTHS]
+    else:
+        (few, more), size, of_all = _ROWS, rows, step.num_micro * step.layout.data_size
+        steps = [dataclasses.replace(step, micro_rows=n, global_rows=n * of_all) for n in _ROWS]
+    low, high = (of_few_tokens(trace, each) for each in steps)
+    report = _extended(low, high, ratio=(size - few) / (more - few))
+    return dataclasses.replace(report, trace_s=low.trace_s + high.trace_s)
+
+
+def _extended(low: TraceReport, high: TraceReport, ratio: float) -> TraceReport:
+    """Return what lies ``ratio`` times as far from ``low`` as ``high`` does.
+
+    The parts of a step are extended each by itself, since their worst moments grow or do not.
+    """
+
+    def extend(at_low: int, at_high: int) -> int:
+        return round(at_low + ratio * (at_high - at_low))
+
+    extended: dict[str, Any] = {
+        name: extend(getattr(low, name), getattr(high, name))
+        for name in dataclasses.asdict(low)
+        if name.endswith("_bytes")
+    }
+    parts = {
+        part: (extend(peak, high.parts[part][0]), extend(heap_peak, high.parts[part][1]))
+        for part, (peak, heap_peak) in low.parts.items()
+    }
+    peak_bytes, extended["heap_peak_bytes"] = map(max, zip(*parts.values(), strict=True))
+    kinds = ("weight", "adapter", "gradient", "optimizer")
+    extended["activation_bytes"] = peak_bytes - sum(extended[f"{kind}_bytes"] for kind in kinds)
+    return dataclasses.replace(low, **extended | {"peak_bytes": peak_bytes, "parts": parts})
+
+
+def of_worst_rank(trace: Trace, step: TracedStep) -> TraceReport:
+    """Trace as each rank that may need most, and return the report of the one that does.
+
+    Stages differ along the pipeline, the outermost axis of the ranks: the first has most
+    micro-batches in flight and the embedding, the last has the head; the second stands for those
+    between. ``trace`` is how each is traced.
+    """
+    num_stages = step.layout.pipeline
+    width = step.layout.size // num_stages
+    stages = sorted({0, min(1, num_stages - 1), num_stages - 1})
+    reports = [trace(dataclasses.replace(step, rank=stage * width)) for stage in stages]
+    return max(reports, key=lambda report: report.peak_bytes)
+
+
+def main() -> int:
+    """Trace a configuration file and print the report as one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m hpc_tune.plan.quick_trace")
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--world", type=int, required=True, help="number of ranks")
+    parser.add_argument("--rank", type=int, help="default: the one that needs most")
+    parser.add_argument("--quick", action="store_true", help="few blocks, extended")
+    arguments = parser.parse_intermixed_args()
+    configure(rank=0)
+    trace = of_few_blocks if arguments.quick else trace_step
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        step = traced_step(config, arguments.world)
+        if arguments.rank is None:
+            report = of_worst_rank(trace, step)
+        else:
+            report = trace(dataclasses.replace(step, rank=arguments.rank))
+    except HpcTuneError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(dataclasses.asdict(report)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
