@@ -40,7 +40,7 @@ def test_with_other_settings_data_or_weights(tmp_path):
     save_file({name: values.flip(0) for name, values in load_file(weights).items()}, weights)
     for changed, said in (
         ("tune.rank=3", "tune.rank: 16 in the checkpoint, 3 now"),
-        (template(tmp_path, 1), "position in the data is for another order"),
+        (template(tmp_path, 1), "is not the data this run was trained on"),
         (f"model.path={tmp_path / 'other'}", "model.path: it has other weights"),
     ):
         done = train([*words, "train.max_steps=4", changed])
