@@ -35,9 +35,9 @@ COLLECTIVES = (
 
 
 def refuse_collectives_alone() -> None:
-    """Make torch's own collectives errors within ``Comm.together``; ``Comm``'s are anyway."""
+    """Make torch's own collectives errors within ``Comm.run_and_agree``; ``Comm``'s are anyway."""
     alone: list[str] = []
-    together = Comm.together
+    run_and_agree = Comm.run_and_agree
 
     def watched(self: Comm, what: str, work: Callable[[], Any]) -> Any:
         def marked() -> Any:
@@ -47,7 +47,7 @@ def refuse_collectives_alone() -> None:
             finally:
                 alone.pop()
 
-        return together(self, what, marked)
+        return run_and_agree(self, what, marked)
 
     def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def refuse_collectives_alone() -> None:
 
         return call
 
-    Comm.together = watched  # type: ignore[method-assign]
+    Comm.run_and_agree = watched  # type: ignore[method-assign]
     for name in COLLECTIVES:
         if original := getattr(dist.ProcessGroup, name, None):
             setattr(dist.ProcessGroup, name, refusing(name, original))

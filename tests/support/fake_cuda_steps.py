@@ -112,7 +112,7 @@ def run(engine, store, world, rank, watch):
     note("evaluation")
     noted["save"] = copied(engine)
     if Action.MOVE_OPTIMIZER in engine.levers:
-        lever = engine.levers[Action.MOVE_OPTIMIZER].pull
+        lever = engine.levers[Action.MOVE_OPTIMIZER].set_level
         noted["moments"] = [state_of(engine, watch)]
         lever(1)
         noted["moments"].append(state_of(engine, watch))

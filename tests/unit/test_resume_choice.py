@@ -26,7 +26,7 @@ def saved(folder: Path, config: RunConfig, *steps: int) -> Store:
 
 
 def started(store: Store, config: RunConfig) -> Path | None:
-    job = SimpleNamespace(comm=ALONE, config=config, store=store, resume_point=ResumePoint())
+    job = SimpleNamespace(setup_comm=ALONE, config=config, store=store, resume_point=ResumePoint())
     return find_checkpoint(job)
 
 

@@ -43,8 +43,8 @@ def test_a_steady_step_is_four_sums_and_opens_no_file(told):
 
 
 def test_a_rank_opens_each_file_of_the_model_a_few_times_however_many_tensors_it_has(told):
-    # config.json, model.safetensors for its header and for its tensors, data.h5
-    assert told["4095 of 4096"]["start"]["opens"] <= 8
+    # config.json, model.safetensors for its header and for its tensors, data.h5, its own log
+    assert told["4095 of 4096"]["start"]["opens"] <= 9
     assert told["4095 of 4096"]["end"].get("opens", 0) <= 1
 
 

@@ -115,7 +115,9 @@ def test_the_first_address_that_every_node_reached_is_chosen(seen, chosen):
 
 def test_all_ranks_meet_at_one_listener_and_the_others_are_closed():
     channel = ThreadChannel(4)
-    meetings = on_threads(4, lambda rank: rendezvous(world_of(rank, 4), channel.of(rank), None))
+    meetings = on_threads(
+        4, lambda rank: rendezvous.rendezvous(world_of(rank, 4), channel.of(rank), None)
+    )
     assert {(m.ip, m.port, m.nonce) for m in meetings} == {
         (meetings[0].ip, meetings[0].port, meetings[0].nonce)
     }
@@ -132,7 +134,9 @@ def test_two_nodes_with_loopback_alone_are_refused_on_every_rank(monkeypatch):
         lambda: [Address("lo", "127.0.0.1"), Address("x", "127.0.1.1")],
     )
     channel = ThreadChannel(2)
-    errors = on_threads(2, lambda rank: rendezvous(world_of(rank, 2, 2), channel.of(rank), None))
+    errors = on_threads(
+        2, lambda rank: rendezvous.rendezvous(world_of(rank, 2, 2), channel.of(rank), None)
+    )
     assert [type(e) for e in errors] == [WorldError] * 2
     assert "found 127.0.0.1 (lo), 127.0.1.1 (x). Loopback cannot be used across nodes" in str(
         errors[1]
@@ -141,7 +145,9 @@ def test_two_nodes_with_loopback_alone_are_refused_on_every_rank(monkeypatch):
 
 def test_an_unknown_interface_is_an_error_that_lists_those_there_are():
     channel = ThreadChannel(2)
-    errors = on_threads(2, lambda rank: rendezvous(world_of(rank, 2), channel.of(rank), "ib7"))
+    errors = on_threads(
+        2, lambda rank: rendezvous.rendezvous(world_of(rank, 2), channel.of(rank), "ib7")
+    )
     assert "run.interface=ib7 does not exist on n0, where rank 0 is; it has" in str(errors[1])
 
 
@@ -179,7 +185,9 @@ def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
     monkeypatch.setattr(rendezvous, "_make_offer", offer)
     monkeypatch.setattr(rendezvous, "_try", attempt)
     channel = ThreadChannel(2)
-    meetings = on_threads(2, lambda rank: rendezvous(world_of(rank, 2), channel.of(rank), "a"))
+    meetings = on_threads(
+        2, lambda rank: rendezvous.rendezvous(world_of(rank, 2), channel.of(rank), "a")
+    )
     assert [m.ip for m in meetings] == ["127.0.0.2"] * 2
     assert "run.interface=a was not reached from every node; using b" in meetings[0].warning
     meetings[0].listener.close()
@@ -188,7 +196,9 @@ def test_an_address_that_a_stranger_answers_is_passed_over(monkeypatch):
 def test_unreachable_addresses_are_named_with_who_could_not_reach_them(monkeypatch):
     monkeypatch.setattr(rendezvous, "_try", lambda ip, port, nonce: "no route")
     channel = ThreadChannel(2)
-    errors = on_threads(2, lambda rank: rendezvous(world_of(rank, 2), channel.of(rank), None))
+    errors = on_threads(
+        2, lambda rank: rendezvous.rendezvous(world_of(rank, 2), channel.of(rank), None)
+    )
     assert "127.0.0.1 (lo): not reached from n0 (no route)" in str(errors[1])
     assert "run.interface" in str(errors[0])
 
