@@ -18,7 +18,7 @@ from hpc_tune.data.answers import Span
 from hpc_tune.data.chats import LossOn, Rendered, Renderer
 from hpc_tune.data.counts import ANSWER_BEYOND, Counters
 from hpc_tune.data.records import Chat, Completion, Example, Text
-from hpc_tune.data.tokenizer import FastTokenizer, are_controls_text, require_fast
+from hpc_tune.data.tokenizer import FastTokenizer, are_controls_text, num_ids, require_fast
 from hpc_tune.data.writer import Block, token_dtype
 
 # One call of the tokenizer gets about this much text. A token costs it some 200 bytes while it
@@ -37,7 +37,7 @@ class Encoder:
         self._backend = require_fast(tokenizer).backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._seq_len = seq_len
+        self._seq_len, self._dtype = seq_len, token_dtype(num_ids(tokenizer))
         own = self._backend.encode("", add_special_tokens=True).ids
         bos = tokenizer.bos_token_id
         self._bos = [bos] if bos is not None and bos in own else []
@@ -109,10 +109,10 @@ class Encoder:
         parts, texts = [], _parts(item.text)
         while batch := list(islice(texts, PARTS_PER_BATCH)):
             for encoding in self._encode_batch(batch, self._as_text(item)):
-                parts.append(np.array(encoding.ids, dtype=np.uint32))
+                parts.append(np.array(encoding.ids, dtype=self._dtype))
         ids = np.concatenate(parts)
         bos, eos = self._marks(item, ids)
-        return np.concatenate([np.array(bos, np.uint32), ids, np.array(eos, np.uint32)])
+        return np.concatenate([np.array(bos, self._dtype), ids, np.array(eos, self._dtype)])
 
     def _short_block(self, rendered: list[Rendered]) -> Iterator[Block]:
         if not rendered:
