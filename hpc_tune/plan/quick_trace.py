@@ -22,7 +22,7 @@ from hpc_tune.plan.trace import Trace, TracedStep, TraceReport, trace_step, trac
 _BLOCKS = (8, 12)
 _BLOCKS_OF_A_STAGE = (2, 4)
 # A CPU's attention is traced tile by tile.
-_MAX_TOKENS, _LENGTHS, _ROWS = 1 << 13, (2048, 4096), (1, 2)
+_MAX_TOKENS, _FEW_TOKENS = 1 << 14, 2048
 
 
 def of_few_blocks(step: TracedStep) -> TraceReport:
@@ -41,19 +41,33 @@ def of_few_blocks(step: TracedStep) -> TraceReport:
     return dataclasses.replace(report, num_layers=num_blocks, trace_s=trace_s)
 
 
+def remembered(trace: Trace) -> Trace:
+    """Return ``trace`` for the steps of one run and layout, each size of which is traced once."""
+    known: dict[tuple[int, ...], TraceReport] = {}
+
+    def traced(step: TracedStep) -> TraceReport:
+        size = step.micro_rows, step.seq_len, step.num_micro, step.rank
+        if size not in known:
+            known[size] = trace(step)
+        return known[size]
+
+    return traced
+
+
 def of_few_tokens(trace: Trace, step: TracedStep) -> TraceReport:
-    """Trace a step with tiles, of long or many rows by two of fewer tokens."""
+    """Trace a step with tiles; long or many rows by one row of fewer tokens, and one of twice that.
+
+    What a step keeps grows with its tokens; a tile's scores have a size of their own.
+    """
     rows, length = step.micro_rows, step.seq_len
     if not step.has_tiles or rows * length <= _MAX_TOKENS:
         return trace(step)
-    if length > _LENGTHS[-1]:
-        (few, more), size = _LENGTHS, length
-        steps = [dataclasses.replace(step, seq_len=n) for n in _LENGTHS]
-    else:
-        (few, more), size, of_all = _ROWS, rows, step.num_micro * step.layout.data_size
-        steps = [dataclasses.replace(step, micro_rows=n, global_rows=n * of_all) for n in _ROWS]
-    low, high = (of_few_tokens(trace, each) for each in steps)
-    report = _extended(low, high, ratio=(size - few) / (more - few))
+    global_rows = step.num_micro * step.layout.data_size
+    one_row = dataclasses.replace(step, micro_rows=1, global_rows=global_rows)
+    few = min(length, _FEW_TOKENS)
+    low = trace(dataclasses.replace(one_row, seq_len=few))
+    high = trace(dataclasses.replace(one_row, seq_len=2 * few))
+    report = _extended(low, high, ratio=(rows * length - few) / few)
     return dataclasses.replace(report, trace_s=low.trace_s + high.trace_s)
 
 

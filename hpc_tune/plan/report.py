@@ -31,7 +31,7 @@ from hpc_tune.plan.memory_model import (
     Save,
     memory_by_phase,
 )
-from hpc_tune.plan.quick_trace import of_few_blocks, of_few_tokens, of_worst_rank
+from hpc_tune.plan.quick_trace import of_few_blocks, of_few_tokens, of_worst_rank, remembered
 from hpc_tune.plan.resolve import Resolved, least_micro_rows, resolve, rows_per_rank, with_layout
 from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
 from hpc_tune.plan.trace import TracedStep, TraceReport, trace_step
@@ -102,7 +102,7 @@ def make_plan(
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, config.train.compile, on_gpu, masked)
         is_deep = built.config.num_hidden_layers > _WHOLE_UP_TO
-        trace = partial(of_few_tokens, of_few_blocks if is_deep else trace_step)
+        trace = partial(of_few_tokens, remembered(of_few_blocks if is_deep else trace_step))
         report = _of_zero(of_worst_rank(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size)
         phases = memory_by_phase(report, machine, model_bytes, settings)
