@@ -1,6 +1,11 @@
 """What several of the unit tests share."""
 
 import pytest
+from hypothesis import settings
+
+# Of one example, in ms. By default 200, which a process takes to start where others have the cores.
+settings.register_profile("shared cores", deadline=20_000)
+settings.load_profile("shared cores")
 
 
 @pytest.fixture(autouse=True)
