@@ -198,7 +198,7 @@ def doctor(options: Namespace) -> int:
 @command(argument("--out", Path, "the .h5 file to write", required=True), *SETTINGS)
 def prepare(options: Namespace) -> int:
     """Tokenise a dataset into one .h5 file, to be used as data.path."""
-    from hpc_tune.train.preparing import run_prepare
+    from hpc_tune.prepare import run_prepare
 
     return run_prepare(options.config, options.out)
 
@@ -216,7 +216,7 @@ def prepare(options: Namespace) -> int:
 )
 def show(options: Namespace) -> int:
     """Print examples as the model sees them, with the tokens that count in the loss marked."""
-    from hpc_tune.train.preparing import run_show
+    from hpc_tune.prepare import run_show
 
     return run_show(options.config, options.rows)
 

@@ -33,7 +33,7 @@ from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER, C
 from hpc_tune.log import log
 from hpc_tune.rundir import heartbeat, left_out, outcome
 from hpc_tune.rundir.owner import owner_of
-from hpc_tune.train.reporting import write_report
+from hpc_tune.train.report import write_report
 
 FILE = "starts.jsonl"
 MAX_CRASHES = 2  # in a row without a newer checkpoint

@@ -21,7 +21,7 @@ import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine.base import EngineSettings, StepResult
+from hpc_tune.engine.base import EngineSettings, StepResult, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.faults import NO_FAULTS, Faults
@@ -104,7 +104,7 @@ class Steps:
         began_s = time.perf_counter()
         # The loss is read at the end of a step: the device has done all of it.
         batches = [self.batch.to(device)] * self.num_micro
-        result = self.engine.train_step(batches, self.num_tokens, config.optim.peak_lr)
+        result = train_step(self.engine, batches, self.num_tokens, config.optim.peak_lr)
         return time.perf_counter() - began_s, result
 
 

@@ -34,7 +34,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.stock import NoTrial, write_small
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
-from hpc_tune.train.proof import Proof, try_out
+from hpc_tune.train.startup.proof import Proof, try_out
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("lora", "full", "dora", "qlora")

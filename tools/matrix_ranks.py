@@ -19,7 +19,7 @@ from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.loader import make_batch
-from hpc_tune.engine.base import Engine, EngineSettings
+from hpc_tune.engine.base import Engine, EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine
 from hpc_tune.errors import HpcTuneError
@@ -85,7 +85,7 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
     assert engine is not None
     mine = batches(row, layout, layout.coordinates(comm.world.rank).data)
     tokens = sum(length - 1 for length in LENGTHS)
-    return [engine.train_step(mine, tokens, LR[row["method"]]).loss for _ in range(STEPS)]
+    return [train_step(engine, mine, tokens, LR[row["method"]]).loss for _ in range(STEPS)]
 
 
 def main() -> None:

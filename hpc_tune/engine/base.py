@@ -79,8 +79,8 @@ class Engine(Protocol):
     """A model spread over the ranks. Every method but ``regions`` is collective: all ranks call it.
 
     ``saves_in_background``: whether ``regions`` may be read while the next step is under way.
-    ``repeats_steps``: after a step that raises OutOfMemoryError before ``before_update``, no other
-    rank waits for this one, and it can be run again. ``levers``: what the governor may do to this
+    ``repeats_steps``: after an ``accumulate`` that raises OutOfMemoryError no other rank waits for
+    this one, and it can be run again. ``levers``: what the governor may do to this
     engine between two steps.
     """
 
@@ -88,19 +88,16 @@ class Engine(Protocol):
     repeats_steps: bool
     levers: dict[Action, Lever]
 
-    def train_step(
-        self,
-        batches: Sequence[Batch],
-        global_tokens: int,
-        lr: float,
-        before_update: Callable[[], None] = lambda: None,
-    ) -> StepResult:
-        """Run one optimizer step on all micro-batches of this rank.
+    def accumulate(self, batches: Sequence[Batch], global_tokens: int) -> None:
+        """Compute the gradients of one optimizer step from all micro-batches of this rank.
 
         The loss is the token sum over all ranks divided by ``global_tokens``, so neither the number
-        of ranks nor the micro-batches change the gradient. ``before_update`` is called before
-        weights and optimizer state are updated.
+        of ranks nor the micro-batches change the gradient. Weights and optimizer state stay as they
+        are.
         """
+
+    def update(self, lr: float) -> StepResult:
+        """Update the weights and the optimizer state by what ``accumulate`` has computed."""
 
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Return (loss sum, loss tokens) over all ranks, each of which brings equally many."""
@@ -116,3 +113,11 @@ class Engine(Protocol):
 
     def run_once(self, batch: Batch) -> None:
         """Run a micro-batch and drop its gradients: for measuring memory before the run."""
+
+
+def train_step(
+    engine: Engine, batches: Sequence[Batch], global_tokens: int, lr: float
+) -> StepResult:
+    """Run one optimizer step where nothing else reads the weights meanwhile."""
+    engine.accumulate(batches, global_tokens)
+    return engine.update(lr)

@@ -9,7 +9,7 @@ base sends no gradient. *Sharded* ones (full fine-tuning with shard > 1) are FSD
 reduce-scatter runs in each backward pass, or with reshard=step in the last.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -73,6 +73,7 @@ class NativeEngine:
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
         self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
+        self._step_sums, self._step_tokens = torch.zeros(2, dtype=torch.float64), 1
         self._stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
             lambda: _load(built, settings, self._mesh, self._collectives),
@@ -101,14 +102,8 @@ class NativeEngine:
                 modules, layout, edges, device, width, wire, self._collectives
             )
 
-    def train_step(
-        self,
-        batches: Sequence[Batch],
-        global_tokens: int,
-        lr: float,
-        before_update: Callable[[], None] = lambda: None,
-    ) -> StepResult:
-        """Run one optimizer step; see ``base.Engine``."""
+    def accumulate(self, batches: Sequence[Batch], global_tokens: int) -> None:
+        """Compute the gradients of a step; see ``base.Engine``."""
         self._zero_grad()
         self._collectives.forget()  # an evaluation's is not this step's
         loss, ran_out = torch.zeros((), dtype=torch.float32, device=self._device), None
@@ -123,14 +118,19 @@ class NativeEngine:
         self._collectives.all_reduce(loss, None)
         if ran_out is not None:
             raise ran_out
-        grad_norm = self._clip()
+        self._step_sums, self._step_tokens = (
+            torch.stack([loss.double(), self._clip()]),
+            global_tokens,
+        )
+
+    def update(self, lr: float) -> StepResult:
+        """Update the weights; see ``base.Engine``."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        before_update()
         (self._offloaded or self._adamw).step()
-        loss_sum, norm = torch.stack([loss.double(), grad_norm]).tolist()  # the host waits once
+        loss_sum, norm = self._step_sums.tolist()  # the host waits once
         sent, comm_s = self._collectives.take()
-        return StepResult(loss_sum / global_tokens, norm, comm_s, sent)
+        return StepResult(loss_sum / self._step_tokens, norm, comm_s, sent)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:

@@ -7,25 +7,24 @@ from hpc_tune.errors import HpcTuneError
 from hpc_tune.log import log
 from hpc_tune.rundir import outcome
 from hpc_tune.rundir.outcome import Outcome
+from hpc_tune.train.control import Control
 from hpc_tune.train.job import Job
-from hpc_tune.train.loop import Work
 from hpc_tune.train.model import Model
-from hpc_tune.train.preflight import Forecast, compare_memory
-from hpc_tune.train.reporting import write_report
+from hpc_tune.train.report import write_report
+from hpc_tune.train.startup.preflight import Forecast, compare_memory
 from hpc_tune.units import format_seconds
 
 
-def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcome) -> None:
+def finish(job: Job, model: Model, forecast: Forecast, control: Control, ended: Outcome) -> None:
     """Close what the run had open, and report how it ended. Collective."""
     job.watchdog.close()
     job.stop.end()
     compare_memory(job, forecast)
     if job.chosen is not None:
-        job.events.write("layout", **compare_step(job.chosen, work.metrics.steps_s))
-    work.metrics.close()
-    work.rank_work.close()
-    work.loader.close()
-    job.setup_comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, work, ended))
+        job.events.write("layout", **compare_step(job.chosen, control.recorder.metrics.steps_s))
+    control.recorder.close()
+    control.trainer.loader.close()
+    job.setup_comm.on_rank_0("ending the run", lambda: _write_outcome(job, model, control, ended))
     job.stop.ignore()
     job.monitor.close()
     job.events.write("stop", ended.step, reason=ended.reason)
@@ -36,7 +35,7 @@ def finish(job: Job, model: Model, forecast: Forecast, work: Work, ended: Outcom
         job.owner.close()
 
 
-def _write_outcome(job: Job, model: Model, work: Work, ended: Outcome) -> None:
+def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> None:
     """Export the adapter of a finished run, write the outcome, and log what to do next."""
     config, run_dir = model.config, job.dir
     if ended.status == "done" and config.tune.method != "full":
@@ -58,15 +57,15 @@ def _write_outcome(job: Job, model: Model, work: Work, ended: Outcome) -> None:
             run_dir,
         )
     else:
-        log.info("%s", _said_of_stop(job, work, ended))
+        log.info("%s", _said_of_stop(job, control, ended))
 
 
-def _said_of_stop(job: Job, work: Work, ended: Outcome) -> str:
+def _said_of_stop(job: Job, control: Control, ended: Outcome) -> str:
     saved, again = ended.step or 0, "Rerun the same command to "
     text = f"stopped: {ended.reason}. {again}resume from step {saved}"
     if not saved:
         text = f"stopped: {ended.reason}. Nothing is saved. {again}start again"
-    if ended.reason == "time limit" and saved == work.start_step:
+    if ended.reason == "time limit" and saved == control.start_step:
         limit = format_seconds(job.stop.limit_s)
         text = f"the limit of {limit} ended before a step was done. Give more time"
     if job.setup_comm.world.launcher != "single":

@@ -6,15 +6,17 @@
 Each rank decides by the same counts and the same ladder, so all do the same thing.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
+from hpc_tune.data.loader import Loader
 from hpc_tune.log import log
-from hpc_tune.memory.device import what_failed
+from hpc_tune.memory.device import give_back_cache
+from hpc_tune.memory.host import own_bytes, trim_heap
 from hpc_tune.memory.monitor import MemorySample, Monitor, Need
 from hpc_tune.memory.policy import (
     Action,
@@ -90,17 +92,17 @@ class Governor:
             self._sample = sample
             self._levels = self._monitor.levels(sample)
 
-    def observe_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
-        """Take in that this rank's device had no room for the step."""
-        self._ran_out, self._sample = what_failed(error), self._monitor.worst()
+    def observe_out_of_memory(self, failed: str) -> None:
+        """Take in that this rank's device had no room for the step; ``failed``: what it asked."""
+        self._ran_out, self._sample = failed, self._monitor.worst()
         self._levels = (self._levels[0], Level.CRITICAL)
 
-    def votes(self) -> tuple[float, ...]:
+    def status(self) -> tuple[float, ...]:
         """Return what this rank adds to the boundary's sum: one for each level it has reached."""
         return tuple(float(own >= level) for own in self._levels for level in _LEVELS)
 
     def apply(self, counts: Sequence[float], step: int) -> Need | None:
-        """Do what the ranks' votes ask for; return why to leave, if that is it. Collective."""
+        """Do what the ranks' levels ask for; return why to leave, if that is it. Collective."""
         host, device = (
             Level(sum(count > 0 for count in counts[start : start + len(_LEVELS)]))
             for start in (0, len(_LEVELS))
@@ -218,3 +220,42 @@ def facts_of(need: Need, taken: Sequence[str]) -> dict[str, Any]:
     """Return what outcome.json says of a run that left for want of memory."""
     facts = {key: value for key, value in asdict(need).items() if key != "words"}
     return {**facts, "governor": list(taken)}
+
+
+def loader_levers(loader: Loader, data_file: Path) -> dict[Action, Lever]:
+    """Return the levers of a loader that reads ``data_file`` and has its whole micro-batches."""
+    micro_size = loader.micro_size
+
+    def trim(_: int) -> str:
+        before = own_bytes()
+        trim_heap()
+        give_back_cache()
+        _drop_page_cache(data_file)
+        return f"{format_bytes(max(0, before - own_bytes()))} given back by rank 0"
+
+    def shrink_buffers(times: int) -> str:
+        loader.set_prefetch(0 if times else loader.prefetch_bytes)
+        return f"prefetching {'disabled' if times else 'enabled'}"
+
+    def split_micro_batches(times: int) -> str:
+        rows = max(1, micro_size >> times)
+        loader.set_micro_size(rows)
+        return f"micro-batches of {rows} rows"
+
+    return {
+        Action.TRIM: Lever(trim),
+        Action.SHRINK_BUFFERS: Lever(shrink_buffers),
+        Action.SPLIT_MICRO_BATCHES: Lever(split_micro_batches, most=micro_size.bit_length() - 1),
+    }
+
+
+def _drop_page_cache(file: Path) -> None:
+    """Drop the page cache of a file that is read again only in the next epoch."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

@@ -18,12 +18,20 @@ from hpc_tune.rundir import heartbeat, nearby, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import RunLock, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.exit import StartupWatchdog, fail, startup_watchdog, translating
-from hpc_tune.train.memory_exit import MemoryExit, make_monitor
-from hpc_tune.train.trackers import require_trackers
+from hpc_tune.trackers.trackers import require_trackers
+from hpc_tune.train.exit import (
+    MemoryExit,
+    StartupWatchdog,
+    fail,
+    make_monitor,
+    startup_watchdog,
+    translating,
+)
 from hpc_tune.world.comm import Comm, ResumePoint
+from hpc_tune.world.flight_recorder import FOLDER, keep_trace
 from hpc_tune.world.hang import HangWatch
 from hpc_tune.world.roll_call import RollCall
+from hpc_tune.world.step_limit import StepLimit
 from hpc_tune.world.stop import StopFlag, process_start
 
 LOGS = "logs"
@@ -54,6 +62,13 @@ class Job:
     watchdog: StartupWatchdog
     chosen: Candidate | None
     faults: Faults
+
+    def step_limit(self) -> StepLimit:
+        """Return a watch over a part of training, which ends the world if that stands still."""
+        comm, on_gpu = self.step_comm, self.setup_comm.device.type == "cuda"
+        lost = partial(fail, self.setup_comm, run_dir=self.dir)
+        keep = partial(keep_trace, self.dir / FOLDER, comm.world.rank, on_gpu)
+        return StepLimit(comm, self.config.run.timeout, lost, keep)
 
 
 @contextmanager

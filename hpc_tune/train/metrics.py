@@ -1,24 +1,40 @@
-"""What a run reports of each step: metrics.jsonl, the trackers and the progress display."""
+"""What a run reports of each step: metrics.jsonl, ranks.jsonl, trackers, the progress display."""
 
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.data.loader import Loader
+from hpc_tune.engine.base import StepResult
 from hpc_tune.log import Progress, log
-from hpc_tune.rundir.json_lines import METRICS, JsonLines, drop_after
-from hpc_tune.train.trackers import Trackers
+from hpc_tune.memory.monitor import MemorySample, Monitor
+from hpc_tune.plan.hardware import peak_flops
+from hpc_tune.probe.software import git_commit
+from hpc_tune.rundir.json_lines import METRICS, RANKS, JsonLines, drop_after
+from hpc_tune.step.messages import expected_bytes
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.size import attention_flops, weight_flops
+from hpc_tune.trackers.trackers import Facts, Trackers, open_trackers
+from hpc_tune.train.data import Data
+from hpc_tune.train.job import Job
+from hpc_tune.train.model import Model
 from hpc_tune.units import format_bytes, format_count, format_seconds
+from hpc_tune.world.comm import Comm
 
 _REMEMBERED = 1000
+_MAX_RANKS = 1 << 20
+_MAX_LINES = 200  # of ranks.jsonl, so that that of 100,000 steps on 512 ranks is below a megabyte
 _STEPS_TO_ESTIMATE = 3
-COMM_SHOWN_SHARE, COMM_WARN_SHARE = (
-    0.05,
-    0.5,
-)  # of a step in messages: in the progress line; worth advice
+# Of a step in messages: what the progress line shows, and what is worth advice.
+COMM_SHOWN_SHARE, COMM_WARN_SHARE = 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -148,3 +164,203 @@ class Metrics:
                 if name not in ("step", "time") and number is not None:
                     scalars[f"{name}/{kind}" if kind else name] = number
         self._trackers.write(step, scalars)
+
+
+class RankWork:
+    """Gathers the mean seconds of own work per step of each rank; nothing in a world of one."""
+
+    def __init__(self, comm: Comm, run_dir: Path | None, start_step: int, total_steps: int) -> None:
+        """Write into ``run_dir``, given on rank 0 alone, from ``start_step`` on.
+
+        Raises:
+            OSError: if the file cannot be made.
+        """
+        self._comm, self._every = comm, max(1, total_steps // _MAX_LINES)
+        self._work_s, self._num_steps = 0.0, 0
+        path = run_dir / RANKS if run_dir is not None and comm.world.size > 1 else None
+        if path is not None:
+            drop_after(path, start_step)
+        self._lines = JsonLines(path)
+
+    def add(self, step: int, work_s: float) -> None:
+        """Add this rank's seconds of a step; gather them when it is time. Collective."""
+        if self._comm.world.size == 1:
+            return
+        self._work_s, self._num_steps = self._work_s + work_s, self._num_steps + 1
+        if step % self._every == 0:
+            means_s = self._comm.gather(round(self._work_s / self._num_steps, 4))
+            self._lines.write(step=step, work_s=means_s)
+            self._work_s, self._num_steps = 0.0, 0
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+@dataclass(frozen=True)
+class Flops:
+    """``weights`` of a token, those of ``attention`` within documents of some lengths, and what the
+    devices of all ranks can do in a second (``peak``, None where that is not known).
+    """
+
+    weights: float
+    attention: Callable[[Sequence[int]], float]
+    peak: float | None
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that is done, by its number: ``tokens``, ``loss_tokens`` and ``attention_flops`` are
+    the sums of all ranks; ``step_s`` includes ``data_s``, the wait for its rows.
+    """
+
+    number: int
+    lr: float
+    batches: Sequence[Batch]
+    loss_tokens: int
+    tokens: int
+    attention_flops: float
+    result: StepResult
+    step_s: float
+    data_s: float
+
+
+class Recorder:
+    """Records each step on all ranks together. ``counts_rows``: of the ranks that work on the same
+    rows, this one counts them.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        plan: StepPlan,
+        flops: Flops,
+        loader: Loader,
+        monitor: Monitor,
+        metrics: Metrics,
+        rank_work: "RankWork",
+    ) -> None:
+        self.metrics, self._rank_work = metrics, rank_work
+        self._comm, self._plan, self._flops = comm, plan, flops
+        self._loader, self._monitor = loader, monitor
+        self._counts_rows = plan.layout.coordinates(comm.world.rank).counts_rows
+
+    def counts(self, batches: Sequence[Batch]) -> tuple[int, int, float]:
+        """Return the loss tokens, tokens and attention flops of the rows that this rank counts."""
+        counted = batches if self._counts_rows else []
+        return (
+            sum(batch.num_loss_tokens for batch in counted),
+            sum(batch.num_tokens for batch in counted),
+            sum(self._flops.attention(batch.real_lengths) for batch in counted),
+        )
+
+    def record(self, step: FinishedStep, sample: MemorySample | None, recomputes: bool) -> None:
+        """Write down a step, with the worst ``sample`` of memory in it. Collective."""
+        result, step_s, peak = step.result, step.step_s, self._flops.peak
+        work_s = step_s - step.data_s - result.comm_s
+        worst = _worst_of_all(self._comm, sample, work_s)
+        self._rank_work.add(step.number, work_s)
+        flops = step.tokens * self._flops.weights + step.attention_flops
+        self.metrics.step(
+            StepMetrics(
+                time=time.time(),
+                step=step.number,
+                epoch=round(self._loader.epoch, 6),
+                loss=result.loss,
+                lr=step.lr,
+                grad_norm=result.grad_norm,
+                tokens=step.tokens,
+                loss_tokens=step.loss_tokens,
+                tokens_per_s=step.tokens / step_s,
+                mfu=flops / step_s / peak if peak else None,
+                step_s=step_s,
+                data_s=step.data_s,
+                comm_s=result.comm_s,
+                most_work_s=worst.most_work_s,
+                least_work_s=worst.least_work_s,
+                slowest_rank=worst.slowest_rank,
+                sent_bytes=result.sent_bytes,
+                expected_bytes=expected_bytes(
+                    self._plan,
+                    [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in step.batches],
+                    recomputes,
+                ),
+                device_util=self._monitor.device_utilization(),
+                host_bytes=worst.host_bytes if sample else None,
+                host_limit_bytes=sample.host_limit_bytes if sample else None,
+                device_bytes=worst.device_bytes if sample and sample.device else None,
+                device_limit_bytes=sample.device.limit_bytes if sample and sample.device else None,
+                samples_seen=self._loader.rows,
+            )
+        )
+
+    def close(self) -> None:
+        """Close the files and the progress bar."""
+        self.metrics.close()
+        self._rank_work.close()
+
+
+@dataclass(frozen=True)
+class _Worst:
+    """Bytes of the fullest node and device; compute seconds of the slowest and fastest rank."""
+
+    host_bytes: int
+    device_bytes: int
+    most_work_s: float
+    least_work_s: float
+    slowest_rank: int
+
+
+def _worst_of_all(comm: Comm, sample: MemorySample | None, work_s: float) -> _Worst:
+    """Return the extremes over all ranks by one collective."""
+    tenths_of_ms = max(0, round(1e4 * work_s))
+    host, device, slowest, least = comm.max(
+        [
+            sample.host_bytes if sample else 0,
+            sample.device.used_bytes if sample and sample.device else 0,
+            # A rank's time and its number in one value, which a float64 holds exactly.
+            tenths_of_ms * _MAX_RANKS + comm.world.rank,
+            -tenths_of_ms,
+        ],
+    )
+    most, rank = divmod(int(slowest), _MAX_RANKS)
+    return _Worst(int(host), int(device), most / 1e4, -least / 1e4, rank)
+
+
+def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step: int) -> Recorder:
+    """Open the files and trackers that tell of each step after ``start_step``. Collective."""
+    comm, peak = job.setup_comm, _peak_flops(job.setup_comm)
+
+    def make_metrics() -> Metrics:
+        if not comm.is_rank_0:
+            return Metrics(None, data.total_steps, start_step)
+        trackers = _trackers(job, model, start_step)
+        advise = job.chosen is None
+        return Metrics(job.dir, data.total_steps, start_step, trackers, advise)
+
+    def make_rank_work() -> RankWork:
+        run_dir = job.dir if comm.is_rank_0 else None
+        return RankWork(job.step_comm, run_dir, start_step, data.total_steps)
+
+    flops = Flops(
+        weight_flops(model.size, model.built.config),
+        partial(attention_flops, model.built.config),
+        peak * comm.world.size if peak else None,
+    )
+    metrics = comm.run_and_agree("opening the metrics", make_metrics)
+    rank_work = comm.run_and_agree("opening ranks.jsonl", make_rank_work)
+    return Recorder(job.step_comm, plan, flops, data.loader, job.monitor, metrics, rank_work)
+
+
+def _peak_flops(comm: Comm) -> float | None:
+    """Return those of one rank's device, None where they are not known."""
+    if comm.device.type == "cpu":
+        return None
+    return peak_flops(torch.cuda.get_device_name(comm.device))
+
+
+def _trackers(job: Job, model: Model, step: int) -> Trackers:
+    run, settings = job.config.run, model.config.model_dump(mode="json")
+    name = run.name or job.dir.absolute().name
+    facts = Facts(job.dir, name, run.tags, run.notes, git_commit(), settings, step)
+    return open_trackers(run, facts)

@@ -1,4 +1,4 @@
-"""The model of a run on the meta device, and the settings that its architecture supports."""
+"""The model of a run on the meta device, the settings that it supports, and its layout."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +18,12 @@ from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.weights import ADAPTER_FILE
+from hpc_tune.plan.hardware import machine_of
+from hpc_tune.plan.resolve import Resolved, resolve, without_effect
+from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
-from hpc_tune.train.proof import Proof, prove
+from hpc_tune.train.startup.proof import Proof, prove
 from hpc_tune.world.comm import Comm
 
 
@@ -145,3 +148,29 @@ def _refuse_adapter(directory: Path) -> None:
             "transformers puts on the model that it loads from there. Move adapter_config.json and "
             f"{ADAPTER_FILE} out of it to train the model without them, or merge them with peft"
         )
+
+
+def resolve_layout(job: Job, model: Model) -> Resolved:
+    """Resolve the layout for the machine that the ranks run on. Collective.
+
+    Raises:
+        ConfigError: if the axes that are set do not multiply to the world size, or the model cannot
+            be laid out like that.
+    """
+    asked, comm = model.config.parallel, job.setup_comm
+    machine = machine_of(comm, job.monitor.limit.num_bytes)
+    world = (machine, comm.world.size, comm.world.rank)
+    resolved = resolve(asked, model.size, model.built.config, *world)
+    if comm.is_rank_0:
+        for warning in without_effect(resolved.layout, asked):
+            log.warning(warning)
+    if job.chosen is None:
+        return resolved
+    why = f"the shortest step by prediction, {job.chosen.time.seconds:.3g} s"
+    return replace(resolved, why=why)
+
+
+def plan_step(model: Model, resolved: Resolved, loss_share: float) -> StepPlan:
+    """Return the plan of a step; ``loss_share`` of the tokens carry loss."""
+    config, itemsize = model.built.config, model.built.dtype.itemsize
+    return StepPlan(resolved.layout, resolved.parallel, model.size, config, itemsize, loss_share)

@@ -15,22 +15,20 @@ from hpc_tune.autotune.choose import choose_ranks
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.log import configure
+from hpc_tune.memory.garbage import collected_in_step
 from hpc_tune.plan.resolve import with_layout
 from hpc_tune.rundir.outcome import Outcome
-from hpc_tune.train.agreement import agree_on_settings
+from hpc_tune.train.control import Control, prepare_control
 from hpc_tune.train.data import look_for_data, open_data
-from hpc_tune.train.describe import describe
 from hpc_tune.train.exit import failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
-from hpc_tune.train.garbage import collected_in_step
 from hpc_tune.train.job import open_job
-from hpc_tune.train.layout import plan_step, resolve_layout
-from hpc_tune.train.loading import load_engine, make_deterministic
-from hpc_tune.train.loop import run_loop
-from hpc_tune.train.model import build_model
-from hpc_tune.train.preflight import preflight
+from hpc_tune.train.model import build_model, plan_step, resolve_layout
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
-from hpc_tune.train.training import prepare_training
+from hpc_tune.train.startup.agreement import agree_on_settings
+from hpc_tune.train.startup.describe import describe
+from hpc_tune.train.startup.preflight import preflight
+from hpc_tune.train.trainer import Trainer, load_engine, make_deterministic
 from hpc_tune.world.bootstrap import shutdown
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.regroup import release_idle_ranks, wait_as_idle_rank
@@ -98,8 +96,28 @@ def _train(
         engine = load_engine(job, model, plan)
         saved = resume(job, checkpoint, model, engine, data)
         keep_settings(job, data)
-        work = prepare_training(job, model, plan, data, engine, saved)
-        with work.step_limit.over(), collected_in_step():
-            outcome = run_loop(work)
-        finish(job, model, forecast, work, outcome)
+        control = prepare_control(job, model, plan, data, engine, saved)
+        with control.step_limit.over(), collected_in_step():
+            outcome = train(control.trainer, control)
+        finish(job, model, forecast, control, outcome)
     return outcome
+
+
+def train(trainer: Trainer, control: Control) -> Outcome:
+    """Train to the end, or to an agreed stop, and save a checkpoint there. Collective.
+
+    Raises:
+        HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
+    """
+    control.begin()
+    while (decision := control.decide()).goes_on:
+        with control.around_step():
+            has_gradients = trainer.accumulate(decision.batches, decision.loss_tokens)
+            if has_gradients:
+                control.saver.wait_until_weights_may_change()
+                result = trainer.update()
+        if has_gradients:
+            control.took(result)
+        else:  # the ranks decide again
+            control.gave_up(trainer.ran_out)
+    return control.end()

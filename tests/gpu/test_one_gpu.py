@@ -15,8 +15,7 @@ from hpc_tune.faults import NO_FAULTS
 from hpc_tune.memory.device import is_out_of_memory
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.train.exit import ResumePoint
-from hpc_tune.train.memory_exit import MemoryExit, make_monitor
+from hpc_tune.train.exit import MemoryExit, ResumePoint, make_monitor
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from tests.support.ranks import ROOT, rank_environment, run_ranks
 from tests.support.training import SMALL, losses, rows, worst_gap

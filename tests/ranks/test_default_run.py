@@ -19,7 +19,7 @@ def run_default(folder, n, limit_s=400, cold=True):
     return time.monotonic() - began_s
 
 
-@pytest.mark.parametrize("n", [4, pytest.param(16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 16))])
 @pytest.mark.timeout(900)
 def test_ranks_without_arguments_give_the_losses_of_one(tmp_path, n):
     run_default(tmp_path / "many", n, limit_s=800, cold=False)

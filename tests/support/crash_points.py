@@ -28,8 +28,8 @@ from typing import Any
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.config.load import load_config
 from hpc_tune.errors import HpcTuneError
-from hpc_tune.train.checkpointing import Checkpointer
 from hpc_tune.train.run import run
+from hpc_tune.train.saver import Saver
 
 OF_OS = ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "link", "truncate")
 KINDS = ("before", "halfway", "after")  # halfway: of a write
@@ -193,9 +193,9 @@ def try_points(folder: Path, save: Any, way: str, every: int) -> list[dict[str, 
 def main() -> None:
     out, way, every, step = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
     overrides = sys.argv[5:]
-    real_start = Checkpointer.start
+    real_start = Saver.start
 
-    def start(self: Checkpointer, state: Any) -> None:
+    def start(self: Saver, state: Any) -> None:
         def save() -> None:
             real_start(self, state)
             self.finish()
@@ -204,7 +204,7 @@ def main() -> None:
             out.write_text(json.dumps(try_points(self._store.folder, save, way, every)))
         save()
 
-    Checkpointer.start = start  # type: ignore[method-assign]
+    Saver.start = start  # type: ignore[method-assign]
     # Its thread may hold a lock while this process forks, which the copy then waits for.
     sys.exit(run(load_config(None, [*overrides, "memory.governor=off"])))
 

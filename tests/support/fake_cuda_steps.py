@@ -25,7 +25,7 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.engine.base import EngineSettings
+from hpc_tune.engine.base import EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
@@ -104,7 +104,7 @@ def run(engine, store, world, rank, watch):
         batches = loader.next_step()
         assert all(watch.is_pinned(tensor) for batch in batches for tensor in batch.tensors)
         watch.begin()
-        engine.train_step(batches, 100, 1e-3)
+        train_step(engine, batches, 100, 1e-3)
         note(what)
 
     step("step")

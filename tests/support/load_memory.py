@@ -53,7 +53,7 @@ def main() -> None:
     import torch
 
     from hpc_tune.batch import Batch
-    from hpc_tune.engine.base import EngineSettings
+    from hpc_tune.engine.base import EngineSettings, train_step
     from hpc_tune.engine.native import NativeEngine
     from hpc_tune.engine.zero.engine import ZeroEngine
     from hpc_tune.memory.host import own_bytes
@@ -86,7 +86,7 @@ def main() -> None:
     tokens_BT = torch.arange(NUM_TOKENS).reshape(1, -1)
     batch = Batch(tokens_BT, tokens_BT, tokens_BT, NUM_TOKENS, NUM_TOKENS, 0)
     with Peak() as step:
-        engine.train_step([batch], NUM_TOKENS * layout.data_size, 1e-3)
+        train_step(engine, [batch], NUM_TOKENS * layout.data_size, 1e-3)
     read = bytes_read() - read_before
     comm.barrier("all ranks to have done the step")
     with tempfile.TemporaryDirectory() as folder, Peak() as saving:

@@ -14,7 +14,6 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,8 @@ def main() -> None:
     from hpc_tune.rundir.json_lines import Events
     from hpc_tune.step.plan import StepPlan
     from hpc_tune.step.size import measure
-    from hpc_tune.train.checkpointing import Checkpointer, WriteOptions
     from hpc_tune.train.exit import ResumePoint
+    from hpc_tune.train.saver import Saver, WriteOptions
 
     built = build(directory, torch.bfloat16, config.tune, seed=0)
     layout, _ = choose_layout(config.parallel, comm.world.size, measure(built.module), 1 << 60)
@@ -57,9 +56,11 @@ def main() -> None:
     before = own_bytes()
     engine: Any = None
 
-    def step(before_update: Callable[[], None] = lambda: None) -> None:
-        num_tokens = NUM_MICRO * NUM_TOKENS * layout.data_size
-        engine.train_step([batch] * NUM_MICRO, num_tokens, 1e-5, before_update)
+    def step(saver: Saver | None = None) -> None:
+        engine.accumulate([batch] * NUM_MICRO, NUM_MICRO * NUM_TOKENS * layout.data_size)
+        if saver is not None:
+            saver.wait_until_weights_may_change()
+        engine.update(1e-5)
 
     def begin() -> None:
         nonlocal engine
@@ -70,11 +71,11 @@ def main() -> None:
             engine.load(index_checkpoint(newest), 1)
         step()
 
-    def save(saver: Checkpointer, number: int) -> None:
+    def save(saver: Saver, number: int) -> None:
         saver.start(RunState(number, 100, "", {}, {}, 1, {}))
         while saver.busy:
-            step(saver.before_update)
-            saver.advance(comm.sum([saver.vote()])[0])
+            step(saver)
+            saver.advance(comm.sum([saver.status()])[0])
 
     with Peak() as peak:
         begin()
@@ -91,7 +92,7 @@ def main() -> None:
         settings = config.checkpoint.model_copy(update={"background": background})
         events = folder.with_name(f"events-{background}.jsonl")
         common = comm, store, engine, Events(events if comm.is_rank_0 else None)
-        saver = Checkpointer(*common, settings, WriteOptions(600.0), ResumePoint(0), None)
+        saver = Saver(*common, settings, WriteOptions(600.0), ResumePoint(0), None)
         grown = []
         for _ in range(num_saves):
             usual = step_peak if background else own_bytes()

@@ -11,8 +11,15 @@ from hpc_tune.config.load import load_config
 from hpc_tune.model.loss import LossModel
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, Weights
-from hpc_tune.train.describe import _batch, allocator_of, few_steps, idle_ranks, method_of, rate_of
 from hpc_tune.train.model import Model
+from hpc_tune.train.startup.describe import (
+    _batch,
+    allocator_of,
+    few_steps,
+    idle_ranks,
+    method_of,
+    rate_of,
+)
 
 
 def warnings_of(settings, total_steps, rows_per_epoch):

@@ -29,7 +29,7 @@ from hpc_tune.plan.report import fits
 from hpc_tune.rundir import outcome, previous
 from hpc_tune.rundir.previous import Previous
 from hpc_tune.train.governor import Governor, facts_of
-from hpc_tune.train.micro import largest_micro_size
+from hpc_tune.train.startup.micro_size import largest_micro_size
 from tests.support.full_device import ERROR, GIB, SAMPLE, Device, sample_at
 
 CALM, TIGHT, HIGH, CRITICAL, DOOMED = Level
@@ -71,7 +71,7 @@ def drive(governor, watching, num_steps, first=1):
     """Go through steps as the loop does; return why to leave, or None."""
     for step in range(first, first + num_steps):
         governor.observe(watching.worst())
-        if need := governor.apply(governor.votes(), step):
+        if need := governor.apply(governor.status(), step):
             return need
     return None
 
@@ -207,8 +207,8 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
     assert drive(governor, watching, 3) is None
     found = []
     for _ in range(5):
-        governor.observe_out_of_memory(torch.OutOfMemoryError(ERROR))
-        found.append(governor.apply(governor.votes(), 3))
+        governor.observe_out_of_memory(what_failed(torch.OutOfMemoryError(ERROR)))
+        found.append(governor.apply(governor.status(), 3))
     assert found[:4] == [None] * 4
     assert events.actions == FULL_LADDER[1:]
     need = found[4]
@@ -219,7 +219,7 @@ def test_an_error_is_answered_rung_by_rung_and_then_the_run_leaves_with_what_it_
     assert "failed: CUDA out of memory. Tried to allocate 2.00 GiB. Nothing is left" in need.words
     assert facts_of(need, governor.taken)["memory"] == "device"
     governor.observe(watching.worst())
-    assert governor.votes() == (0.0,) * 8
+    assert governor.status() == (0.0,) * 8
 
 
 def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
@@ -227,9 +227,9 @@ def test_of_several_ranks_the_one_whose_device_ran_out_is_told_of(governed):
     fuller = governed(Device(sample_at(0.99)))[0]
     governor.observe(watching.worst())
     fuller.observe(fuller._monitor.worst())
-    governor.observe_out_of_memory(torch.OutOfMemoryError(ERROR))
+    governor.observe_out_of_memory(what_failed(torch.OutOfMemoryError(ERROR)))
     governor._comm.gather = lambda own: [fuller._own_share("device"), own]
-    governor.apply(governor.votes(), 7)
+    governor.apply(governor.status(), 7)
     assert "device 40.0 GiB of 80.0 GiB, CUDA out of memory. Tried" in events.told[-1]["message"]
 
 
@@ -257,9 +257,9 @@ def test_a_start_on_a_device_keeps_what_the_last_run_had_given_up_of_it(governed
 def test_of_a_full_host_and_a_device_that_ran_out_the_device_is_told_of(governed):
     governor, watching, _ = governed(Device())
     governor.observe(watching.worst())
-    governor.observe_out_of_memory(torch.OutOfMemoryError(ERROR))
+    governor.observe_out_of_memory(what_failed(torch.OutOfMemoryError(ERROR)))
     governor._levels, governor._levers = (CRITICAL, CRITICAL), {}
-    assert governor.apply(governor.votes(), 1).memory == "device"
+    assert governor.apply(governor.status(), 1).memory == "device"
 
 
 def test_an_outcome_says_which_memory_was_short(governed, tmp_path):

@@ -50,7 +50,7 @@ def test_the_host_waits_for_the_device_once_at_the_end_of_a_step(noted, case):
     for phase, row in phases.items():
         if case == OFFLOADED:
             continue
-        assert row["waits"] == ["values are read in engine/native.py train_step"], phase
+        assert row["waits"] == ["values are read in engine/native.py update"], phase
         assert row["num_waits"] == 1, phase
 
 
@@ -60,7 +60,7 @@ def test_where_weights_are_updated_on_the_host_fsdp_and_the_clipping_wait_too(no
         ours = [place for place in noted[OFFLOADED][phase]["waits"] if "engine/" in place]
         assert ours == [
             "a tensor is copied to the host in engine/native.py _clip",
-            "values are read in engine/native.py train_step",
+            "values are read in engine/native.py update",
         ]
 
 

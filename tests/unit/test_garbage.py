@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from hpc_tune.train import garbage
-from hpc_tune.train.step_status import StepStatus
+from hpc_tune.memory import garbage
+from hpc_tune.train.control import StepStatus
 
 
 class Node:
@@ -79,7 +79,7 @@ import gc, sys
 from hpc_tune.config.load import load_config
 from hpc_tune.faults import Faults
 from hpc_tune.train.run import run
-import hpc_tune.train.garbage as garbage
+import hpc_tune.memory.garbage as garbage
 
 garbage._MAX_OBJECTS = 2000
 within, found, due = [False], [], []

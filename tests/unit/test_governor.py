@@ -7,8 +7,7 @@ import pytest
 
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.rundir.previous import Previous
-from hpc_tune.train.governor import Governor
-from hpc_tune.train.levers import loader_levers
+from hpc_tune.train.governor import Governor, loader_levers
 
 SPLIT = Action.SPLIT_MICRO_BATCHES
 

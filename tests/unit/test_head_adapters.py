@@ -17,7 +17,7 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import roles_of
-from hpc_tune.train.proof import _batch, _documents, _joined, _Threads
+from hpc_tune.train.startup.proof import _batch, _documents, _joined, _Threads
 
 TARGETS = (["lm_head"], ["q_proj", "lm_head"], ["down_proj", "lm_head"])
 

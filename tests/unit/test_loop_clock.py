@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hpc_tune.train.loop import _clock_of_saves
+from hpc_tune.train.control import _clock_of_saves
 
 
 @pytest.mark.parametrize(("every_minutes", "due_s"), [(30.0, 300), (15.0, 300), (2.0, 120)])

@@ -120,7 +120,7 @@ import json, sys
 import torch
 from hpc_tune.batch import Batch
 from hpc_tune.config.load import load_config
-from hpc_tune.engine.base import EngineSettings
+from hpc_tune.engine.base import EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.plan import trace
 from hpc_tune.step.plan import StepPlan
@@ -144,7 +144,7 @@ for folder, ranks, rank, settings in json.loads(sys.argv[1]):
         for stage in engine._stages:
             stage.module.within_documents = False
         batches = [batch(2, 16, 20), batch(2, 8, 5), batch(1, 16, 0), batch(2, 16, 32)]
-        sent = [engine.train_step(batches, 57, 1e-3).sent_bytes for _ in range(2)]
+        sent = [train_step(engine, batches, 57, 1e-3).sent_bytes for _ in range(2)]
     micros = [(one.tokens_BT.numel(), one.num_loss_tokens) for one in batches]
     place = layout.coordinates(rank).pipeline
     print(json.dumps([*sent, expected_bytes(plan, micros, place=place)]))

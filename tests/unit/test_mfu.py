@@ -2,7 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hpc_tune.data.loader import make_batch
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, attention_flops
-from hpc_tune.train.loop import _record, _Step, _vote
+from hpc_tune.train.metrics import FinishedStep, Flops, Recorder
 
 MODEL = SimpleNamespace(
     hidden_size=4, num_hidden_layers=3, vocab_size=16, tie_word_embeddings=False
@@ -28,13 +28,12 @@ def rows_of(*rows):
 
 
 class TwoRanks:
-    """A world whose two ranks have the same rows."""
+    """A world whose two ranks have the same rows; the second is one that counts none."""
 
     is_rank_0 = True
-    world = SimpleNamespace(rank=0)
 
-    def sum(self, values):
-        return [2 * value for value in values]
+    def __init__(self, counts_rows: bool) -> None:
+        self.world = SimpleNamespace(rank=0 if counts_rows else 1)
 
     def max(self, values):
         return values
@@ -43,25 +42,21 @@ class TwoRanks:
 def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
     """A step of 2 seconds, of 100 flops per token in weights."""
     told: list[Any] = []
-    work: Any = SimpleNamespace(
-        comm=TwoRanks(),
-        config=SimpleNamespace(checkpoint=SimpleNamespace(every_minutes=None)),
-        counts_rows=counts_rows,
-        saver=SimpleNamespace(vote=lambda: False),
-        governor=SimpleNamespace(votes=lambda: (), taken={}),
-        weight_flops=100.0,
-        attention_flops=partial(attention_flops, MODEL),
-        peak_flops=peak_flops,
-        faults=SimpleNamespace(at=lambda *_: None),
-        rank_work=SimpleNamespace(add=lambda *_: None),
-        metrics=SimpleNamespace(step=told.append),
-        loader=SimpleNamespace(epoch=0.0, rows=0),
-        monitor=SimpleNamespace(device_utilization=lambda: None),
-        plan=StepPlan(Layout(1, 1), ParallelConfig(), ModelSize(100, 0, 200, 0), MODEL, 2),
+    layout = Layout(1, 1) if counts_rows else Layout(1, 1, tensor=2)
+    plan = StepPlan(layout, ParallelConfig(), ModelSize(100, 0, 200, 0), MODEL, 2)
+    recorder = Recorder(
+        cast(Any, TwoRanks(counts_rows)),
+        plan,
+        Flops(100.0, partial(attention_flops, MODEL), peak_flops),
+        cast(Any, SimpleNamespace(epoch=0.0, rows=0)),
+        cast(Any, SimpleNamespace(device_utilization=lambda: None)),
+        cast(Any, SimpleNamespace(step=told.append)),
+        cast(Any, SimpleNamespace(add=lambda *_: None)),
     )
-    status = _vote(work, batches, 0.0, None)
+    of_both = [2 * count for count in recorder.counts(batches)]
     result: Any = SimpleNamespace(loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={})
-    _record(work, _Step(1, 1e-4, batches, status, result, step_s=2.0, data_s=0.0), None)
+    step = FinishedStep(1, 1e-4, batches, *of_both, result, step_s=2.0, data_s=0.0)
+    recorder.record(step, None, recomputes=False)
     [metrics] = told
     return metrics.mfu
 

@@ -10,7 +10,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.shapes import nearest_shape
 from hpc_tune.plan.advice import Remedy, check_remedies
 from hpc_tune.plan.hardware import Machine, machine_asked_for
-from hpc_tune.train.preflight import _lacking
+from hpc_tune.train.startup.preflight import _lacking
 
 GIB = 1 << 30
 RECOMPUTE = Remedy("recompute", {"parallel.recompute": "full"})

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_tune.errors import ResumableStop
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.train import preflight
+from hpc_tune.train.startup import preflight
 from hpc_tune.world.comm import ResumePoint
 from hpc_tune.world.stop import StopFlag
 

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpc_tune.train.profile import Shares, by_kind, table
+from hpc_tune.engine.profile import Shares, by_kind, table
 
 CPU, GPU = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.model.shrink import VOCABULARY, factors, shrunk
-from hpc_tune.train import proof
-from hpc_tune.train.proof import Proof, prove, try_out
+from hpc_tune.train.startup import proof
+from hpc_tune.train.startup.proof import Proof, prove, try_out
 
 SMALL = {"vocab_size": 512, "num_hidden_layers": 2, "pad_token_id": 0}
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from test_checkpoint_state import state
 from test_data_inputs import ALONE
 
+from hpc_tune.checkpoint.reports import Report, Reports
 from hpc_tune.checkpoint.store import Store, verify
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import CheckpointConfig
@@ -20,10 +21,9 @@ from hpc_tune.errors import CheckpointError
 from hpc_tune.faults import Faults
 from hpc_tune.model.regions import WrittenFile
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.train.checkpointing import Checkpointer, WriteOptions
 from hpc_tune.train.exit import ResumePoint
 from hpc_tune.train.run import run
-from hpc_tune.train.save_reports import Report, Reports
+from hpc_tune.train.saver import Saver, WriteOptions
 from hpc_tune.world.discover import World
 from tests.support.many_runs import StopAfter
 from tests.support.regions import regions_of
@@ -101,13 +101,11 @@ class Engine:
         return regions_of(self.tensors)
 
 
-def saver_of(folder: Path, owns=lambda: True, limit_s: float = 0.3) -> Checkpointer:
+def saver_of(folder: Path, owns=lambda: True, limit_s: float = 0.3) -> Saver:
     folder.mkdir(exist_ok=True)
     settings = CheckpointConfig(required=False)
     common = ALONE, Store(folder / "checkpoints", keep=2), Engine(), Events(folder / "events.jsonl")
-    return Checkpointer(
-        *common, settings, WriteOptions(limit_s, owns_folder=owns), ResumePoint(), None
-    )
+    return Saver(*common, settings, WriteOptions(limit_s, owns_folder=owns), ResumePoint(), None)
 
 
 def test_a_commit_that_was_given_up_and_wakes_up_late_removes_nothing(tmp_path, monkeypatch):

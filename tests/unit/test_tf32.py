@@ -6,7 +6,7 @@ from torch import nn
 
 from hpc_tune.config.load import load_config
 from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32, use_tf32
-from hpc_tune.train.describe import arithmetic_of
+from hpc_tune.train.startup.describe import arithmetic_of
 
 AMPERE, TURING = (8, 0), (7, 5)
 

@@ -14,9 +14,9 @@ import pytest
 
 from hpc_tune.config.load import field_names, load_config
 from hpc_tune.errors import ConfigError
-from hpc_tune.train import trackers
+from hpc_tune.trackers import trackers
+from hpc_tune.trackers.trackers import Facts, Trackers, open_trackers, require_trackers, trackers_of
 from hpc_tune.train.metrics import Metrics
-from hpc_tune.train.trackers import Facts, Trackers, open_trackers, require_trackers, trackers_of
 from tests.ranks.test_bad_input import mounted
 from tests.unit.test_metrics import STEP
 

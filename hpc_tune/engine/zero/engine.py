@@ -16,7 +16,7 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -57,12 +57,13 @@ class ZeroEngine:
             weights on disk are damaged or of another model. Each on all ranks.
         """
         parallel, device, train = settings.parallel, settings.device, settings.train
-        assert parallel.zero_stage is not None, "train/loading.py chooses this engine by it"
+        assert parallel.zero_stage is not None, "train/model.py chooses this engine by it"
         self._stage = parallel.zero_stage
         self._settings, self._device, self._size = settings, device, settings.layout.size
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
+        self._step_loss, self._step_tokens = torch.zeros(()), 1
         if self._stage == 3:
             return_freed_blocks()
         else:
@@ -93,14 +94,8 @@ class ZeroEngine:
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
-    def train_step(
-        self,
-        batches: Sequence[Batch],
-        global_tokens: int,
-        lr: float,
-        before_update: Callable[[], None] = lambda: None,
-    ) -> StepResult:
-        """Run one optimizer step; see ``base.Engine``."""
+    def accumulate(self, batches: Sequence[Batch], global_tokens: int) -> None:
+        """Compute the gradients of a step; see ``base.Engine``."""
         self._reader.release()
         self._collectives.forget()  # an evaluation's is not this step's
         loss = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -110,14 +105,17 @@ class ZeroEngine:
             seed_micro_batch(self._seed, batch.first_row)
             loss += self._backward(batch, self._size / global_tokens)
         self._collectives.all_reduce(loss, None)
+        self._step_loss, self._step_tokens = loss, global_tokens
+
+    def update(self, lr: float) -> StepResult:
+        """Update the weights; see ``base.Engine``."""
         for group in self._zero.optimizer.param_groups:
             group["lr"] = lr
-        before_update()
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
-        loss_value = loss.item()  # a GPU has done its work
+        loss_value = self._step_loss.item()  # a GPU has done its work
         sent_bytes, comm_s = self._collectives.take()
-        return StepResult(loss_value / global_tokens, norm, comm_s, sent_bytes)
+        return StepResult(loss_value / self._step_tokens, norm, comm_s, sent_bytes)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:

@@ -1,21 +1,61 @@
-"""batch.micro_size=auto: how many rows fit through the model at once, by trying one."""
+"""How many rows a micro-batch has; batch.micro_size=auto tries one row of the run's length."""
 
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 
 from hpc_tune.batch import full_batch
+from hpc_tune.checkpoint.state import RunState
 from hpc_tune.engine.base import Engine
 from hpc_tune.errors import MemoryBudgetError
+from hpc_tune.log import log
 from hpc_tune.memory.device import DeviceMemory, what_failed
 from hpc_tune.memory.host import own_bytes
 from hpc_tune.memory.monitor import Monitor
 from hpc_tune.memory.policy import DEVICE, HOST
 from hpc_tune.plan.memory_model import GPU_SLACK
+from hpc_tune.plan.resolve import most_micro_rows, rows_per_rank
+from hpc_tune.step.messages import expected_bytes
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.train.job import Job
+from hpc_tune.train.model import Model
+from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 POLL_S = 0.002
+
+
+def decide_micro_size(
+    job: Job, model: Model, plan: StepPlan, engine: Engine, saved: RunState | None
+) -> int:
+    """Return the rows of a micro-batch; ``saved`` is the state that the run resumes. Collective."""
+    config, layout = model.config, plan.layout
+    if config.batch.micro_size != "auto":
+        return config.batch.micro_size
+    if saved is not None and saved.layout == asdict(layout):
+        return saved.micro_size
+    most_rows = most_micro_rows(config.batch, layout)
+    limit = job.step_limit()
+    limit.enter("measuring micro-batches")
+    with limit.over():
+        return largest_micro_size(
+            job.setup_comm, engine, job.monitor, config.data.seq_len, most_rows
+        )
+
+
+def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
+    """Log the size of micro-batches, and the bytes that a step sends."""
+    seq_len, rows = model.config.data.seq_len, rows_per_rank(model.config.batch, plan.layout)
+    tokens, num_micro = rows * seq_len, -(-rows // micro_size)
+    micro = (tokens // num_micro, round(plan.loss_share * tokens / num_micro))
+    sent = sum(expected_bytes(plan, [micro] * num_micro).values())
+    log.info(
+        "micro-batches of %d x %d tokens%s",
+        *(min(micro_size, rows), seq_len),
+        f"; a step sends {format_bytes(sent)} per rank" if sent else "",
+    )
 
 
 def largest_micro_size(

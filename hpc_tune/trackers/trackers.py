@@ -28,7 +28,7 @@ from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
 from hpc_tune.lazy_imports import is_installed
 from hpc_tune.log import log
-from hpc_tune.train.event_file import EventFile
+from hpc_tune.trackers.event_file import EventFile
 
 PROJECT = "hpc_tune"  # where a tracker groups runs, and its variable does not name another
 _WANDB_MODES = ("online", "offline", "disabled", "shared")

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from hpc_tune.checkpoint.staging import Device, bytes_of, bytes_to_copy
+from hpc_tune.checkpoint.export import pack_adapter
+from hpc_tune.checkpoint.reports import Report, Reports
+from hpc_tune.checkpoint.staging import CudaDevice, Device, bytes_of, bytes_to_copy
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import Store
 from hpc_tune.checkpoint.writer import Writer
@@ -24,7 +27,8 @@ from hpc_tune.log import log
 from hpc_tune.memory.policy import Action, Lever
 from hpc_tune.model.regions import Region, WrittenFile
 from hpc_tune.rundir.json_lines import Events
-from hpc_tune.train.save_reports import Report, Reports
+from hpc_tune.train.job import Job
+from hpc_tune.train.model import Model
 from hpc_tune.world.comm import Comm, ResumePoint
 
 T = TypeVar("T")
@@ -68,7 +72,7 @@ class _Save:
     task: "_Task[_Committed | None]"
 
 
-class Checkpointer:
+class Saver:
     """Writes checkpoints, one at a time, while training goes on.
 
         start      rank 0 makes the folder, every rank's thread begins to write
@@ -78,7 +82,8 @@ class Checkpointer:
 
     So a save is there as soon as its bytes are, however long a step takes, and whatever becomes of
     that step. The ranks learn of it within the one sum of each step boundary, and no collective
-    waits for a slow file system. Every method but ``before_update`` and ``vote`` is collective.
+    waits for a slow file system. Every method but
+    ``wait_until_weights_may_change`` and ``status`` is collective.
     """
 
     def __init__(
@@ -163,13 +168,13 @@ class Checkpointer:
                 lambda: self._store.amend(state.step, changes),
             )
 
-    def before_update(self) -> None:
-        """Wait until the engine's tensors may change."""
+    def wait_until_weights_may_change(self) -> None:
+        """Wait until what is being saved of weights and optimizer state is copied or written."""
         if self._save is not None:
             with self._blocking():
                 self._save.writer.release(self._writing.limit_s)
 
-    def vote(self) -> float:
+    def status(self) -> float:
         """Return what this rank adds to the next boundary's sum.
 
         That is 1 if it has done its part, on rank 0 the commit. If rank 0 cannot know that, it is
@@ -177,7 +182,7 @@ class Checkpointer:
         """
         if (save := self._save) is None:
             return 1.0
-        if save.task.over:
+        if save.task.done:
             return 1.0 if save.task.error is None else float(self._comm.world.size)
         progress, now_s = save.writer.progress + save.task.progress, time.monotonic()
         if progress != self._seen:
@@ -191,7 +196,7 @@ class Checkpointer:
         return 0.0
 
     def advance(self, num_done: float) -> None:
-        """Learn of the end of a save if all ranks have voted for it.
+        """Learn of the end of a save if all ranks have done their part.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write and checkpoint.required.
@@ -203,7 +208,7 @@ class Checkpointer:
         """Wait until the checkpoint that is being written is committed. Raises as ``advance``."""
         with self._blocking():
             while self.busy:
-                [num_done] = self._comm.sum([self.vote()])
+                [num_done] = self._comm.sum([self.status()])
                 self._advance(num_done)
                 if self.busy:
                     time.sleep(_POLL_S)
@@ -288,7 +293,7 @@ class Checkpointer:
             path, files = self._commit(save, files, task)
             is_there = True
         finally:
-            if not is_there and not task.over:  # once given up, another save may write there
+            if not is_there and not task.done:  # once given up, another save may write there
                 self._store.abandon(save.folder)
         self._resume_point.step = save.state.step  # should the run end before the next boundary
         num_bytes = sum(file.num_bytes for file in files)
@@ -318,6 +323,22 @@ class Checkpointer:
             log.warning("step %d was not saved, training continues: %s", step, error)
 
 
+def open_saver(job: Job, model: Model, engine: Engine) -> Saver:
+    """Return what saves the trained values of ``engine`` into the run directory."""
+    tune, pack = model.config.tune, None
+    if tune.method != "full":
+        pack = partial(pack_adapter, tune=tune, base=model.built.directory)
+    writing = WriteOptions(
+        job.config.run.timeout,
+        job.monitor.admit,
+        CudaDevice if job.setup_comm.device.type == "cuda" else None,
+        lambda: not job.owner.is_anothers(),
+        job.faults,
+    )
+    common = (job.step_comm, job.store, engine, job.events, job.config.checkpoint)
+    return Saver(*common, writing, job.resume_point, pack)
+
+
 def _require_written(reports: Sequence[Report]) -> None:
     """Raise the error of the first rank that has one."""
     for rank, report in enumerate(reports):
@@ -329,7 +350,7 @@ class _Task(Generic[T]):
     """Work in a thread of its own, from ``start`` on; the work gets the task."""
 
     def __init__(self, work: Callable[["_Task[T]"], T]) -> None:
-        self.over = False
+        self.done = False
         self.progress = 0
         self.error: HpcTuneError | None = None
         self._result: T | None = None
@@ -345,7 +366,7 @@ class _Task(Generic[T]):
     def go_on(self) -> None:
         """Count as progress; raise in the thread if the work was given up."""
         self.progress += 1
-        if self.over:
+        if self.done:
             raise self.error or CheckpointError("the save was given up")
 
     def give_up(self, why: str) -> None:
@@ -371,5 +392,5 @@ class _Task(Generic[T]):
 
     def _decide(self, result: T | None, error: HpcTuneError | None) -> None:
         with self._deciding:
-            if not self.over:
-                self._result, self.error, self.over = result, error, True
+            if not self.done:
+                self._result, self.error, self.done = result, error, True

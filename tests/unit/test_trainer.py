@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from hpc_tune.config.load import load_config
+from hpc_tune.config.optim import OptimConfig
+from hpc_tune.engine.adamw import learning_rate
 from hpc_tune.errors import EXIT_DONE, EXIT_RESUMABLE
 from hpc_tune.faults import Faults
-from hpc_tune.train import attempt, exit
-from hpc_tune.train.attempt import Attempts
+from hpc_tune.train import exit, trainer
 from hpc_tune.train.run import run
 from tests.support.full_device import ERROR, Device, with_room_for
 from tests.support.many_runs import StopAfter
@@ -108,7 +109,7 @@ def test_what_the_step_had_allocated_is_free_before_the_cache_is_given_back(trai
             held.append(weakref.ref(activations))
             raise torch.OutOfMemoryError(ERROR)
 
-    monkeypatch.setattr(attempt, "give_back_cache", lambda: alive.append(held[-1]() is not None))
+    monkeypatch.setattr(trainer, "give_back_cache", lambda: alive.append(held[-1]() is not None))
     assert train("full", replace(with_room_for(0), compute=compute))[0] == EXIT_DONE
     assert alive == [False]
 
@@ -125,69 +126,99 @@ class Ranks:
 
 
 class Engine:
-    """An engine whose step fails before the update, in it, or not at all."""
+    """An engine that fails in accumulating, in updating, or not at all."""
 
     def __init__(self, fails=None, repeats_steps=True):
-        self._fails, self.repeats_steps, self.has_updated = fails, repeats_steps, False
+        self._fails, self.repeats_steps, self.num_updates = fails, repeats_steps, 0
 
-    def train_step(self, batches, global_tokens, lr, before_update):
-        if self._fails == "before":
+    def accumulate(self, batches, global_tokens):
+        if self._fails == "accumulating":
             raise torch.OutOfMemoryError(ERROR)
-        before_update()
-        if self._fails == "in the update":
+
+    def update(self, lr):
+        if self._fails == "updating":
             raise torch.OutOfMemoryError(ERROR)
-        self.has_updated = True
+        self.num_updates += 1
         return "a result"
 
 
-class Governor:
-    answers_device = True
+class Loader:
+    """The rows of steps, by their number."""
 
     def __init__(self):
-        self.seen = []
+        self.position = 0
 
-    def observe_out_of_memory(self, error):
-        self.seen.append(error)
+    def state(self):
+        return self.position
+
+    def restore(self, state):
+        self.position = state
+
+    def next_step(self):
+        self.position += 1
+        return [self.position]
+
+
+def trainer_of(ranks, engine, answers=True):
+    steps, rates = range(3, 9), OptimConfig(lr=0.1)
+    return trainer.Trainer(ranks, engine, Loader(), rates, steps, answers)
 
 
 @pytest.mark.parametrize(
-    ("fails", "others", "result", "vote", "has_updated"),
+    ("fails", "others", "has_gradients", "vote"),
     [
-        (None, 0, "a result", False, True),
-        (None, 2, None, False, False),
-        ("before", 0, None, True, False),
-        ("before", 1, None, True, False),
+        (None, 0, True, False),
+        (None, 2, False, False),
+        ("accumulating", 0, False, True),
+        ("accumulating", 1, False, True),
     ],
 )
-def test_all_ranks_give_a_step_up_or_none_does(fails, others, result, vote, has_updated):
-    ranks, engine, governor = Ranks(others), Engine(fails), Governor()
-    attempts = Attempts(ranks, engine, governor, lambda: None)
-    assert attempts.step([], 1, 0.1) == result
+def test_all_ranks_give_a_step_up_or_none_does(fails, others, has_gradients, vote):
+    ranks = Ranks(others)
+    trained = trainer_of(ranks, Engine(fails))
+    rows = trained.next_batches()
+    assert trained.accumulate(rows, 1) is has_gradients
     assert ranks.votes == [vote], "each rank votes once"
-    assert engine.has_updated is has_updated
-    assert len(governor.seen) == (fails == "before")
+    assert bool(trained.ran_out) == (fails is not None)
+    assert (trained.next_batches() == rows) is not has_gradients, "the same rows come again"
+    assert trained.step == 3
 
 
 @pytest.mark.parametrize(
     ("engine", "answers"),
     [
-        (Engine("in the update"), True),
-        (Engine("before", repeats_steps=False), True),
-        (Engine("before"), False),
+        (Engine("accumulating", repeats_steps=False), True),
+        (Engine("accumulating"), False),
     ],
 )
 def test_an_error_that_cannot_be_answered_goes_on(engine, answers):
-    governor = Governor()
-    governor.answers_device = answers
-    ranks = Ranks(0)
     with pytest.raises(torch.OutOfMemoryError):
-        Attempts(ranks, engine, governor, lambda: None).step([], 1, 0.1)
-    assert governor.seen == []
+        trainer_of(Ranks(0), engine, answers).accumulate([], 1)
+
+
+def test_an_error_of_an_update_goes_on():
+    """Other ranks have begun theirs."""
+    trained = trainer_of(Ranks(0), Engine("updating"))
+    assert trained.accumulate(trained.next_batches(), 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        trained.update()
 
 
 def test_on_cpus_no_vote_is_added_to_a_step():
-    governor, ranks, updates = Governor(), Ranks(), []
-    governor.answers_device = False
-    attempts = Attempts(ranks, Engine(), governor, lambda: updates.append(True))
-    assert attempts.step([], 1, 0.1) == "a result"
-    assert (ranks.votes, updates) == ([], [True])
+    ranks, engine = Ranks(), Engine()
+    trained = trainer_of(ranks, engine, answers=False)
+    assert trained.accumulate(trained.next_batches(), 1)
+    assert trained.update() == "a result"
+    assert (ranks.votes, engine.num_updates, trained.step, trained.position) == ([], 1, 4, 1)
+
+
+def test_the_rate_of_a_step_is_that_of_the_schedule():
+    rates = OptimConfig(lr=0.1, schedule="linear", warmup_steps=0)
+    trained = trainer.Trainer(Ranks(), Engine(), Loader(), rates, range(0, 4), False)
+    found = []
+    for _ in range(4):
+        trained.accumulate(trained.next_batches(), 1)
+        trained.update()
+        found.append(trained.lr)
+    assert found == [learning_rate(rates, step, 4) for step in range(4)]
+    assert len(set(found)) == 4

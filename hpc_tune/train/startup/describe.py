@@ -24,7 +24,7 @@ from hpc_tune.step.size import ModelSize
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.preflight import Forecast
+from hpc_tune.train.startup.preflight import Forecast
 from hpc_tune.units import format_count
 from hpc_tune.world.allocator import VARIABLES
 from hpc_tune.world.comm import Comm

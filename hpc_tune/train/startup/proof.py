@@ -49,7 +49,7 @@ _SOURCES = (
     "model",
     "engine/tensor_parallel.py",
     "engine/pipeline_parallel.py",
-    "train/proof.py",
+    "train/startup/proof.py",
     "data/loader.py",
 )
 
@@ -377,7 +377,7 @@ def _cache_file(config: Any, four_bits: bool) -> Path:
     fields = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         fields.pop(name, None)
-    package = Path(__file__).parent.parent
+    package = Path(__file__).parents[2]
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
     digest.update(f"{software()} {four_bits}".encode())
     for source in _SOURCES:

@@ -1,0 +1,332 @@
+"""What all ranks do next, by what they have agreed on, beside the training itself (trainer.py).
+
+    decide   at the boundary before a step: one exchange of loss tokens, stop requests, due saves
+             and memory levels; then saves, the governor's actions, and the rows of the step
+    took     after a step: memory, metrics, evaluation, a save that is due by its number
+
+Control flow depends on agreed values only, so that every rank takes the same branch.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, replace
+
+from hpc_tune.batch import Batch
+from hpc_tune.checkpoint.state import Evals, RunState
+from hpc_tune.engine.adamw import for_batch
+from hpc_tune.engine.base import Engine, StepResult
+from hpc_tune.engine.profile import StepProfile
+from hpc_tune.errors import HpcTuneError
+from hpc_tune.memory import garbage
+from hpc_tune.memory.host import trim_heap
+from hpc_tune.memory.policy import Action
+from hpc_tune.rundir.outcome import Outcome, done, stopped
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.train.data import Data
+from hpc_tune.train.evaluate import Evaluation, held_out_batches
+from hpc_tune.train.governor import Governor, facts_of, loader_levers
+from hpc_tune.train.job import Job
+from hpc_tune.train.metrics import FinishedStep, Recorder, open_recorder
+from hpc_tune.train.model import Model
+from hpc_tune.train.saver import Saver, open_saver
+from hpc_tune.train.startup.micro_size import decide_micro_size, log_micro_batches
+from hpc_tune.train.trainer import Trainer
+from hpc_tune.world.comm import Comm
+
+_FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a save that fails shows early
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """What one rank says at the boundary before a step, or the sums over the ranks.
+
+    ``loss_tokens``, ``tokens`` and ``attention_flops``: of the step's rows that this rank counts.
+    ``save``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
+    ``saves_done``: 1 if it has done its part of the current checkpoint, see saver.py. ``garbage``:
+    it has garbage to collect. ``levels``: the memory levels it has reached.
+    """
+
+    loss_tokens: float
+    tokens: float
+    attention_flops: float
+    save: float
+    stop: float
+    saves_done: float
+    garbage: float
+    levels: tuple[float, ...]
+
+    def summed(self, comm: Comm) -> "StepStatus":
+        """Return the sums over the ranks. Collective."""
+        *own, levels = astuple(self)
+        loss_tokens, tokens, flops, save, stop, saves_done, garbage, *levels = comm.sum(
+            [*own, *levels]
+        )
+        return StepStatus(
+            loss_tokens, tokens, flops, save, stop, saves_done, garbage, tuple(levels)
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether training ``goes_on``: then on ``batches``, this rank's, with the loss over
+    ``loss_tokens`` of all ranks.
+    """
+
+    goes_on: bool
+    batches: Sequence[Batch] = ()
+    loss_tokens: int = 1
+
+
+class Control:
+    """Decides before each step of ``trainer``, and takes in what it has done."""
+
+    def __init__(
+        self,
+        job: Job,
+        trainer: Trainer,
+        saver: Saver,
+        governor: Governor,
+        evaluation: Evaluation,
+        recorder: Recorder,
+        state: RunState,
+    ) -> None:
+        """``state`` is what a checkpoint says of the run, but for what changes with each step."""
+        self.trainer, self.saver, self.recorder = trainer, saver, recorder
+        self.start_step = trainer.step
+        self.step_limit = job.step_limit()
+        self._job, self._comm, self._faults = job, job.step_comm, job.faults
+        self._governor, self._evaluation, self._state = governor, evaluation, state
+        self._profile = StepProfile(
+            job.step_comm,
+            job.dir,
+            job.config.train.profiled_steps,
+            trainer.step,
+            trainer.total_steps,
+        )
+        self._settings = job.config.checkpoint
+        self._saved_step, self._step_s = trainer.step, 0.0
+        self._saved_at_s = _clock_of_saves(self._settings.every_minutes)
+        self._status = StepStatus(*(0.0,) * 7, ())
+        self._batches: Sequence[Batch] = ()
+        self._stopped: Outcome | None = None
+
+    def begin(self) -> None:
+        """Measure the held-out loss before the first step, and that which a stop has cut."""
+        step = self.trainer.step
+        if self._evaluation.is_missing(step):
+            self._evaluate()
+            self.saver.add_evaluation(self._state_now())
+
+    def decide(self) -> Decision:
+        """Return what all ranks do next; before a stop the state is saved. Collective."""
+        trainer, saver, step = self.trainer, self.saver, self.trainer.step
+        if step >= trainer.total_steps:
+            return Decision(goes_on=False)
+        self.step_limit.enter(f"beginning step {step + 1}")
+        self._batches = trainer.next_batches()
+        # What must still fit before the time limit: another step like the last, and two saves.
+        margin_s = self._step_s + 2 * saver.last_save_s
+        self._faults.at("boundary", step + 1)
+        reason = self._job.stop.reason(margin_s)
+        status = self._status = self._own_status(reason).summed(self._comm)
+        if status.garbage:
+            gc.collect()
+        stop_reason = self._first_reason(reason) if status.stop else None
+        saver.advance(status.saves_done)
+        micro_size = trainer.loader.micro_size
+        need = self._governor.apply(status.levels, step)
+        stop_reason = stop_reason or (need.words if need else None)
+        if stop_reason:
+            saver.finish()
+        # A save that is due by the clock waits for the one before it; a stop tries one again.
+        is_new = (saver.committed_step if stop_reason else self._saved_step) != step
+        if is_new and not saver.busy and (stop_reason or status.save):
+            self._save()
+        if stop_reason:
+            saver.finish()
+            facts = facts_of(need, self._governor.taken) if need else {}
+            self._stopped = stopped(stop_reason, saver.committed_step, facts)
+            return Decision(goes_on=False)
+        if trainer.loader.micro_size != micro_size:
+            self._batches = trainer.read_again()
+        phase = "save, in the background" if saver.busy else "steady"
+        phase = "first step" if step == self.start_step else phase
+        self._enter(phase, f"training step {step + 1}")
+        self._faults.at("step", step + 1)
+        return Decision(True, self._batches, max(1, int(status.loss_tokens)))
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Surround the work of a step: it may be profiled."""
+        with self._profile.around(self.trainer.step + 1):
+            yield
+
+    def gave_up(self, ran_out: str | None) -> None:
+        """Take in a step that all ranks have given up; ``ran_out``: see ``Trainer``."""
+        if ran_out is not None:
+            self._governor.observe_out_of_memory(ran_out)
+
+    def took(self, result: StepResult) -> None:
+        """Take in a step that is done. Collective.
+
+        Raises:
+            HpcTuneError: if the loss is not finite, or a checkpoint cannot be written.
+        """
+        trainer, step = self.trainer, self.trainer.step
+        self._job.watchdog.close()
+        self._require_finite(result)
+        self._step_s = time.monotonic() - trainer.began_s
+        sample = self._job.monitor.worst()
+        self._governor.observe(sample)
+        self._faults.at("extremes", step)
+        status = self._status
+        finished = FinishedStep(
+            step,
+            trainer.lr,
+            self._batches,
+            int(status.loss_tokens),
+            int(status.tokens),
+            status.attention_flops,
+            result,
+            self._step_s,
+            trainer.data_s,
+        )
+        recomputes = Action.RECOMPUTE.value in self._governor.taken
+        self.recorder.record(finished, sample, recomputes)
+        self._profile.after(step, result, trainer.data_s)
+        if self._evaluation.is_due(step):
+            self._evaluate()
+        every = self._settings.every_steps
+        if step == trainer.total_steps or (every is not None and step % every == 0):
+            self.saver.finish()
+            self._save()
+
+    def end(self) -> Outcome:
+        """Save what is trained to the end, say how the held-out loss changed; return how the run
+        has ended. Collective.
+        """
+        if self._stopped is not None:
+            return self._stopped
+        saver, step = self.saver, self.trainer.step
+        saver.finish()
+        if saver.committed_step < step:
+            self._save()
+            saver.finish()
+        if self._evaluation.is_missing(step):
+            reason = self._first_reason(self._job.stop.reason(2 * saver.last_save_s))
+            return stopped(reason, saver.committed_step)
+        self._evaluation.say_change()
+        if saver.committed_step < step:
+            return stopped("the last checkpoint could not be saved", saver.committed_step)
+        return done(step)
+
+    def _own_status(self, reason: str | None) -> StepStatus:
+        """Return what this rank says. The clock that says when to save is rank 0's."""
+        minutes = self._settings.every_minutes
+        due = minutes is not None and time.monotonic() - self._saved_at_s >= 60 * minutes
+        return StepStatus(
+            *self.recorder.counts(self._batches),
+            save=due and self._comm.is_rank_0,
+            stop=reason is not None,
+            saves_done=self.saver.status(),
+            garbage=garbage.is_due(),
+            levels=self._governor.status(),
+        )
+
+    def _first_reason(self, reason: str | None) -> str:
+        """Return the reason to stop of the lowest rank that has one. Collective."""
+        return next((own for own in self._comm.gather(reason) if own is not None), "time limit")
+
+    def _require_finite(self, result: StepResult) -> None:
+        if not math.isfinite(result.loss) or not math.isfinite(result.grad_norm):
+            self.saver.finish()  # what is being saved are the values before this step
+            raise HpcTuneError(
+                f"step {self.trainer.step}: loss {result.loss}, gradient norm {result.grad_norm}; "
+                f"both must be finite. The last checkpoint is of step {self.saver.committed_step}. "
+                "Lower optim.lr, set optim.clip_norm, or look for corrupt examples in the data"
+            )
+
+    def _enter(self, phase: str, activity: str) -> None:
+        """Begin a phase of the memory plan, on all ranks together."""
+        self._job.monitor.enter(phase, activity)
+        self.step_limit.enter(activity)
+
+    def _save(self) -> None:
+        """Begin a save; if training waits for it, first return freed memory to the system."""
+        state, phase = self._state_now(), "save, in the background"
+        self._saved_step, self._saved_at_s = state.step, time.monotonic()
+        if self.saver.waits:
+            phase = "save, training waits"
+            trim_heap()
+        self._enter(phase, f"saving step {state.step}")
+        self._faults.at("save", state.step)
+        self.saver.start(state)
+
+    def _state_now(self) -> RunState:
+        step, evals = self.trainer.step, self._evaluation.evals
+        return replace(
+            self._state,
+            step=step,
+            loader=self.trainer.position,
+            eval_loss=evals.loss_at(step),
+            evals=asdict(evals),
+            governor=self._governor.taken,
+        )
+
+    def _evaluate(self) -> None:
+        step, saver = self.trainer.step, self.saver
+        trim_heap()
+        self._enter(
+            "save, in the background" if saver.busy else "evaluate",
+            f"evaluating after step {step}",
+        )
+        measured = self._evaluation.measure(self.trainer.engine, step, 2 * saver.last_save_s)
+        if measured is not None:
+            _, loss = self._evaluation.evals.last or (step, math.nan)
+            self.recorder.metrics.evaluation(step, loss, *measured)
+
+
+def _clock_of_saves(every_minutes: float | None) -> float:
+    """Return when the last save was, as far as the first one of this start is concerned."""
+    return time.monotonic() - max(0.0, 60 * (every_minutes or 0.0) - _FIRST_SAVE_S)
+
+
+def prepare_control(
+    job: Job, model: Model, plan: StepPlan, data: Data, engine: Engine, saved: RunState | None
+) -> Control:
+    """Return what a run is trained by; ``saved`` is the state that it resumes. Collective."""
+    config, loader = model.config, data.loader
+    step = saved.step if saved is not None else 0
+    micro_size = decide_micro_size(job, model, plan, engine, saved)
+    loader.set_micro_size(micro_size)
+    saver = open_saver(job, model, engine)
+    levers = loader_levers(loader, data.store.path) | saver.levers | engine.levers
+    previous = job.previous
+    if saved is not None and not previous.actions:  # a killed run left them only in its checkpoint
+        previous = replace(previous, actions=tuple(saved.governor))
+    governor = Governor(job.step_comm, job.monitor, job.events, levers, previous)
+    job.memory_exit.governor = governor
+    log_micro_batches(model, plan, loader.micro_size)
+    job.monitor.enter("first step", "beginning the first step", tell=True)
+    job.monitor.limit_private_memory()
+    optim = for_batch(config.optim, config.batch.global_size)
+    steps = range(step, data.total_steps)
+    trainer = Trainer(job.step_comm, engine, loader, optim, steps, governor.answers_device)
+    evals = Evals.from_json(saved.evals if saved is not None else {})
+    batches = held_out_batches(job, model, plan, data)
+    evaluation = Evaluation(job.step_comm, job.stop, batches, config.train, data.total_steps, evals)
+    state = RunState(
+        step,
+        data.total_steps,
+        model.built.identity,
+        trainer.position,
+        asdict(plan.layout),
+        micro_size,
+        job.config.model_dump(),
+        model_sample=model.sample,
+    )
+    recorder = open_recorder(job, model, plan, data, step)
+    return Control(job, trainer, saver, governor, evaluation, recorder, state)

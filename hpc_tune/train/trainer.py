@@ -1,0 +1,147 @@
+"""What trains: the engine of a run, this rank's rows, the schedule of the learning rate.
+
+It knows no files and no signals. Where a device has no room for a step, all ranks give it up:
+
+    this rank runs out   -> its messages of the step all the same -> votes for giving up
+    the others           -> before the update                    -> vote, and give up too
+    all                  -> nothing has changed; at the boundary the governor answers, and the step
+                            is run again
+
+That is for ranks that work each for itself until the update. With messages within a pass nobody
+could tell the others in time: the error ends the run, and the next start begins one rung lower
+(exit.py).
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_tune.batch import Batch
+from hpc_tune.config.schema import OptimConfig
+from hpc_tune.data.loader import Loader
+from hpc_tune.engine.adamw import learning_rate
+from hpc_tune.engine.base import Engine, EngineSettings, StepResult
+from hpc_tune.engine.compile import prepare_compiler
+from hpc_tune.engine.native import NativeEngine
+from hpc_tune.engine.zero.engine import ZeroEngine
+from hpc_tune.memory.device import give_back_cache, what_failed
+from hpc_tune.memory.host import trim_heap
+from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32, use_tf32
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.train.job import Job
+from hpc_tune.train.model import Model
+from hpc_tune.world.comm import Comm
+
+
+def load_engine(job: Job, model: Model, plan: StepPlan) -> Engine:
+    """Load the model into the engine of its layout. Collective."""
+    config, comm, monitor = model.config, job.setup_comm, job.monitor
+    if config.train.compile:
+        cache = Path(config.run.compile_cache or job.dir / "compile-cache")
+        share = monitor.limit.num_bytes // comm.world.local_size
+        comm.run_and_agree(
+            "preparing to compile",
+            lambda: prepare_compiler(cache, comm.world.node, comm.device, comm.threads, share),
+        )
+    if multiplies_in_tf32(config.train, model.built.dtype, capability_of(comm.device)):
+        use_tf32(model.built.module)
+    settings = EngineSettings(
+        plan,
+        comm.device,
+        config.optim,
+        config.train,
+        reserve=monitor.ensure,
+        run_and_agree=comm.run_and_agree,
+        faults=job.faults,
+    )
+    uses_zero = plan.parallel.zero_stage is not None
+    monitor.enter("load", "loading the model", tell=True)
+    comm.begin("loading the model")
+    return (ZeroEngine if uses_zero else NativeEngine)(model.built, settings)
+
+
+def make_deterministic() -> None:
+    """Make every operation of this process deterministic, or fail where it has no such version."""
+    # cuBLAS reads this at its first use, and refuses deterministic matrix products without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+class Trainer:
+    """Trains step by step: ``next_batches``, ``accumulate``, ``update``. All are collective.
+
+    A step is in two parts, since what still reads the weights has to be waited for between them.
+    ``step``: how many are done. ``began_s`` and ``data_s``: when the current one began, on the
+    monotonic clock, and how long it waited for its rows. ``lr``: the rate of the last update.
+    ``ran_out``: what this rank's device refused, if the last step was given up for it.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        engine: Engine,
+        loader: Loader,
+        optim: OptimConfig,
+        steps: range,
+        can_repeat: bool,
+    ) -> None:
+        """Do ``steps``, of a run that ends with the last. ``can_repeat``: somebody answers where a
+        step is given up.
+        """
+        self.engine, self.loader = engine, loader
+        self.step, self.total_steps = steps.start, steps.stop
+        self.began_s = self.data_s = self.lr = 0.0
+        self.ran_out: str | None = None
+        self._comm, self._optim = comm, optim
+        self._repeats = engine.repeats_steps and can_repeat
+        self._position = loader.state()
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The loader's place in the data before the rows of the coming step."""
+        return self._position
+
+    def next_batches(self) -> list[Batch]:
+        """Begin a step: return its micro-batches of this rank."""
+        self._position, self.began_s = self.loader.state(), time.monotonic()
+        batches = self.loader.next_step()
+        self.data_s = time.monotonic() - self.began_s
+        return batches
+
+    def read_again(self) -> list[Batch]:
+        """Return the rows of the current step in micro-batches of what is their size by now."""
+        self.loader.restore(self._position)
+        return self.loader.next_step()
+
+    def accumulate(self, batches: Sequence[Batch], global_tokens: int) -> bool:
+        """Compute the gradients of a step; False if a rank had no room and all have given it up.
+
+        Raises:
+            torch.OutOfMemoryError: if this rank has no room, and the step cannot be run again.
+        """
+        self.ran_out = None
+        try:
+            self.engine.accumulate(batches, global_tokens)
+        except torch.OutOfMemoryError as error:
+            if not self._repeats:
+                raise
+            self.ran_out = what_failed(error)
+        if not self._repeats or self._comm.sum([self.ran_out is not None]) == [0]:
+            return True
+        # What the error held is free only now, and in fragments.
+        trim_heap()
+        give_back_cache()
+        self.loader.restore(self._position)
+        return False
+
+    def update(self) -> StepResult:
+        """Update the weights at the rate of the schedule."""
+        self.lr = learning_rate(self._optim, self.step, self.total_steps)
+        result = self.engine.update(self.lr)
+        self.step += 1
+        self._position = self.loader.state()
+        return result
