@@ -1,0 +1,131 @@
+"""Language models that are a part of a model for images, too: beside transformers' whole models."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from hpc_tune.checkpoint.export import export_adapter, export_merged
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.errors import DataError
+from hpc_tune.model.build import build
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.language import read_config, read_shape, stock_class
+from hpc_tune.model.stock import write_small
+from tests.unit.checkpoint.test_export import METHODS, trained
+from tests.unit.model.test_model_build import loaded, our_loss, row, stock_loss
+
+SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+KINDS = {
+    "gemma3": {},
+    "mistral3": {},  # a head of its own, though config.json says tied
+    "qwen2_5_vl": {"text_config": {"rope_parameters": SECTIONS}},
+    "qwen3_5": {},  # transformers' own class for it is of text alone
+    "smolvlm": {},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def base(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    write_small(AutoConfig.for_model(request.param, **KINDS[request.param]), folder)
+    write_tiny(folder / "tiny")
+    for file in (folder / "tiny").glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def stock(directory, like=None):
+    auto = stock_class(read_config(like or directory))
+    return auto.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def docs():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 256, (length,), generator=generator) for length in (9, 20)]
+
+
+def near(a, b):
+    return abs(a - b) <= 1e-5 * abs(b)
+
+
+def both_losses(module, model):
+    return [sum(our_loss(module, row(one)) for one in docs()), stock_loss(model, docs())]
+
+
+def test_the_loss_is_that_of_the_whole_model(base):
+    ours, wanted = both_losses(loaded(base).module, stock(base))
+    assert near(ours, wanted)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_is_merged_is_the_whole_model_with_its_other_parts_as_they_were(
+    base, tmp_path, method
+):
+    module = trained(base, METHODS[method], tmp_path / "step")
+    out = export_merged(tmp_path / "step", METHODS[method], base, tmp_path / "out")
+    ours, merged = both_losses(module, stock(out, base))
+    assert near(ours, merged)
+    assert not near(ours, stock_loss(stock(base), docs()))
+    before = load_file(base / "model.safetensors")
+    after = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert before.keys() == after.keys()
+    others = [name for name in before if "vision" in name or "visual" in name]
+    assert others or "qwen3_5" in str(base)
+    assert all(torch.equal(before[name], after[name]) for name in others)
+
+
+def test_an_adapter_fits_the_whole_model_and_changes_its_language_model_alone(base, tmp_path):
+    module = trained(base, METHODS["lora"], tmp_path / "step")
+    out = export_adapter(tmp_path / "step", METHODS["lora"], base, tmp_path / "adapter")
+    wrapped = PeftModel.from_pretrained(stock(base), out).eval()
+    ours, theirs = both_losses(module, wrapped)
+    assert near(ours, theirs)
+    adapted = {name for name, _ in wrapped.named_parameters() if "lora_A" in name}
+    stored = {name for name in load_file(out / "adapter_model.safetensors") if "lora_A" in name}
+    assert {name.replace(".default", "") for name in adapted} == stored
+
+
+def test_what_is_left_as_it_is_is_named(base):
+    built = build(base, torch.float32, TuneConfig(), 0)
+    kind = json.loads((base / "config.json").read_text())["model_type"]
+    wanted = {
+        "gemma3": {"vision_tower", "multi_modal_projector"},
+        "mistral3": {"vision_tower", "multi_modal_projector"},
+        "qwen2_5_vl": {"visual"},
+        "qwen3_5_text": set(),
+        "smolvlm": {"vision_model", "connector"},
+    }
+    named = {part.partition(" (")[0].rpartition(".")[2] for part in built.others}
+    assert named == wanted[kind]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_head_that_is_stored_beside_its_embedding_is_tied_if_it_is_the_same(tmp_path, alike):
+    """transformers does so; a head of its own would be lost in silence."""
+    (tmp_path / "base").mkdir()
+    write_small(AutoConfig.for_model("gemma2"), tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if not alike:  # in one row, as of a token that was added to the head alone
+        head[300] += torch.randn(head[0].shape, generator=torch.Generator().manual_seed(1))
+    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    module = trained(tmp_path / "base", METHODS["full"], tmp_path / "step")
+    ours, wanted = both_losses(loaded(tmp_path / "base").module, stock(tmp_path / "base"))
+    assert near(ours, wanted)
+    out = export_merged(tmp_path / "step", METHODS["full"], tmp_path / "base", tmp_path / "out")
+    ours, merged = both_losses(module, stock(out))
+    assert near(ours, merged)
+    names = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert ("lm_head.weight" in names) is not alike
+
+
+def test_a_model_for_sound_is_refused_by_name(tmp_path):
+    AutoConfig.for_model("qwen2_audio").save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="a qwen2_audio model has parts for other things than text"):
+        read_shape(tmp_path)

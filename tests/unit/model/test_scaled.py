@@ -1,0 +1,134 @@
+"""float8 checkpoints with scales, and quantised ones that are refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+
+from hpc_tune.errors import DataError
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.weights import index_model_directory
+from tests.unit.model.test_model_build import FAMILY, documents, loaded, our_loss, row, stock_loss
+
+BLOCK = 128
+
+
+def quantised(matrix, kind):
+    """Return float8 values and their scales, as transformers and vLLM's tools store them."""
+    rows, columns = matrix.shape
+    if kind == "block":
+        down, right = -(-rows // BLOCK), -(-columns // BLOCK)
+        padded = torch.zeros(down * BLOCK, right * BLOCK)
+        padded[:rows, :columns] = matrix
+        blocks = padded.view(down, BLOCK, right, BLOCK)
+        scale = (blocks.abs().amax((1, 3)) / 448).clamp(min=1e-8)
+        whole = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+        return (matrix / whole).to(torch.float8_e4m3fn), scale, whole
+    dims = () if kind == "tensor" else (1,)
+    scale = matrix.abs().amax(dims, keepdim=bool(dims)) / 448 if dims else matrix.abs().max() / 448
+    return (matrix / scale).to(torch.float8_e4m3fn), scale, scale.expand_as(matrix)
+
+
+def stored(directory, kind, quantization, suffix):
+    """Turn a tiny model into a float8 one; return the values that it stands for, in bf16."""
+    write_tiny(directory)
+    tensors = load_file(directory / "model.safetensors")
+    meant, out = {}, {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and "layers" in name:
+            values, scale, whole = quantised(tensor.float(), kind)
+            out |= {name: values, name + suffix: scale.contiguous()}
+            meant[name] = (values.float() * whole).bfloat16()
+        else:
+            out[name] = meant[name] = tensor
+    save_file(out, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantization})
+    )
+    return meant
+
+
+KINDS = {
+    "block": ("block", {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, "_scale_inv"),
+    "tensor": ("tensor", {"quant_method": "fp8", "weight_block_size": None}, "_scale_inv"),
+    "row": ("row", {"quant_method": "compressed-tensors", "format": "float-quantized"}, "_scale"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_region_of_a_float8_weight_is_read_as_what_it_stands_for(tmp_path, kind):
+    meant = stored(tmp_path, *KINDS[kind])
+    index = index_model_directory(tmp_path)
+    assert index.shapes.keys() == meant.keys()
+    for name, whole in meant.items():
+        if whole.dim() != 2:
+            continue
+        rows, columns = whole.shape
+        for box in ((0, rows, 0, columns), (rows // 3, rows, 1, columns - 1), (3, 4, 0, columns)):
+            top, bottom, left, right = box
+            local = torch.empty(bottom - top, right - left, dtype=torch.bfloat16)
+            index.fill(local, name, (top, left))
+            assert torch.equal(local, whole[top:bottom, left:right].bfloat16()), name
+        assert index.mapped(name, torch.bfloat16) is None or name not in index.scales
+
+
+def test_scales_that_are_missing_or_do_not_fit_are_refused(tmp_path):
+    stored(tmp_path, *KINDS["block"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("_scale_inv"))
+    save_file({**tensors, name: tensors[name].repeat(2, 1)}, file)
+    with pytest.raises(DataError, match="which are no scales of a matrix of"):
+        index_model_directory(tmp_path)
+    save_file({n: t for n, t in tensors.items() if n != name}, file)
+    with pytest.raises(DataError, match=r"stored in float8 and no scale for it is"):
+        index_model_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "extra"),
+    [
+        ("gptq", "model.layers.0.self_attn.q_proj.qweight"),
+        ("awq", "model.layers.0.self_attn.q_proj.qweight"),
+        ("bitsandbytes", "model.layers.0.self_attn.q_proj.weight.absmax"),
+        ("compressed-tensors", "model.layers.0.self_attn.q_proj.weight_packed"),
+    ],
+)
+def test_other_quantised_checkpoints_are_refused_by_their_method(tmp_path, method, extra):
+    write_tiny(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, extra: torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=rf"quantised \({method}, such as in .*tune.method=qlora"):
+        index_model_directory(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["block", "tensor"])
+def test_a_float8_model_has_the_loss_of_what_transformers_makes_of_it(tmp_path, kind):
+    shape = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", **FAMILY | shape)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file, out = tmp_path / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        is_scaled = tensor.dim() == 2 and "layers" in name
+        values, scale, _ = quantised(tensor, kind) if is_scaled else (tensor, None, None)
+        out |= {name: values} if scale is None else {name: values, f"{name}_scale_inv": scale}
+    save_file(out, file, metadata={"format": "pt"})
+    blocks = [BLOCK, BLOCK] if kind == "block" else None
+    said = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": blocks}
+    (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": quantization}))
+    options = FineGrainedFP8Config(dequantize=True, weight_block_size=blocks)
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=options
+    )
+    docs = documents(128)
+    wanted = stock_loss(stock.eval(), docs)
+    ours = our_loss(loaded(tmp_path).module, *map(row, docs))
+    assert abs(ours - wanted) <= 1e-6 * wanted

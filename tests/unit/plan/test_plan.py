@@ -1,0 +1,373 @@
+"""The plan command: phases, verdicts, and what it says would fit."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_tune.config.load import load_config
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.model.build import compute_dtype
+from hpc_tune.plan.hardware import Machine
+from hpc_tune.plan.memory_model import (
+    DEEPSPEED_BYTES,
+    MemorySettings,
+    ModelBytes,
+    Phase,
+    memory_by_phase,
+    pinned_bytes,
+)
+from hpc_tune.plan.shape import ModelShape, planned_dtype
+from hpc_tune.plan.trace import TraceReport
+from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
+
+ROOT = Path(__file__).parents[3]
+MIB, GIB = 1 << 20, 1 << 30
+KB = 1024
+TWO_NODES = ["--nodes", "2", "--host-memory", "768GB"]
+LLAMA_70B = ["--config", "configs/llama3_70b_lora.yaml", "model.path=shape:llama3-70b"]
+# All of the state, 12 bytes for each value, over 16 ranks and on the host.
+FULL_70B = [
+    "tune.method=full",
+    "parallel.replicate=1",
+    "parallel.shard=16",
+    "parallel.offload_params=cpu",
+]
+
+
+def plan(*words, code=None):
+    """Return what ``plan --json`` says."""
+    argv = [*python(), "-m", "hpc_tune", "plan", "--json", *words]
+    done = run_ranks(argv, rank_environment(1, {"SCRATCH": "/scratch"}), HANG_S, cwd=ROOT)
+    assert done.returncode in ((0, 1) if code is None else (code,)), done.stderr
+    return json.loads(done.stdout) if done.stdout.startswith("{") else done.stderr
+
+
+def measured(*words):
+    """Return the seconds of a plan, whether it fits or not, and its peak RSS in bytes."""
+    began_s = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpc_tune", "plan", *words],
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+        env={**os.environ, "SCRATCH": "/scratch"},
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    took_s, rss = time.monotonic() - began_s, usage.ru_maxrss * KB
+    print(f"{took_s:.1f} s, {rss / MIB:.0f} MiB")
+    assert process.returncode in (0, 1)
+    return took_s, rss
+
+
+def phase(said, name):
+    return next(p for p in said["phases"] if p["name"] == name)
+
+
+def import_s():
+    """Return the seconds that this machine takes to import what a plan works with."""
+    words = "import torch, transformers.models.llama.modeling_llama, peft"
+    began_s = time.monotonic()
+    subprocess.run([sys.executable, "-c", words], check=True, capture_output=True)
+    return time.monotonic() - began_s
+
+
+def test_70b_with_lora_fits_on_two_nodes():
+    said = plan(*TWO_NODES, *LLAMA_70B)
+    assert said["fits"]
+    assert said["advice"] == []
+    names = [p["name"] for p in said["phases"]]
+    assert names == [
+        "load",
+        "first step",
+        "steady",
+        "evaluate",
+        "save, training waits",
+        "save, in the background",
+        "merge, in one process",
+    ]
+    # An eighth of 141 GB of weights, and the adapters with gradients and two moments.
+    load = phase(said, "load")["device_bytes"]
+    assert 1.0 < (load - 1.5 * GIB) / (141.1e9 / 8 + 4 * 828.4e6) < 1.035
+    assert 4096 * 8 <= said["tokens_that_fit"] < 4096 * 16
+
+
+@pytest.mark.soak
+def test_70b_on_16_ranks_is_answered_in_20_seconds():
+    took_s, rss = measured(*TWO_NODES, *LLAMA_70B)
+    # Where the import takes more than 4 s, all takes longer by as much.
+    assert took_s < 20 * max(1.0, import_s() / 4)
+    assert rss < 1.5e9
+
+
+@pytest.mark.full
+def test_70b_in_full_cannot_be_saved_from_one_rank_but_streamed():
+    gathered = plan(*TWO_NODES, *LLAMA_70B, *FULL_70B, "--save", "gathered")
+    assert [p["name"] for p in gathered["phases"] if not p["fits"]] == ["save"]
+    found = phase(gathered, "save")
+    # What is padded to equal shards is not saved.
+    held = 3 * gathered["trace"]["weight_bytes"] * 16
+    assert found["first_bytes"] == pytest.approx(held, rel=1e-3)
+    assert found["node_bytes"] > 768e9
+    assert "gathering 788 GiB on one rank" in gathered["advice"][0]
+    streamed = plan(*TWO_NODES, *LLAMA_70B, *FULL_70B)
+    assert streamed["fits"]
+    assert phase(streamed, "save, training waits")["node_bytes"] < 768e9
+    # Where there is no room for copies of all that is written, training waits.
+    assert phase(streamed, "save, in the background")["optional"]
+
+
+@pytest.mark.full
+def test_what_does_not_fit_is_told_with_what_would():
+    small = ["--gpus-per-node", "1", "--device-memory", "24GiB", "--host-memory", "64GiB"]
+    words = [
+        "model.path=shape:llama3-8b",
+        "parallel.replicate=1",
+        "batch.micro_size=8",
+        "parallel.recompute=none",
+    ]
+    said = plan("--config", "configs/llama3_8b_lora.yaml", *small, *words, code=1)
+    assert not phase(said, "steady")["fits"]
+    assert said["advice"]
+    for advice in said["advice"]:
+        changes = [word.strip(",") for word in advice.split() if "=" in word]
+        more = plan("--config", "configs/llama3_8b_lora.yaml", *small, *words, *changes)
+        assert more["fits"], advice
+
+
+@pytest.mark.full
+def test_gpus_without_a_kernel_for_documents_have_masks():
+    words = ["--config", "configs/llama3_8b_lora.yaml", "model.path=shape:llama3-8b"]
+    steady = [phase(plan(*words, *more), "steady") for more in ((), ("--masked",))]
+    without, masked = (found["device_bytes"] for found in steady)
+    assert masked - without > 4096 * 4096  # a byte for each pair of tokens
+
+
+def test_rows_of_one_token_can_be_planned_too():
+    said = plan("data.seq_len=1", "--gpus-per-node", "1", "--device-memory", "0", code=0)
+    assert said["tokens_that_fit"] == 1
+
+
+@pytest.mark.full
+def test_the_sequence_length_that_is_said_to_fit_does():
+    machine = ["--gpus-per-node", "2", "--device-memory", "0", "--host-memory", "4GiB"]
+    said = plan("data.seq_len=65536", *machine, code=1)
+    longest = said["tokens_that_fit"]
+    assert f"steady: data.seq_len={longest} or less" in said["advice"]
+    assert plan(f"data.seq_len={longest}", *machine)["fits"]
+    assert not plan(f"data.seq_len={longest * 11 // 10}", *machine, code=1)["fits"]
+
+
+@pytest.mark.soak
+def test_405b_on_512_ranks_is_answered_in_a_minute():
+    words = ["--config", "configs/llama3_405b_lora.yaml", "model.path=shape:llama3-405b"]
+    took_s, rss = measured("--nodes", "64", "--host-memory", "2TB", *words)
+    assert took_s < 60
+    assert rss < 1.5e9
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device-memory", "much"], "--device-memory: 'much' is not a size"),
+        (["--nodes", "0"], "--nodes: found 0, expected at least 1"),
+        (["--gpus-per-node", "3", "parallel.shard=2"], "expected replicate x shard"),
+        (["model.path=/nowhere"], "/nowhere: no such directory here"),
+        (["--hosts", "3"], "unknown argument --hosts"),
+    ],
+)
+def test_a_mistake_is_one_message(words, said):
+    found = plan(*words, code=2)
+    assert said in found
+    assert "Traceback" not in found
+
+
+TRACE = TraceReport(
+    layout="replicate 4",
+    world_size=4,
+    rank=0,
+    num_layers=10,
+    num_micro=1,
+    reshard="block",
+    weight_bytes=1000 * MIB,
+    adapter_bytes=10 * MIB,
+    gradient_bytes=10 * MIB,
+    optimizer_bytes=20 * MIB,
+    activation_bytes=300 * MIB,
+    peak_bytes=1340 * MIB,
+    evaluation_bytes=1100 * MIB,
+    loaded_bytes=1040 * MIB,
+    idle_bytes=1040 * MIB,
+    heap_peak_bytes=1500 * MIB,
+    heap_evaluation_bytes=1150 * MIB,
+    trace_s=0.0,
+)
+PROCESS, LEFT = (284 + 20) * MIB + 10 * 900 * 1024, 32 * MIB
+LARGEST, UNIT = 64 * MIB, 48 * MIB
+
+
+def by_name(
+    machine, trace=TRACE, save="streamed", overrides=(), trained=10 * MIB, is_full=False, **files
+):
+    config = load_config(None, [*overrides])
+    threads = machine.cores_per_rank if config.run.threads == "auto" else config.run.threads
+    settings = MemorySettings(
+        config.parallel,
+        config.checkpoint,
+        step_tokens=1024,
+        compile_threads=threads if config.train.compile else None,
+        governed=config.memory.governor == "on",
+        save=save,
+    )
+    model = ModelBytes(trained, LARGEST, UNIT, is_full, **files)
+    phases = memory_by_phase(trace, machine, model, settings)
+    return {phase.name: phase for phase in phases}
+
+
+def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
+    phases = by_name(Machine(1, 4, None, 64 * GIB))
+    assert phases["load"] == Phase("load", 0, PROCESS + 40 * MIB + 32 * MIB)
+    buffers = 2 * 1024 * 24  # two steps of one row
+    assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + LEFT + buffers
+    assert phases["evaluate"].rank_bytes == PROCESS + 150 * MIB + LEFT + buffers
+
+
+def test_copies_for_a_save_are_on_the_rank_that_writes_replicated_values():
+    phases = by_name(Machine(1, 4, None, 64 * GIB))
+    steady, saved = phases["steady"], phases["save, in the background"]
+    assert saved.rank_bytes - steady.rank_bytes == 16 * MIB
+    assert saved.first_bytes == 3 * 10 * MIB
+
+
+@pytest.mark.parametrize(
+    ("words", "is_full", "each", "first"),
+    [
+        (["parallel.shard=4"], True, 30 * MIB // 4, 0),
+        (["parallel.shard=2", "parallel.replicate=2"], True, 0, 30 * MIB),  # two of four write
+        (["parallel.zero_stage=2"], False, 30 * MIB // 4, 0),
+    ],
+)
+def test_copies_of_sharded_values_are_on_the_ranks_that_write_them(words, is_full, each, first):
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=words, is_full=is_full)
+    steady, saved = phases["steady"], phases["save, in the background"]
+    assert saved.rank_bytes - steady.rank_bytes == 16 * MIB + each
+    assert saved.first_bytes == first
+
+
+def test_on_gpus_the_host_has_a_copy_of_all_that_is_saved():
+    """Also where that is more than the copies on CPUs, or as much as the user grants."""
+    large = {"trained": 200 * MIB}
+    for machine, words, copied in (
+        (Machine(1, 4, 80 * GIB, 64 * GIB), [], 600 * MIB),
+        (Machine(1, 4, 80 * GIB, 64 * GIB), ["checkpoint.staging_bytes=100MiB"], 100 * MIB),
+        (Machine(1, 4, None, 64 * GIB), [], 256 * MIB),
+    ):
+        phases = by_name(machine, overrides=words, **large)
+        assert phases["save, in the background"].first_bytes == copied
+
+
+def test_a_model_of_small_tensors_is_read_in_small_pieces():
+    machine = Machine(1, 4, None, 64 * GIB)
+    model = ModelBytes(10 * MIB, 3 * MIB, UNIT)
+    config = load_config(None, [])
+    settings = MemorySettings(config.parallel, config.checkpoint, step_tokens=1024)
+    load = memory_by_phase(TRACE, machine, model, settings)[0]
+    assert load.rank_bytes == PROCESS + 40 * MIB + 2 * 3 * MIB
+
+
+@pytest.mark.parametrize("name", ["auto", "fp32", "bf16"])
+def test_on_cpus_a_plan_is_of_the_dtype_that_a_run_computes_with(name):
+    assert planned_dtype(name, on_gpu=False) == compute_dtype(name, torch.device("cpu"))
+
+
+def test_a_shallower_model_lists_only_its_own_blocks(tmp_path):
+    """Configurations that list the kind of each block are refused with a wrong number of them."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = {"num_hidden_layers": 6, "layer_types": kinds, "eos_token_id": [1, 2]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = ModelShape(tmp_path, torch.float32, TuneConfig(), seed=0)
+    for num, expected in ((4, kinds[:4]), (8, kinds + kinds[:2])):
+        (folder := tmp_path / str(num)).mkdir()
+        shape.with_blocks(num, folder)
+        written = json.loads((folder / "config.json").read_text())
+        assert written == {**config, "num_hidden_layers": num, "layer_types": expected}
+
+
+def test_on_cpus_a_base_of_another_dtype_than_the_files_is_private():
+    phases = by_name(Machine(1, 4, None, 64 * GIB), is_stored_so=False)
+    assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
+
+
+def test_on_cpus_shards_are_private():
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["parallel.shard=4"])
+    assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
+
+
+def test_gloo_makes_a_copy_of_what_it_gathers():
+    whole = by_name(Machine(1, 4, None, 64 * GIB), is_stored_so=False)
+    sharded = by_name(Machine(1, 4, None, 64 * GIB), overrides=["parallel.shard=4"])
+    for phase in ("steady", "evaluate"):
+        assert sharded[phase].rank_bytes == whole[phase].rank_bytes + UNIT
+
+
+def test_on_gpus_the_host_holds_the_process_and_what_streams():
+    phases = by_name(Machine(1, 4, 80 * GIB, 64 * GIB))
+    assert phases["steady"].device_bytes == int(1340 * MIB * 1.03) + 1536 * MIB
+    assert phases["steady"].rank_bytes == PROCESS + 1478 * MIB + 2 * 1024 * 24
+    assert phases["steady"].node_bytes(Machine(1, 4, 1, 1)) == 4 * phases["steady"].rank_bytes
+
+
+def test_an_offloaded_optimizer_is_on_the_host():
+    there = by_name(Machine(1, 4, 80 * GIB, 64 * GIB))
+    words = ["parallel.zero_stage=2", "parallel.offload_optimizer=cpu"]
+    away = by_name(Machine(1, 4, 80 * GIB, 64 * GIB), overrides=words)
+    for phase in ("steady", "evaluate"):
+        moved = there[phase].device_bytes - away[phase].device_bytes
+        assert moved == pytest.approx(20 * MIB * 1.03, abs=2)
+        grown = away[phase].rank_bytes - there[phase].rank_bytes
+        assert grown == 20 * MIB + DEEPSPEED_BYTES
+
+
+@pytest.mark.parametrize("governor", ["on", "off"])
+def test_a_run_does_without_copies_for_a_save_if_the_governor_may_decide(governor):
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=[f"memory.governor={governor}"])
+    optional = [phase.name for phase in phases.values() if phase.optional]
+    assert optional == (["save, in the background"] if governor == "on" else [])
+
+
+def test_a_gathered_save_is_all_state_on_one_rank():
+    phases = by_name(Machine(1, 4, 80 * GIB, 64 * GIB), save="gathered")
+    assert phases["save"].first_bytes == 3 * 10 * MIB
+    assert "save, in the background" not in phases
+
+
+def test_a_save_for_which_training_waits_copies_nothing():
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["checkpoint.background=false"])
+    assert "save, in the background" not in phases
+
+
+def test_compile_workers_count():
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["train.compile=true"])
+    # An eighth of a rank's 16 GiB is two workers.
+    assert phases["compile"].rank_bytes - phases["steady"].rank_bytes == 2 * GIB
+    alone = ["train.compile=true", "run.threads=1"]
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=alone)
+    assert phases["compile"].rank_bytes - phases["steady"].rank_bytes == GIB
+
+
+def test_a_merge_holds_one_tensor_at_a_time():
+    phases = by_name(Machine(2, 4, 80 * GIB, 64 * GIB))
+    assert phases["merge, in one process"].node_bytes(Machine(2, 4, 1, 1)) == (153 + 130 + 80) * MIB
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "blocks", "pinned"),
+    [(0, 4, 0), (4096, 1, 4096), (4097, 1, 8192), (3 * MIB, 3, 3 * MIB), (5 * MIB, 4, 8 * MIB)],
+)
+def test_pinned_blocks_are_rounded_up_to_powers_of_two(num_bytes, blocks, pinned):
+    assert pinned_bytes(num_bytes, blocks) == pinned

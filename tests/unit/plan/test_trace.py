@@ -1,0 +1,391 @@
+"""Traces of real shapes on their full fake worlds, against arithmetic.
+
+A fake process group is the process's only one, so every trace has an interpreter of its own.
+"""
+
+import functools
+import itertools
+import json
+import platform
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hpc_tune.config.schema import TuneConfig
+from hpc_tune.model.build import build
+from hpc_tune.model.shapes import shape_directory
+from hpc_tune.plan.attention_scratch import scratch_bytes
+from hpc_tune.plan.heap import OBJECTS, Heap
+from hpc_tune.plan.traced_memory import KERNEL_BYTES, TracedMemory
+from hpc_tune.step.layout import Layout
+from hpc_tune.step.size import measure, static_bytes
+from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
+
+ROOT = Path(__file__).parents[3]
+R = 16  # tune.rank in all configurations
+VOCAB = 128256
+STATE = ("weight_bytes", "adapter_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess:
+    environment = rank_environment(1, {"SCRATCH": "/scratch"})
+    return run_ranks([*python(), *arguments], environment, HANG_S, cwd=ROOT)
+
+
+@functools.cache
+def trace(name: str, world: int, *arguments: str) -> dict:
+    """The report on configs/NAME_lora.yaml with the shape of that name."""
+    done = run_python(
+        *("-m", "hpc_tune.plan.quick_trace", f"configs/{name}_lora.yaml", "--world", str(world)),
+        *(f"model.path=shape:{name.replace('_', '-')}", *arguments),
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def adds_up(report: dict) -> bool:
+    return report["peak_bytes"] == sum(report[n] for n in (*STATE, "activation_bytes"))
+
+
+def llama_block(hidden: int, wide: int, tensor: int = 1) -> tuple[int, int]:
+    """(frozen, adapter) values of a block on one rank of the tensor axis."""
+    kv = 1024
+    products = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * wide
+    # q, k, v, gate, up: A is whole and B split; o, down: A is split and B whole.
+    columns = 5 * hidden + (hidden + 2 * kv + 2 * wide) // tensor
+    rows = (hidden + wide) // tensor + 2 * hidden
+    return products // tensor + 2 * hidden, R * (columns + rows)
+
+
+@pytest.mark.full
+def test_8b_on_8_ranks_is_the_arithmetic_of_replicas():
+    report = trace("llama3_8b", 8)
+    frozen, adapter = llama_block(4096, 14336)
+    assert report["layout"] == "replicate 8 x shard 1"
+    assert report["weight_bytes"] == 2 * (32 * frozen + 2 * VOCAB * 4096 + 4096)
+    assert report["adapter_bytes"] == report["gradient_bytes"] == 4 * 32 * adapter
+    assert report["optimizer_bytes"] == 8 * 32 * adapter
+    assert adds_up(report)
+    # What a block keeps of 4096 tokens is more than its inputs in bf16 and less than 100 of them.
+    assert 1 < report["activation_bytes"] / (32 * 2 * 4096 * 4096) < 100
+
+
+@pytest.mark.full
+def test_70b_on_16_ranks_is_the_arithmetic_of_two_sharded_copies():
+    report = trace("llama3_70b", 16)
+    frozen, adapter = llama_block(8192, 28672)
+    assert report["layout"] == "replicate 2 x shard 8"
+    assert report["weight_bytes"] == 2 * (80 * frozen + 2 * VOCAB * 8192 + 8192) // 8
+    assert report["adapter_bytes"] == report["gradient_bytes"] == 4 * 80 * adapter
+    assert report["optimizer_bytes"] == 8 * 80 * adapter
+    assert adds_up(report)
+    # At least: the input of each block, two gathered blocks, the gathered head.
+    inputs = 80 * 2 * 4096 * 8192
+    assert report["activation_bytes"] > inputs + 2 * (2 * frozen + VOCAB * 8192)
+    assert report["peak_bytes"] < 40e9
+
+
+@pytest.mark.soak
+# In the second one a shallow model's worst moment is another than a deep one's.
+@pytest.mark.parametrize("words", [(), ("batch.micro_size=1", "data.seq_len=2048")])
+def test_a_quick_trace_gives_the_peak_of_the_full_one(words):
+    quick = trace("llama3_70b", 16, "--quick", *words)
+    full = trace("llama3_70b", 16, *words)
+    assert {n: quick[n] for n in STATE} == {n: full[n] for n in STATE}
+    assert quick["peak_bytes"] == pytest.approx(full["peak_bytes"], rel=0.002)
+    assert quick["num_layers"] == full["num_layers"] == 80
+
+
+def test_gradients_of_shards_come_with_the_first_step():
+    words = ("tune.method=full", "parallel.replicate=1", "parallel.shard=8", "data.seq_len=64")
+    report = trace("llama3_8b", 8, *words, "parallel.reshard=block", "--quick")
+    state, gradients = report["weight_bytes"] + report["optimizer_bytes"], report["gradient_bytes"]
+    assert gradients == report["weight_bytes"]  # both bf16
+    assert report["loaded_bytes"] == pytest.approx(state, rel=1e-3)
+    assert report["idle_bytes"] == pytest.approx(state + gradients, rel=1e-3)
+
+
+def stage_bytes(blocks: float, extra: int) -> tuple[float, float]:
+    """405B: (weight, adapter) bytes of a stage with ``blocks`` blocks and ``extra`` values."""
+    frozen, adapter = llama_block(16384, 53248, tensor=8)
+    return 2 * (blocks * frozen + extra) / 8, 4 * blocks * adapter
+
+
+@pytest.mark.full
+def test_405b_on_512_ranks_is_the_arithmetic_of_its_first_stage():
+    report = trace("llama3_405b", 512, "--quick", "--rank", "0")
+    assert report["layout"] == "replicate 1 x shard 8 x tensor 8 x pipeline 8"
+    weights, adapters = stage_bytes(126 / 8, extra=VOCAB * 16384 // 8)
+    assert report["weight_bytes"] == weights
+    assert report["adapter_bytes"] == report["gradient_bytes"] == adapters
+    assert report["optimizer_bytes"] == 2 * adapters
+    assert adds_up(report)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("rank", "blocks", "extra"),
+    [
+        (0, 16, VOCAB * 16384 // 8),
+        (64, 16, 0),
+        (448, 15, VOCAB * 16384 // 8 + 16384),
+    ],
+)
+def test_405b_at_full_depth(rank, blocks, extra):
+    report = trace("llama3_405b", 512, "--rank", str(rank))
+    weights, adapters = stage_bytes(blocks, extra)
+    assert (report["weight_bytes"], report["adapter_bytes"]) == (weights, adapters)
+    assert report["peak_bytes"] < 40e9
+    assert report["trace_s"] < 180
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "world", "most"),
+    [("qwen3_32b", 8, 80e9), ("phi3_mini", 4, 40e9), ("falcon_7b", 4, 40e9)],
+)
+def test_the_other_configurations_fit_their_gpus(name, world, most):
+    report = trace(name, world)
+    assert adds_up(report)
+    assert report["peak_bytes"] < most
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [("llama3_8b", 8, Layout(8, 1)), ("llama3_70b", 16, Layout(2, 8))],
+)
+def test_the_account_of_a_layout_is_what_the_trace_finds(name, world, layout):
+    report = trace(name, world)
+    shape = shape_directory(f"shape:{name.replace('_', '-')}")
+    built = build(shape, torch.bfloat16, TuneConfig(), 0, weights=False)
+    assert static_bytes(measure(built.module), layout) == sum(report[n] for n in STATE)
+
+
+def small_llama(folder: Path, **more: Any) -> None:
+    shape = json.loads((shape_directory("shape:llama3-8b") / "config.json").read_text())
+    small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    text = json.dumps({**shape, **small, **heads, "vocab_size": 4096, **more})
+    (folder / "config.json").write_text(text)
+
+
+REAL = """
+import contextlib, dataclasses, json, sys
+from hpc_tune.config.load import load_config
+from hpc_tune.plan import trace
+from tests.support.varlen_on_cpu import use_cpu_kernels
+
+use_cpu_kernels()
+fake = trace.FakeTensorMode
+for settings in json.loads(sys.argv[2]):
+    words = ["model.dtype=bf16", "parallel.reshard=block", f"model.path={sys.argv[1]}"]
+    words += ["batch.micro_size=2", "data.seq_len=128"]
+    config = load_config(None, [*words, *settings])
+    world = (config.parallel.shard or 1) * (config.parallel.tensor or 1)
+    reports = []
+    for trace.FakeTensorMode in (fake, lambda **_: contextlib.nullcontext()):
+        step = trace.traced_step(config, world)
+        if config.model.dtype == "fp32":
+            on_cpu = {"for_gpu": False, "has_kernel": False, "has_tiles": True}
+            step = dataclasses.replace(step, **on_cpu)
+        report = trace.trace_step(step)
+        reports.append({**dataclasses.asdict(report), "trace_s": 0})
+    print(json.dumps(reports))
+"""
+
+
+def test_fake_tensors_take_the_bytes_of_real_ones(tmp_path):
+    """The same step with all arithmetic done: every kernel gives what its fake said."""
+    small_llama(tmp_path)
+    settings = [
+        ("tune.method=lora", "parallel.recompute=none"),
+        ("tune.method=lora", "parallel.recompute=selective"),
+        ("tune.method=lora", "parallel.recompute=selective", "model.dtype=fp32"),
+        ("tune.method=lora", "parallel.recompute=none", "train.compile=true"),
+        ("tune.method=lora", "parallel.recompute=full", "parallel.shard=4"),
+        ("tune.method=full", "parallel.recompute=full", "parallel.shard=4"),
+        ("tune.method=full", "parallel.recompute=none", "parallel.tensor=2"),
+    ]
+    done = run_python("-c", REAL, str(tmp_path), json.dumps(settings))
+    assert done.returncode == 0, done.stderr
+    pairs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(pairs) == len(settings)
+    for fake, real in pairs:
+        # The tiles of attention in fp32 come and go in another order, which a heap depends on.
+        for name in ("heap_peak_bytes", "heap_evaluation_bytes"):
+            assert fake.pop(name) == pytest.approx(real.pop(name), rel=0.02)
+        parts = [{name: peak for name, (peak, _) in r.pop("parts").items()} for r in (fake, real)]
+        assert parts[0] == parts[1]
+        assert fake == real
+
+
+LINEAR = """
+import dataclasses, json, sys
+from hpc_tune.config.load import load_config
+from hpc_tune.plan import trace
+
+words = ["model.dtype=bf16", f"model.path={sys.argv[1]}", "batch.micro_size=2"]
+for masked in (False, True):
+    peaks = []
+    for length in (1024, 2048, 4096):
+        config = load_config(None, [*words, f"data.seq_len={length}"])
+        step = trace.traced_step(config, 1)
+        assert step.has_kernel
+        step = dataclasses.replace(step, has_kernel=not masked)
+        peaks.append(trace.trace_step(step).peak_bytes)
+    print(json.dumps(peaks))
+"""
+
+
+@pytest.mark.parametrize("more", [{}, {"model_type": "mistral", "sliding_window": 512}])
+def test_a_step_without_masks_grows_with_the_tokens_and_not_with_their_square(tmp_path, more):
+    small_llama(tmp_path, **more)
+    done = run_python("-c", LINEAR, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (short, middle, long), masked = map(json.loads, done.stdout.splitlines())
+    assert long - middle == pytest.approx(2 * (middle - short), rel=1e-6)
+    # A mask of 2 x 4096 x 4096 tokens, a byte each, is there at the worst moment.
+    assert masked[2] - long > 2 * 4096 * 4096 / 2
+    assert masked[2] - masked[1] > 2.5 * (masked[1] - masked[0])
+
+
+def test_the_scratch_of_variable_length_attention_is_that_of_torchs_source():
+    """8 heads of 80 values, 2 of keys; 1000 tokens in 5 documents."""
+    sums = 4 * (1000 + 5 * 128) * 8 * (96 + 1)  # 80 values are rounded up to 96
+    gradients = 2 * 1000 * 80 * (8 + 2 + 2)
+    for_each_head = 2 * 1000 * 80 * (8 + 8)
+    found = scratch_bytes((1000, 8, 80), 2, 5)
+    assert found == sums + gradients + for_each_head
+    assert scratch_bytes((1000, 8, 80), 8, 5) == sums + 2 * 1000 * 80 * 24
+    assert scratch_bytes((1000, 8, 160), 8, 5) == 4 * 1640 * 8 * 193 + 2 * 1000 * 160 * 24
+
+
+def test_zero_is_refused():
+    arguments = ("--world", "8", "parallel.replicate=null", "parallel.zero_stage=3")
+    words = ("configs/llama3_8b_lora.yaml", "model.path=shape:llama3-8b")
+    done = run_python("-m", "hpc_tune.plan.quick_trace", *words, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("parallel.zero_stage cannot be traced")
+
+
+def test_memory_is_followed_through_views_frees_and_resizes():
+    memory = TracedMemory(heap_block_bytes=0)
+    with FakeTensorMode(), memory.watch():
+        kept = torch.zeros(100)  # 400 bytes
+        view = kept.view(10, 10)
+        assert memory.live_bytes == 400
+        other = kept + 1  # 400
+        assert memory.live_bytes == memory.peak_bytes == 800
+        del other, kept
+        assert memory.live_bytes == 400
+        view.untyped_storage().resize_(0)
+        assert (memory.live_bytes, memory.peak_bytes) == (0, 800)
+        view.untyped_storage().resize_(400)
+        assert memory.live_bytes == 400
+        del view
+    assert (memory.live_bytes, memory.peak_bytes) == (0, 800)
+
+
+def test_what_a_heap_takes_is_counted_beside_what_is_mapped():
+    memory = TracedMemory(heap_block_bytes=1 << 20)
+    with FakeTensorMode(), memory.watch():
+        before = torch.zeros(1 << 16)  # it was there before the phase
+        memory.begin()
+        assert memory.heap_peak_bytes == memory.live_bytes == 1 << 18
+        small, large = torch.zeros(1 << 17), torch.zeros(1 << 20)
+        most = memory.heap_peak_bytes
+        assert 0 < most - ((1 << 18) + (1 << 19) + (1 << 22)) < 1 << 10
+        del small, large
+        more = torch.zeros(1 << 10)
+        assert memory.heap_peak_bytes == most
+        memory.begin()
+        assert memory.heap_peak_bytes == memory.live_bytes == (1 << 18) + (1 << 12)
+        del before, more
+
+
+def test_kernels_of_products_in_16_bits_stay_in_the_heap():
+    memory = TracedMemory(heap_block_bytes=1 << 25)
+    for dtype, least, most in ((torch.float32, 0, 10), (torch.bfloat16, 10, 11)):
+        with FakeTensorMode(), memory.watch():
+            memory.begin()
+            for width in range(1, 11):
+                factor = torch.empty(16, width, dtype=dtype)
+                for _ in range(2):
+                    factor.t() @ factor
+        assert least * KERNEL_BYTES < memory.heap_peak_bytes < most * KERNEL_BYTES
+
+
+ASKED = """
+import ctypes, json, sys
+
+FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
+
+libc = ctypes.CDLL("libc.so.6")
+libc.mallinfo2.restype = Info
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.posix_memalign.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+libc.mallopt(-3, 32 << 20)
+libc.mallopt(-1, (1 << 31) - 1)
+libc.malloc_trim(0)
+objects, steps = json.load(sys.stdin)
+before, blocks = libc.mallinfo2().arena, {}
+for name, size in steps:
+    if size:
+        place = ctypes.c_void_p()
+        assert libc.posix_memalign(ctypes.byref(place), 64, size) == 0
+        blocks[name] = [place.value, *map(libc.malloc, objects)]
+    else:
+        for place in blocks.pop(name):
+            libc.free(place)
+print(libc.mallinfo2().arena - before)
+"""
+
+
+def blocks_of_a_step(chance: random.Random, num_layers: int) -> list[tuple[int, int]]:
+    """A forward and a backward pass: (name, bytes) of blocks that come, (name, 0) where they go.
+
+    Each layer keeps a block for the backward pass, and has some of other sizes for a short time.
+    """
+    steps, waiting, soon, names = [], [], [], itertools.count()
+    for layer in range(2 * num_layers):
+        if layer < num_layers:
+            waiting.append(next(names))
+            steps.append((waiting[-1], 1 << 20))
+        for _ in range(20):
+            soon.append(next(names))
+            steps.append((soon[-1], chance.randrange(1, 33) << 17))
+            if len(soon) > 3:
+                steps.append((soon.pop(0), 0))
+        if layer >= num_layers:
+            steps.append((waiting.pop(), 0))
+    return steps
+
+
+def test_a_heap_reaches_as_far_as_that_of_glibc():
+    """Its own process has free blocks of its own, so not to the byte."""
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("needs glibc")
+    steps, heap, blocks, alive, most = blocks_of_a_step(random.Random(0), 12), Heap(), {}, {}, 0
+    for name, size in steps:
+        if size:
+            blocks[name], alive[name] = heap.allocate(size), size
+        else:
+            heap.free(blocks.pop(name))
+            del alive[name]
+        most = max(most, sum(alive.values()))
+    words = [sys.executable, "-c", ASKED]
+    given = json.dumps([OBJECTS, steps])
+    done = subprocess.run(words, input=given, capture_output=True, text=True, check=True)
+    print(f"alive {most >> 20} MiB, planned {heap.reach >> 20}, glibc {int(done.stdout) >> 20}")
+    assert heap.reach == pytest.approx(int(done.stdout), rel=0.1)
+    assert heap.reach > 1.2 * most

@@ -1,0 +1,74 @@
+"""The configurations that come with the repository."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_tune.config.load import load_config
+from hpc_tune.model.language import read_shape
+from hpc_tune.model.shapes import shape_directory
+from hpc_tune.plan.resolve import check_layout, choose_layout
+from hpc_tune.step.size import ModelSize
+
+FOLDER = Path(__file__).parents[3] / "configs"
+SHAPED = {
+    "llama3_8b_lora": "llama3-8b",
+    "llama3_70b_lora": "llama3-70b",
+    "llama3_405b_lora": "llama3-405b",
+    "qwen3_32b_lora": "qwen3-32b",
+    "phi3_mini_lora": "phi3-mini",
+    "falcon_7b_lora": "falcon-7b",
+}
+
+
+@pytest.fixture(autouse=True)
+def _scratch(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_configuration_is_valid_and_says_how_to_launch_it(file):
+    load_config(str(file))
+    header = file.read_text().split("\nmodel:")[0].replace("\n#", " ")
+    command = re.sub(r"\s+", " ", header)
+    assert re.search(rf"mpirun -np \d+ .*python -m hpc_tune --config configs/{file.name}", command)
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_the_layout_fits_the_launch_line_and_the_model(name):
+    file = FOLDER / f"{name}.yaml"
+    config = load_config(str(file))
+    found = re.search(r"mpirun -np (\d+)", file.read_text())
+    layout, _ = choose_layout(config.parallel, int(found[1]), ModelSize(1, 1, 2, 4), 80 << 30)
+    assert layout.size == int(found[1])
+    shape = read_shape(shape_directory(f"shape:{SHAPED[name]}"))
+    check_layout(layout, config.parallel, shape)
+    assert config.data.seq_len <= shape.max_position_embeddings
+    assert config.batch.global_size % layout.data_size == 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SHAPED)
+def test_a_configuration_fits_the_machine_of_its_launch_line(name):
+    """By the plan command itself: GPUs of 80 GiB, 8 to a node as far as they go, 1 TiB of host."""
+    file = FOLDER / f"{name}.yaml"
+    ranks = int(re.search(r"mpirun -np (\d+)", file.read_text())[1])
+    words = ["plan", "--config", str(file), f"model.path=shape:{SHAPED[name]}", "--json"]
+    words += ["--nodes", str(max(1, ranks // 8)), "--gpus-per-node", str(min(8, ranks))]
+    words += ["--device-memory", "80GiB", "--host-memory", "1024GiB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_tune", *words], capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    planned = json.loads(done.stdout)
+    assert planned["fits"]
+    node_bytes = max(phase["node_bytes"] for phase in planned["phases"])
+    for script in (FOLDER.parent / "slurm").glob("*.sh"):
+        if f"configs/{file.name}" in script.read_text():
+            gigabytes = int(re.search(r"--mem=(\d+)G", script.read_text())[1])
+            assert node_bytes < gigabytes << 30 < 8 * node_bytes
