@@ -49,6 +49,10 @@ class Heap:
         self._freed.clear()
         return self._aligned(num_bytes), *map(self._small, OBJECTS)
 
+    def leave(self, num_bytes: int) -> None:
+        """Allocate a small object that stays: what lies before it and behind it is never one hole."""
+        self._small(num_bytes)
+
     def free(self, blocks: tuple[int, ...]) -> None:
         """Free what ``allocate`` returned."""
         self._freed.append(blocks)

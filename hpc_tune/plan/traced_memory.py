@@ -19,6 +19,9 @@ from hpc_tune.world.affinity import KERNELS_KEPT
 # oneDNN keeps as many kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the buffer that it
 # was generated in, of 64 pages less what Xbyak takes (oneDNN 3, measured).
 KERNEL_BYTES = 258376
+# Of so many blocks one leaves an object of as many bytes for the rest of the step: the graph's nodes,
+# Python's dicts. Fitted to 22 runs (benchmarks/README.md).
+LEAVING_BLOCKS, LEFT_BYTES = 4, 64
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 
 
@@ -35,7 +38,7 @@ class TracedMemory(TorchDispatchMode):
         self.peaks: dict[str, tuple[int, int]] = {}
         self._part = ""
         self._heap_block_bytes, self._heap = heap_block_bytes, Heap()
-        self._in_heap = 0
+        self._in_heap = self._num_allocated = 0
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}  # addresses in the heap
         self._kernels: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
@@ -43,6 +46,7 @@ class TracedMemory(TorchDispatchMode):
     def begin(self) -> None:
         """Begin a phase: its peaks count from here, and its blocks have a heap of their own."""
         self._heap, self._in_heap, self._blocks = Heap(), 0, {}
+        self._num_allocated = 0
         self._kernels.clear()
         self.peaks = {}
         self.begin_part("")
@@ -122,6 +126,9 @@ class TracedMemory(TorchDispatchMode):
         if 0 < num_bytes < self._heap_block_bytes:
             self._blocks[key] = self._heap.allocate(num_bytes)
             self._in_heap += num_bytes
+            self._num_allocated += 1
+            if self._num_allocated % LEAVING_BLOCKS == 0:
+                self._heap.leave(LEFT_BYTES)
         self._count()
 
     def _count(self) -> None:

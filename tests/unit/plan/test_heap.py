@@ -20,3 +20,21 @@ def test_the_order_of_blocks_that_are_freed_together_makes_no_difference():
             heap.allocate(size)
         reached.add(heap.reach)
     assert len(reached) == 1, reached
+
+
+def test_small_objects_that_stay_keep_holes_apart():
+    """Blocks that are freed together are one hole, with room for a larger one, but for these."""
+
+    def reach_of(leaves):
+        heap, blocks = Heap(), []
+        for _ in range(64):
+            blocks.append(heap.allocate(1 << 18))
+            if leaves:
+                heap.leave(64)
+        for block in blocks:
+            heap.free(block)
+        heap.allocate(4 << 20)
+        return heap.reach
+
+    assert reach_of(leaves=False) < 17 << 20
+    assert reach_of(leaves=True) > 20 << 20
