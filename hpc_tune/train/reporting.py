@@ -4,10 +4,9 @@ It imports nothing large: the supervisor of a job uses it too.
 """
 
 import subprocess
-import sys
 from pathlib import Path
 
-from hpc_tune.cluster.launchers import unlaunched
+from hpc_tune.cluster.own_command import run_command
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import free_bytes_below
@@ -33,11 +32,8 @@ def write_report(run_dir: Path) -> None:
     if left < REPORT_BYTES + _PER_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
-    command = [sys.executable, "-m", "hpc_tune", "report", str(run_dir)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LIMIT_S, env=unlaunched()
-        )
+        done = run_command(["report", str(run_dir)], _LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no report (%s); write it with: %s", error, later)
         return
