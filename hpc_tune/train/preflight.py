@@ -18,6 +18,7 @@ from hpc_tune.errors import MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
 from hpc_tune.memory.host import find_limit, used_bytes
 from hpc_tune.memory.policy import DEVICE, HOST, free_bytes_below
+from hpc_tune.memory.process_bytes import PLANNING_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
 from hpc_tune.plan.process import run_plan
@@ -29,7 +30,6 @@ from hpc_tune.units import format_bytes
 
 _PLAN_LIMIT_S = 300.0
 _SIGNAL_SHOWS_WITHIN_S = 0.5
-_PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,10 @@ def _plan(
     """
     limit = find_limit()
     left = free_bytes_below(used_bytes(limit), limit.num_bytes)
-    if left < _PLAN_BYTES:
+    if left < PLANNING_BYTES:
         log.warning(
             "memory  not planned: that takes %s, and %s of %s are left",
-            *map(format_bytes, (_PLAN_BYTES, left, limit.num_bytes)),
+            *map(format_bytes, (PLANNING_BYTES, left, limit.num_bytes)),
         )
         return None
     log.info("memory  planning what each phase takes")
