@@ -23,8 +23,7 @@ from hpc_tune.checkpoint.store import synced
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
 from hpc_tune.log import Progress
-from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.memory.policy import free_bytes_below
+from hpc_tune.memory.host import find_limit, spare_bytes
 from hpc_tune.memory.process_bytes import STOCK_MODEL_BYTES
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
 from hpc_tune.model.tokenizer import load_tokenizer
@@ -186,7 +185,7 @@ def check_room(merged: Merged) -> None:
     """Refuse to merge where memory is short, before the kernel kills the process."""
     needed = merge_bytes(max(map(merged.bytes_of, merged.names)))
     limit = find_limit()
-    room = free_bytes_below(used_bytes(limit), limit.num_bytes)
+    room = spare_bytes(limit)
     if needed > room:
         raise MemoryBudgetError(
             f"merging holds one tensor at a time and needs {format_bytes(needed)}; "

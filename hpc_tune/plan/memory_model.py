@@ -15,6 +15,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN, prefetch_limit
 from hpc_tune.engine.compile import num_workers
+from hpc_tune.memory.policy import SURE_SHARE
 from hpc_tune.memory.process_bytes import (
     BLOCK_OBJECTS_BYTES,
     COMPILING_BYTES,
@@ -35,7 +36,6 @@ from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static
 # On a device: context, NCCL's buffers, the libraries' workspaces. Not measured, on the safe side.
 GPU_CONTEXT_BYTES = 1536 << 20
 GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
-SURE_SHARE = 0.5  # of what a rank has: a bound below that needs no plan
 Save = Literal["streamed", "gathered"]
 
 
@@ -106,6 +106,11 @@ def process_bytes(machine: Machine) -> int:
 def most_bytes(size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine) -> int:
     """Return more than the steps of a rank take, by arithmetic; see ``activation_bound``."""
     return static_bytes(size, layout) + activation_bound(model, tokens) + process_bytes(machine)
+
+
+def surely_fits(most: int, machine: Machine) -> bool:
+    """Return whether a rank that takes ``most`` or less fits without a plan."""
+    return most < SURE_SHARE * machine.bytes_per_rank
 
 
 def memory_by_phase(

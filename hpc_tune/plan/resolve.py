@@ -12,6 +12,7 @@ from typing import Any
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.step.layout import AXES, Layout, MeshCoordinates
 from hpc_tune.step.plan import uses_fsdp
@@ -19,8 +20,6 @@ from hpc_tune.step.size import ModelSize, static_bytes
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
 from hpc_tune.units import format_bytes
-
-ROOM_FOR_ACTIVATIONS = 0.6  # of the memory a rank has may go to weights, gradients and optimizer
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def choose_layout(
 
     Axes that are set are kept; tensor and pipeline are 1 unless set; of replicate and shard an
     unset one takes what is left. Where both are unset, all ranks replicate if the model fits into
-    ``ROOM_FOR_ACTIVATIONS`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits
+    ``STATE_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits
     there, so that weights are gathered over its fast links alone (``ranks_per_node``: 1 where nodes
     differ); else all ranks shard.
 
@@ -97,7 +96,7 @@ def choose_layout(
         layout = Layout(replicate or rest, shard or rest, tensor, pipeline)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     whole = Layout(rest, 1, tensor, pipeline)
-    needed, room = static_bytes(size, whole), int(bytes_per_rank * ROOM_FOR_ACTIVATIONS)
+    needed, room = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
     sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
     if needed <= room:
         return whole, f"each rank can hold its part of the model ({sizes})"
@@ -122,7 +121,7 @@ def keeps_gathered(parallel: ParallelConfig, size: ModelSize, layout: Layout, ro
     if parallel.reshard != "auto":
         return parallel.reshard
     whole = Layout(layout.data_size, 1, layout.tensor, layout.pipeline)
-    return "step" if static_bytes(size, whole) <= room * ROOM_FOR_ACTIVATIONS else "block"
+    return "step" if static_bytes(size, whole) <= room * STATE_SHARE else "block"
 
 
 def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:

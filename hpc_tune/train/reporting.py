@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hpc_tune.cluster.own_command import run_command
 from hpc_tune.log import log
-from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.memory.policy import free_bytes_below
+from hpc_tune.memory.host import find_limit, spare_bytes
 from hpc_tune.memory.process_bytes import REPORTING_BYTES
 from hpc_tune.rundir.json_lines import METRICS
 from hpc_tune.rundir.nearby import SETTINGS
@@ -27,8 +26,7 @@ def write_report(run_dir: Path) -> None:
     if not (run_dir / SETTINGS).is_file():
         return
     later = f"python -m hpc_tune report {run_dir}"
-    limit = find_limit()
-    left = free_bytes_below(used_bytes(limit), limit.num_bytes)
+    left = spare_bytes(find_limit())
     if left < REPORTING_BYTES + _PER_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
