@@ -108,7 +108,7 @@ def measure_compute(
     """Measure this model's blocks on these ranks; every rank returns the same. Collective.
 
     ``rows`` of a micro-batch; ``network``: what was measured of it; ``order``: the ranks of
-    ``models.comm`` as ``network`` numbers them; ``with_tensor``: see ``allows_tensor``.
+    ``models.comm`` as ``network`` numbers them; ``with_tensor``: see ``constraints.allows_tensor``.
 
     Raises:
         ConfigError: if even so few blocks do not fit.

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.autotune.candidates import Candidate, allows_tensor, candidates, legal_layouts
+from hpc_tune.autotune.candidates import Candidate, candidates, legal_layouts
 from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
+from hpc_tune.config.constraints import allows_tensor
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log

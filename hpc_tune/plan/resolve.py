@@ -5,7 +5,6 @@
 Also the rows of a micro-batch that follow from a layout.
 """
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from hpc_tune.config.schema import BatchConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.step.layout import AXES, Layout, MeshCoordinates
+from hpc_tune.step.layout import Layout, MeshCoordinates
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
 from hpc_tune.step.slices import slicing_problems
@@ -86,12 +85,11 @@ def choose_layout(
     if parallel.zero_stage is not None:
         layout = Layout(1, world_size) if parallel.zero_stage == 3 else Layout(world_size, 1)
         return layout, f"DeepSpeed ZeRO {parallel.zero_stage}, as configured"
+    if not parallel.suits(world_size):
+        raise ConfigError(_not_the_product(parallel, world_size))
     tensor, pipeline = parallel.tensor or 1, parallel.pipeline or 1
     replicate, shard = parallel.replicate, parallel.shard
-    fixed = tensor * pipeline * (replicate or 1) * (shard or 1)
-    rest = world_size // fixed
-    if fixed * rest != world_size or (replicate and shard and rest != 1):
-        raise ConfigError(_not_the_product(parallel, world_size))
+    rest = world_size // parallel.ranks_needed
     if replicate is not None or shard is not None:
         layout = Layout(replicate or rest, shard or rest, tensor, pipeline)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
@@ -151,16 +149,11 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
 
 def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:
     """Return, in words, the settings that do nothing in a layout."""
-    settings = {
-        "reshard": parallel.reshard != "auto",
-        "blocks_per_unit": parallel.blocks_per_unit != 1,
-        "reduce_dtype": parallel.reduce_dtype != "fp32",
-    }
+    if uses_fsdp(layout.shard, parallel):
+        return []
     return [
-        f"parallel.{name}={getattr(parallel, name)} has no effect where nothing is sharded "
-        f"({layout})"
-        for name, is_set in settings.items()
-        if is_set and not uses_fsdp(layout.shard, parallel)
+        f"parallel.{name}={value} has no effect where nothing is sharded ({layout})"
+        for name, value in parallel.set_for_shards.items()
     ]
 
 
@@ -184,11 +177,9 @@ def most_micro_rows(batch: BatchConfig, layout: Layout) -> int:
 
 
 def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:
-    axes = {axis: size for axis in AXES if (size := getattr(parallel, axis)) is not None}
+    axes, start = parallel.axes, f"start {parallel.ranks_in_words}"
     settings = ", ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
     split = (parallel.tensor or 1) * (parallel.pipeline or 1)
-    is_whole = parallel.replicate is not None and parallel.shard is not None
-    start = f"start {'' if is_whole else 'a multiple of '}{math.prod(axes.values())} ranks"
     if world_size % split:
         others = [f"parallel.{a}={n}" for a, n in axes.items() if a in ("tensor", "pipeline")]
         advice = f"{start}, or change {' and '.join(others)}"
