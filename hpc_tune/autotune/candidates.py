@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import BatchConfig, TrainConfig, TuneConfig
+from hpc_tune.config.parallel import AXES, ParallelConfig
+from hpc_tune.config.schema import BatchConfig
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import process_bytes
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import keeps_gathered, layout_problems, most_micro_rows
 from hpc_tune.plan.step_time import Compute, StepTime, StepWork, step_time
-from hpc_tune.step.layout import AXES, Layout
+from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import static_bytes
 
 _FEW_RANKS, _MARGIN, _CLEARLY = 5, 0.03, 0.8
@@ -93,7 +93,7 @@ def legal_layouts(
     """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
 
     Axes that are set are kept. Of more than eight ranks, fewer are looked at in powers of two.
-    ``model`` is the transformers config; ``with_tensor``: see ``allows_tensor``.
+    ``model`` is the transformers config; ``with_tensor``: see ``constraints.allows_tensor``.
     """
     layouts = []
     for size in range(1, num_ranks + 1):
@@ -103,15 +103,10 @@ def legal_layouts(
             if size % (pipeline * tensor * shard) or (tensor > 1 and not with_tensor):
                 continue
             layout = Layout(size // (pipeline * tensor * shard), shard, tensor, pipeline)
-            is_asked = all(getattr(parallel, a) in (None, getattr(layout, a)) for a in AXES)
+            is_asked = all(getattr(layout, a) == ranks for a, ranks in parallel.axes.items())
             if is_asked and not layout_problems(layout, parallel, model):
                 layouts.append(layout)
     return layouts
-
-
-def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:
-    """Tell whether the settings go together with the tensor axis; see ``config/constraints.py``."""
-    return tune.method not in ("dora", "qlora") and not train.compile
 
 
 def orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:

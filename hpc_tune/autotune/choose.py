@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.autotune.candidates import Candidate, allows_tensor, ring_order
+from hpc_tune.autotune.candidates import Candidate, ring_order
 from hpc_tune.autotune.measured import Measured
 from hpc_tune.autotune.microbenchmark import BlockModels, measure_compute
 from hpc_tune.autotune.search import from_json
+from hpc_tune.config.constraints import allows_tensor
 from hpc_tune.config.load import write_resolved
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError

@@ -23,6 +23,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
+from hpc_tune.memory.policy import TRIED_STATE_SHARE
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.plan.network import Network
@@ -38,7 +39,6 @@ from hpc_tune.world.comm import Comm
 FEW, MORE = 1, 2
 _REPEATS, _LONG_ENOUGH_S = 3, 0.3
 _MAX_TOKENS_ON_CPU = 1024  # a block of an 8B model takes ten seconds for them
-_ROOM_SHARE = 0.5
 _VALUES, _WIDTH, _MAX_PRODUCTS = 1 << 22, 256, 100
 _SHORT_S = 1.0
 
@@ -108,7 +108,7 @@ def measure_compute(
     """Measure this model's blocks on these ranks; every rank returns the same. Collective.
 
     ``rows`` of a micro-batch; ``network``: what was measured of it; ``order``: the ranks of
-    ``models.comm`` as ``network`` numbers them; ``with_tensor``: see ``allows_tensor``.
+    ``models.comm`` as ``network`` numbers them; ``with_tensor``: see ``constraints.allows_tensor``.
 
     Raises:
         ConfigError: if even so few blocks do not fit.
@@ -148,7 +148,7 @@ def measure_compute(
 
 def _check_room(size: ModelSize, room: int) -> None:
     needed = size.frozen_bytes + STATE_COPIES * size.trained_bytes
-    if needed > _ROOM_SHARE * room:
+    if needed > TRIED_STATE_SHARE * room:
         raise ConfigError(
             f"parallel.layout=auto: {MORE} decoder blocks of this model take "
             f"{format_bytes(needed)}, too much of {format_bytes(room)} to measure them; set "

@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.autotune.candidates import Candidate, allows_tensor, candidates, legal_layouts
+from hpc_tune.autotune.candidates import Candidate, candidates, legal_layouts
 from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
+from hpc_tune.config.constraints import allows_tensor
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
 from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine
-from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
+from hpc_tune.plan.memory_model import most_bytes, surely_fits
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.report import Plan, make_plan
 from hpc_tune.plan.resolve import resolve, with_layout
@@ -249,7 +250,7 @@ class _Search:
         room = machine.bytes_per_rank
         tokens = candidate.micro_rows * work.seq_len
         most = most_bytes(work.size, layout, work.model, tokens, machine)
-        if most < SURE_SHARE * room:
+        if surely_fits(most, machine):
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
         least = max((p.at_least(candidate, work.size) for p in self.planned), default=0)
         if least > room:

@@ -23,8 +23,8 @@ from hpc_tune.checkpoint.store import synced
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
 from hpc_tune.log import Progress
-from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.memory.policy import free_bytes_below
+from hpc_tune.memory.host import find_limit, spare_bytes
+from hpc_tune.memory.process_bytes import STOCK_MODEL_BYTES
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
 from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.model.weights import (
@@ -38,8 +38,6 @@ from hpc_tune.model.weights import (
 from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
-# transformers, and its model without values: 113 to 140 MiB (transformers 5.23).
-_STOCK_BYTES = 130 << 20
 GGUF_FILE = "model.gguf"
 _COMPANIONS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".codes")
 _SUFFIXES = (*_COMPANIONS, ".safetensors", ".gguf")
@@ -180,14 +178,14 @@ def merge_bytes(largest_tensor_bytes: int) -> int:
     That is asked for the names of most models' tensors. Where an adapter changes a tensor that is
     as large, it is up to two pieces more.
     """
-    return largest_tensor_bytes + PIECE_BYTES + _STOCK_BYTES
+    return largest_tensor_bytes + PIECE_BYTES + STOCK_MODEL_BYTES
 
 
 def check_room(merged: Merged) -> None:
     """Refuse to merge where memory is short, before the kernel kills the process."""
     needed = merge_bytes(max(map(merged.bytes_of, merged.names)))
     limit = find_limit()
-    room = free_bytes_below(used_bytes(limit), limit.num_bytes)
+    room = spare_bytes(limit)
     if needed > room:
         raise MemoryBudgetError(
             f"merging holds one tensor at a time and needs {format_bytes(needed)}; "

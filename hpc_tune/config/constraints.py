@@ -1,6 +1,5 @@
 """Settings that are each valid and cannot be together, or would do nothing."""
 
-import math
 from collections.abc import Iterator
 
 from hpc_tune.config.data import DataConfig, is_prepared
@@ -21,8 +20,8 @@ def check(config: RunConfig) -> list[str]:
         *of_zero,
         *_offload_path(parallel),
         *_parallel(parallel, tune.method),
-        *_compile(train, tune.method, (parallel.tensor or 1) > 1),
-        *(_float8(config.model.dtype, config.run.device) if train.float8 else ()),
+        *(beside_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
+        *_float8(train, tune.method, config.model.dtype, config.run.device),
         *_tune(tune),
         *_optim(config.optim),
         *_data(config.data, train.eval_every_steps),
@@ -33,25 +32,19 @@ def check(config: RunConfig) -> list[str]:
 def check_job(slurm: SlurmConfig, parallel: ParallelConfig, device: str) -> list[str]:
     """Return what is wrong with a layout on the ranks of a job that is to be submitted."""
     ranks = slurm.nodes * slurm.ranks_per_node
-    axes = {
-        axis: size
-        for axis in ("replicate", "shard", "tensor", "pipeline")
-        if (size := getattr(parallel, axis)) is not None
-    }
-    needed = math.prod(axes.values())
-    is_whole = {"replicate", "shard"} <= axes.keys()
-    if needed == ranks or (not is_whole and ranks % needed == 0):
+    if parallel.suits(ranks):
         return []
-    asked = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
-    verb = "needs" if len(axes) == 1 else "need"
+    needed = parallel.ranks_needed
+    asked = " x ".join(f"parallel.{axis}={size}" for axis, size in parallel.axes.items())
+    verb = "needs" if len(parallel.axes) == 1 else "need"
     per_node = slurm.ranks_per_node if slurm.ranks_per_node > 1 else min(needed, 8)
     setting = f"slurm.gpus_per_node={per_node}"
     if device == "cpu" or (slurm.tasks_per_node and not slurm.gpus_per_node):
         setting = f"slurm.tasks_per_node={per_node}"
     return [
-        f"{asked} {verb} {'' if is_whole else 'a multiple of '}{needed} ranks, and the slurm "
-        f"section asks for {ranks} (slurm.nodes={slurm.nodes} of {slurm.ranks_per_node}); for "
-        f"example slurm.nodes={-(-needed // per_node)} {setting}"
+        f"{asked} {verb} {parallel.ranks_in_words}, and the slurm section asks for {ranks} "
+        f"(slurm.nodes={slurm.nodes} of {slurm.ranks_per_node}); for example "
+        f"slurm.nodes={-(-needed // per_node)} {setting}"
     ]
 
 
@@ -84,9 +77,8 @@ def _zero(
                 f"parallel.{axis}={ranks} with parallel.zero_stage={stage}: ZeRO splits over all "
                 f"ranks; leave {axis} out"
             )
-    for name, default in {"reshard": "auto", "blocks_per_unit": 1, "reduce_dtype": "fp32"}.items():
-        if (value := getattr(parallel, name)) != default:
-            yield f"parallel.{name}={value} has no effect with parallel.zero_stage; leave it out"
+    for name, value in parallel.set_for_shards.items():
+        yield f"parallel.{name}={value} has no effect with parallel.zero_stage; leave it out"
     if train.float8:
         yield "train.float8=true with parallel.zero_stage is not available; use parallel.shard"
     if tune.param_dtype != "fp32":
@@ -151,25 +143,35 @@ def _parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
             f"parallel.reduce_dtype={parallel.reduce_dtype} has no effect without "
             "tune.method=full: adapters' gradients are added up in fp32"
         )
-    if (parallel.tensor or 1) > 1 and method == "dora":
+
+
+def beside_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
+    """Yield what these settings say against parallel.tensor > 1."""
+    if tune.method == "dora":
         yield (
             "tune.method=dora with parallel.tensor > 1: its norms span the split weights; "
             "use lora, or parallel.shard"
         )
-    if (parallel.tensor or 1) > 1 and method == "qlora":
+    if tune.method == "qlora":
         yield (
             "tune.method=qlora with parallel.tensor > 1: packed 4-bit weights are not split along "
             "heads; use parallel.shard or parallel.pipeline, or tune.method=lora"
         )
-
-
-def _compile(train: TrainConfig, method: str, is_split: bool) -> Iterator[str]:
-    """``is_split``: over the tensor axis."""
-    if train.compile and is_split:
+    if train.compile:
         yield (
             "train.compile=true with parallel.tensor > 1 is not available in hpc_tune yet; "
             "use one of them"
         )
+    if train.float8:
+        yield "train.float8=true with parallel.tensor > 1 is not available; use one of them"
+
+
+def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:
+    """Return whether these settings go together with parallel.tensor > 1."""
+    return not any(beside_tensor(tune, train))
+
+
+def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:
     if not train.float8:
         return
     if not train.compile:
@@ -177,16 +179,11 @@ def _compile(train: TrainConfig, method: str, is_split: bool) -> Iterator[str]:
             "train.float8=true without train.compile=true is slower than bf16, since its casts are "
             "not fused; set train.compile=true"
         )
-    if is_split:
-        yield "train.float8=true with parallel.tensor > 1 is not available; use one of them"
     if method in ("dora", "qlora"):
         yield (
             f"train.float8=true with tune.method={method}: it multiplies by more than plain "
             "weights; use lora or full"
         )
-
-
-def _float8(dtype: str, device: str) -> Iterator[str]:
     if device == "cpu":
         yield "train.float8=true needs a GPU, and run.device=cpu; use train.float8=false"
     if dtype == "fp32":

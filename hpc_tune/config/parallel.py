@@ -1,10 +1,14 @@
 """The ``parallel`` section of the configuration: how the model is spread over the ranks."""
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 from pydantic import Field
 
 from hpc_tune.config.section import PositiveInt, Section
+
+AXES = ("replicate", "shard", "tensor", "pipeline")
+_OF_SHARDS = ("reshard", "blocks_per_unit", "reduce_dtype")
 
 
 class ParallelConfig(Section):
@@ -97,3 +101,34 @@ class ParallelConfig(Section):
         "(arXiv:1604.06174); selective: all but the results of matrix products and attention, a "
         "few more flops for somewhat less memory. The losses are the same bits.",
     )
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that are set."""
+        return {axis: ranks for axis in AXES if (ranks := getattr(self, axis)) is not None}
+
+    @property
+    def ranks_needed(self) -> int:
+        """What the axes that are set multiply to: all ranks, or a divisor of their number."""
+        return math.prod(self.axes.values())
+
+    @property
+    def takes_more_ranks(self) -> bool:
+        """Whether ranks that the axes leave over have an axis: replicate or shard is not set."""
+        return self.replicate is None or self.shard is None
+
+    def suits(self, ranks: int) -> bool:
+        """Return whether the axes that are set can be those of ``ranks`` ranks."""
+        needed = self.ranks_needed
+        return ranks == needed or (self.takes_more_ranks and ranks % needed == 0)
+
+    @property
+    def ranks_in_words(self) -> str:
+        """How many ranks the axes need, such as ``"a multiple of 4 ranks"``."""
+        return f"{'a multiple of ' if self.takes_more_ranks else ''}{self.ranks_needed} ranks"
+
+    @property
+    def set_for_shards(self) -> dict[str, Any]:
+        """The settings of weights that FSDP2 shards, where they are not the defaults."""
+        defaults = {name: type(self).model_fields[name].default for name in _OF_SHARDS}
+        return {n: v for n, default in defaults.items() if (v := getattr(self, n)) != default}

@@ -4,7 +4,7 @@
     tokenize   rank r       chunks r, r + size, ... -> one part file (.npz) each
     assemble   rank 0       parts in the order of the chunks -> the HDF5 file; the folder is removed
 
-The ranks agree on errors between the steps, by the caller's ``Ranks.agree``. The folder's name
+The ranks agree on errors of each step, by the caller's ``Ranks.run_and_agree``. The folder's name
 holds a hash of the data and the settings, so that complete parts of a killed run are used by the
 next one, on any number of ranks, and never by a run with other settings.
 
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,10 +43,12 @@ from hpc_tune.data.tokenizer import FastTokenizer, describe, fingerprint, num_id
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import DataError, HpcTuneError
 from hpc_tune.log import log
+from hpc_tune.world.comm import RunAndAgree, alone
 
 STALE_S = 24 * 3600
 _FACTS = "facts.json"
 Report = Callable[[int, int], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,28 +76,34 @@ class Plan:
         return self.parts / f"{number:08d}.part"
 
 
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The ranks that prepare together; by default this process alone.
 
-    ``agree(error)`` is called by every rank after each step, and must raise everywhere if any rank
-    brings an error; it is also what makes the ranks wait for each other, so its timeout must be
-    longer than the tokenizing. ``share`` returns what rank 0 gives: its plan, as modification
-    times, and so the names of parts, differ where each node has a copy of the source; and whether
-    another job's file has come. ``threads`` is the number of
-    cores that this rank may use for the tokenizer; None leaves that to the environment.
+    ``run_and_agree`` does a step on every rank and raises everywhere if it fails on one; it is also
+    what makes the ranks wait for each other, so its timeout must be longer than the tokenizing.
+    ``share`` returns what rank 0 gives: its plan, as modification times, and so the names of parts,
+    differ where each node has a copy of the source; and whether another job's file has come.
+    ``threads`` is the number of cores that this rank may use for the tokenizer; None leaves that to
+    the environment.
     """
 
     rank: int = 0
     size: int = 1
-    agree: Callable[[BaseException | None], None] = _raise
+    run_and_agree: RunAndAgree = alone
     share: Callable[[Any], Any] = lambda own: own
     threads: int | None = None
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Do a step; what a file system refuses is an error of the data, too. Collective."""
+
+        def step() -> T:
+            try:
+                return work()
+            except OSError as error:
+                raise DataError(str(error)) from None
+
+        return self.run_and_agree("preparing the data", step)
 
 
 ALONE = Ranks()
@@ -234,32 +242,39 @@ def prepare(
 
     Several jobs may prepare the same file at once: a job that comes late finds its parts gone and
     takes the file of the first.
+
+    Raises:
+        DataError: on every rank, if the data of one cannot be used or written.
     """
-    error: BaseException | None = None
     before = _stamp_of(Path(out), ranks)
-    try:
-        own = plan(paths, out, tokenizer, settings)
-    except (HpcTuneError, OSError) as caught:
-        error = caught
-    ranks.agree(error)
+    own = ranks.do(lambda: plan(paths, out, tokenizer, settings))
     work: Plan = ranks.share(own)
-    try:
+
+    def tokenize_own() -> None:
         _require_copy(own, work)
         tokenize(work, tokenizer, ranks, report)
-    except (HpcTuneError, OSError) as caught:
-        error = caught
-    ranks.agree(None)  # all have tokenized, or found the parts gone
-    is_there: bool = ranks.share(_stamp_of(work.out, ranks) != before)
-    ranks.agree(None if is_there else error)
-    error = None
+
+    failed: HpcTuneError | None = None
     try:
-        if ranks.rank == 0 and not is_there:
-            assemble(work)
-    except (HpcTuneError, OSError) as caught:
-        error = caught if _stamp_of(work.out, ranks) == before else None
-    if ranks.rank == 0 and error is None:
+        ranks.do(tokenize_own)
+    except HpcTuneError as error:  # on all ranks; the parts may be gone
+        failed = error
+    is_there: bool = ranks.share(_stamp_of(work.out, ranks) != before)
+    if failed is not None and not is_there:
+        raise failed
+
+    def join() -> None:
+        if ranks.rank != 0:
+            return
+        try:
+            if not is_there:
+                assemble(work)
+        except (HpcTuneError, OSError):
+            if _stamp_of(work.out, ranks) == before:
+                raise
         shutil.rmtree(work.parts, ignore_errors=True)
-    ranks.agree(error)
+
+    ranks.do(join)
     return TokenStore.open(work.out).attributes.counters
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
@@ -15,20 +15,7 @@ from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
-
-T = TypeVar("T")
-
-
-class RunAndAgree(Protocol):
-    """Does this rank's ``work``, which sends no messages; an error of one rank is raised on all."""
-
-    def __call__(self, what: str, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns. Collective."""
-
-
-def alone(what: str, work: Callable[[], T]) -> T:
-    """Do ``work``: for a process by itself."""
-    return work()
+from hpc_tune.world.comm import RunAndAgree, alone
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,12 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
+from hpc_tune.memory.policy import COMPILING_SHARE
+from hpc_tune.memory.process_bytes import COMPILING_BYTES
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import Starts
 
 Forward = Callable[..., Any]
-# A compile worker is a Python with torch plus one run of the C++ or Triton compiler.
-WORKER_BYTES = 1 << 30
-WORKERS_SHARE = 8  # an eighth of a rank's host memory may go to compile workers
 # One graph each for: training and evaluation, one row and several, with and without a mask, and
 # for each kind of block that a model mixes. torch gives up at 8.
 MAX_GRAPHS = 64
@@ -99,7 +98,7 @@ def prepare_compiler(
 
 def num_workers(threads: int, host_bytes: int) -> int:
     """Return how many compile workers a rank may have; with one it compiles in its own process."""
-    return max(1, min(threads, host_bytes // WORKERS_SHARE // WORKER_BYTES))
+    return max(1, min(threads, int(COMPILING_SHARE * host_bytes) // COMPILING_BYTES))
 
 
 def _compiled(forward: Forward) -> Forward:

@@ -17,11 +17,9 @@ from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.weights import Reserve, reserve_nothing
-from hpc_tune.step.plan import StepPlan
+from hpc_tune.step.plan import SUMMED_BYTES, StepPlan
 
 _VALUES_AT_ONCE = 1 << 22
-# Enough for a link to be busy; a model's last piece has nothing to hide behind.
-PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class OverlappedAllReduce:
             parameter.register_post_accumulate_grad_hook(
                 functools.partial(self._done, len(self._pieces))
             )
-            if (stop - start) * itemsize >= PIECE_BYTES or start == 0:
+            if (stop - start) * itemsize >= SUMMED_BYTES or start == 0:
                 self._pieces.append(bucket.grads[start:stop])
                 self._sizes.append(num)
                 stop, num = start, 0

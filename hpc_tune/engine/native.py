@@ -88,7 +88,7 @@ class NativeEngine:
         self._overlapped = [
             OverlappedAllReduce(bucket, bucket.group, self._collectives)
             for bucket in self._buckets
-            if self.repeats_steps and bucket.group is not None
+            if plan.sums_beside_backward and bucket.group is not None
         ]
         self._offloaded: OffloadedState | None = None
         has_device = device.type == "cuda" or settings.faults.moves_on_host

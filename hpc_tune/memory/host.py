@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from hpc_tune.cluster.schedulers import memory_limits
+from hpc_tune.memory.policy import free_bytes_below
 
 RETURNED_BYTES, MAX_KEPT_BYTES = 1 << 20, 32 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
@@ -205,6 +206,11 @@ def used_bytes(limit: HostLimit, proc: Path = Path("/proc"), pids: Sequence[int]
     """Return the bytes in use that count against ``limit``; see ``Usage``."""
     with closing(Usage(limit, proc, pids)) as usage:
         return usage.used_bytes()
+
+
+def spare_bytes(limit: HostLimit) -> int:
+    """Return how many bytes work beside a run may take now: until the governor would act."""
+    return free_bytes_below(used_bytes(limit), limit.num_bytes)
 
 
 def swapped_bytes(limit: HostLimit, proc: Path = Path("/proc")) -> int:

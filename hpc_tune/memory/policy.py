@@ -80,6 +80,10 @@ class Shares:
     begins_at: Mapping[Level, float]
     stays_for: float
 
+    def fit(self, num_bytes: int, limit: int) -> bool:
+        """Return whether a plan may need ``num_bytes``."""
+        return num_bytes <= self.fits * limit
+
 
 # The kernel kills at a host's limit.
 HOST = Shares(
@@ -93,6 +97,11 @@ HOST = Shares(
 DEVICE = Shares(
     filled=0.97, fits=0.97, begins_at={Level.CALM: 0.0, Level.TIGHT: 0.99}, stays_for=0.01
 )
+# Of the memory that a rank has, by arithmetic before it takes any.
+SURE_SHARE = 0.5  # a run that takes less by an upper bound needs no plan
+STATE_SHARE = 0.6  # weights, gradients and optimizer may take so much: the rest is for activations
+TRIED_STATE_SHARE = 0.5  # those of the few blocks that layout=auto measures
+COMPILING_SHARE = 1 / 8  # workers of torch.compile
 RETRY_WINDOW = 8  # steps
 _RETRIED_STEPS = 3  # of the window: one alone may be an evaluation's, or a longer batch's
 _RUNGS = tuple(Action)[1:-1]  # TRIM and LEAVE are always possible

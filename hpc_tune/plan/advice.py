@@ -37,8 +37,8 @@ class Remedy:
 def fits(phase: Phase, machine: Machine) -> bool:
     """Tell whether a phase leaves what a run needs of its limits, on a device and on its node."""
     device = machine.device_bytes
-    on_device = device is None or phase.device_bytes <= DEVICE.fits * device
-    return on_device and phase.node_bytes(machine) <= HOST.fits * machine.host_bytes
+    on_device = device is None or DEVICE.fit(phase.device_bytes, device)
+    return on_device and HOST.fit(phase.node_bytes(machine), machine.host_bytes)
 
 
 def check_remedies(

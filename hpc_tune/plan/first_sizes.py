@@ -27,7 +27,7 @@ def sizes_for(file: Path, nodes: int, gpus: int) -> Sizes | None:
             return None
         needed = [phase for phase in plan.phases if not phase.optional]
         on_device = max(phase.device_bytes for phase in needed)
-        fits = on_device <= DEVICE.fits * USUAL_DEVICE
+        fits = DEVICE.fit(on_device, USUAL_DEVICE)
         if fits:
             break
     on_node = max(phase.node_bytes(machine) for phase in needed)

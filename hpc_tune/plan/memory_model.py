@@ -14,7 +14,18 @@ from hpc_tune.checkpoint.export import merge_bytes
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
 from hpc_tune.data.loader import BYTES_PER_TOKEN, prefetch_limit
-from hpc_tune.engine.compile import WORKER_BYTES, num_workers
+from hpc_tune.engine.compile import num_workers
+from hpc_tune.memory.policy import SURE_SHARE
+from hpc_tune.memory.process_bytes import (
+    BLOCK_OBJECTS_BYTES,
+    COMPILING_BYTES,
+    DEEPSPEED_BYTES,
+    GPU_RANK_BYTES,
+    MERGING_BYTES,
+    MODEL_OBJECTS_BYTES,
+    RANK_BYTES,
+    STEPPED_BYTES,
+)
 from hpc_tune.model.weights import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.trace import TraceReport
@@ -22,22 +33,9 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import SAVED_COPIES, ModelSize, activation_bound, static_bytes
 
-MIB = 1 << 20
-# Anonymous + shared bytes of a rank when torch, transformers and peft are imported and gloo is
-# connected, without a model, and of a process that merges (torch 2.13, Python 3.11). The first is
-# of the rank that has prepared the data and tried the architecture too, the median of 6 shapes.
-PROCESS_BYTES, MERGING_PROCESS_BYTES = 284 * MIB, 153 * MIB
-# What a step takes on CPUs beside torch's blocks, and leaves: the libraries' own buffers, Python's
-# objects, and blocks of the sizes that rows of short documents have. Fitted to 3 shapes.
-STEPPED_BYTES = 32 * MIB
-# Python's objects for a model's modules and parameters, adapters included (Llama shapes).
-LAYER_BYTES, MODEL_BYTES = 900 * 1024, 20 * MIB
-DEEPSPEED_BYTES = 45 * MIB
-# What a rank with a GPU has besides; not measured, on the safe side.
-GPU_PROCESS_BYTES = 1478 * MIB
-GPU_CONTEXT_BYTES = 1536 * MIB  # on the device: context, NCCL's buffers, the libraries' workspaces
+# On a device: context, NCCL's buffers, the libraries' workspaces. Not measured, on the safe side.
+GPU_CONTEXT_BYTES = 1536 << 20
 GPU_SLACK = 0.03  # of the traced peak: the allocator rounds up and leaves fragments
-SURE_SHARE = 0.5  # of what a rank has: a bound below that needs no plan
 Save = Literal["streamed", "gathered"]
 
 
@@ -102,12 +100,17 @@ class MemorySettings:
 
 def process_bytes(machine: Machine) -> int:
     """Return what a rank's process takes of the memory that it computes with."""
-    return 0 if machine.device_bytes else PROCESS_BYTES
+    return 0 if machine.device_bytes else RANK_BYTES
 
 
 def most_bytes(size: ModelSize, layout: Layout, model: Any, tokens: int, machine: Machine) -> int:
     """Return more than the steps of a rank take, by arithmetic; see ``activation_bound``."""
     return static_bytes(size, layout) + activation_bound(model, tokens) + process_bytes(machine)
+
+
+def surely_fits(most: int, machine: Machine) -> bool:
+    """Return whether a rank that takes ``most`` or less fits without a plan."""
+    return most < SURE_SHARE * machine.bytes_per_rank
 
 
 def memory_by_phase(
@@ -118,8 +121,8 @@ def memory_by_phase(
     ``trace`` is of the rank that needs most.
     """
     on_cpu, checkpoint = machine.device_bytes is None, settings.checkpoint
-    process = PROCESS_BYTES + MODEL_BYTES + LAYER_BYTES * trace.num_layers
-    process += 0 if on_cpu else GPU_PROCESS_BYTES
+    process = RANK_BYTES + MODEL_OBJECTS_BYTES + BLOCK_OBJECTS_BYTES * trace.num_layers
+    process += 0 if on_cpu else GPU_RANK_BYTES
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
     step = _step_bytes(trace, on_cpu, model, settings)
     left = STEPPED_BYTES if on_cpu else 0
@@ -136,7 +139,7 @@ def memory_by_phase(
     phases = [phase("load", step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]
     if settings.compile_threads is not None:
         workers = num_workers(settings.compile_threads, machine.host_bytes_per_rank)
-        phases.append(phase("compile", step.peak + left, buffers + workers * WORKER_BYTES))
+        phases.append(phase("compile", step.peak + left, buffers + workers * COMPILING_BYTES))
     phases += [
         phase("first step", step.peak + left, buffers),
         phase("steady", step.peak + left, buffers),
@@ -152,7 +155,7 @@ def memory_by_phase(
             on_host = buffers + PIECE_BYTES + each
             copied = phase("save, in the background", step.peak + left, on_host, first)
             phases.append(replace(copied, optional=settings.governed))
-    merge = MERGING_PROCESS_BYTES + merge_bytes(model.largest_tensor)
+    merge = MERGING_BYTES + merge_bytes(model.largest_tensor)
     return [*phases, Phase("merge, in one process", 0, 0, merge)]
 
 

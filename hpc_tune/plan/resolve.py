@@ -5,22 +5,20 @@
 Also the rows of a micro-batch that follow from a layout.
 """
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import BatchConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.step.layout import AXES, Layout, MeshCoordinates
+from hpc_tune.step.layout import Layout, MeshCoordinates
 from hpc_tune.step.plan import uses_fsdp
 from hpc_tune.step.size import ModelSize, static_bytes
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
 from hpc_tune.units import format_bytes
-
-ROOM_FOR_ACTIVATIONS = 0.6  # of the memory a rank has may go to weights, gradients and optimizer
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def choose_layout(
 
     Axes that are set are kept; tensor and pipeline are 1 unless set; of replicate and shard an
     unset one takes what is left. Where both are unset, all ranks replicate if the model fits into
-    ``ROOM_FOR_ACTIVATIONS`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits
+    ``STATE_SHARE`` of ``bytes_per_rank``; else each node holds a sharded copy if one fits
     there, so that weights are gathered over its fast links alone (``ranks_per_node``: 1 where nodes
     differ); else all ranks shard.
 
@@ -87,17 +85,16 @@ def choose_layout(
     if parallel.zero_stage is not None:
         layout = Layout(1, world_size) if parallel.zero_stage == 3 else Layout(world_size, 1)
         return layout, f"DeepSpeed ZeRO {parallel.zero_stage}, as configured"
+    if not parallel.suits(world_size):
+        raise ConfigError(_not_the_product(parallel, world_size))
     tensor, pipeline = parallel.tensor or 1, parallel.pipeline or 1
     replicate, shard = parallel.replicate, parallel.shard
-    fixed = tensor * pipeline * (replicate or 1) * (shard or 1)
-    rest = world_size // fixed
-    if fixed * rest != world_size or (replicate and shard and rest != 1):
-        raise ConfigError(_not_the_product(parallel, world_size))
+    rest = world_size // parallel.ranks_needed
     if replicate is not None or shard is not None:
         layout = Layout(replicate or rest, shard or rest, tensor, pipeline)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     whole = Layout(rest, 1, tensor, pipeline)
-    needed, room = static_bytes(size, whole), int(bytes_per_rank * ROOM_FOR_ACTIVATIONS)
+    needed, room = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)
     sizes = f"{format_bytes(needed)} of {format_bytes(room)}"
     if needed <= room:
         return whole, f"each rank can hold its part of the model ({sizes})"
@@ -122,7 +119,7 @@ def keeps_gathered(parallel: ParallelConfig, size: ModelSize, layout: Layout, ro
     if parallel.reshard != "auto":
         return parallel.reshard
     whole = Layout(layout.data_size, 1, layout.tensor, layout.pipeline)
-    return "step" if static_bytes(size, whole) <= room * ROOM_FOR_ACTIVATIONS else "block"
+    return "step" if static_bytes(size, whole) <= room * STATE_SHARE else "block"
 
 
 def check_layout(layout: Layout, parallel: ParallelConfig, model: Any) -> None:
@@ -152,16 +149,11 @@ def layout_problems(layout: Layout, parallel: ParallelConfig, model: Any) -> lis
 
 def without_effect(layout: Layout, parallel: ParallelConfig) -> list[str]:
     """Return, in words, the settings that do nothing in a layout."""
-    settings = {
-        "reshard": parallel.reshard != "auto",
-        "blocks_per_unit": parallel.blocks_per_unit != 1,
-        "reduce_dtype": parallel.reduce_dtype != "fp32",
-    }
+    if uses_fsdp(layout.shard, parallel):
+        return []
     return [
-        f"parallel.{name}={getattr(parallel, name)} has no effect where nothing is sharded "
-        f"({layout})"
-        for name, is_set in settings.items()
-        if is_set and not uses_fsdp(layout.shard, parallel)
+        f"parallel.{name}={value} has no effect where nothing is sharded ({layout})"
+        for name, value in parallel.set_for_shards.items()
     ]
 
 
@@ -185,11 +177,9 @@ def most_micro_rows(batch: BatchConfig, layout: Layout) -> int:
 
 
 def _not_the_product(parallel: ParallelConfig, world_size: int) -> str:
-    axes = {axis: size for axis in AXES if (size := getattr(parallel, axis)) is not None}
+    axes, start = parallel.axes, f"start {parallel.ranks_in_words}"
     settings = ", ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
     split = (parallel.tensor or 1) * (parallel.pipeline or 1)
-    is_whole = parallel.replicate is not None and parallel.shard is not None
-    start = f"start {'' if is_whole else 'a multiple of '}{math.prod(axes.values())} ranks"
     if world_size % split:
         others = [f"parallel.{a}={n}" for a, n in axes.items() if a in ("tensor", "pipeline")]
         advice = f"{start}, or change {' and '.join(others)}"

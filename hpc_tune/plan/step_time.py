@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.engine.gradients import PIECE_BYTES
 from hpc_tune.plan.network import Network
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import (
@@ -133,11 +132,10 @@ def step_time(
     )
     sharing = compute.sharing / gain
     reducing_s = max(_reducing_s(plan, placed, num_micro, kind) for kind in {*kinds})
-    if plan.only_replicates:
-        # Piece by piece within the last backward pass, two thirds of a micro-batch's time; the last
-        # piece has nothing to hide behind.
-        num_pieces = math.ceil(work.size.trained_bytes / PIECE_BYTES)
-        reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / num_pieces)
+    if plan.sums_beside_backward:
+        # The last backward pass is two thirds of a micro-batch's time; the last piece has nothing
+        # to hide behind.
+        reducing_s = max(reducing_s - stages_s[0] * 2 / 3, reducing_s / plan.num_gradient_pieces)
     reducing_s += _SMALL_SUMS * placed.sync_of(layout.size)
     update_s = max(map(plan.updated_by, {*kinds})) * compute.update_s / gain
     comm_s = begin_s + reducing_s + passes.messages_s(sharing)

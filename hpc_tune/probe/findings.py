@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hpc_tune.memory.process_bytes import LEAST_FOR_RANK_BYTES
 from hpc_tune.probe.facts import RankFacts
 from hpc_tune.probe.links import Links, outliers, rate
 from hpc_tune.probe.nccl import Nccl
@@ -17,7 +18,6 @@ SHM_BYTES = 32 << 20
 # RDMA registers what it sends; without a network card or a GPU only small things are locked.
 LOCKED_BYTES, MIN_LOCKED_BYTES = 1 << 30, 1 << 20
 DISK_BYTES = 1 << 30
-HOST_BYTES_PER_RANK = 1 << 30
 _SLOW_DISK = 20e6
 # Below this part of a card's rate, TCP is what carries the messages: RDMA comes near the rate.
 _SOLD_SHARE = 3
@@ -173,7 +173,7 @@ def _limits(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 def _memory(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     for here in _by_node(ranks):
         first = here[0]
-        least, had = HOST_BYTES_PER_RANK * len(here), first.host_limit_bytes
+        least, had = LEAST_FOR_RANK_BYTES * len(here), first.host_limit_bytes
         if had < least:
             yield Finding(
                 "warning",

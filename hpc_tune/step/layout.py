@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-AXES = ("replicate", "shard", "tensor", "pipeline")
 _OUTERMOST_FIRST = ("pipeline", "replicate", "shard", "tensor")
 
 

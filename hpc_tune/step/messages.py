@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from hpc_tune.config.parallel import AXES
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
-from hpc_tune.step.layout import AXES
 from hpc_tune.step.plan import Micro, StepPlan
 from hpc_tune.step.rings import Kind, sent_bytes
 

@@ -5,6 +5,7 @@
 Engines do what it says; messages, memory and seconds are predicted from it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +17,9 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, Weights, measure
 from hpc_tune.step.stages import stage_blocks
 
+# Gradients that are added up beside a backward pass are sent in pieces of so many bytes: enough for
+# a link to be busy, and a model's last piece has nothing to hide behind.
+SUMMED_BYTES = 4 << 20
 # Of a micro-batch: its tokens with padding, and those with loss.
 Micro = tuple[int, int]
 
@@ -77,6 +81,16 @@ class StepPlan:
     def only_replicates(self) -> bool:
         """Whether no message is sent before gradients are added up: each rank holds all weights."""
         return self.layout.replicate == self.layout.size and not self.uses_fsdp
+
+    @property
+    def sums_beside_backward(self) -> bool:
+        """Whether gradients are added up beside the last backward pass: it sends nothing else."""
+        return self.only_replicates
+
+    @property
+    def num_gradient_pieces(self) -> int:
+        """About how many pieces gradients are then added up in."""
+        return math.ceil(self.size.trained_bytes / SUMMED_BYTES)
 
     @property
     def spreads_gradients(self) -> bool:

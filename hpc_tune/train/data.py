@@ -19,7 +19,7 @@ from hpc_tune.data.reading import Part, Reading
 from hpc_tune.data.sampler import PackedSampler, SampleOrder
 from hpc_tune.data.sources import files_of, is_builtin
 from hpc_tune.data.tokenizer import fingerprint
-from hpc_tune.errors import ConfigError, DataError, HpcTuneError
+from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import Progress, log
 from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids
 from hpc_tune.plan.resolve import Resolved
@@ -285,13 +285,7 @@ def prepare_file(
     world = comm.world
     name = f"{shown(path)}{'' if part == 'all' else f' ({part} part)'}"
     progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
-
-    def agree_or_raise(error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, HpcTuneError):
-            error = DataError(str(error))
-        comm.agree(error, "preparing the data")
-
-    ranks = Ranks(world.rank, world.size, agree_or_raise, comm.broadcast, comm.threads)
+    ranks = Ranks(world.rank, world.size, comm.run_and_agree, comm.broadcast, comm.threads)
     settings = prepare_settings(data, part)
     counters = prepare(path, out, tokenizer, settings, ranks, progress.show)
     progress.close()

@@ -4,19 +4,17 @@ It imports nothing large: the supervisor of a job uses it too.
 """
 
 import subprocess
-import sys
 from pathlib import Path
 
-from hpc_tune.cluster.launchers import unlaunched
+from hpc_tune.cluster.own_command import run_command
 from hpc_tune.log import log
-from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.memory.policy import free_bytes_below
+from hpc_tune.memory.host import find_limit, spare_bytes
+from hpc_tune.memory.process_bytes import REPORTING_BYTES
 from hpc_tune.rundir.json_lines import METRICS
 from hpc_tune.rundir.nearby import SETTINGS
 from hpc_tune.units import format_bytes
 
-REPORT_BYTES = 250 << 20  # what drawing it takes, with a margin
-_PER_BYTE = 4  # of metrics.jsonl, on top
+_PER_BYTE = 4  # of metrics.jsonl, on top of the process
 _LIMIT_S = 60.0
 
 
@@ -28,16 +26,12 @@ def write_report(run_dir: Path) -> None:
     if not (run_dir / SETTINGS).is_file():
         return
     later = f"python -m hpc_tune report {run_dir}"
-    limit = find_limit()
-    left = free_bytes_below(used_bytes(limit), limit.num_bytes)
-    if left < REPORT_BYTES + _PER_BYTE * _metrics_bytes(run_dir):
+    left = spare_bytes(find_limit())
+    if left < REPORTING_BYTES + _PER_BYTE * _metrics_bytes(run_dir):
         log.warning("no report: %s of memory left; write it with: %s", format_bytes(left), later)
         return
-    command = [sys.executable, "-m", "hpc_tune", "report", str(run_dir)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LIMIT_S, env=unlaunched()
-        )
+        done = run_command(["report", str(run_dir)], _LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no report (%s); write it with: %s", error, later)
         return

@@ -21,6 +21,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class RunAndAgree(Protocol):
+    """``Comm.run_and_agree``, for what knows no ``Comm``.
+
+    Does this rank's ``work``, which sends no messages; an error of one rank is raised on all.
+    """
+
+    def __call__(self, what: str, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns. Collective."""
+
+
+def alone(what: str, work: Callable[[], T]) -> T:
+    """Do ``work``: for a process by itself."""
+    return work()
+
+
 class Watch(Protocol):
     """What finds lost hosts; see ``keepalive.HostWatch``."""
 

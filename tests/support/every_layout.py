@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.autotune.candidates import allows_tensor, candidates, legal_layouts
+from hpc_tune.autotune.candidates import candidates, legal_layouts
 from hpc_tune.autotune.choose import choose_from, take_measures
 from hpc_tune.batch import Batch
+from hpc_tune.config.constraints import allows_tensor
 from hpc_tune.config.load import load_config, write_resolved
 from hpc_tune.engine.base import EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine

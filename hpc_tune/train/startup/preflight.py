@@ -16,10 +16,11 @@ from typing import Any
 
 from hpc_tune.errors import MemoryBudgetError, ResumableStop
 from hpc_tune.log import log
-from hpc_tune.memory.host import find_limit, used_bytes
-from hpc_tune.memory.policy import DEVICE, HOST, free_bytes_below
+from hpc_tune.memory.host import find_limit, spare_bytes
+from hpc_tune.memory.policy import DEVICE, HOST
+from hpc_tune.memory.process_bytes import PLANNING_BYTES
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.memory_model import SURE_SHARE, most_bytes
+from hpc_tune.plan.memory_model import most_bytes, surely_fits
 from hpc_tune.plan.process import run_plan
 from hpc_tune.plan.resolve import Resolved, least_micro_rows
 from hpc_tune.rundir import nearby
@@ -29,7 +30,6 @@ from hpc_tune.units import format_bytes
 
 _PLAN_LIMIT_S = 300.0
 _SIGNAL_SHOWS_WITHIN_S = 0.5
-_PLAN_BYTES = 600 << 20  # what the plan itself takes, with some to spare
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def preflight(job: Job, model: Model, resolved: Resolved, force: bool) -> Foreca
     tokens = least_micro_rows(config.batch) * config.data.seq_len
     most = most_bytes(model.size, resolved.layout, model.built.config, tokens, machine)
     room = machine.bytes_per_rank
-    if most < SURE_SHARE * room:
+    if surely_fits(most, machine):
         rows_too = " with micro-batches of one row" if config.batch.micro_size == "auto" else ""
         verdict = f"fits{rows_too}: at most {format_bytes(most)} of {format_bytes(room)} per rank"
         return Forecast(None, verdict)
@@ -84,13 +84,13 @@ def _lacking(phase: dict[str, Any], machine: Machine) -> Iterator[str]:
     """Yield what a phase of ``plan --json`` needs and does not have, in words."""
     what = {"steady": "a step", "load": "loading"}.get(phase["name"], phase["name"])
     needs, has = phase["device_bytes"], machine.device_bytes
-    if has is not None and needs > DEVICE.fits * has:
+    if has is not None and not DEVICE.fit(needs, has):
         yield (
             f"{what} needs {format_bytes(needs)} of each device's memory; there are "
             f"{format_bytes(has)}"
         )
     needs, has = phase["node_bytes"], machine.host_bytes
-    if needs > HOST.fits * has:
+    if not HOST.fit(needs, has):
         yield (
             f"{what} needs {format_bytes(needs)} of host memory per node; there are "
             f"{format_bytes(has)}"
@@ -134,11 +134,11 @@ def _plan(
         ResumableStop: if the run was asked to stop meanwhile: the signal ends the plan, too.
     """
     limit = find_limit()
-    left = free_bytes_below(used_bytes(limit), limit.num_bytes)
-    if left < _PLAN_BYTES:
+    left = spare_bytes(limit)
+    if left < PLANNING_BYTES:
         log.warning(
             "memory  not planned: that takes %s, and %s of %s are left",
-            *map(format_bytes, (_PLAN_BYTES, left, limit.num_bytes)),
+            *map(format_bytes, (PLANNING_BYTES, left, limit.num_bytes)),
         )
         return None
     log.info("memory  planning what each phase takes")

@@ -8,15 +8,10 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig
 
-from hpc_tune.autotune.candidates import (
-    allows_tensor,
-    candidates,
-    legal_layouts,
-    orders,
-    ring_order,
-)
+from hpc_tune.autotune.candidates import candidates, legal_layouts, orders, ring_order
 from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
 from hpc_tune.autotune.search import as_json, as_lines, choose, choose_for, from_json
+from hpc_tune.config.constraints import allows_tensor, check
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
@@ -282,7 +277,5 @@ def test_a_machine_of_the_table_has_the_links_of_its_data_sheet():
 @pytest.mark.parametrize("layout", ["auto", "simple"])
 def test_auto_and_zero_do_not_go_together(layout):
     parallel = ParallelConfig(layout=layout, zero_stage=2, engine="deepspeed")
-    from hpc_tune.config.constraints import check
-
     problems = check(RunConfig(parallel=parallel))
     assert any("parallel.layout=auto" in problem for problem in problems) == (layout == "auto")

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from hpc_tune.cluster.launchers import claim_of, launcher_of, rank_hint, unlaunched
+from hpc_tune.cluster.own_command import run_command
 from hpc_tune.cluster.protocol import Claim, MeetingPoint
 from hpc_tune.cluster.torchrun import check_master
 from hpc_tune.errors import WorldError
@@ -105,6 +106,13 @@ def test_without_the_launchers_variables_a_process_is_no_rank(name, monkeypatch)
     for key, value in TABLE[name][0].items():
         monkeypatch.setenv(key, value)
     assert claim_of(unlaunched()) == SINGLE
+
+
+def test_a_command_of_its_own_gives_back_what_it_prints_and_its_exit_code():
+    told, refused = run_command(["--version"], 60.0), run_command(["trian"], 60.0)
+    assert (told.returncode, told.stdout.split()[0], told.stderr) == (0, "hpc_tune", "")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "did you mean train" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,8 @@ def test_every_owner_imports_what_it_owns(third_party):
         ("balance_stages(", "step/stages.py"),
         ("self.size.trained_itemsize", "step/plan.py"),
         ("989e12", "plan/hardware.py"),
+        ("% needed == 0", "config/parallel.py"),
+        ("env=unlaunched()", "cluster/own_command.py"),
     ],
 )
 def test_a_decision_is_made_in_one_file(decision, owner):

@@ -98,9 +98,8 @@ def test_a_pickle_among_the_parts_that_prepare_left_is_refused_unread(tmp_path, 
     """Its folder may be on a file system that others write to."""
     source, replaced = write_jsonl(tmp_path / "d.jsonl", [chat("Hi?", "Yes.")]), []
 
-    def plant(error):
-        if error is not None:
-            raise error
+    def plant(what, work):
+        found = work()
         for part in tmp_path.glob(".out.h5.*.parts/*.part"):
             with part.open("wb") as file:
                 if is_member:
@@ -108,6 +107,7 @@ def test_a_pickle_among_the_parts_that_prepare_left_is_refused_unread(tmp_path, 
                 else:
                     pickle.dump(Evil(ran), file)
             replaced.append(part)
+        return found
 
     with pytest.raises(DataError, match=r"\.part is damaged"):
         prepare(
@@ -115,7 +115,7 @@ def test_a_pickle_among_the_parts_that_prepare_left_is_refused_unread(tmp_path, 
             tmp_path / "out.h5",
             byte_tokenizer(),
             PrepareSettings(64),
-            Ranks(agree=plant),
+            Ranks(run_and_agree=plant),
         )
     assert replaced
 
