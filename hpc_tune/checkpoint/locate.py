@@ -17,6 +17,7 @@ from hpc_tune.model.identity import identity_of, sample_of
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.units import format_bytes
+from hpc_tune.world.liveness import ALIVE_S
 
 TEMPLATE_FILE = "chat_template.jinja"
 _LOOKS = 10  # at a run that goes on, and removes what is being looked at
@@ -191,9 +192,8 @@ def _outcome_lines(path: Path) -> list[str]:
     if not last:
         return []
     silent_s = time.time() - max(beat.time for beat in last)
-    if silent_s < heartbeat.ALIVE_S and not owner.has_died(path):
-        seen = "" if silent_s < heartbeat.QUIET_S else f", no sign of life for {silent_s:.0f} s"
-        return [f"outcome: none yet, the run is {last[0].phase}{seen}"]
+    if silent_s < ALIVE_S and not owner.has_died(path):
+        return [f"outcome: none yet, the run is {last[0].phase}{heartbeat.silence(silent_s)}"]
     return [f"outcome: {heartbeat.last_seen(last)}"]
 
 

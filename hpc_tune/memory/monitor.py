@@ -39,13 +39,13 @@ from hpc_tune.memory.policy import (
 )
 from hpc_tune.memory.rlimit import PrivateMemoryLimit
 from hpc_tune.units import format_bytes
+from hpc_tune.world.liveness import HEARTBEAT_EVERY_S
 
 _PERIOD_S = 0.1
 _NEAR_PERIOD_S = 0.02
 _NEAR_SHARE = 0.7
 _WINDOW_S = 0.5
 _PLAN_ERROR = 0.1
-_HEARTBEAT_EVERY_S = 5.0
 Mode = Literal["on", "observe", "off"]
 
 
@@ -300,7 +300,7 @@ class Monitor:
             self._note(anonymous)
             is_near = used > max(self._familiar, _NEAR_SHARE * self.limit.num_bytes)
             period_s = _NEAR_PERIOD_S if is_near else self._period_s
-            if self._heartbeat is not None and now_s - self._heartbeat_s > _HEARTBEAT_EVERY_S:
+            if self._heartbeat is not None and now_s - self._heartbeat_s > HEARTBEAT_EVERY_S:
                 self._heartbeat.beat(self._activity, used)
                 self._heartbeat_s = now_s
             if self.mode == "on":

@@ -19,6 +19,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
 from hpc_tune.rundir.json_lines import EVENTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
+from hpc_tune.world.liveness import ALIVE_S
 
 Row = Mapping[str, Any]
 _HUGE, _LAST_TIME = 1e300, 4e9  # the year 2096
@@ -80,7 +81,7 @@ class Run:
             status = str(self.outcome.get("status"))
             return status if status in ("done", "stopped", "failed") else "unknown"  # type: ignore[return-value]
         longest_s = max((row.get("step_s") or 0.0 for row in self.steps[-20:]), default=0.0)
-        limit_s = heartbeat.ALIVE_S + (0 if self.beats else 3 * longest_s)
+        limit_s = ALIVE_S + (0 if self.beats else 3 * longest_s)
         if self.silent_s < limit_s and not self.has_died:
             return "running"
         return "died" if self.beats else "unknown"
@@ -91,8 +92,7 @@ class Run:
         match self.state:
             case "running":
                 doing = f"it is {self.beats[0].phase}" if self.beats else "it is running"
-                silent = self.silent_s > heartbeat.QUIET_S
-                return doing + (f", no sign of life for {self.silent_s:.0f} s" if silent else "")
+                return doing + heartbeat.silence(self.silent_s)
             case "died":
                 return heartbeat.last_seen(self.beats)
             case "unknown":

@@ -17,10 +17,9 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.memory.host import HostLimit, oom_kills
 from hpc_tune.memory.policy import HOST, Level
 from hpc_tune.units import format_bytes
+from hpc_tune.world.liveness import QUIET_S
 
 FOLDER = "memory"
-ALIVE_S = 30.0  # a run writes every few seconds
-QUIET_S = 12.0  # that long without is worth a word
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,11 @@ def last_seen(last: Sequence[Heartbeat]) -> str:
     elif was_memory(last):
         text += "; probably by the kernel, for memory"
     return text
+
+
+def silence(silent_s: float) -> str:
+    """Return a clause on a run that lives and has given no sign of that for a while, or nothing."""
+    return f", no sign of life for {silent_s:.0f} s" if silent_s > QUIET_S else ""
 
 
 def _kills_since(heartbeat: Heartbeat) -> int:

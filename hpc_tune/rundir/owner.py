@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,16 +23,11 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.cluster.schedulers import job_of
 from hpc_tune.errors import ConfigError, HpcTuneError
 from hpc_tune.log import log
+from hpc_tune.world import liveness
 from hpc_tune.world.processes import started_s
 from hpc_tune.world.stop import process_start
 
 FILE = "live.json"
-TOUCH_EVERY_S = 10.0
-# A thread of a busy rank may be late, and file systems show a time late, too.
-SILENT_S = 120.0
-SHOWS_WITHIN_S = 30.0  # on another host
-_SETTLE_S = 0.5  # of two that take over at once, both see who was last
-_LOOK_EVERY_S = 1.0
 _UNKNOWN = -1  # a file system that does not answer says nothing of a folder
 Lost = Callable[[HpcTuneError], None]
 
@@ -106,21 +100,20 @@ def is_known_to_be(owner: Owner, me: Owner) -> bool | None:
 
 
 class RunLock:
-    """The mark of this job in a run directory, from ``take`` to ``close``; rank 0's alone."""
+    """The mark of this job in a run directory, from ``acquire`` to ``close``; rank 0's alone."""
 
     def __init__(
         self,
         run_dir: Path,
         me: Owner,
         lost: Lost,
-        touch_every_s: float = TOUCH_EVERY_S,
-        silent_s: float = SILENT_S,
+        touch_every_s: float = liveness.TOUCH_EVERY_S,
+        silent_s: float = liveness.SILENT_S,
     ) -> None:
         """``lost`` is called from a thread if another job takes ``run_dir`` over."""
         self._path, self._me, self._lost = run_dir / FILE, me, lost
         self._touch_every_s, self._silent_s = touch_every_s, silent_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="live-mark", daemon=True)
+        self._watcher = liveness.Watcher("live-mark", touch_every_s, self._look)
         self._folder: int | None = None
 
     def acquire(self) -> None:
@@ -150,8 +143,8 @@ class RunLock:
                     "run.dir=%s was in use by %s %.0f s ago: looking for %.0f s if it still is",
                     *(self._path.parent, owner or "another job", age_s, self._silent_s - age_s),
                 )
-            time.sleep(min(_LOOK_EVERY_S, self._touch_every_s))
-        self._thread.start()
+            time.sleep(min(liveness.LOCK_LOOK_EVERY_S, self._touch_every_s))
+        self._watcher.start()
 
     def is_anothers(self) -> bool:
         """Tell whether another job has taken the folder over."""
@@ -174,8 +167,8 @@ class RunLock:
 
     def close(self) -> None:
         """Give the folder back, if this rank has taken it."""
-        self._over.set()
-        if self._thread.ident is not None:
+        self._watcher.close()
+        if self._watcher.has_started:
             release(self._path.parent, self._me.nonce)
 
     def _create(self) -> bool:
@@ -195,31 +188,32 @@ class RunLock:
     def _take_over(self, owner: Owner | None) -> None:
         log.info("run.dir=%s: %s ended without releasing it", self._path.parent, owner or "another")
         write_file(self._path, json.dumps(asdict(self._me)))
-        time.sleep(_SETTLE_S)
+        time.sleep(liveness.LOCK_SETTLE_S)
 
-    def _keep(self) -> None:
-        while not self._over.wait(self._touch_every_s):
-            if self._has_moved() and not self._over.wait(_SETTLE_S) and self._has_moved():
-                self._lost(MovedError(self._path.parent))
-                return
-            if self.is_anothers() and not self._over.is_set():
-                owner = (_look(self._path) or (None,))[0]
-                self._lost(
-                    InUseError(
-                        f"run.dir={self._path.parent} was taken over by {owner or 'another job'}, "
-                        f"which had seen no sign of this one for {self._silent_s:.0f} s"
-                    )
+    def _look(self) -> bool:
+        watcher, settle_s = self._watcher, liveness.LOCK_SETTLE_S
+        if self._has_moved() and not watcher.wait(settle_s) and self._has_moved():
+            self._lost(MovedError(self._path.parent))
+            return True
+        if self.is_anothers() and not watcher.is_over:
+            owner = (_look(self._path) or (None,))[0]
+            self._lost(
+                InUseError(
+                    f"run.dir={self._path.parent} was taken over by {owner or 'another job'}, "
+                    f"which had seen no sign of this one for {self._silent_s:.0f} s"
                 )
-                return
-            with contextlib.suppress(OSError):  # the checkpointer reports a file system that hangs
-                os.utime(self._path)
+            )
+            return True
+        with contextlib.suppress(OSError):  # the checkpointer reports a file system that hangs
+            os.utime(self._path)
+        return False
 
 
 def owner_of(run_dir: Path) -> Owner | None:
     """Return the job whose mark is in ``run_dir`` and was touched in the last minutes."""
     with contextlib.suppress(OSError):
         owner, _, age_s = _look(run_dir / FILE) or (None, 0.0, 0.0)
-        return owner if age_s <= SILENT_S else None
+        return owner if age_s <= liveness.SILENT_S else None
     return None
 
 
@@ -231,7 +225,9 @@ def has_died(run_dir: Path) -> bool:
     return False
 
 
-def require_shared(run_dir: Path, nonce: str, host: str, limit_s: float = SHOWS_WITHIN_S) -> None:
+def require_shared(
+    run_dir: Path, nonce: str, host: str, limit_s: float = liveness.SHOWS_WITHIN_S
+) -> None:
     """Refuse a run directory in which this host does not see the mark that ``host`` has made.
 
     Each node would save into a folder of its own, and no start would find all of it.

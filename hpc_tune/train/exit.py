@@ -7,7 +7,6 @@ MemoryExit          stops a run whose memory runs out between two steps: the mon
 """
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,15 +37,11 @@ from hpc_tune.rundir.outcome import Outcome, stopped
 from hpc_tune.rundir.owner import InUseError, release
 from hpc_tune.train.governor import MORE_MEMORY, Governor, facts_of
 from hpc_tune.units import format_bytes, format_seconds
+from hpc_tune.world import liveness
 from hpc_tune.world.bootstrap import bootstrap
 from hpc_tune.world.comm import Comm, ResumePoint
 from hpc_tune.world.failure import Failure, die, is_broken_connection, report_failure
 from hpc_tune.world.stop import StopFlag, process_start
-
-SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
-_POLL_S = 0.2
-_GRACE_S = 5.0  # for phases that check the flag themselves
-_MARGIN_S = _GRACE_S + 2.0  # of the time limit
 
 
 @contextmanager
@@ -124,7 +119,7 @@ def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tu
         _write(_outcome_of(comm, error, Failure("", ""), code), run_dir)
     told = report_failure(comm, error)
     if told is None:
-        time.sleep(0 if is_urgent else SILENT_RANK_WAITS_S)
+        time.sleep(0 if is_urgent else liveness.SILENT_RANK_WAITS_S)
         return code, is_urgent
     told = _with_checkpoint(told, comm, error)
     kept = None
@@ -214,26 +209,24 @@ class StartupWatchdog:
         """Watch ``stop``."""
         self._comm, self._stop, self._run_dir = comm, stop, run_dir
         self._resume_point = resume_point
-        self._over, self._deciding = threading.Event(), threading.Lock()
-        threading.Thread(target=self._watch, name="startup-watchdog", daemon=True).start()
+        self._watcher = liveness.Watcher("startup-watchdog", liveness.STOP_LOOK_EVERY_S, self._look)
+        self._watcher.start()
 
     def close(self) -> None:
         """Stop watching; does not return if the rank is stopping already."""
-        with self._deciding:
-            self._over.set()
+        self._watcher.close()
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return what ended the run: a signal also ends a compiler, and so makes compiling fail."""
-        reason = None if self._over.is_set() else self._reason()
+        reason = None if self._watcher.is_over else self._reason()
         return error if reason is None else self._error_of(reason)
 
-    def _watch(self) -> None:
-        while not self._over.wait(_POLL_S):
-            reason = self._reason(_MARGIN_S)
-            if reason is not None and not self._over.wait(_GRACE_S):
-                with self._deciding:
-                    if not self._over.is_set():
-                        fail(self._comm, self._error_of(reason), self._run_dir)
+    def _look(self) -> None:
+        reason = self._reason(liveness.STOP_MARGIN_S)
+        if reason is not None and not self._watcher.wait(liveness.STOP_GRACE_S):
+            self._watcher.unless_over(
+                lambda: fail(self._comm, self._error_of(reason), self._run_dir)
+            )
 
     def _error_of(self, reason: str) -> ResumableStop:
         doing = "starting" if self._comm is None else self._comm.doing[0]

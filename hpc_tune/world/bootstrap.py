@@ -25,7 +25,7 @@ from hpc_tune.cluster.protocol import Claim, Launcher
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.errors import WorldError
 from hpc_tune.log import log
-from hpc_tune.world import affinity, open_files
+from hpc_tune.world import affinity, liveness, open_files
 from hpc_tune.world.comm import Comm, Peer, all_gather
 from hpc_tune.world.device import (
     DeviceReport,
@@ -48,15 +48,11 @@ from hpc_tune.world.keepalive import HostWatch, Lost
 from hpc_tune.world.nodes import host_key, nodes_of, place_of
 from hpc_tune.world.numa import SYS, cpus_of
 from hpc_tune.world.rendezvous import interface_towards, local_addresses, rendezvous
-from hpc_tune.world.step_limit import MARGIN_S
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store
 
-START_LIMIT_S = 300.0
-CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours while the others wait
-END_LIMIT_S = 300.0
 _SETTLE_LIMIT_S = 5.0
 _GLOO_THREAD = "pt_gloo_runloop"
 
@@ -77,7 +73,7 @@ def bootstrap(settings: RunSettings, lost: Lost = end_world) -> Comm:
     if launched and claim.launcher != UNKNOWN:  # that one may end before its ranks, as ssh does
         watch_launcher(who)
     hint = "check for ranks that failed to start, or for a network that the nodes do not share"
-    with time_limit("all ranks to start", START_LIMIT_S, hint, who):
+    with time_limit("all ranks to start", liveness.START_LIMIT_S, hint, who):
         world, mpi_comm = discover()
         if world.rank == 0:  # now, since the world may not form without them
             _log_warnings([open_files.shortage(files, world.size)])
@@ -139,7 +135,9 @@ def shutdown(comm: Comm) -> None:
     import torch.distributed as dist
 
     who = f"rank {comm.world.rank} on {comm.world.hostname}"
-    with time_limit("all ranks to finish", END_LIMIT_S, "check what the other ranks still do", who):
+    with time_limit(
+        "all ranks to finish", liveness.END_LIMIT_S, "check what the other ranks still do", who
+    ):
         dist.barrier(group=comm.cpu_group)
         if comm.watch is not None:
             comm.watch.close()
@@ -183,7 +181,9 @@ def _open_channel(world: World, mpi_comm: Any, launcher: Launcher, claim: Claim)
     if launcher.meeting_point is None:
         raise WorldError(f"{claim.launcher} starts several ranks, and they have no MPI to meet by")
     point = launcher.meeting_point(os.environ, claim)
-    return StarChannel(world, point.addresses, point.token, START_LIMIT_S * 0.8, point.ports)
+    return StarChannel(
+        world, point.addresses, point.token, liveness.START_LIMIT_S * 0.8, point.ports
+    )
 
 
 def _with_nodes(world: World, channel: Channel | None) -> World:
@@ -252,7 +252,7 @@ def _rendezvous(
     """Return the store that all ranks share, where rank 0 is reached, a nonce, and a warning."""
     import torch.distributed as dist
 
-    limit = timedelta(seconds=START_LIMIT_S)
+    limit = timedelta(seconds=liveness.START_LIMIT_S)
     if channel is None:
         store, _, _ = next(dist.rendezvous("env://", timeout=limit))
         if world.rank == 0:
@@ -310,7 +310,7 @@ def init_groups(
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    limit = timedelta(seconds=timeout_s + MARGIN_S)
+    limit = timedelta(seconds=timeout_s + liveness.STEP_MARGIN_S)
     # Otherwise later groups, of a mesh or a library, would have a timeout of half an hour.
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
@@ -325,7 +325,7 @@ def init_groups(
             device_id=device if device.type == "cuda" else None,
         )
         group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=max(timeout_s, CONTROL_TIMEOUT_S))
+            backend="gloo", timeout=timedelta(seconds=max(timeout_s, liveness.CONTROL_TIMEOUT_S))
         )
     except (RuntimeError, ValueError) as error:
         raise WorldError(
@@ -347,7 +347,7 @@ def _connect(world: World, device: "torch.device") -> None:
         "NCCL's network does not work between these nodes: NCCL_DEBUG=INFO shows which interface "
         "it takes, NCCL_SOCKET_IFNAME or run.interface=NAME set another"
     )
-    with time_limit("the devices of all ranks to connect", START_LIMIT_S, hint, who):
+    with time_limit("the devices of all ranks to connect", liveness.START_LIMIT_S, hint, who):
         try:
             word = torch.zeros(1, device=device)
             dist.all_reduce(word)

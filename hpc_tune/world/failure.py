@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,19 +27,13 @@ from hpc_tune.errors import (
     WorldError,
     first_line,
 )
+from hpc_tune.world import liveness
 from hpc_tune.world.processes import ancestors, is_alive
 
 if TYPE_CHECKING:
     from hpc_tune.world.comm import Comm, Peer
 
-_STORE_LIMIT_S = 2.0
-_ABORT_LIMIT_S = 5.0
-_DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
-_DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
-_OTHERS_REPORT_WITHIN_S = 1.5  # a rank on the dead one's node, or rank 0, can name it
 _MAX_REASON, _MAX_NAMED = 300, 8  # characters, ranks or hosts: a line
-_OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
-_FIRST_REPORT_S = 1.5  # before there is a world, rank 0 reports first and its end ends the others
 # How gloo, the store and NCCL show that another rank, or the way to it, is gone.
 _BROKEN = (
     "connection closed",
@@ -80,8 +74,8 @@ def die(comm: "Comm | None", exit_code: int = EXIT_FAILED) -> NoReturn:
             print(f"{who}: MPI's Abort did not end it, exiting", file=sys.stderr, flush=True)
             os._exit(exit_code)
 
-        _after(_ABORT_LIMIT_S, give_up)
-        time.sleep(_DRAIN_S)
+        liveness.after(liveness.ABORT_LIMIT_S, give_up)
+        time.sleep(liveness.DRAIN_S)
         if mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(exit_code)
     os._exit(exit_code)
@@ -114,7 +108,7 @@ def report_failure(comm: "Comm | None", error: BaseException) -> Failure | None:
         error = DiskError.of(error, comm.doing[0] if comm else "starting") or error
     if comm is None:
         if rank_hint(os.environ) > 0:
-            time.sleep(_FIRST_REPORT_S)
+            time.sleep(liveness.FIRST_REPORT_S)
         return _failure(f"rank {rank_hint(os.environ)} on {socket.gethostname()}", error, None)
     gone = _wait_for_gone(comm) if is_broken_connection(error) else []
     store_is_gone = any(peer.rank == 0 for peer in gone)
@@ -184,7 +178,7 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
         print(f"{who}: waited {seconds:.0f} s for {what}; {hint}", file=sys.stderr, flush=True)
         die(None)
 
-    timer = _after(seconds, expire)
+    timer = liveness.after(seconds, expire)
     try:
         yield
     finally:
@@ -194,22 +188,20 @@ def time_limit(what: str, seconds: float, hint: str, who: str) -> Iterator[None]
         timer.join(1.0)
 
 
-def watch_launcher(who: str, every_s: float = 1.0) -> None:
+def watch_launcher(who: str) -> None:
     """End this rank when its parent or its launcher is gone: a killed mpirun orphans its ranks."""
     parent = os.getppid()
     # The nearest, such as mpirun behind a shell script.
     launcher = next((pid for pid, name in ancestors() if name.startswith(PROCESSES)), None)
 
-    def watch() -> None:
-        while True:
-            time.sleep(every_s)
-            if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
-                # The other end of stderr may be closed.
-                with contextlib.suppress(OSError, ValueError):
-                    print(f"{who}: the launcher is gone, exiting", file=sys.stderr, flush=True)
-                os._exit(EXIT_FAILED)
+    def look() -> None:
+        if os.getppid() != parent or (launcher is not None and not is_alive(launcher)):
+            # The other end of stderr may be closed.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"{who}: the launcher is gone, exiting", file=sys.stderr, flush=True)
+            os._exit(EXIT_FAILED)
 
-    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+    liveness.Watcher("launcher-watch", liveness.LAUNCHER_LOOK_EVERY_S, look).start()
 
 
 def end_world_on_uncaught(comm: "Comm | None") -> None:
@@ -229,13 +221,6 @@ def end_world(comm: "Comm | None", error: BaseException) -> NoReturn:
         if told.details is not None:
             print(told.details, file=sys.stderr, flush=True)
     die(comm, error.exit_code if isinstance(error, HpcTuneError) else EXIT_FAILED)
-
-
-def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(seconds, action)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def _failure(who: str, error: BaseException, comm: "Comm | None") -> Failure:
@@ -263,7 +248,7 @@ def _wait_for_gone(comm: "Comm") -> "list[Peer]":
     elsewhere = [peer.node for peer in comm.roster if peer.node != comm.world.node]
     others_know = len(elsewhere) > len(set(elsewhere)) or (elsewhere and not comm.is_rank_0)
     until_s = time.monotonic()
-    until_s += _OTHERS_REPORT_WITHIN_S if others_know else _DEATH_SHOWS_WITHIN_S
+    until_s += liveness.OTHERS_REPORT_WITHIN_S if others_know else liveness.DEATH_SHOWS_WITHIN_S
     while time.monotonic() < until_s:
         if dead := dead_peers(comm):
             return dead
@@ -287,13 +272,13 @@ def _reports_first(comm: "Comm", store_is_gone: bool) -> bool:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(_STORE_LIMIT_S)
+    thread.join(liveness.STORE_LIMIT_S)
     return answer[0] if answer else _reports_first_on_host(comm.nonce)
 
 
 def _reports_first_on_host(nonce: str) -> bool:
     # A rank that has reported elsewhere may have ended the world, and here rank 0 went first.
-    time.sleep(_OTHERS_END_WITHIN_S)
+    time.sleep(liveness.OTHERS_END_WITHIN_S)
     # An abstract socket name can be taken once per host and vanishes with its owner.
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

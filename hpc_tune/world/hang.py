@@ -13,16 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, WorldError
-
-_LOOK_EVERY_S = 1.0
-# Reporting it may wait for the same disk.
-_LEAVE_LIMIT_S = 6.0
-_LOCKED_FACTOR = 2  # of the limit: a library that holds the lock may still be reading
+from hpc_tune.errors import HpcTuneError, WorldError
+from hpc_tune.world import liveness
 
 
 class HangWatch:
@@ -35,42 +32,35 @@ class HangWatch:
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
         """Watch the block, which does ``what``."""
-        done, winding = threading.Event(), threading.Lock()
-        self._reset_timer()
-        arguments = (what, done, winding)
-        threading.Thread(target=self._watch, args=arguments, name="hang", daemon=True).start()
-        try:
-            yield
-        finally:
-            with winding:
-                done.set()
-                faulthandler.cancel_dump_traceback_later()
+        every_s = min(liveness.HANG_LOOK_EVERY_S, self._limit_s / liveness.HANG_NUM_LOOKS)
+        ends_if_still = liveness.when_still(
+            progress, self._limit_s, every_s, partial(self._end, what)
+        )
 
-    def _watch(self, what: str, done: threading.Event, winding: threading.Lock) -> None:
-        every_s = min(_LOOK_EVERY_S, self._limit_s / 10)
-        seen, still_s = progress(), 0.0  # no clock: a suspended job does not hang
-        while not done.wait(every_s):
-            with winding:
-                if not done.is_set():
-                    self._reset_timer()
-            now = progress()
-            still_s = still_s + every_s if now == seen else 0.0
-            seen = now
-            if still_s > self._limit_s:
-                faulthandler.cancel_dump_traceback_later()
-                limit = threading.Timer(_LEAVE_LIMIT_S, os._exit, [EXIT_FAILED])
-                limit.daemon = True
-                limit.start()
-                self._lost(
-                    WorldError(
-                        f"{what}: nothing was read or computed for {self._limit_s:.0f} s "
-                        "(run.timeout): check for a file system that hangs"
-                    )
-                )
-                return
+        def look() -> bool:
+            watcher.unless_over(self._reset_timer)
+            return ends_if_still()
+
+        watcher = liveness.Watcher("hang", every_s, look)
+        self._reset_timer()
+        try:
+            with watcher.over():
+                yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, what: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        liveness.must_leave_soon()  # reporting it may wait for the same disk
+        self._lost(
+            WorldError(
+                f"{what}: nothing was read or computed for {self._limit_s:.0f} s "
+                "(run.timeout): check for a file system that hangs"
+            )
+        )
 
     def _reset_timer(self) -> None:
-        limit_s = _LOCKED_FACTOR * self._limit_s
+        limit_s = liveness.LOCKED_FACTOR * self._limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 
 

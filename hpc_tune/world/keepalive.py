@@ -16,7 +16,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import selectors
 import socket
 import threading
@@ -24,28 +23,13 @@ import time
 from collections.abc import Callable
 
 from hpc_tune.errors import EXIT_FAILED, HpcTuneError, LostHostError, RemoteError, WorldError
+from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer
 from hpc_tune.world.failure import gone_error, ranks_of
 from hpc_tune.world.processes import is_alive
 from hpc_tune.world.rendezvous import local_addresses
 
 Lost = Callable[[Comm, HpcTuneError], None]
-# A lost packet or two are no outage; each probe has a quarter of the limit.
-NUM_PROBES = 3
-_CONNECT_LIMIT_S = 30.0
-_HELLO_LIMIT_S = 2.0
-# The ranks of a lost host end one after the other.
-_SETTLE_S = 0.15
-# A rank of rank 0's host that lives has reported by then; a launcher may end this one soon after.
-_NEIGHBOURS_REPORT_WITHIN_S = 0.4
-# After a rank ends, ranks of its node report it, and its launcher ends the others, in seconds.
-_GONE_LIMIT_S = 10.0
-# Nobody is left to report there; the main thread, if it notices, knows more.
-_NOBODY_LEFT_S = 1.0
-_TOGETHER_S = 0.5  # less than anybody who is told of the end of a rank waits before leaving
-# Reporting may wait for a store or a file system beyond the cut. With the default limit of 20 s
-# all ranks have exited within 30.
-_LEAVE_LIMIT_S = 6.0
 _KEY = "hpc_tune/reach"
 _LEAVE, _BYE = b"!", b"bye"
 _PIECE = 1 << 16
@@ -89,11 +73,11 @@ class HostWatch:
         own, now_s = self._comm.world, time.monotonic()
         together = self._ended_together()
         ended = {rank: at_s for rank, at_s in together.items() if not self._is_near(rank)}
-        if not ended or now_s - min(ended.values()) < _SETTLE_S:
+        if not ended or now_s - min(ended.values()) < liveness.HOST_SETTLE_S:
             return set()
         if own.rank and 0 in ended:
             with_0 = {peer.rank for peer in self._of_node(self._comm.roster[0].node)}
-            if with_0 != {0} and now_s - ended[0] < _NEIGHBOURS_REPORT_WITHIN_S:
+            if with_0 != {0} and now_s - ended[0] < liveness.NEIGHBOURS_REPORT_WITHIN_S:
                 return set()
             return with_0 | ended.keys()
         return set(ended)
@@ -104,12 +88,12 @@ class HostWatch:
         self._tell(_BYE)
         with contextlib.suppress(OSError):  # it is closed already
             self._wake_write.send(b"x")
-        self._thread.join(_HELLO_LIMIT_S + 1.0)
+        self._thread.join(liveness.HELLO_LIMIT_S + 1.0)
 
     def _connect(self) -> socket.socket:
         address, port = json.loads(self._comm.store.get(_KEY))
         try:
-            peer = socket.create_connection((address, port), timeout=_CONNECT_LIMIT_S)
+            peer = socket.create_connection((address, port), timeout=liveness.CONNECT_LIMIT_S)
             self._probe(peer)
             peer.sendall(self._hello + self._comm.world.rank.to_bytes(4, "big"))
         except OSError as error:
@@ -149,7 +133,7 @@ class HostWatch:
         peer = None
         with contextlib.suppress(OSError):
             peer, _ = listener.accept()
-            peer.settimeout(_HELLO_LIMIT_S)
+            peer.settimeout(liveness.HELLO_LIMIT_S)
             size = len(self._hello) + 4
             hello = peer.recv(size, socket.MSG_WAITALL)
             rank = int.from_bytes(hello[-4:], "big")
@@ -164,11 +148,11 @@ class HostWatch:
 
     def _probe(self, peer: socket.socket) -> None:
         """Let the kernel probe the other host, so that silence is an error within the limit."""
-        every_s = max(1, int(self._limit_s / (NUM_PROBES + 1)))
+        every_s = max(1, int(self._limit_s / (liveness.NUM_PROBES + 1)))
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, liveness.NUM_PROBES)
 
     def _on_message(self, peer: socket.socket) -> bool:
         """Act on a message of rank 0 or the end of a connection; tell whether it goes on."""
@@ -200,7 +184,7 @@ class HostWatch:
         """Return when those ranks ended that did with the first: others leave when told."""
         ended = self._ended.copy()
         first_s = min(ended.values(), default=0.0)
-        return {rank: at_s for rank, at_s in ended.items() if at_s - first_s < _TOGETHER_S}
+        return {rank: at_s for rank, at_s in ended.items() if at_s - first_s < liveness.TOGETHER_S}
 
     def _note(self, ended: list[int]) -> None:
         for rank in ended:
@@ -222,9 +206,9 @@ class HostWatch:
         comm, peer = self._comm, self._comm.roster[rank]
         if self._is_near(rank):
             is_dead = comm.sees_local_pids and not is_alive(peer.pid)
-            return _SETTLE_S if is_dead else _GONE_LIMIT_S
+            return liveness.HOST_SETTLE_S if is_dead else liveness.GONE_LIMIT_S
         nobody_left = all(other.rank in self._ended for other in self._of_node(peer.node))
-        return _NOBODY_LEFT_S if nobody_left or rank == 0 else _GONE_LIMIT_S
+        return liveness.NOBODY_LEFT_S if nobody_left or rank == 0 else liveness.GONE_LIMIT_S
 
     def _of_node(self, node: int) -> list[Peer]:
         return [peer for peer in self._comm.roster if peer.node == node]
@@ -247,9 +231,7 @@ class HostWatch:
     def _leave(self, error: HpcTuneError) -> None:
         if self._closed.is_set():
             return
-        limit = threading.Timer(_LEAVE_LIMIT_S, os._exit, [EXIT_FAILED])
-        limit.daemon = True
-        limit.start()
+        liveness.must_leave_soon()  # reporting may wait for what is beyond the cut
         if self._comm.is_rank_0:
             self._tell(_LEAVE)
         self._lost(self._comm, error)

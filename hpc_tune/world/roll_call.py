@@ -10,89 +10,69 @@ In training ``step_limit`` asks sooner, and knows who is late. Before it a rank 
 hours while the others wait, and only its threads tell that it lives.
 """
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpc_tune.errors import HpcTuneError, StalledError
+from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _KEY = "hpc_tune/roll"
-_LOOK_EVERY_S = 5.0
-_LOOKS = 20  # within a limit that is short
-_FACTOR = 2  # of run.timeout: a library that holds the interpreter's lock may still be reading
 
 
 class RollCall:
-    """Calls the ranks of ``comm`` in ``over``; ``lost`` ends the world, and is called in a thread.
-
-    It counts looks and reads no clock: a job that is suspended as a whole does not hang.
-    """
+    """Calls the ranks of ``comm`` in ``over``; ``lost`` ends the world, in a thread."""
 
     def __init__(self, comm: Comm, limit_s: float, lost: Callable[[HpcTuneError], None]) -> None:
         """Treat as stopped who does not answer for twice ``limit_s``, in seconds."""
-        self._comm, self._limit_s, self._lost = comm, _FACTOR * limit_s, lost
-        self._every_s = min(_LOOK_EVERY_S, limit_s / _LOOKS)
-        self._over = threading.Event()
-        self._looks_in_vain = 0
+        self._comm, self._limit_s, self._lost = comm, liveness.LOCKED_FACTOR * limit_s, lost
+        self._every_s = every_s = min(liveness.LOOK_EVERY_S, limit_s / liveness.NUM_LOOKS)
+        self._num_heard = self._said = 0
+        # Rank 0 holds the store: the others wait for that to answer no more.
+        ends_if_silent = liveness.when_still(
+            lambda: self._num_heard, self._limit_s, every_s, partial(self._end, [0])
+        )
+        look = partial(self._guard, self._call) if comm.is_rank_0 else ends_if_silent
+        self._watcher = liveness.Watcher(
+            "roll-call", every_s, partial(self._guard, self._answer), look
+        )
 
-    @contextlib.contextmanager
-    def over(self) -> Iterator[None]:
+    def over(self) -> AbstractContextManager[None]:
         """Call and answer during the block."""
-        works = [self._answer, self._call if self._comm.is_rank_0 else self._watch]
-        if self._comm.world.size > 1:
-            for work in works:
-                threading.Thread(target=self._guard, args=(work,), daemon=True).start()
-        try:
-            yield
-        finally:
-            self._over.set()
+        return self._watcher.over() if self._comm.world.size > 1 else nullcontext()
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _guard(self, look: Callable[[], bool]) -> bool:
         try:
-            work()
+            return look()
         except RuntimeError:  # the store is gone with its rank
-            self._over.set()
+            self._watcher.close()
+            return True
 
-    def _answer(self) -> None:
-        store, own = self._comm.store, f"{_KEY}/{self._comm.world.rank}"
-        said = 0
-        while not self._over.wait(self._every_s):
-            number = store.add(_KEY, 0)
-            self._looks_in_vain = 0
-            if number > said:
-                store.set(own, str(number))
-                said = number
+    def _answer(self) -> bool:
+        number = self._comm.store.add(_KEY, 0)
+        self._num_heard += 1
+        if number > self._said:
+            self._comm.store.set(f"{_KEY}/{self._comm.world.rank}", str(number))
+            self._said = number
+        return False
 
-    def _call(self) -> None:
-        """Call all ranks until one does not answer; for rank 0."""
-        store, number = self._comm.store, 0
-        while not self._over.is_set():
-            number = store.add(_KEY, 1)
-            silent = list(range(1, self._comm.world.size))
-            for _ in range(round(self._limit_s / self._every_s)):
-                if self._over.wait(self._every_s):
-                    return
-                silent = [rank for rank in silent if _answer_of(store, rank) < number]
-                if not silent:
-                    break
-            if silent:
-                self._end(silent)
-                return
-            if self._over.wait(self._limit_s / 4):
-                return
-
-    def _watch(self) -> None:
-        """Wait for the store, which rank 0 holds, to answer no more."""
-        while not self._over.wait(self._every_s):
-            self._looks_in_vain += 1
-            if self._looks_in_vain * self._every_s > self._limit_s:
-                self._end([0])
-                return
+    def _call(self) -> bool:
+        """Call all ranks, and end the world if one does not answer; for rank 0."""
+        store = self._comm.store
+        number, silent = store.add(_KEY, 1), list(range(1, self._comm.world.size))
+        for _ in range(round(self._limit_s / self._every_s)):
+            if self._watcher.wait(self._every_s):
+                return True
+            silent = [rank for rank in silent if _answer_of(store, rank) < number]
+            if not silent:
+                return self._watcher.wait(self._limit_s / 4 - self._every_s)
+        self._end(silent)
+        return True
 
     def _end(self, silent: list[int]) -> None:
         peers = [self._comm.roster[rank] for rank in silent]
@@ -100,12 +80,12 @@ class RollCall:
         if len(peers) > len(said):
             said.append(f"{len(peers) - len(said)} more")
         verb = "does" if len(peers) == 1 else "do"
-        if not self._over.is_set():
+        if not self._watcher.is_over:
             self._lost(
                 StalledError(
                     f"{', '.join(said)} {verb} not answer while {self._comm.doing[0]}, for "
-                    f"{self._limit_s:.0f} s ({_FACTOR} x run.timeout): a process is stopped, or "
-                    "hangs outside of Python",
+                    f"{self._limit_s:.0f} s ({liveness.LOCKED_FACTOR} x run.timeout): a process is "
+                    "stopped, or hangs outside of Python",
                     {"late_ranks": silent},
                 )
             )

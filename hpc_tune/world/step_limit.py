@@ -5,7 +5,7 @@
     each rank            another thread answers, and keeps what its collectives did last
 
 torch ends a collective of NCCL that takes too long by aborting the process from C++, without a
-word about the rank that is missing. So the groups' own limit is ``MARGIN_S`` later than this one.
+word about the rank that is missing. So the groups' own limit is ``STEP_MARGIN_S`` later.
 """
 
 import contextlib
@@ -14,19 +14,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from hpc_tune.errors import EXIT_FAILED, HpcTuneError, StalledError
+from hpc_tune.errors import HpcTuneError, StalledError
+from hpc_tune.world import liveness
 from hpc_tune.world.comm import Comm, Peer
 from hpc_tune.world.failure import dead_peers
 
-MARGIN_S = 60.0
-_LOOK_EVERY_S = 5.0
-_LOOKS = 20  # within a limit that is short
-_LEAVE_LIMIT_S = 6.0
 _KEY = "hpc_tune/stalled"
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -60,9 +57,11 @@ class StepLimit:
         """
         self._comm, self._limit_s, self._lost = comm, limit_s, lost
         self._keep_trace = keep_trace
-        self._every_s = min(_LOOK_EVERY_S, limit_s / _LOOKS)
+        self._every_s = every_s = min(liveness.LOOK_EVERY_S, limit_s / liveness.NUM_LOOKS)
+        ends_if_still = liveness.when_still(self._progress, limit_s, every_s, self._end)
+        self._watcher = liveness.Watcher("step-limit", every_s, ends_if_still, self._answer)
         self._entered, self._doing = 0, "the first step"
-        self._over, self._telling = threading.Event(), threading.Lock()
+        self._telling = threading.Lock()
         self._has_told = False
         self._trace: str | None = None
 
@@ -71,26 +70,9 @@ class StepLimit:
         self._entered, self._doing = self._entered + 1, doing
         self._comm.begin(doing)
 
-    @contextlib.contextmanager
-    def over(self) -> Iterator[None]:
+    def over(self) -> contextlib.AbstractContextManager[None]:
         """Watch the block, which all ranks are in; a rank by itself waits for nobody."""
-        if self._comm.world.size > 1:
-            for work in (self._watch, self._answer):
-                threading.Thread(target=work, name="step-limit", daemon=True).start()
-        try:
-            yield
-        finally:
-            self._over.set()
-
-    def _watch(self) -> None:
-        seen, still_s = self._progress(), 0.0  # no clock: a suspended job does not hang
-        while not self._over.wait(self._every_s):
-            now = self._progress()
-            still_s = still_s + self._every_s if now == seen else 0.0
-            seen = now
-            if still_s >= self._limit_s:
-                self._end()
-                return
+        return self._watcher.over() if self._comm.world.size > 1 else contextlib.nullcontext()
 
     def _progress(self) -> tuple[object, ...]:
         """Return what changes while the main thread does anything but wait in one place."""
@@ -102,17 +84,15 @@ class StepLimit:
         return *place, time.clock_gettime_ns(time.pthread_getcpuclockid(main))
 
     def _end(self, wait_s: float | None = None) -> None:
-        wait_s = 2 * (3 * self._every_s + _LEAVE_LIMIT_S) if wait_s is None else wait_s
+        wait_s = 2 * (3 * self._every_s + liveness.LEAVE_LIMIT_S) if wait_s is None else wait_s
         own = self._comm.world.rank
         places = {own: self._place()}
         # The store may be behind a cut network.
         asking = threading.Thread(target=self._ask, args=(places,), daemon=True)
         asking.start()
         asking.join(wait_s)
-        limit = threading.Timer(_LEAVE_LIMIT_S, os._exit, [EXIT_FAILED])
-        limit.daemon = True
-        limit.start()
-        if not self._over.is_set():
+        liveness.must_leave_soon()
+        if not self._watcher.is_over:
             gone = {peer.rank for peer in dead_peers(self._comm)}
             roster, doing = self._comm.roster, self._doing
             if own and asking.is_alive():  # rank 0 holds the store, and the others may well answer
@@ -134,12 +114,14 @@ class StepLimit:
                         left -= {rank} if has_trace else set()
                 time.sleep(0.1)
 
-    def _answer(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone with its rank
-            while not self._over.wait(self._every_s):
-                if self._comm.store.check([_KEY]):
-                    self._tell()
-                    return
+    def _answer(self) -> bool:
+        try:
+            if not self._comm.store.check([_KEY]):
+                return False
+            self._tell()
+        except RuntimeError:  # the store is gone with its rank
+            pass
+        return True
 
     def _tell(self) -> None:
         """Tell once where this rank is, and again when its trace is there: that may take longer."""

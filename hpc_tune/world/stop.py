@@ -118,9 +118,9 @@ class StopFlag:
     def _has_file(self) -> bool:
         now_s = time.monotonic()
         if self._file is not None and now_s - self._file_checked_s >= _FILE_CHECK_EVERY_S:
-            self._file_checked_s = now_s
             # An error of the file system is no reason to end a run.
             self._file_seen = os.path.exists(self._file)
+            self._file_checked_s = now_s  # afterwards: another thread may ask meanwhile
         return self._file_seen
 
 

@@ -26,7 +26,7 @@ from hpc_tune.world.stop import StopFlag
 def left(monkeypatch):
     """What the world was ended with, as soon as it was."""
     errors = []
-    monkeypatch.setattr(train_exit, "_GRACE_S", 0.4)
+    monkeypatch.setattr("hpc_tune.world.liveness.STOP_GRACE_S", 0.4)
     monkeypatch.setattr(train_exit, "fail", lambda comm, error, run_dir: errors.append(error))
     return errors
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.errors import GoneError, RemoteError
-from hpc_tune.world import keepalive
+from hpc_tune.world import keepalive, liveness
 from hpc_tune.world.comm import Peer
 from hpc_tune.world.keepalive import HostWatch
 
@@ -50,8 +50,8 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(keepalive, "_NOBODY_LEFT_S", 1.5)
-    monkeypatch.setattr(keepalive, "_LEAVE_LIMIT_S", 3600.0)
+    monkeypatch.setattr(liveness, "NOBODY_LEFT_S", 1.5)
+    monkeypatch.setattr(liveness, "LEAVE_LIMIT_S", 3600.0)
     made = World()
     yield made
     made.end()
@@ -92,14 +92,14 @@ def wait_for_ended(watch):
 
 def test_every_survivor_knows_which_ranks_have_ended(world, monkeypatch):
     """Rank 1, on a third host, has no connection to rank 2."""
-    monkeypatch.setattr(keepalive, "_NOBODY_LEFT_S", 3600.0)
+    monkeypatch.setattr(liveness, "NOBODY_LEFT_S", 3600.0)
     world.connection(2).shutdown(socket.SHUT_RDWR)
     assert [wait_for_ended(world.watches[rank]) for rank in (0, 1)] == [{2}, {2}]
 
 
 def test_where_rank_0s_host_ends_every_survivor_names_its_ranks(world, monkeypatch):
     """Had one of them lived, it would have ended the world."""
-    monkeypatch.setattr(keepalive, "_NOBODY_LEFT_S", 3600.0)
+    monkeypatch.setattr(liveness, "NOBODY_LEFT_S", 3600.0)
     roster = (Peer(0, 0, "n0", 1), Peer(1, 0, "n0", 2), Peer(2, 2, "n2", 3))
     world.watches[2]._comm.roster = roster
     for peer in [*world.watches[0]._ranks]:

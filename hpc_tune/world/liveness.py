@@ -1,0 +1,194 @@
+"""Who watches what in a run, by which sign, for how long, and what it then does.
+
+HostWatch in world/keepalive.py, on each rank of several nodes: the other hosts and their ranks
+    sign    kernels answer TCP probes on the rank's one connection with rank 0; a rank closes it
+    late    no answer for run.host_timeout, or a rank has ended and nobody has named it for 10 s
+    then    rank 0 tells the ranks of all hosts, and each ends the world
+HangWatch in world/hang.py, on each rank: its own main thread, in work that it does alone
+    sign    CPU time and bytes read, its own and its children's; looked at every second
+    late    none for run.timeout; twice that where a library holds the interpreter's lock
+    then    ends the world; with the lock held, ends the process with a traceback
+StepLimit in world/step_limit.py, on each rank: its own main thread, from step to step
+    sign    the line of code and the CPU time change; looked at every 5 s
+    late    neither for run.timeout; torch's own limit is 60 s later
+    then    asks all ranks where they are, and ends the world with the name of who has not come
+RollCall in world/roll_call.py, on rank 0: all ranks; on the others: rank 0, which has the store
+    sign    a thread of the rank answers a number in the store, or the store answers at all
+    late    no answer for twice run.timeout
+    then    ends the world and names who is silent
+StartupWatchdog in train/exit.py, on each rank until its first step is over: a request to stop
+    sign    a signal, the STOP file, the end of the time limit; looked at every 0.2 s
+    late    the rank has not stopped by itself for 5 s
+    then    ends the world, to be resumed
+watch_launcher in world/failure.py, on each rank: its parent and the launcher
+    sign    their processes; looked at every second
+    late    at once
+    then    ends this rank
+time_limit in world/failure.py, on each rank: one wait, such as for all ranks to start
+    sign    the end of the wait
+    late    300 s for the start and for the end of the world
+    then    says who waited for what, and ends the world
+RunLock in rundir/owner.py, on rank 0: live.json of its own run directory, and of another job's
+    sign    it touches the file every 10 s; the file names it; the folder has its name
+    late    another's file is not touched for 120 s, or its process is known to be gone
+    then    takes the directory over; a job that has lost its own ends
+HeartbeatFile in rundir/heartbeat.py, on each node's first rank: for whoever looks at the directory
+    sign    memory/monitor.py writes it every 5 s, while the process lives
+    late    12 s are worth a word, after 30 s the run counts as dead
+    then    `report`, `inspect` and the next start say how it was last seen
+
+What is full is watched by memory/monitor.py, and what is left of a job by supervise.py.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hpc_tune.errors import EXIT_FAILED
+
+# Whoever ends the world has this long to report, perhaps to a store or a file system that does not
+# answer. With the default run.host_timeout of 20 s all ranks have exited within 30.
+LEAVE_LIMIT_S = 6.0
+LOCKED_FACTOR = 2  # of run.timeout: a library that holds the interpreter's lock may still read
+
+# HostWatch
+NUM_PROBES = 3  # a lost packet or two are no outage; each probe has a quarter of the limit
+CONNECT_LIMIT_S = 30.0
+HELLO_LIMIT_S = 2.0
+HOST_SETTLE_S = 0.15  # the ranks of a lost host end one after the other
+# A rank of rank 0's host that lives has reported by then; a launcher may end this one soon after.
+NEIGHBOURS_REPORT_WITHIN_S = 0.4
+# After a rank ends, ranks of its node report it, and its launcher ends the others, in seconds.
+GONE_LIMIT_S = 10.0
+NOBODY_LEFT_S = 1.0  # to report there; the main thread, if it notices, knows more
+TOGETHER_S = 0.5  # less than anybody who is told of the end of a rank waits before leaving
+
+# HangWatch; NUM_LOOKS are within a limit that is short
+HANG_LOOK_EVERY_S, HANG_NUM_LOOKS = 1.0, 10
+
+# StepLimit and RollCall
+LOOK_EVERY_S, NUM_LOOKS = 5.0, 20
+STEP_MARGIN_S = 60.0  # torch ends a collective later, since it does not know who is missing
+
+# StartupWatchdog
+STOP_LOOK_EVERY_S = 0.2
+STOP_GRACE_S = 5.0  # for phases that check the flag themselves
+STOP_MARGIN_S = STOP_GRACE_S + 2.0  # of the time limit
+
+# watch_launcher
+LAUNCHER_LOOK_EVERY_S = 1.0
+
+# time_limit
+START_LIMIT_S = 300.0
+END_LIMIT_S = 300.0
+CONTROL_TIMEOUT_S = 6 * 3600.0  # one rank may prepare data or save for hours while the others wait
+
+# RunLock
+TOUCH_EVERY_S = 10.0
+SILENT_S = 120.0  # a thread of a busy rank may be late, and file systems show a time late, too
+SHOWS_WITHIN_S = 30.0  # on another host
+LOCK_SETTLE_S = 0.5  # of two that take over at once, both see who was last
+LOCK_LOOK_EVERY_S = 1.0
+
+# HeartbeatFile
+HEARTBEAT_EVERY_S = 5.0
+QUIET_S = 12.0
+ALIVE_S = 30.0
+
+# Who reports how a world fails
+STORE_LIMIT_S = 2.0
+ABORT_LIMIT_S = 5.0
+DRAIN_S = 0.2  # Hydra drops what a rank printed just before the Abort of any rank
+DEATH_SHOWS_WITHIN_S = 0.3  # a dying process closes its connections a little before it is gone
+OTHERS_REPORT_WITHIN_S = 1.5  # a rank on the dead one's node, or rank 0, can name it
+OTHERS_END_WITHIN_S = 0.1  # a launcher ends the ranks of a node one after the other
+FIRST_REPORT_S = 1.5  # before there is a world, rank 0 reports first and its end ends the others
+SILENT_RANK_WAITS_S = 5.0  # for the rank that reports to end the world
+
+
+class Watcher:
+    """Looks at signs, now and every ``every_s`` seconds, each in a thread of its own.
+
+    A thread ends when its look returns True, and all do after ``close``.
+    """
+
+    def __init__(self, name: str, every_s: float, *looks: Callable[[], bool | None]) -> None:
+        self._name, self._every_s, self._looks = name, every_s, looks
+        self._over, self._deciding = threading.Event(), threading.Lock()
+        self.has_started = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is closed."""
+        return self._over.is_set()
+
+    def start(self) -> None:
+        """Begin to look."""
+        self.has_started = True
+        for look in self._looks:
+            threading.Thread(target=self._run, args=(look,), name=self._name, daemon=True).start()
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        """Look during the block."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait within a look; tell whether it was closed meanwhile."""
+        return self._over.wait(seconds)
+
+    def unless_over(self, act: Callable[[], object]) -> None:
+        """Act if it is not closed; ``close`` returns only afterwards."""
+        with self._deciding:
+            if not self.is_over:
+                act()
+
+    def close(self) -> None:
+        """Look no more."""
+        with self._deciding:
+            self._over.set()
+
+    def _run(self, look: Callable[[], bool | None]) -> None:
+        while not self.is_over and not look():
+            self._over.wait(self._every_s)
+
+
+def when_still(
+    sign: Callable[[], object], limit_s: float, every_s: float, act: Callable[[], object]
+) -> Callable[[], bool]:
+    """Return a look, once every ``every_s``, that acts when the sign has not changed for a limit.
+
+    It counts looks and reads no clock: a job that is suspended as a whole does not hang.
+    """
+    seen: object = None
+    still_s = 0.0
+
+    def look() -> bool:
+        nonlocal seen, still_s
+        now = sign()
+        still_s = still_s + every_s if now == seen else 0.0
+        seen = now
+        if still_s < limit_s:
+            return False
+        act()
+        return True
+
+    return look
+
+
+def after(seconds: float, act: Callable[[], object]) -> threading.Timer:
+    """Act after some time, unless the returned timer is cancelled."""
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def must_leave_soon() -> None:
+    """End this process after ``LEAVE_LIMIT_S``, whatever reporting its error waits for."""
+    after(LEAVE_LIMIT_S, lambda: os._exit(EXIT_FAILED))

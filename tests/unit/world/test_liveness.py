@@ -1,0 +1,148 @@
+"""The table of who watches what is that of the code, and what the watchers share."""
+
+import ast
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpc_tune.world import liveness
+from hpc_tune.world.liveness import Watcher, when_still
+
+ROOT = Path(__file__).parents[3] / "hpc_tune"
+# Besides the table, a thread may sample again and again: what memory is used.
+SAMPLERS = {"memory/monitor.py", "train/startup/micro_size.py", "world/liveness.py"}
+ROW = re.compile(
+    r"^(?P<name>\w+) in (?P<file>[\w/]+\.py), (?P<what>.+)\n"
+    r"    sign    (?P<sign>.+)\n    late    (?P<late>.+)\n    then    (?P<then>.+)$",
+    re.MULTILINE,
+)
+ROWS = {row["name"]: row for row in ROW.finditer(liveness.__doc__)}
+# What a row says in figures, by its limit.
+LIMITS = {
+    "HostWatch": ["GONE_LIMIT_S"],
+    "HangWatch": [],
+    "StepLimit": ["LOOK_EVERY_S", "STEP_MARGIN_S"],
+    "RollCall": [],
+    "StartupWatchdog": ["STOP_LOOK_EVERY_S", "STOP_GRACE_S"],
+    "watch_launcher": [],
+    "time_limit": ["START_LIMIT_S", "END_LIMIT_S"],
+    "RunLock": ["TOUCH_EVERY_S", "SILENT_S"],
+    "HeartbeatFile": ["HEARTBEAT_EVERY_S", "QUIET_S", "ALIVE_S"],
+}
+
+
+def definitions():
+    """(file, name, source) of all that is defined at the top of a file."""
+    for file in ROOT.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                source = ast.get_source_segment(text, node)
+                yield file.relative_to(ROOT).as_posix(), node.name, source
+
+
+def test_each_row_of_the_table_names_what_is_there():
+    there = {(file, name) for file, name, _ in definitions()}
+    assert len(re.findall("^    sign ", liveness.__doc__, re.MULTILINE)) == len(ROWS)
+    assert {(row["file"], row["name"]) for row in ROWS.values()} <= there
+
+
+def test_whatever_watches_or_ends_a_process_after_a_while_is_in_the_table():
+    shared = re.compile(r"\b(Watcher|when_still|must_leave_soon)\(")
+    users = {
+        name
+        for file, name, source in definitions()
+        if shared.search(source) and file != "world/liveness.py"
+    }
+    assert users == ROWS.keys() - {"time_limit", "HeartbeatFile"}
+    assert users >= {"HostWatch", "HangWatch", "StartupWatchdog", "watch_launcher", "RunLock"}
+
+
+@pytest.mark.parametrize(
+    "own", [r"while not [\w.]+\.wait\(", r"Timer\(", r"while True:\n +time\.sl"]
+)
+def test_nobody_has_a_thread_of_its_own_that_looks_again_and_again(own):
+    users = {file for file, _, source in definitions() if re.search(own, source)}
+    assert users <= SAMPLERS
+
+
+def test_the_figures_of_the_table_are_the_limits():
+    assert LIMITS.keys() == ROWS.keys()
+    for name, limits in LIMITS.items():
+        wanted = {f"{getattr(liveness, limit):g}" for limit in limits}
+        assert set(re.findall(r"\b([\d.]+) s\b", ROWS[name].group())) == wanted, name
+    assert liveness.HANG_LOOK_EVERY_S == liveness.LAUNCHER_LOOK_EVERY_S == 1, "every second"
+    assert liveness.LOCKED_FACTOR == 2, "twice"
+
+
+def test_every_limit_is_used():
+    limits = [name for name in vars(liveness) if name.isupper()]
+    text = "".join(file.read_text(encoding="utf-8") for file in ROOT.rglob("*.py"))
+    assert len(limits) > 30
+    assert [name for name in limits if len(re.findall(rf"\b{name}\b", text)) < 2] == []
+
+
+def test_all_ranks_have_left_within_half_a_minute_of_the_loss_of_a_host():
+    from hpc_tune.config.schema import RunSettings
+
+    assert RunSettings().host_timeout + liveness.LEAVE_LIMIT_S < 30
+
+
+def test_who_is_told_of_the_end_of_a_rank_leaves_later_than_those_that_ended_with_it():
+    assert liveness.TOGETHER_S < liveness.NOBODY_LEFT_S < liveness.GONE_LIMIT_S
+
+
+def test_a_run_writes_often_enough_to_count_as_alive():
+    assert 2 * liveness.HEARTBEAT_EVERY_S < liveness.QUIET_S < liveness.ALIVE_S
+    assert 10 * liveness.TOUCH_EVERY_S < liveness.SILENT_S
+
+
+def test_a_sign_that_does_not_change_for_the_limit_is_acted_upon_once():
+    signs, acted = iter([1, 1, 2, 2, 2, 2]), []
+    look = when_still(lambda: next(signs), 30, 10, lambda: acted.append(True))
+    assert [look() for _ in range(6)] == [False] * 5 + [True]
+    assert acted == [True]
+
+
+def test_each_look_has_a_thread_which_ends_when_it_has_seen_enough():
+    seen, all_seen = [], threading.Event()
+
+    def enough():
+        seen.append("enough")
+        return True
+
+    def more():
+        seen.append("more")
+        if seen.count("more") == 3:
+            all_seen.set()
+
+    watcher = Watcher("test-watcher", 0.001, enough, more)
+    assert not watcher.has_started
+    with watcher.over():
+        assert all_seen.wait(60)
+    assert seen.count("enough") == 1
+    assert watcher.has_started
+    assert watcher.is_over
+
+
+def test_nothing_is_done_after_it_is_closed_and_closing_waits_for_what_is_done():
+    watcher, acting, may_end = Watcher("test-watcher", 1), threading.Event(), threading.Event()
+    done = []
+
+    def act():
+        acting.set()
+        may_end.wait(60)
+        done.append("acted")
+
+    threading.Thread(target=watcher.unless_over, args=(act,)).start()
+    assert acting.wait(60)
+    closing = threading.Thread(target=lambda: (watcher.close(), done.append("closed")))
+    closing.start()
+    may_end.set()
+    closing.join(60)
+    assert done == ["acted", "closed"]
+    watcher.unless_over(lambda: done.append("late"))
+    assert done == ["acted", "closed"]
+    assert watcher.wait(0)
