@@ -1,6 +1,6 @@
 """The seam between the loop and the engines: what every engine offers, and nothing more."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 

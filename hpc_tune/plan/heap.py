@@ -50,7 +50,7 @@ class Heap:
         return self._aligned(num_bytes), *map(self._small, OBJECTS)
 
     def leave(self, num_bytes: int) -> None:
-        """Allocate a small object that stays: what lies before it and behind it is never one hole."""
+        """Allocate a small object that stays, so that its neighbours never become one hole."""
         self._small(num_bytes)
 
     def free(self, blocks: tuple[int, ...]) -> None:

@@ -19,8 +19,8 @@ from hpc_tune.world.affinity import KERNELS_KEPT
 # oneDNN keeps as many kernels (``ONEDNN_PRIMITIVE_CACHE_CAPACITY``), each with the buffer that it
 # was generated in, of 64 pages less what Xbyak takes (oneDNN 3, measured).
 KERNEL_BYTES = 258376
-# Of so many blocks one leaves an object of as many bytes for the rest of the step: the graph's nodes,
-# Python's dicts. Fitted to 22 runs (benchmarks/README.md).
+# One of so many blocks leaves an object of as many bytes for the rest of the step: nodes of the
+# graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
 LEAVING_BLOCKS, LEFT_BYTES = 4, 64
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 
