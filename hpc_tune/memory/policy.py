@@ -21,16 +21,21 @@ from typing import Literal
 
 
 class Level(IntEnum):
-    """How near the limit is. DOOMED: it would be reached before the next step and save end.
+    """How near the limit is. WILL_EXCEED: it would be reached before the next step and save end.
 
-    A device is CRITICAL when a step has run out of its memory, and never DOOMED.
+    A device is CRITICAL when a step has run out of its memory, and never WILL_EXCEED.
     """
 
     CALM = 0
     TIGHT = 1
     HIGH = 2
     CRITICAL = 3
-    DOOMED = 4
+    WILL_EXCEED = 4
+
+    @property
+    def words(self) -> str:
+        """What memory is, in a sentence."""
+        return "about to run out" if self == Level.WILL_EXCEED else self.name.lower()
 
 
 class Action(Enum):
@@ -166,7 +171,7 @@ def level_of(
     if growth > 0 and share >= _FORECAST_FROM:
         steps_left = (limit - reserved_bytes(limit) - used) / growth
         if steps_left < _STEPS_TO_SAFETY:
-            return Level.DOOMED
+            return Level.WILL_EXCEED
         if steps_left < _FORECAST_STEPS:
             level = max(level, Level.HIGH)
     return level
@@ -193,7 +198,7 @@ def decide(
     ``available`` are the actions that can still save memory: one that was taken is among them only
     if it can be taken again.
     """
-    if level == Level.DOOMED:
+    if level == Level.WILL_EXCEED:
         return ladder, Decision(Action.LEAVE)
     if level == Level.CALM:
         return _relax(ladder)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.language import stored_tensors
-from hpc_tune.model.positions import settle_positions
+from hpc_tune.model.positions import fix_positions
 from hpc_tune.model.quantize import fill_packed, four_bit_layers
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import Reserve, TensorIndex, index_checkpoint, reserve_nothing
@@ -88,7 +88,7 @@ def load_weights(
                 built.index.require_finite(own, stored, region.offset)
     _init_buffers(built.module.causal_lm())
     if built.seq_len is not None:
-        settle_positions(built.module, built.seq_len)
+        fix_positions(built.module, built.seq_len)
     if built.tune.method == "dora" and parameters and built.start is None:
         _init_magnitudes(built.module, sharded=False)
 

@@ -31,7 +31,7 @@ def llama3_divisors(config: Any) -> torch.Tensor:
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents) / scaled
 
 
-def settle_positions(module: nn.Module, seq_len: int) -> None:
+def fix_positions(module: nn.Module, seq_len: int) -> None:
     """Give every rotary embedding the frequencies for ``seq_len`` tokens, for good."""
     layers: Any = module.modules()
     for rotary in layers:

@@ -116,11 +116,11 @@ class Governor:
         worst = max(self._comm.gather(own), key=lambda share: share.full)
         if level != self._reported:
             self._reported = level
-            self._report(step, worst, f"memory is {level.name.lower()}", level=level.name.lower())
+            self._report(step, worst, f"memory is {level.words}", level=level.name.lower())
         if decision is None:
             return None
         if decision.action == Action.LEAVE:
-            why = "; it grows" if level == Level.DOOMED else "; it stays there"
+            why = "; it grows" if level == Level.WILL_EXCEED else "; it stays there"
             why = "" if worst.need.memory == "device" else why
             return replace(worst.need, words=f"{worst.need.words}{why}. {self.advice(worst.need)}")
         self._do(decision, step, worst)
@@ -137,7 +137,7 @@ class Governor:
         return f"The next start {', '.join(words) or 'gives freed memory back'} ({names})"
 
     def _decide(self, host: Level, device: Level) -> tuple[Escalation, Decision | None]:
-        if device == Level.CRITICAL and host < Level.DOOMED:
+        if device == Level.CRITICAL and host < Level.WILL_EXCEED:
             return relieve(self._ladder, self._available("device"))
         level = max(host, device)
         short_of = [of for of, own in (("host", host), ("device", device)) if own == level]

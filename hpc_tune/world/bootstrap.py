@@ -143,11 +143,11 @@ def shutdown(comm: Comm) -> None:
             comm.watch.close()
         dist.destroy_process_group()
         gc.collect()  # an engine is in cycles and holds groups
-        settle()
+        wait_for_idle_gloo()
     sys.excepthook = sys.__excepthook__
 
 
-def settle() -> None:
+def wait_for_idle_gloo() -> None:
     """Wait until gloo's threads are idle, those of groups that torch still holds included.
 
     A thread drops the tensors of a collective a moment after all ranks have their result. If Python

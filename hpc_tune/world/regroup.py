@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpc_tune.errors import EXIT_FAILED, WorldError
-from hpc_tune.world.bootstrap import init_groups, settle
+from hpc_tune.world.bootstrap import init_groups, wait_for_idle_gloo
 from hpc_tune.world.comm import Comm, Peer
 from hpc_tune.world.failure import end_world_on_uncaught
 
@@ -41,7 +41,7 @@ def regroup(comm: Comm, ranks: Sequence[int], timeout_s: float) -> Comm | None:
     comm.barrier("all ranks to know the layout", timeout_s)
     dist.destroy_process_group()
     gc.collect()
-    settle()
+    wait_for_idle_gloo()
     if comm.world.rank not in ranks:
         return None
     roster = _renumbered(comm, ranks)

@@ -19,7 +19,7 @@ from hpc_tune.memory.policy import (
 )
 
 GIB = 1 << 30
-CALM, TIGHT, HIGH, CRITICAL, DOOMED = Level
+CALM, TIGHT, HIGH, CRITICAL, WILL_EXCEED = Level
 TRIM, SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE, LEAVE = Action
 ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
 
@@ -46,8 +46,8 @@ ALL = frozenset({SHRINK, PIECES, SPLIT, RECOMPUTE, MOVE})
         (CRITICAL, 93, CRITICAL),
         (CRITICAL, 92.9, HIGH),
         (CRITICAL, 86, TIGHT),
-        (DOOMED, 93, CRITICAL),
-        (DOOMED, 50, CALM),
+        (WILL_EXCEED, 93, CRITICAL),
+        (WILL_EXCEED, 50, CALM),
     ],
 )
 def test_a_level_begins_at_a_share_of_the_limit_and_ends_below_it(before, percent, level):
@@ -59,19 +59,19 @@ def test_a_level_begins_at_a_share_of_the_limit_and_ends_below_it(before, percen
     [
         (50, 10, CALM),  # below 60% growth is the run's beginning
         (59.9, 30, CALM),
-        (60, 30, DOOMED),
+        (60, 30, WILL_EXCEED),
         (70, 0, CALM),
         (70, 1, CALM),  # 29 steps to go
         (70, 1.5, HIGH),  # 19.3
         (70, 2, HIGH),
         (70, 9, HIGH),  # 3.2: after this one, one to agree, one to save
-        (70, 10, DOOMED),  # 2.9
-        (70, 15, DOOMED),
+        (70, 10, WILL_EXCEED),  # 2.9
+        (70, 15, WILL_EXCEED),
         (90, 0.1, TIGHT),
         (90, 0.5, HIGH),
         (97, 0.5, CRITICAL),
-        (97, 1.1, DOOMED),
-        (99.5, 0.001, DOOMED),  # within the reserve
+        (97, 1.1, WILL_EXCEED),
+        (99.5, 0.001, WILL_EXCEED),  # within the reserve
     ],
 )
 def test_growth_is_forecast(percent, growth_percent, level):
@@ -116,8 +116,8 @@ def test_growth_is_neither_a_jump_nor_a_swing(peaks, growth):
         (tuple(ALL), True, CRITICAL, (), LEAVE),
         ((), True, CRITICAL, (), LEAVE),
         ((), True, HIGH, {RECOMPUTE}, RECOMPUTE),
-        ((), False, DOOMED, ALL, LEAVE),
-        ((SHRINK,), True, DOOMED, ALL, LEAVE),
+        ((), False, WILL_EXCEED, ALL, LEAVE),
+        ((SHRINK,), True, WILL_EXCEED, ALL, LEAVE),
     ],
 )
 def test_the_ladder_is_climbed_in_order(taken, trimmed, level, available, action):
@@ -150,7 +150,7 @@ def test_each_action_has_a_step_to_show_what_it_gives():
 def test_a_settling_action_is_not_waited_for_when_the_limit_is_near():
     ladder, _ = climb([HIGH])
     assert ladder.settling
-    assert decide(ladder, DOOMED, ALL)[1].action == LEAVE
+    assert decide(ladder, WILL_EXCEED, ALL)[1].action == LEAVE
 
 
 def test_what_was_taken_is_undone_after_a_long_calm_the_last_first():

@@ -120,7 +120,7 @@ def test_a_leak_of_20_mib_per_step_is_seen_before_it_is_too_late(host):
         level, device = watching.levels(watching.worst())
         levels.append(level)
         assert device == Level.CALM
-        if level == Level.DOOMED:
+        if level == Level.WILL_EXCEED:
             break
     left = (1000 - 10) * MIB - host.used
     assert 2 * 20 * MIB <= left < 3 * 20 * MIB
