@@ -85,7 +85,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     regions = []
     for name in names:
         shape, values = index.shapes[name], functools.partial(read_tensor, index, name)
-        region = Region(name, index.dtypes[name], shape, (0,) * len(shape), shape, values)
+        region = Region.whole(name, index.dtypes[name], shape, values)
         regions.append(region)
     written = write_regions(out / ADAPTER_FILE, regions)
     config = lora_config(tune)

@@ -8,7 +8,6 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written b
 """
 
 import json
-import math
 import os
 import tempfile
 from pathlib import Path
@@ -80,7 +79,7 @@ def export_gguf(
         divisors = llama3_divisors(transformers_config)
         shape = tuple(divisors.shape)
         name = "rope_freqs.weight"
-        regions[name] = Region(name, divisors.dtype, shape, (0,), shape, lambda: divisors)
+        regions[name] = Region.whole(name, divisors.dtype, shape, lambda: divisors)
     from gguf import GGUFWriter
 
     with replacing(out, base) as temporary:
@@ -90,7 +89,7 @@ def export_gguf(
         with tempfile.TemporaryDirectory() as folder:
             copy_tokenizer(base, Path(folder))
             write_template(template, base, Path(folder))
-            num_tokens = regions["token_embd.weight"].shape[0]
+            num_tokens = regions["token_embd.weight"].box.shape[0]
             _add_tokenizer(writer, Path(folder), num_tokens, config)
         _write_tensors(writer, regions, config, architecture)
         write_card(checkpoint, base, temporary, "gguf")
@@ -183,12 +182,12 @@ def _write_tensors(
         torch.float16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
         torch.bfloat16: (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     }
-    matrices = {name: region.dtype for name, region in regions.items() if len(region.shape) > 1}
+    matrices = {name: region.dtype for name, region in regions.items() if len(region.box.shape) > 1}
     writer.add_file_type(kinds[next(iter(matrices.values()))][1])
     for name, region in regions.items():
         dtype = matrices.get(name, torch.float32)
-        num_bytes, values = dtype.itemsize * math.prod(region.shape), np.dtype(f"u{dtype.itemsize}")
-        writer.add_tensor_info(name, region.shape, values, num_bytes, kinds[dtype][0])
+        num_bytes, values = dtype.itemsize * region.box.num_values, np.dtype(f"u{dtype.itemsize}")
+        writer.add_tensor_info(name, region.box.shape, values, num_bytes, kinds[dtype][0])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

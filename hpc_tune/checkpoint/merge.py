@@ -88,7 +88,7 @@ class Merged:
     def region(self, name: str) -> Region:
         """Return a tensor, computed when it is asked for its values."""
         shape, dtype = self._stored.shapes[name], self.dtype_of(name)
-        return Region(name, dtype, shape, (0,) * len(shape), shape, lambda: self._tensor(name))
+        return Region.whole(name, dtype, shape, lambda: self._tensor(name))
 
     def _tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))

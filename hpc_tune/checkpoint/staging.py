@@ -5,7 +5,6 @@ of them. So pinned blocks of that size, which torch rounds up to powers of two, 
 nothing else.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -107,7 +106,7 @@ def pieces_of_all(regions: Sequence[Region]) -> Iterator[Piece]:
     """Yield the pieces of ``regions`` in the order in which they are written."""
     at = 0
     for number, region in enumerate(regions):
-        itemsize, numel, start = region.dtype.itemsize, math.prod(region.shape), 0
+        itemsize, numel, start = region.dtype.itemsize, region.box.num_values, 0
         at = -(-at // _ALIGNED) * _ALIGNED
         while start < numel:
             block, offset = divmod(at, PIECE_BYTES)

@@ -163,8 +163,8 @@ class NativeEngine:
         for trained in self._trained:
             for name, region in self._state_of(trained) if trained.writes else ():
                 if (local := region.local).numel():
-                    box = tuple(local.shape), region.offset, region.full_shape
-                    regions.append(Region(name, local.dtype, *box, local.contiguous))
+                    what = name, local.dtype, region.box, region.full_shape
+                    regions.append(Region(*what, local.contiguous))
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:

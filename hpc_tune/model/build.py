@@ -18,6 +18,7 @@ from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import ConfigError, DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.box import Box
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.identity import identity_of, sample_of
 from hpc_tune.model.language import (
@@ -64,6 +65,11 @@ class LocalRegion:
     local: torch.Tensor
     offset: tuple[int, ...]
     full_shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """Which values they are."""
+        return Box(self.offset, tuple(self.local.shape))
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,7 @@ def _map_pages(
     pages = index.mapped(stored, parameter.dtype)
     if pages is None or tuple(pages.shape) != region.full_shape:
         return False
-    box = tuple(slice(o, o + n) for o, n in zip(region.offset, parameter.shape, strict=True))
-    parameter.data = pages[box]
+    parameter.data = pages[region.box.slices()]
     return True
 
 
@@ -127,8 +126,7 @@ def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Re
             built.start.require_finite(region.local, built.saved_names[name], region.offset)
         return
     full = first_values(name, region.full_shape, built.seed)
-    box = zip(region.offset, region.local.shape, strict=True)
-    region.local.copy_(full[tuple(slice(o, o + n) for o, n in box)])
+    region.local.copy_(full[region.box.slices()])
 
 
 def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from hpc_tune.errors import CheckpointError
+from hpc_tune.model.box import Box
 from hpc_tune.model.weights import (
     DTYPE_NAMES,
     FULL_SHAPES_KEY,
@@ -65,11 +66,21 @@ class Region:
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    box: Box
     full_shape: tuple[int, ...]
     values: Callable[[], torch.Tensor]
     stored_name: str = ""
+
+    @classmethod
+    def whole(
+        cls,
+        name: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        values: Callable[[], torch.Tensor],
+    ) -> "Region":
+        """Return all of a tensor."""
+        return cls(name, dtype, Box.whole(shape), shape, values)
 
     @property
     def key(self) -> str:
@@ -174,16 +185,16 @@ def _file_blocks(
     header: dict[str, object] = {}
     position = 0
     for region in regions:
-        num_bytes = torch.Size(region.shape).numel() * region.dtype.itemsize
+        num_bytes = region.box.num_values * region.dtype.itemsize
         header[region.key] = {
             "dtype": DTYPE_NAMES[region.dtype],
-            "shape": list(region.shape),
+            "shape": list(region.box.shape),
             "data_offsets": [position, position + num_bytes],
         }
         position += num_bytes
-    parts = [r for r in regions if r.shape != r.full_shape]
+    parts = [r for r in regions if r.box.shape != r.full_shape]
     metadata = {
-        OFFSETS_KEY: {r.key: r.offset for r in parts},
+        OFFSETS_KEY: {r.key: r.box.offset for r in parts},
         FULL_SHAPES_KEY: {r.key: r.full_shape for r in parts},
         NAMES_KEY: {r.key: r.name for r in parts if r.key != r.name},
     }

@@ -9,6 +9,7 @@ length, a JSON header, raw bytes), so nothing here unpickles.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
+from hpc_tune.model.box import Box
 from hpc_tune.model.finite import first_not_finite
 from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
 from hpc_tune.pointer_file import why_pointer
@@ -55,12 +57,11 @@ def reserve_nothing(num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one tensor: where it is on disk and where it lies in the full tensor."""
+    """A box of one tensor, and where it is on disk."""
 
     file: Path
     stored_name: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
 
 
 class TensorIndex:
@@ -107,15 +108,14 @@ class TensorIndex:
                 stored = handle.get_slice(stored_name)
                 shape = tuple(stored.get_shape())
                 name = str(names.get(stored_name, stored_name))
-                offset = tuple(offsets.get(stored_name, (0,) * len(shape)))
+                box = Box(tuple(offsets.get(stored_name, (0,) * len(shape))), shape)
                 full = tuple(full_shapes.get(stored_name, shape))
-                if not _is_within(offset, shape, full):
-                    raise ValueError(f"{name} has no region of {shape} at {offset} of {full}")
+                if not box.is_within(full):
+                    raise ValueError(f"{name} has no region of {shape} at {box.offset} of {full}")
                 if self.shapes.get(name, full) != full:
                     raise ValueError(f"{name} has the shape {full}, and another in another file")
                 self.dtypes[name] = _DTYPES[stored.get_dtype()]
-                piece = Piece(file, stored_name, offset, shape)
-                self.pieces.setdefault(name, []).append(piece)
+                self.pieces.setdefault(name, []).append(Piece(file, stored_name, box))
                 self.shapes[name] = full
             self.num_bytes += file.stat().st_size
         except FileNotFoundError:
@@ -149,17 +149,15 @@ class TensorIndex:
             HpcTuneError: if the tensor on disk has another shape or its bytes cannot be read.
         """
         offset = offset or (0,) * local.dim()
-        full = self.shapes[name]
-        if len(full) != local.dim() or any(
-            o + n > f for o, n, f in zip(offset, local.shape, full, strict=True)
-        ):
+        full, box = self.shapes[name], Box(offset, tuple(local.shape))
+        if not box.is_within(full):
             raise self._error(
                 f"{self.pieces[name][0].file}: {name} has shape {list(full)}, which has no region "
                 f"of shape {list(local.shape)} at {list(offset)}; the weights are of another model"
             )
         covered = 0
         for piece in self.pieces[name]:
-            covered += self._fill_from(piece, local, offset, reserve)
+            covered += self._fill_from(piece, local, box, reserve)
         if covered != local.numel():
             raise self._error(
                 f"{self.pieces[name][0].file.parent}: {name} has only {covered} of the "
@@ -193,7 +191,7 @@ class TensorIndex:
         None where the file holds another dtype or only pieces. It must not be written to.
         """
         pieces = self.pieces[name]
-        is_whole = len(pieces) == 1 and pieces[0].shape == self.shapes[name]
+        is_whole = len(pieces) == 1 and pieces[0].box.shape == self.shapes[name]
         if name in self.scales or not is_whole or self.dtypes[name] != dtype:
             return None
         try:
@@ -203,15 +201,9 @@ class TensorIndex:
             raise self._error(f"{pieces[0].file}: {name} cannot be read: {error}") from None
         return tensor
 
-    def _fill_from(
-        self, piece: Piece, local: torch.Tensor, offset: tuple[int, ...], reserve: Reserve
-    ) -> int:
-        start = [max(p, o) for p, o in zip(piece.offset, offset, strict=True)]
-        stop = [
-            min(p + n, o + m)
-            for p, n, o, m in zip(piece.offset, piece.shape, offset, local.shape, strict=True)
-        ]
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+    def _fill_from(self, piece: Piece, local: torch.Tensor, wanted: Box, reserve: Reserve) -> int:
+        """Copy what a piece has of ``wanted``, which is ``local``; return how many values."""
+        if (found := piece.box.overlap(wanted)) is None:
             return 0
         try:
             handle = self._handle(piece.file)
@@ -219,43 +211,23 @@ class TensorIndex:
             if local.dim() == 0:
                 local.copy_(handle.get_tensor(piece.stored_name))
                 return 1
-            for first, last in _row_ranges(start[0], stop[0], start[1:], stop[1:]):
-                box = (first, *start[1:]), (last, *stop[1:])
-                part = local[_slices(*box, offset)]
+            for rows in _rows_at_once(found):
+                part = local[rows.slices(wanted.offset)]
                 reserve(2 * part.nbytes)  # pages of ``local`` touched first here, and the file's
-                part.copy_(stored[_slices(*box, piece.offset)])
+                part.copy_(stored[rows.slices(piece.box.offset)])
         except (SafetensorError, OSError) as error:
             raise self._error(
                 f"{piece.file}: {piece.stored_name} cannot be read: {error}"
             ) from None
-        return int(torch.Size([b - a for a, b in zip(start, stop, strict=True)]).numel())
+        return found.num_values
 
 
-def _is_within(offset: tuple[Any, ...], shape: tuple[int, ...], full: tuple[Any, ...]) -> bool:
-    """Return whether a region of ``shape`` at ``offset`` is within a tensor of the shape ``full``.
-
-    What stands in a file may be of any type.
-    """
-    return len(offset) == len(shape) == len(full) and all(
-        type(o) is int and type(f) is int and o >= 0 and o + n <= f
-        for o, n, f in zip(offset, shape, full, strict=True)
-    )
-
-
-def _slices(
-    start: tuple[int, ...], stop: tuple[int, ...], origin: tuple[int, ...]
-) -> tuple[slice, ...]:
-    """Return the box from ``start`` to ``stop`` within a tensor that begins at ``origin``."""
-    return tuple(slice(a - o, b - o) for a, b, o in zip(start, stop, origin, strict=True))
-
-
-def _row_ranges(
-    first: int, last: int, start: list[int], stop: list[int]
-) -> Iterator[tuple[int, int]]:
-    row_bytes = 4 * torch.Size([b - a for a, b in zip(start, stop, strict=True)]).numel()
-    rows = max(1, PIECE_BYTES // max(row_bytes, 1))
-    for row in range(first, last, rows):
-        yield row, min(row + rows, last)
+def _rows_at_once(box: Box) -> Iterator[Box]:
+    """Yield as many rows of a box at once as ``PIECE_BYTES`` of fp32 values hold, at least one."""
+    (first, *offset), (num, *shape) = box.offset, box.shape
+    rows = max(1, PIECE_BYTES // max(4 * math.prod(shape), 1))
+    for row in range(0, num, rows):
+        yield Box((first + row, *offset), (min(rows, num - row), *shape))
 
 
 def index_model_directory(directory: Path) -> TensorIndex:

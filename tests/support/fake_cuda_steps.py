@@ -142,7 +142,7 @@ def copied(engine):
     places = {}
     for region in engine.regions():
         values = region.values()
-        assert tuple(values.shape) == region.shape
+        assert tuple(values.shape) == region.box.shape
         assert values.dtype == region.dtype
         values.to("cpu", copy=True)
         kind = region.name.split(".")[0] if region.name.startswith("exp_") else "weights"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hpc_tune.model.box import Box
 from hpc_tune.model.regions import Region, local_region
 
 
@@ -18,8 +19,7 @@ def regions_of(tensors: Mapping[str, torch.Tensor]) -> list[Region]:
                 Region(
                     name,
                     local.dtype,
-                    tuple(local.shape),
-                    offset,
+                    Box(offset, tuple(local.shape)),
                     tuple(tensor.shape),
                     functools.partial(torch.Tensor.contiguous, local),
                 )

@@ -22,6 +22,7 @@ from torch import nn
 
 from hpc_tune.engine.activation_checkpoint import outside_modes
 from hpc_tune.engine.adamw import first_state
+from hpc_tune.model.box import Box
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.load import first_values
 from hpc_tune.model.regions import Region
@@ -39,6 +40,13 @@ class Span:
     num: int
     at: int
 
+    def placed(self) -> Iterator[tuple[slice, Box]]:
+        """Yield the boxes that the run makes up, and where the values of each are in the buffer."""
+        at = self.at
+        for box in boxes(self.shape, self.start, self.start + self.num):
+            yield slice(at, at + box.num_values), box
+            at += box.num_values
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -52,17 +60,15 @@ class Partition:
     spans: tuple[Span, ...]
 
 
-def boxes(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offset, shape) of the boxes that the values [start, stop) of a tensor make up.
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that the values [start, stop) of a tensor make up.
 
     They come in the order of the values; a matrix gives at most three.
     """
     if start >= stop:
         return
     if len(shape) < 2:
-        yield (start,) * len(shape), (stop - start,) * len(shape)
+        yield Box((start,) * len(shape), (stop - start,) * len(shape))
         return
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
@@ -74,16 +80,14 @@ def boxes(
         yield from _within(shape, first - 1, start - (first - 1) * row, row)
     if first < last:
         rest = tuple(shape[1:])
-        yield (first, *(0,) * len(rest)), (last - first, *rest)
+        yield Box((first, *(0,) * len(rest)), (last - first, *rest))
     if last * row < stop:
         yield from _within(shape, last, 0, stop - last * row)
 
 
-def _within(
-    shape: Sequence[int], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for offset, box in boxes(shape[1:], start, stop):
-        yield (row, *offset), (1, *box)
+def _within(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes(shape[1:], start, stop):
+        yield Box((row, *box.offset), (1, *box.shape))
 
 
 def fill(
@@ -98,11 +102,8 @@ def fill(
     Raises:
         HpcTuneError: if the tensor on disk has another shape or cannot be read.
     """
-    at = span.at
-    for offset, box in boxes(span.shape, span.start, span.start + span.num):
-        num = math.prod(box)
-        index.fill(flat[at : at + num].view(box), name, offset, reserve)
-        at += num
+    for place, box in span.placed():
+        index.fill(flat[place].view(box.shape), name, box.offset, reserve)
 
 
 def fill_parameter(
@@ -136,31 +137,20 @@ def fill_parameter(
 def _require_finite(
     index: TensorIndex | ShapeIndex, name: str, span: Span, flat: torch.Tensor
 ) -> None:
-    at = span.at
-    for offset, box in boxes(span.shape, span.start, span.start + span.num):
-        num = math.prod(box)
-        index.require_finite(flat[at : at + num].view(box), name, offset)
-        at += num
+    for place, box in span.placed():
+        index.require_finite(flat[place].view(box.shape), name, box.offset)
 
 
 def regions(name: str, span: Span, values: Callable[[], torch.Tensor]) -> Iterator[Region]:
     """Yield what is to be written of a span under ``name``; ``values`` gives the flat buffer."""
-    at = span.at
-    for number, (offset, box) in enumerate(boxes(span.shape, span.start, span.start + span.num)):
-        yield Region(
-            name,
-            torch.float32,
-            box,
-            offset,
-            span.shape,
-            partial(_cut, values, at, math.prod(box)),
-            f"{name}#{number}" if number else "",
-        )
-        at += math.prod(box)
+    for number, (place, box) in enumerate(span.placed()):
+        stored_name = f"{name}#{number}" if number else ""
+        cut = partial(_cut, values, place)
+        yield Region(name, torch.float32, box, span.shape, cut, stored_name)
 
 
-def _cut(values: Callable[[], torch.Tensor], at: int, num: int) -> torch.Tensor:
-    return values().detach()[at : at + num]
+def _cut(values: Callable[[], torch.Tensor], place: slice) -> torch.Tensor:
+    return values().detach()[place]
 
 
 def partitions(zero: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> tuple[Partition, ...]:

@@ -182,7 +182,7 @@ def test_pieces_are_all_values_and_share_no_byte_of_a_block(monkeypatch):
     pieces = list(pieces_of_all(saved))
     for number, region in enumerate(saved):
         mine = [piece for piece in pieces if piece.region == number]
-        assert [i for p in mine for i in range(p.start, p.stop)] == list(range(region.shape[0]))
+        assert [i for p in mine for i in range(p.start, p.stop)] == list(range(region.box.shape[0]))
     spans = [(4096 * p.block + p.offset, p.num_bytes) for p in pieces]
     assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
     assert all(piece.offset + piece.num_bytes <= 4096 for piece in pieces)

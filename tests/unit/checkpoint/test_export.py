@@ -18,6 +18,7 @@ from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
+from hpc_tune.model.box import Box
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.load import allocate, load_weights
@@ -80,13 +81,11 @@ def trained(base: Path, tune: TuneConfig, checkpoint: Path) -> torch.nn.Module:
                 part = parameter.data[rows] if not prefix else torch.ones_like(parameter[rows])
                 offset = (rows.start, *(0,) * (parameter.dim() - 1))
                 full_name = prefix + built.saved_names[name]
-                shape = tuple(part.shape)
                 ranks[rank].append(
                     Region(
                         full_name,
                         part.dtype,
-                        shape,
-                        offset,
+                        Box(offset, tuple(part.shape)),
                         tuple(parameter.shape),
                         part.contiguous,
                     )
@@ -455,10 +454,7 @@ def test_a_merge_holds_one_tensor_at_a_time(tmp_path):
     }
     write_regions(
         tmp_path / "step" / "rank-00000.safetensors",
-        [
-            Region(n, t.dtype, tuple(t.shape), (0, 0), tuple(t.shape), t.contiguous)
-            for n, t in tensors.items()
-        ],
+        [Region.whole(n, t.dtype, tuple(t.shape), t.contiguous) for n, t in tensors.items()],
     )
     give_manifest(tmp_path / "step")
     done = subprocess.run(

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model import regions, weights
+from hpc_tune.model.box import Box
 from hpc_tune.model.regions import Region, local_region, write_regions
 from hpc_tune.model.weights import TensorIndex, index_model_directory
 from tests.support.ranks import HANG_S
@@ -28,8 +29,8 @@ DTYPES = list(weights.DTYPE_NAMES)
 def part_of(name, full, box):
     """The region of ``full`` inside ``box`` (slices), as a rank would write it."""
     part = full[box]
-    offset = tuple(b.start for b in box)
-    return Region(name, full.dtype, tuple(part.shape), offset, tuple(full.shape), part.contiguous)
+    held = Box(tuple(b.start for b in box), tuple(part.shape))
+    return Region(name, full.dtype, held, tuple(full.shape), part.contiguous)
 
 
 def sample(shape, dtype):
@@ -260,7 +261,7 @@ def test_values_are_asked_for_one_tensor_at_a_time(tmp_path):
         made.append(weakref.ref(array))  # a tensor's storage keeps the array that it is made of
         return torch.from_numpy(array)
 
-    regions = [Region(name, torch.float32, (4,), (0,), (4,), values) for name in ("a", "b", "c")]
+    regions = [Region.whole(name, torch.float32, (4,), values) for name in ("a", "b", "c")]
     write_regions(tmp_path / "x.safetensors", regions)
     assert load_file(tmp_path / "x.safetensors").keys() == {"a", "b", "c"}
 
