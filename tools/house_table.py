@@ -30,13 +30,16 @@ def main(package: Path = PACKAGE) -> None:
     num_long = sum(num_lines > MAX_LINES for num_lines in lengths)
     num_wide = sum(f.num_parameters > MAX_PARAMETERS for f in functions)
     takers = sum(f.takes_config for f in functions)
+    in_train = sum(path.startswith("train/") and path.count("/") == 1 for path in trees)
     kinds = Counter(type(node) for tree in trees.values() for node in ast.walk(tree))
     print(f"""| | now | goal |
 |---|---|---|
 | files / median lines | {len(lines)} / {median(lines):.0f}, the longest {max(lines)} \
-| about 110 / 80-300, none over 400 |
+| fewer than 190 / 80-300, none over 400 |
+| lines | {sum(lines)} | 30,000 before new features |
+| files of `train/`, what runs before training aside | {in_train} | 14 and `__init__` |
 | circles between files | {len(circles_in(package))} | 0 |
-| functions over {MAX_LINES} lines / longest | {num_long} / {max(lengths)} | 0 / 60, the loop 80 |
+| functions over {MAX_LINES} lines / longest | {num_long} / {max(lengths)} | 0 / 60 |
 | more than {MAX_PARAMETERS} parameters | {num_wide} | 0 |
 | asserts : raises | {kinds[ast.Assert]}:{kinds[ast.Raise]} | under 1:10 |
 | functions that take the whole config | {takers} | under 15, at the top |
