@@ -21,7 +21,7 @@ from hpc_tune.config.init import METHODS, QUESTIONS, answers, ask_on_terminal, w
 from hpc_tune.config.load import is_tiny
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from hpc_tune.lazy_imports import lazy_imports, postpone_compiler
+from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
 from hpc_tune.units import parse_memory
 
@@ -99,8 +99,6 @@ def train(options: Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with lazy_imports():
         from hpc_tune.train.run import run
-    if not options.config.train.compile:
-        postpone_compiler()
     return run(options.config, force=options.force)
 
 

@@ -17,7 +17,6 @@ from gpu_task import Task
 
 from hpc_tune.config.load import load_config
 from hpc_tune.faults import Faults
-from hpc_tune.lazy_imports import import_transformers
 from hpc_tune.memory.policy import Action
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.world.bootstrap import bootstrap, shutdown
@@ -98,7 +97,6 @@ def _tell_saves(task: Task, common: tuple[str, ...]) -> None:
 
 
 def _tell_lever(task: Task, settings: list[str]) -> None:
-    import_transformers()
     config = load_config(None, settings)
     comm = bootstrap(config.run)
     steps = prepare(config, comm, Faults(moves_on_host=not task.on_gpu))

@@ -19,7 +19,6 @@ from bench_watch import WARM
 from gpu_task import Task
 
 from hpc_tune.config.load import load_config
-from hpc_tune.lazy_imports import import_transformers
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.hardware import peak_flops
@@ -53,7 +52,6 @@ class Shapes:
 
     def __init__(self, task: Task) -> None:
         """Form the world."""
-        import_transformers()
         self._task = task
         threads = "auto" if task.on_gpu else "1"
         words = [f"run.device={task.device}", f"run.threads={threads}"]

@@ -8,7 +8,6 @@ import torch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.lazy_imports import import_transformers
 from hpc_tune.log import log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
@@ -58,7 +57,6 @@ def build_model(job: Job, fresh: bool) -> Model:
         DataError: if a model of its kind would be trained incorrectly.
     """
     config, comm, run_dir = job.config, job.setup_comm, job.dir
-    import_transformers()
     model_dir = ready_model(config.model.path, comm, run_dir)
     dtype = compute_dtype(config.model.dtype, comm.device)
 
