@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# About a second per rank (benchmarks/NOTES.md), for layers of their own that hpc_tune does not use: it
-# has others in quantize.py and engine/float8.py.
+# About a second per rank (benchmarks/NOTES.md), for layers of their own that hpc_tune does not use:
+# it has others in quantize.py and engine/float8.py.
 _HIDDEN = ("torchao", "bitsandbytes")
 
 
