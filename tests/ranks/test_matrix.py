@@ -30,9 +30,8 @@ def table_of(*words, limit_s=HANG_S):
 
 
 def test_a_sample_of_architectures_has_the_losses_of_stock_tools_in_every_layout():
-    table, shown = table_of("--only", "qwen3", "lfm2", "mixtral", "--methods", "lora")
-    assert set(table) == {("qwen3", "lora"), ("lfm2", "lora")}
-    assert all(float(cell) < 1e-5 for cell in table["qwen3", "lora"])
+    table, shown = table_of("--only", "lfm2", "mixtral", "--methods", "lora")
+    assert set(table) == {("lfm2", "lora")}
     one, shard, tensor, pipeline, zero3 = table["lfm2", "lora"]
     assert max(map(float, (one, shard, zero3))) < 1e-5
     assert (tensor, pipeline) == ("-", "-")

@@ -69,7 +69,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path):
 
 def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = ["--model", "shape:llama3-8b", "--data", "d.jsonl"]
+    model = ["--model", "shape:phi3-mini", "--data", "d.jsonl"]
     assert cli.main(["init", *model, "--machine", "1x8", "--method", "lora"]) == 0
     plan = next(line for line in capsys.readouterr().out.splitlines() if " plan " in line)
     assert cli.main(plan.split()[3:]) == 0
