@@ -7,37 +7,50 @@ recomputes silu, which takes less time than reading its result: only gate and ``
 same operations on the same values give the same bits.
 """
 
-import inspect
 import types
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-_STOCK = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+from hpc_tune.model.tried_layer import computes_as, like
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_WIDTH, _SCALE = 16, 8.0  # of the values that it is tried on: a limit of them would show
 
 
 def use_swiglu(blocks: Iterable[nn.Module]) -> int:
     """Replace the forward of each plain SwiGLU MLP in ``blocks``; return how many there were."""
-    layers = [part for block in blocks for part in block.modules() if _is_plain(part)]
+    plain: dict[type[nn.Module], bool] = {}
+    layers = []
+    for part in (part for block in blocks for part in block.modules() if _may_be_plain(part)):
+        if type(part) not in plain:
+            plain[type(part)] = computes_as(part, partial(_tried, part), _forward, torch.equal)
+        if plain[type(part)]:
+            layers.append(part)
     for part in layers:
         part.forward = types.MethodType(_forward, part)
     return len(layers)
 
 
-def _is_plain(module: Any) -> bool:
+def _may_be_plain(module: Any) -> bool:
     activation = getattr(module, "act_fn", None)
     is_silu = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-    return is_silu and "forward" not in module.__dict__ and _STOCK in _source(type(module))
+    has_parts = {*_PROJECTIONS} <= module._modules.keys() <= {*_PROJECTIONS, "act_fn"}
+    has_more = module._parameters or module._buffers or "forward" in module.__dict__
+    return is_silu and has_parts and not has_more
 
 
-def _source(kind: type[nn.Module]) -> str:
-    try:
-        return inspect.getsource(kind.forward)
-    except (OSError, TypeError):  # made without a file
-        return ""
+def _tried(module: Any, chance: torch.Generator) -> tuple[nn.Module, list[torch.Tensor]]:
+    parts = {name: nn.Linear(_WIDTH, _WIDTH, device="cpu") for name in _PROJECTIONS}
+    for part in parts.values():
+        for values in part.parameters():
+            values.normal_(generator=chance)
+    x = _SCALE * torch.randn(4, _WIDTH, generator=chance, device="cpu")
+    return like(module, act_fn=module.act_fn, **parts), [x]
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:

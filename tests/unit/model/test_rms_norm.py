@@ -119,3 +119,29 @@ def test_torchs_norm_is_one_operator():
         norm(torch.randn(SHAPE, dtype=torch.bfloat16))
     assert torch.nn.functional.rms_norm in seen
     assert not {torch.rsqrt, torch.Tensor.rsqrt, torch.Tensor.float, torch.Tensor.mul_} & {*seen}
+
+
+def test_what_counts_is_what_a_class_computes_and_not_its_source():
+    class LimitedRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states).clamp(-3, 3)
+
+    class OtherwiseWrittenRMSNorm(LlamaRMSNorm):
+        def forward(self, x):
+            wide = x.float()
+            wide = wide * (wide.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+            return wide.type_as(x) * self.weight
+
+    class FreeRMSNorm(LlamaRMSNorm):
+        def __init__(self, size):
+            super().__init__(size)
+            self.weight = None
+
+    assert use_rms_norm([norm_of(LimitedRMSNorm)]) == 0
+    assert use_rms_norm([norm_of(OtherwiseWrittenRMSNorm)]) == 1
+    assert use_rms_norm([FreeRMSNorm(8)]) == 0
+
+
+def test_a_norm_on_the_meta_device_is_tried_on_values_all_the_same():
+    with torch.device("meta"):
+        assert use_rms_norm([LlamaRMSNorm(8), GemmaRMSNorm(8)]) == 1

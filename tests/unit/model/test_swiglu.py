@@ -63,3 +63,23 @@ def test_one_tensor_less_is_kept():
 @pytest.mark.parametrize(("family", "more"), [("gemma", {}), ("llama", {"hidden_act": "gelu"})])
 def test_other_activations_are_left_alone(family, more):
     assert use_swiglu([block_of(family, **more)]) == 0
+
+
+def test_what_counts_is_what_a_class_computes_and_not_its_source():
+    """Seed-OSS drops some of an MLP's results, after the same line of code as Llama's."""
+    dropping = {"residual_dropout": 0.5, "attention_dropout": 0.0}
+    assert use_swiglu([block_of("seed_oss", **dropping).train()]) == 0
+    assert use_swiglu([block_of("seed_oss", **dropping | {"residual_dropout": 0.0}).train()]) == 1
+
+    class LimitedMlp(type(block_of("llama").mlp)):
+        def forward(self, x):
+            return super().forward(x).clamp(-7, 7)
+
+    block = block_of("llama")
+    block.mlp.__class__ = LimitedMlp
+    assert use_swiglu([block]) == 0
+
+
+def test_an_mlp_on_the_meta_device_is_tried_on_values_all_the_same():
+    with torch.device("meta"):
+        assert use_swiglu([block_of("llama")]) == 1
