@@ -76,7 +76,7 @@ def full_batch(num_rows: int, seq_len: int) -> Batch:
     tokens_BT = positions_BT % 32
     lengths = [[seq_len]] * num_rows
     return Batch(
-        *(tokens_BT, tokens_BT, positions_BT, num_tokens, num_tokens, 0), document_lengths=lengths
+        tokens_BT, tokens_BT, positions_BT, num_tokens, num_tokens, 0, document_lengths=lengths
     )
 
 

@@ -231,7 +231,8 @@ def show(options: Namespace) -> int:
     argument("--device-memory", parse_memory, "memory per GPU (default: 80GiB)"),
     argument("--host-memory", parse_memory, "memory per node (default: slurm.memory, or 512GiB)"),
     argument(
-        *("--save", ("streamed", "gathered")),
+        "--save",
+        ("streamed", "gathered"),
         "streamed: as hpc_tune saves; gathered: as tools that first gather the model on one rank",
         default="streamed",
     ),

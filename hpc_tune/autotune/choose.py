@@ -138,7 +138,9 @@ def compare_step(chosen: Candidate, steps_s: Iterable[float]) -> dict[str, Any]:
     if off is not None:
         log.info(
             "auto    a step took %.3g s, predicted were %.3g s (%+.0f%%)",
-            *(measured_s, predicted_s, 100 * off),
+            measured_s,
+            predicted_s,
+            100 * off,
         )
     return {
         "layout": str(chosen.layout),

@@ -349,5 +349,6 @@ def _supersede(path: Path) -> None:
     log.warning(
         "the run has gone on from a checkpoint before %s, which is kept as %s: remove it when you "
         "do not need it, or resume from it with checkpoint.resume",
-        *(path.name, aside),
+        path.name,
+        aside,
     )

@@ -48,7 +48,8 @@ def job_end(environ: Environ, ask: bool) -> float | None:
         if text.isdigit() and int(text) > 0 and ask:
             log.warning(
                 "%s=%s is in the past, so it is ignored: the environment is from an earlier job",
-                *(name, text),
+                name,
+                text,
             )
     job = job_of(environ) if ask else None
     return None if job is None else job.scheduler.ask_end(job.id)

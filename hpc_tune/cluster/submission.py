@@ -94,6 +94,7 @@ def _handed_on(environ: Environ) -> dict[str, str]:
     }
     log.info(
         "this shell is in job %s; the new job does not get its %d variables (SLURM_*, PMI*)",
-        *(environ["SLURM_JOB_ID"], len(environ) - len(left)),
+        environ["SLURM_JOB_ID"],
+        len(environ) - len(left),
     )
     return left

@@ -45,7 +45,11 @@ _QUESTIONS = ("instruction", "prompt", "question", "query")
 _ANSWERS = ("output", "completion", "answer", "response")
 KNOWN = frozenset(
     itertools.chain(
-        *(*_FORMS, *_FURTHER.values(), _QUESTIONS, _ANSWERS, PREFERENCES),
+        *_FORMS,
+        *_FURTHER.values(),
+        _QUESTIONS,
+        _ANSWERS,
+        PREFERENCES,
         ("label", "context", "system_prompt"),
     )
 )

@@ -91,7 +91,9 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(
-        *(local, mesh, placements),
+        local,
+        mesh,
+        placements,
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),

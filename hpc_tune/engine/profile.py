@@ -63,7 +63,10 @@ class StepProfile:
                 log.warning(
                     "train.profile=%d:%d is not among the steps that this run does, %d to %d: "
                     "no step is profiled",
-                    *(steps[0], len(steps), done + 1, total),
+                    steps[0],
+                    len(steps),
+                    done + 1,
+                    total,
                 )
             steps = range(0)
         steps = steps[: max(0, total + 1 - steps.start)]

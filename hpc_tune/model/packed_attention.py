@@ -134,7 +134,7 @@ def _attend(
             query, key, value = _slices(document, query_BHTD, key_BKTD, value_BKTD)
             parts.append(
                 F.scaled_dot_product_attention(
-                    *(query, key, value, None, dropout, True), scale=scaling, enable_gqa=has_groups
+                    query, key, value, None, dropout, True, scale=scaling, enable_gqa=has_groups
                 )
             )
         return _joined(parts, query_BHTD), None

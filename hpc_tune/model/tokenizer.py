@@ -68,7 +68,8 @@ def _without_class(directory: Path, error: Exception) -> Any:
     log.info(
         "%s: its tokenizer.json is taken; the class that tokenizer_config.json names cannot be "
         "made of it (%s)",
-        *(directory, first_line(error)),
+        directory,
+        first_line(error),
     )
     return tokenizer
 
@@ -98,7 +99,9 @@ def _find_end_token(tokenizer: Any, directory: Path) -> None:
             log.info(
                 "%s: its tokenizer names no end token (eos_token); texts and answers end with %s, "
                 "the end of %s",
-                *(directory, token, file),
+                directory,
+                token,
+                file,
             )
             return
 

@@ -51,7 +51,8 @@ def by_its_file(tokenizer: Any, directory: Path) -> Any:
             log.info(
                 "%s: tokenizer_config.json changes tokens of tokenizer.json, and is taken as "
                 "transformers takes it: %s",
-                *(directory, made),
+                directory,
+                made,
             )
         return tokenizer
     whole = read_whole_file(directory)
@@ -61,7 +62,10 @@ def by_its_file(tokenizer: Any, directory: Path) -> Any:
     log.info(
         "%s: text becomes the tokens of its tokenizer.json. The class %s, which transformers takes "
         "for it, would make others: %s. Exports name %s, which reads the whole file",
-        *(directory, type(tokenizer).__name__, found, WHOLE_FILE_CLASS),
+        directory,
+        type(tokenizer).__name__,
+        found,
+        WHOLE_FILE_CLASS,
     )
     _keep_roles(whole, tokenizer)
     return whole
@@ -102,7 +106,8 @@ def name_whole_file_class(tokenizer: Any, out: Path) -> None:
         log.warning(
             "transformers' AutoTokenizer reads the exported tokenizer in another way than it was "
             "trained with, whatever tokenizer_class says: %s. Load it by %s.from_pretrained",
-            *(found, WHOLE_FILE_CLASS),
+            found,
+            WHOLE_FILE_CLASS,
         )
 
 

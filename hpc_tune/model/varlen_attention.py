@@ -136,8 +136,13 @@ def attend(
     query_SHD, key_SKD, value_SKD = map(_end_to_end, (query_BHTD, key_BKTD, value_BKTD))
     kernel: Any = varlen.varlen_attn
     out_SHD: torch.Tensor = kernel(
-        *(query_SHD, key_SKD, value_SKD, starts.starts_N, starts.starts_N),
-        *(starts.longest, starts.longest),
+        query_SHD,
+        key_SKD,
+        value_SKD,
+        starts.starts_N,
+        starts.starts_N,
+        starts.longest,
+        starts.longest,
         scale=scale,
         # Of those before a token, -1 for all, and none of those after it.
         window_size=(-1 if window is None else window - 1, 0),

@@ -141,7 +141,10 @@ class RunLock:
                 first_s = touched_s
                 log.info(
                     "run.dir=%s was in use by %s %.0f s ago: looking for %.0f s if it still is",
-                    *(self._path.parent, owner or "another job", age_s, self._silent_s - age_s),
+                    self._path.parent,
+                    owner or "another job",
+                    age_s,
+                    self._silent_s - age_s,
                 )
             time.sleep(min(liveness.LOCK_LOOK_EVERY_S, self._touch_every_s))
         self._watcher.start()

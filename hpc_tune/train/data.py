@@ -216,7 +216,8 @@ def _warn_of_overlap(path: Paths, eval_path: Paths) -> None:
         log.warning(
             "data.eval_path and data.path both read %s%s: held-out loss on training data says "
             "nothing about new data. Name the held-out split, or use data.eval_fraction",
-            *(same[0], f" and {len(same) - 1} more" if len(same) > 1 else ""),
+            same[0],
+            f" and {len(same) - 1} more" if len(same) > 1 else "",
         )
 
 

@@ -147,7 +147,9 @@ class Metrics:
         left_s = steps * usual_s
         log.info(
             "time    about %s for %d steps of %.3g s, until %s",
-            *(format_seconds(left_s), steps, usual_s),
+            format_seconds(left_s),
+            steps,
+            usual_s,
             time.strftime("%a %H:%M", time.localtime(time.time() + left_s)),
         )
 

@@ -53,7 +53,8 @@ def log_micro_batches(model: Model, plan: StepPlan, micro_size: int) -> None:
     sent = sum(expected_bytes(plan, [micro] * num_micro).values())
     log.info(
         "micro-batches of %d x %d tokens%s",
-        *(min(micro_size, rows), seq_len),
+        min(micro_size, rows),
+        seq_len,
         f"; a step sends {format_bytes(sent)} per rank" if sent else "",
     )
 
