@@ -372,20 +372,32 @@ def blocks_of_a_step(chance: random.Random, num_layers: int) -> list[tuple[int, 
 
 
 def test_a_heap_reaches_as_far_as_that_of_glibc():
-    """Its own process has free blocks of its own, so not to the byte."""
+    """On average over lists of requests: its own process has holes of its own, and by chance one
+    list takes up to a third more in one process than in another.
+    """
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("needs glibc")
-    steps, heap, blocks, alive, most = blocks_of_a_step(random.Random(0), 12), Heap(), {}, {}, 0
-    for name, size in steps:
-        if size:
-            blocks[name], alive[name] = heap.allocate(size), size
-        else:
-            heap.free(blocks.pop(name))
-            del alive[name]
-        most = max(most, sum(alive.values()))
-    words = [sys.executable, "-c", ASKED]
-    given = json.dumps([OBJECTS, steps])
-    done = subprocess.run(words, input=given, capture_output=True, text=True, check=True)
-    print(f"alive {most >> 20} MiB, planned {heap.reach >> 20}, glibc {int(done.stdout) >> 20}")
-    assert heap.reach == pytest.approx(int(done.stdout), rel=0.1)
-    assert heap.reach > 1.2 * most
+    planned = taken = alive_at_most = 0
+    for seed in range(12):
+        steps, heap, blocks, alive, most = (
+            blocks_of_a_step(random.Random(seed), 12),
+            Heap(),
+            {},
+            {},
+            0,
+        )
+        for name, size in steps:
+            if size:
+                blocks[name], alive[name] = heap.allocate(size), size
+            else:
+                heap.free(blocks.pop(name))
+                del alive[name]
+            most = max(most, sum(alive.values()))
+        words = [sys.executable, "-c", ASKED]
+        given = json.dumps([OBJECTS, steps])
+        done = subprocess.run(words, input=given, capture_output=True, text=True, check=True)
+        planned, taken = planned + heap.reach, taken + int(done.stdout)
+        alive_at_most += most
+    print(f"alive {alive_at_most >> 20} MiB, planned {planned >> 20}, glibc {taken >> 20}")
+    assert planned == pytest.approx(taken, rel=0.1)
+    assert planned > 1.2 * alive_at_most
