@@ -6,6 +6,7 @@ A fake process group is the process's only one, so every trace has an interprete
 import functools
 import itertools
 import json
+import os
 import platform
 import random
 import subprocess
@@ -395,7 +396,10 @@ def test_a_heap_reaches_as_far_as_that_of_glibc():
             most = max(most, sum(alive.values()))
         words = [sys.executable, "-c", ASKED]
         given = json.dumps([OBJECTS, steps])
-        done = subprocess.run(words, input=given, capture_output=True, text=True, check=True)
+        past = {**os.environ, "OF_ANOTHER_LENGTH": "a" * (977 * seed)}  # other holes to begin with
+        done = subprocess.run(
+            words, input=given, capture_output=True, text=True, check=True, env=past
+        )
         planned, taken = planned + heap.reach, taken + int(done.stdout)
         alive_at_most += most
     print(f"alive {alive_at_most >> 20} MiB, planned {planned >> 20}, glibc {taken >> 20}")
