@@ -21,7 +21,7 @@ from hpc_tune.world.affinity import KERNELS_KEPT
 KERNEL_BYTES = 258376
 # One of so many blocks leaves an object of as many bytes for the rest of the step: nodes of the
 # graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
-LEAVING_BLOCKS, LEFT_BYTES = 8, 64
+LEAVING_BLOCKS, LEFT_BYTES = 4, 64
 PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 
 
