@@ -10,14 +10,13 @@ no kernel of its own.
 
 import types
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_tune.model.tried_layer import computes_as, like
+from hpc_tune.model.tried_layer import alike, like
 
 # Of results in 16 bits. Rounded in another place, about a third of them would differ.
 _EQUAL_SHARE = 0.95
@@ -29,13 +28,7 @@ def use_rms_norm(blocks: Iterable[nn.Module], torchs: bool = False) -> int:
     ``torchs``: by ``F.rms_norm``.
     """
     forward = _torchs_forward if torchs else _forward
-    plain: dict[type[nn.Module], bool] = {}
-    norms = []
-    for part in (part for block in blocks for part in block.modules() if _may_be_plain(part)):
-        if type(part) not in plain:
-            plain[type(part)] = computes_as(part, partial(_tried, part), _forward, _agree)
-        if plain[type(part)]:
-            norms.append(part)
+    norms = alike(blocks, _may_be_plain, _tried, _forward, _agree)
     for part in norms:
         part.forward = types.MethodType(forward, part)
     return len(norms)
@@ -49,12 +42,12 @@ def _may_be_plain(module: Any) -> bool:
     return module.weight.dim() == 1 and hasattr(module, "variance_epsilon")
 
 
-def _tried(module: Any, chance: torch.Generator) -> tuple[nn.Module, list[torch.Tensor]]:
-    """Return a norm of 64 weights, and inputs of the dtypes that it may have, large and small."""
+def _tried(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
+    """Return a norm of 64 weights, and rows of large and of small values."""
     weight = torch.randn(64, generator=chance, device="cpu", dtype=torch.bfloat16)
     x = torch.randn(16, 64, generator=chance, device="cpu")
     x *= torch.logspace(-4, 2, len(x), device="cpu")[:, None]
-    return like(module, weight=nn.Parameter(weight)), [x.bfloat16()]
+    return like(module, weight=nn.Parameter(weight)), x.bfloat16()
 
 
 def _agree(stock: torch.Tensor, ours: torch.Tensor) -> bool:

@@ -9,14 +9,13 @@ same operations on the same values give the same bits.
 
 import types
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hpc_tune.model.tried_layer import computes_as, like
+from hpc_tune.model.tried_layer import alike, like
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _WIDTH, _SCALE = 16, 8.0  # of the values that it is tried on: a limit of them would show
@@ -24,13 +23,7 @@ _WIDTH, _SCALE = 16, 8.0  # of the values that it is tried on: a limit of them w
 
 def use_swiglu(blocks: Iterable[nn.Module]) -> int:
     """Replace the forward of each plain SwiGLU MLP in ``blocks``; return how many there were."""
-    plain: dict[type[nn.Module], bool] = {}
-    layers = []
-    for part in (part for block in blocks for part in block.modules() if _may_be_plain(part)):
-        if type(part) not in plain:
-            plain[type(part)] = computes_as(part, partial(_tried, part), _forward, torch.equal)
-        if plain[type(part)]:
-            layers.append(part)
+    layers = alike(blocks, _may_be_plain, _tried, _forward, torch.equal)
     for part in layers:
         part.forward = types.MethodType(_forward, part)
     return len(layers)
@@ -44,13 +37,13 @@ def _may_be_plain(module: Any) -> bool:
     return is_silu and has_parts and not has_more
 
 
-def _tried(module: Any, chance: torch.Generator) -> tuple[nn.Module, list[torch.Tensor]]:
+def _tried(module: Any, chance: torch.Generator) -> tuple[nn.Module, torch.Tensor]:
     parts = {name: nn.Linear(_WIDTH, _WIDTH, device="cpu") for name in _PROJECTIONS}
     for part in parts.values():
         for values in part.parameters():
             values.normal_(generator=chance)
     x = _SCALE * torch.randn(4, _WIDTH, generator=chance, device="cpu")
-    return like(module, act_fn=module.act_fn, **parts), [x]
+    return like(module, act_fn=module.act_fn, **parts), x
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ The name of a class tells nothing for certain, and its source may change with a 
 two differ, or the layer cannot be tried, transformers' own runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,21 +26,49 @@ def like(module: nn.Module, **parts: nn.Module | nn.Parameter) -> nn.Module:
     return layer
 
 
-def computes_as(
+def alike(
+    blocks: Iterable[nn.Module],
+    may_be: Callable[[nn.Module], bool],
+    make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
+    forward: Forward,
+    agree: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> list[nn.Module]:
+    """Return the layers of ``blocks`` that ``may_be`` and whose class computes as ``forward`` does.
+
+    ``make`` returns a layer like one of them (see ``like``), and an input; the results of the
+    class's own forward and of ``forward`` must ``agree``. Layers of one class with the same plain
+    attributes are tried once.
+    """
+    tried: dict[tuple[Any, ...], bool] = {}
+    found = []
+    for layer in (part for block in blocks for part in block.modules() if may_be(part)):
+        key = type(layer), layer.training, *_plain_attributes(layer)
+        if key not in tried:
+            tried[key] = _computes_as(layer, make, forward, agree)
+        if tried[key]:
+            found.append(layer)
+    return found
+
+
+def _plain_attributes(layer: nn.Module) -> list[tuple[str, Any]]:
+    """Return what tells a layer from others of its class: values, or which object it is."""
+    return [
+        (name, value if isinstance(value, (int, float, str, type(None))) else id(value))
+        for name, value in vars(layer).items()
+        if not name.startswith("_")
+    ]
+
+
+def _computes_as(
     module: nn.Module,
-    make: Callable[[torch.Generator], tuple[nn.Module, list[torch.Tensor]]],
+    make: Callable[[nn.Module, torch.Generator], tuple[nn.Module, torch.Tensor]],
     forward: Forward,
     agree: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> bool:
-    """Try a layer of the class of ``module`` on real values, whatever ``module`` itself has.
-
-    ``make`` returns the layer (see ``like``) and inputs; for each, the results of the class's own
-    forward and of ``forward`` must ``agree``.
-    """
     with _disable_current_modes(), torch.no_grad():
-        layer, inputs = make(torch.Generator().manual_seed(0))
+        layer, x = make(module, torch.Generator().manual_seed(0))
         layer.train(module.training)
         try:
-            return all(agree(type(module).forward(layer, x), forward(layer, x)) for x in inputs)
+            return agree(type(module).forward(layer, x), forward(layer, x))
         except (AttributeError, TypeError, ValueError, RuntimeError):
             return False

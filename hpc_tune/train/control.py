@@ -10,8 +10,8 @@ Control flow depends on agreed values only, so that every rank takes the same br
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, dataclass, replace
 
 from hpc_tune.batch import Batch
@@ -158,11 +158,9 @@ class Control:
         self._faults.at("step", step + 1)
         return Decision(True, self._batches, max(1, int(status.loss_tokens)))
 
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Surround the work of a step: it may be profiled."""
-        with self._profile.around(self.trainer.step + 1):
-            yield
+    def around_step(self) -> AbstractContextManager[None]:
+        """Return what surrounds the work of a step: it may be profiled."""
+        return self._profile.around(self.trainer.step + 1)
 
     def gave_up(self, ran_out: str | None) -> None:
         """Take in a step that all ranks have given up; ``ran_out``: see ``Trainer``."""

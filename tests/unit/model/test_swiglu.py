@@ -83,3 +83,19 @@ def test_what_counts_is_what_a_class_computes_and_not_its_source():
 def test_an_mlp_on_the_meta_device_is_tried_on_values_all_the_same():
     with torch.device("meta"):
         assert use_swiglu([block_of("llama")]) == 1
+
+
+def test_layers_of_one_class_are_told_apart_by_their_attributes():
+    class SometimesLimitedMlp(type(block_of("llama").mlp)):
+        limit = None
+
+        def forward(self, x):
+            out = super().forward(x)
+            return out if self.limit is None else out.clamp(-self.limit, self.limit)
+
+    blocks = [block_of("llama") for _ in range(3)]
+    for block in blocks:
+        block.mlp.__class__ = SometimesLimitedMlp
+    blocks[1].mlp.limit = 7.0
+    assert use_swiglu(blocks) == 2
+    assert "forward" not in vars(blocks[1].mlp)
