@@ -244,8 +244,10 @@ class Supervisor:
         if ended is None:
             reason = f"{self._argv[0]} exited with code {code}, and there is no outcome.json"
             ended = {"status": "failed", "reason": reason}
-            if code in _EARLY:
+            if code in _EARLY and not lines.accused(False):
                 ended = {"status": "stopped", "reason": "a signal while it started"}
+            elif code in _EARLY:  # the launcher has ended the others for a node's
+                code = EXIT_FAILED
         exit_code = int(ended.get("exit_code", code if code > 0 else EXIT_FAILED))
         reason = self._reason(ended)
         asked = self._asked == signal.SIGUSR1 or reason in ("SIGUSR1", "time limit", _PREEMPTED)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from hpc_tune.cluster.slurm import expand_nodelist
+from hpc_tune.errors import EXIT_RESUMABLE
 
 _PIECE = 1 << 16
 _NODE = r"([^\s:,]+(?:\[[^\]]*\][^\s:,]*)?)"
@@ -69,6 +70,8 @@ class LauncherLines:
             self._is_over = True
         elif match := _DIED.search(line) or _DIED_UNDER_MPI.search(line):
             did_exit = match[2].startswith("Exited")
+            if match[2] == f"Exited with exit code {EXIT_RESUMABLE}":
+                return  # it was asked to stop
             self._note(self._exited if did_exit else self._died, match[1], line.strip())
 
     def accused(self, has_report: bool) -> dict[str, str]:

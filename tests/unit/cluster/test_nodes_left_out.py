@@ -51,6 +51,7 @@ PRTE has lost communication with a remote daemon.
         ("srun: error: n2: tasks 2-3: Exited with exit code 9", False, ["n2"]),
         # The run has told why, and which node is at fault: none.
         ("srun: error: n2: tasks 2-3: Exited with exit code 1", True, []),
+        ("srun: error: n2: tasks 2-3: Exited with exit code 75", False, []),
         ("srun: error: n2: task 2: Out Of Memory", False, []),
         ("step 20  loss 1.2  a text about tasks 4-7: Killed", False, []),
     ],

@@ -50,6 +50,7 @@ def test_what_a_plan_of_several_rows_advises_does_fit(capsys):
     words += ["model.path=shape:llama3-8b", "batch.micro_size=8", "data.seq_len=8192"]
     assert cli.main(words) == 1
     advice = [line[4:] for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
+    advice = [line for line in advice if not line.endswith("(not checked)")]  # a busy machine
     settings = [[w.strip(",") for w in line.split() if "=" in w] for line in advice]
     assert any(settings)
     for changes in filter(None, settings):

@@ -103,7 +103,7 @@ def test_the_signals_are_given_back():
 
 def test_the_time_limit_counts_from_the_start_of_the_process():
     age_s = time.time() - stop.process_start()
-    assert 0 < age_s < 3600
+    assert 0 < age_s < time.monotonic() + 1
     flag = StopFlag(time_limit_s=age_s + 100, environ={})
     assert flag.seconds_left() == pytest.approx(100, abs=2)
     assert flag.reason(margin_s=50) is None
