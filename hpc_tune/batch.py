@@ -9,7 +9,46 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hpc_tune.config.data import Form
+
 IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What a preference objective needs beside the tokens of a micro-batch with P pairs.
+
+    A pair is two documents of one row, the chosen answer before the rejected one, both after the
+    same prompt. Rows of labelled answers are pairs whose second document is missing.
+    ``counts_P2``: their tokens with loss, int64. ``reference_P2``: their summed log-probabilities
+    under the reference, fp32, zeros where there is none. ``desirable_P``: the labels of labelled
+    answers, bool; empty for pairs. ``kl``: the step's mean difference to the reference of
+    mismatched answers, not below 0.
+    """
+
+    counts_P2: torch.Tensor
+    reference_P2: torch.Tensor
+    desirable_P: torch.Tensor
+    kl: float = 0.0
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All three."""
+        return self.counts_P2, self.reference_P2, self.desirable_P
+
+    def to(self, device: torch.device) -> "Pairs":
+        """Return these on ``device``; a GPU copies them while the host goes on."""
+        if device.type == "cpu":
+            return self
+        return self._with(t.to(device, non_blocking=True) for t in self.tensors)
+
+    def pinned(self) -> "Pairs":
+        """Return these in pinned memory."""
+        return self._with(t.pin_memory() for t in self.tensors)
+
+    def _with(self, tensors: Iterable[torch.Tensor]) -> "Pairs":
+        counts_P2, reference_P2, desirable_P = tensors
+        return Pairs(counts_P2, reference_P2, desirable_P, self.kl)
 
 
 @dataclass(frozen=True)
@@ -22,7 +61,9 @@ class Batch:
     padding. ``first_row`` is the index of the first row in the global stream of rows, and each
     further row's is higher by ``row_stride``; they key the randomness. ``document_lengths`` are the
     tokens of each row's documents, padding as the last one; without them positions are read.
-    ``padding``: the tokens of each row's padding, which are those of no document.
+    ``padding``: the tokens of each row's padding, which are those of no document. ``pairs``: of
+    rows of preferences. ``mismatched``: for rows of labelled answers, the same prompts with
+    another's answer.
     """
 
     tokens_BT: torch.Tensor
@@ -34,6 +75,31 @@ class Batch:
     row_stride: int = 1
     document_lengths: Sequence[Sequence[int]] = ()
     padding: Sequence[int] = ()
+    pairs: Pairs | None = None
+    mismatched: "Batch | None" = None
+
+    def with_kl(self, kl: float) -> "Batch":
+        """Return this batch of labelled answers with the step's ``Pairs.kl``."""
+        return replace(self, pairs=self.pairs and replace(self.pairs, kl=kl))
+
+    @property
+    def num_terms(self) -> int:
+        """What the loss is a sum over: pairs, or labelled answers, or else tokens."""
+        return self.num_loss_tokens if self.pairs is None else len(self.pairs.counts_P2)
+
+    @property
+    def form(self) -> Form:
+        """What its rows hold."""
+        if self.pairs is None:
+            return "answers"
+        return "pairs" if self.mismatched is None else "labels"
+
+    @property
+    def num_bytes(self) -> int:
+        """What its tensors take."""
+        tensors = [*self.tensors, *(self.pairs.tensors if self.pairs else ())]
+        tensors += self.mismatched.tensors if self.mismatched else ()
+        return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def rows(self) -> range:
@@ -48,7 +114,14 @@ class Batch:
 
     def pinned(self) -> "Batch":
         """Return this batch as a GPU copies it: half as many bytes, and the host need not wait."""
-        return self._with(tensor.int().pin_memory() for tensor in self.tensors)
+        pinned = self._with(tensor.int().pin_memory() for tensor in self.tensors)
+        if self.pairs is None:
+            return pinned
+        others = self.mismatched
+        return pinned._with_pairs(
+            self.pairs.pinned(),
+            others and others._with(tensor.int().pin_memory() for tensor in others.tensors),
+        )
 
     @property
     def real_lengths(self) -> list[int]:
@@ -62,7 +135,19 @@ class Batch:
         if device.type == "cpu":
             return self
         source = self if self.tokens_BT.is_pinned() else self.pinned()
-        return self._with(t.to(device, non_blocking=True).long() for t in source.tensors)
+        moved = source._on(device)
+        if source.pairs is None:
+            return moved
+        others = source.mismatched
+        return moved._with_pairs(source.pairs.to(device), others and others._on(device))
+
+    def _on(self, device: torch.device) -> "Batch":
+        return self._with(t.to(device, non_blocking=True).long() for t in self.tensors)
+
+    def _with_pairs(self, pairs: Pairs, mismatched: "Batch | None") -> "Batch":
+        """Return this batch with pairs, which ``mismatched`` shares."""
+        others = None if mismatched is None else replace(mismatched, pairs=pairs)
+        return replace(self, pairs=pairs, mismatched=others)
 
     def _with(self, tensors: Iterable[torch.Tensor]) -> "Batch":
         tokens_BT, labels_BT, positions_BT = tensors
@@ -80,9 +165,17 @@ def full_batch(num_rows: int, seq_len: int) -> Batch:
     )
 
 
-def empty_batch(first_row: int) -> Batch:
-    """Return a row of one token without a label: it joins collectives and changes nothing."""
+def empty_batch(first_row: int, form: Form = "answers") -> Batch:
+    """Return a row of one token without a label: it joins collectives and changes nothing.
+
+    As other batches of ``form`` it has pairs, none, and a mismatched batch, empty as well.
+    """
     zeros_BT = torch.zeros(1, 1, dtype=torch.int64)
     labels_BT = torch.full_like(zeros_BT, IGNORED_LABEL)
     tensors = zeros_BT, labels_BT, zeros_BT.clone()
-    return Batch(*tensors, 0, 0, first_row, document_lengths=((1,),), padding=(1,))
+    batch = Batch(*tensors, 0, 0, first_row, document_lengths=((1,),), padding=(1,))
+    if form == "answers":
+        return batch
+    none = torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), torch.zeros(0, dtype=torch.bool)
+    others = empty_batch(first_row) if form == "labels" else None
+    return batch._with_pairs(Pairs(*none), others)

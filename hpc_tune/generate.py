@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hpc_tune.checkpoint.locate import locate, require_base, with_newest
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import REFUSALS, end_of_answer
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.build import build, compute_dtype

@@ -35,12 +35,12 @@ def run_prepare(config: RunConfig, out: Path) -> int:
             "loading the tokenizer", lambda: load_tokenizer(directory, data.chat_template)
         )
         if not data.eval_fraction:
-            prepare_file(data.path, out, data, tokenizer, comm)
+            prepare_file(data.path, out, data, tokenizer, comm, form=config.tune.form)
             log.info("wrote %s. Use it with data.path=%s", out, out)
         else:
             held_out = out.with_stem(f"{out.stem}-held-out")
-            prepare_file(data.path, out, data, tokenizer, comm, "train")
-            prepare_file(data.path, held_out, data, tokenizer, comm, "held-out")
+            prepare_file(data.path, out, data, tokenizer, comm, "train", config.tune.form)
+            prepare_file(data.path, held_out, data, tokenizer, comm, "held-out", config.tune.form)
             log.info("wrote %s and %s. Use them with", out, held_out)
             log.info("data.path=%s data.eval_path=%s", out, held_out)
         shutdown(comm)
@@ -65,7 +65,9 @@ def run_show(config: RunConfig, num_rows: int) -> int:
         store.require_tokenizer(tokenizer, fingerprint(tokenizer))
         lines = show_prepared(store, tokenizer, num_rows, look)
     else:
-        lines = show(data.path, tokenizer, prepare_settings(data), num_rows, look)
+        lines = show(
+            data.path, tokenizer, prepare_settings(data, form=config.tune.form), num_rows, look
+        )
     for line in lines:
         print(line)
     return EXIT_DONE

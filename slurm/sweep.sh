@@ -1,7 +1,8 @@
 #!/bin/bash
-# The same run with other learning rates, one job of an array each:
+# The same run with other values of a setting, one job of an array each (docs/sweeps.md):
 #     sbatch slurm/sweep.sh [key=value ...]
-#     python -m hpc_tune inspect runs/sweep-JOB/lr-1e-4 --against runs/sweep-JOB/lr-2e-4
+#     HPC_TUNE_SWEEP=tune.rank HPC_TUNE_VALUES="8 64" sbatch --array=0-1 slurm/sweep.sh
+#     python -m hpc_tune report runs/sweep-JOB/* --out sweep.html
 #
 # --- what a site may want otherwise (see sinfo, sacctmgr show assoc user=$USER) ---
 ##SBATCH --account=ACCOUNT
@@ -28,10 +29,11 @@ cd "${SLURM_SUBMIT_DIR:?submit it with sbatch}"
 source "${HPC_TUNE_VENV:-.venv}/bin/activate"  # where hpc_tune is installed, on a shared folder
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not know otherwise
 launch=${HPC_TUNE_LAUNCH:-srun --kill-on-bad-exit=1}  # or: "mpirun -np $SLURM_NTASKS"
-rates=(5e-5 1e-4 2e-4 4e-4)
-rate=${rates[${SLURM_ARRAY_TASK_ID:?it is a job array}]}
+setting=${HPC_TUNE_SWEEP:-optim.lr}
+read -ra values <<< "${HPC_TUNE_VALUES:-5e-5 1e-4 2e-4 4e-4}"
+value=${values[${SLURM_ARRAY_TASK_ID:?it is a job array}]:?the array has more tasks than values}
 
 # Each task starts its ranks again after a stop for memory, requeues itself when its time ends, and
 # gives up what crashes twice at the same step.
 exec python -m hpc_tune supervise --launch "$launch" --config configs/llama3_8b_lora.yaml \
-    run.dir="runs/sweep-$SLURM_ARRAY_JOB_ID/lr-$rate" optim.lr="$rate" "$@"
+    run.dir="runs/sweep-$SLURM_ARRAY_JOB_ID/${setting##*.}-$value" "$setting=$value" "$@"

@@ -232,7 +232,7 @@ def _run_peer(
 def _flops_per_token(asked: argparse.Namespace) -> float:
     import torch
 
-    from hpc_tune.config.schema import TuneConfig
+    from hpc_tune.config.tune import TuneConfig
     from hpc_tune.model.build import build
     from hpc_tune.step.size import flops_per_token, measure
 

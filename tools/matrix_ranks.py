@@ -18,7 +18,7 @@ import torch
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.data.loader import make_batch
+from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.base import Engine, EngineSettings, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.engine.zero.engine import ZeroEngine

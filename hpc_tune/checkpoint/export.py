@@ -20,7 +20,7 @@ from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
 from hpc_tune.checkpoint.chat_template import OTHERS, write_template
 from hpc_tune.checkpoint.merge import ADAPTER_PREFIX, Merged, read_tensor
 from hpc_tune.checkpoint.store import synced
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
 from hpc_tune.log import Progress
 from hpc_tune.memory.host import find_limit, spare_bytes

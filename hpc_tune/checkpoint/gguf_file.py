@@ -21,7 +21,7 @@ from hpc_tune.checkpoint.card import write_card
 from hpc_tune.checkpoint.chat_template import write_template
 from hpc_tune.checkpoint.export import GGUF_FILE, check_room, copy_tokenizer, replacing
 from hpc_tune.checkpoint.merge import Merged
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.lazy_imports import is_installed
 from hpc_tune.log import Progress

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError
 from hpc_tune.model.finite import first_not_finite
 from hpc_tune.model.language import Storage, storage_of
@@ -110,20 +110,19 @@ class Merged:
         return self._dtype is not None or name in self._trained.pieces or name in self._adapted
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
-        """W + (alpha / rank) B A by blocks of rows; DoRA: each row scaled to its magnitude.
+        """W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.
 
         A transposed W gets the transposed product.
         """
         a, b = (read_tensor(self._trained, f"{layer}.lora_{x}.weight") for x in "AB")
         if name in self._transposed:
             a, b = b.t(), a.t()
-        scaling = self._tune.alpha / self._tune.rank
         rows = max(1, PIECE_BYTES // (4 * out.shape[1]))
         blocks = torch.empty((min(rows, len(out)), out.shape[1]), dtype=torch.float32)
         for start in range(0, out.shape[0], rows):
             block = blocks[: len(out) - start]
             self._stored.fill(block, name, (start, 0))
-            block.addmm_(b[start : start + rows], a, alpha=scaling)
+            block.addmm_(b[start : start + rows], a, alpha=self._tune.scale)
             if self._tune.method == "dora":
                 magnitude = read_tensor(self._trained, f"{layer}.lora_magnitude_vector")
                 wanted = magnitude[start : start + rows]

@@ -21,9 +21,17 @@ from hpc_tune.log import log
 Settings = dict[str, dict[str, Any]]  # a dumped configuration
 OTHER_WEIGHTS = "it has other weights than the checkpoint's model, of the same names and shapes"
 MUST_MATCH = (
+    "tune.objective",
+    "tune.beta",
+    "tune.gamma",
+    "tune.sft_weight",
+    "tune.label_smoothing",
+    "tune.desirable_weight",
+    "tune.undesirable_weight",
     "tune.method",
     "tune.rank",
     "tune.alpha",
+    "tune.rslora",
     "tune.dropout",
     "tune.targets",
     "data.seq_len",
@@ -34,10 +42,14 @@ MUST_MATCH = (
 WARN = (
     "model.dtype",
     "tune.param_dtype",
+    "tune.neftune_alpha",
     "optim.lr",
     "optim.reference_batch",
     "optim.batch_scaling",
+    "optim.lora_b_ratio",
     "optim.schedule",
+    "optim.decay_ratio",
+    "optim.restarts",
     "optim.warmup_steps",
     "optim.warmup_ratio",
     "optim.min_lr_ratio",
@@ -51,20 +63,24 @@ WARN = (
 
 @dataclass(frozen=True)
 class Evals:
-    """The first, the newest and the best evaluation of a run, each as (step, mean loss)."""
+    """The first, the newest and the best evaluation of a run, each as (step, mean loss).
+
+    ``since_best``: how many there were after the best.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     first: tuple[int, float] | None = None
     last: tuple[int, float] | None = None
     best: tuple[int, float] | None = None
+    since_best: int = 0
 
     def with_(self, step: int, loss: float) -> "Evals":
         """Return the record with one more evaluation; one that is not finite is never the best."""
-        now, best = (step, loss), self.best
+        now, best, since_best = (step, loss), self.best, self.since_best + 1
         if math.isfinite(loss) and (best is None or loss < best[1]):
-            best = now
-        return Evals(self.first or now, now, best)
+            best, since_best = now, 0
+        return Evals(self.first or now, now, best, since_best)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Evals":
@@ -194,11 +210,12 @@ def require_settings(saved: RunState, settings: Settings, other_model: str = "")
 
 
 def _changed(saved: RunState, settings: Settings, names: Sequence[str]) -> list[str]:
-    before, now = flat(saved.config), flat(settings)
+    # What an earlier version did not have was as the default is.
+    before, now = flat(RunConfig().model_dump()) | flat(saved.config), flat(settings)
     return [
-        f"{name}: {before.get(name)} in the checkpoint, {now[name]} now"
+        f"{name}: {before[name]} in the checkpoint, {now[name]} now"
         for name in names
-        if _meaning(name, before.get(name)) != _meaning(name, now[name])
+        if _meaning(name, before[name]) != _meaning(name, now[name])
     ]
 
 

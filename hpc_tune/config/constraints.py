@@ -6,7 +6,8 @@ from hpc_tune.config.data import DataConfig, is_prepared
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import SlurmConfig, time_limit_s
-from hpc_tune.config.schema import RunConfig, TrainConfig, TuneConfig
+from hpc_tune.config.schema import RunConfig, TrainConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.units import format_seconds
 
 
@@ -22,9 +23,10 @@ def check(config: RunConfig) -> list[str]:
         *_parallel(parallel, tune.method),
         *(beside_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_float8(train, tune.method, config.model.dtype, config.run.device),
+        *_objective(tune, config.data),
         *_tune(tune),
-        *_optim(config.optim),
-        *_data(config.data, train.eval_every_steps),
+        *_optim(config.optim, tune.method),
+        *_data(config.data, train),
         *_slurm(config.slurm),
     ]
 
@@ -190,11 +192,35 @@ def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterato
         yield "train.float8=true with model.dtype=fp32; use bf16 or auto"
 
 
+def _objective(tune: TuneConfig, data: DataConfig) -> Iterator[str]:
+    for name, value in tune.unused.items():
+        yield (
+            f"tune.{name}={value:g} has no effect with tune.objective={tune.objective}; leave it "
+            "out"
+        )
+    if tune.objective == "sft":
+        return
+    if data.loss_on == "all":
+        yield (
+            f"data.loss_on=all with tune.objective={tune.objective}: preferences are between "
+            "answers; leave it out"
+        )
+    noise = {"dropout": tune.dropout, "neftune_alpha": tune.neftune_alpha or 0.0}
+    for name, value in noise.items() if tune.has_reference else ():
+        if value:
+            yield (
+                f"tune.{name}={value:g} with tune.objective={tune.objective}: the model is "
+                "compared with itself as it was, without noise; leave it out"
+            )
+
+
 def _tune(tune: TuneConfig) -> Iterator[str]:
     if tune.method != "full":
         return
     if tune.dropout:
         yield "tune.dropout has no effect with tune.method=full; leave it out"
+    if tune.rslora:
+        yield "tune.rslora has no effect with tune.method=full; leave it out"
     if tune.init_from:
         yield (
             "tune.init_from names an adapter and tune.method=full has none; name the weights to "
@@ -202,11 +228,24 @@ def _tune(tune: TuneConfig) -> Iterator[str]:
         )
 
 
-def _optim(optim: OptimConfig) -> Iterator[str]:
+def _optim(optim: OptimConfig, method: str) -> Iterator[str]:
+    if optim.lora_b_ratio != 1 and method == "full":
+        yield (
+            f"optim.lora_b_ratio={optim.lora_b_ratio:g} has no effect with tune.method=full; leave "
+            "it out"
+        )
     if optim.warmup_steps is not None and optim.warmup_ratio is not None:
         yield (
             f"optim.warmup_steps={optim.warmup_steps} and optim.warmup_ratio="
             f"{optim.warmup_ratio:g} say the same twice; leave one of them out"
+        )
+    for name, schedule in (("decay_ratio", "wsd"), ("restarts", "cosine_with_restarts")):
+        if (value := getattr(optim, name)) is not None and optim.schedule != schedule:
+            yield f"optim.{name}={value:g} has no effect without optim.schedule={schedule}"
+    if (optim.decay_ratio or 0) + (optim.warmup_ratio or 0) > 1:
+        yield (
+            f"optim.warmup_ratio={optim.warmup_ratio:g} and optim.decay_ratio="
+            f"{optim.decay_ratio:g} are more than all steps together; lower one of them"
         )
     if optim.batch_scaling != "sqrt" and optim.reference_batch is None:
         yield (
@@ -214,9 +253,13 @@ def _optim(optim: OptimConfig) -> Iterator[str]:
         )
 
 
-def _data(data: DataConfig, eval_every_steps: int | None) -> Iterator[str]:
-    if eval_every_steps and not (data.eval_path or data.eval_fraction):
-        yield "train.eval_every_steps needs data.eval_path or data.eval_fraction"
+def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
+    if not (data.eval_path or data.eval_fraction):
+        for name in ("eval_every_steps", "stop_after_evals"):
+            if getattr(train, name) is not None:
+                yield f"train.{name} needs data.eval_path or data.eval_fraction"
+    if train.stop_after_evals is not None and train.eval_every_steps is None:
+        yield f"train.stop_after_evals={train.stop_after_evals} needs train.eval_every_steps"
     if data.eval_path and data.eval_fraction:
         yield (
             f"data.eval_fraction={data.eval_fraction:g} and data.eval_path={data.eval_path} both "

@@ -6,9 +6,13 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from hpc_tune.config.section import PositiveInt, Section
 
+# What is read from rows: answers to learn, pairs of a chosen and a rejected answer, or answers with
+# a label that says whether they are desirable.
+Form = Literal["answers", "pairs", "labels"]
 _FIELDS = (
     "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
     "response", "text", "system", "history", "tools", "weight", "train", "loss", "loss_mask",
+    "chosen", "rejected", "label",
 )  # fmt: skip
 
 

@@ -27,10 +27,11 @@ from pydantic.fields import FieldInfo
 
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
-from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS, OptimConfig
+from hpc_tune.config.optim import OptimConfig, auto_lr
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.secrets import secrets_in
 from hpc_tune.config.section import flat
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.safe_yaml import load_yaml
 
@@ -113,7 +114,7 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
     secrets = secrets_in(flat(config.model_dump()))
     if problems := [*problems, *check(config), *secrets]:
         raise ConfigError(_list(problems))
-    optim = _with_number_for_lr(config.optim, config.tune.method)
+    optim = _with_number_for_lr(config.optim, config.tune)
     return config.model_copy(update={"optim": optim})
 
 
@@ -145,11 +146,8 @@ def _values(tree: DictConfig, resolve: bool = False) -> dict[Any, Any]:
     return values
 
 
-def _with_number_for_lr(optim: OptimConfig, method: str) -> OptimConfig:
-    if optim.lr != "auto":
-        return optim
-    lr = LR_OF_ALL_WEIGHTS if method == "full" else LR_OF_ADAPTERS
-    return optim.model_copy(update={"lr": lr})
+def _with_number_for_lr(optim: OptimConfig, tune: TuneConfig) -> OptimConfig:
+    return optim if optim.lr != "auto" else optim.model_copy(update={"lr": auto_lr(tune)})
 
 
 def _unwritable(values: dict[Any, Any]) -> Iterator[str]:

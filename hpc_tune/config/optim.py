@@ -6,9 +6,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hpc_tune.config.section import PositiveInt, Section
+from hpc_tune.config.tune import TuneConfig
 
-LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS = 2e-4, 1e-5  # optim.lr=auto
-_WARMUP_RATIO = 0.03
+# optim.lr=auto: of adapters and of all weights, for answers and for preferences.
+_LR = {"answers": (2e-4, 1e-5), "preferences": (1e-5, 1e-6)}
+_WARMUP_RATIO, _DECAY_RATIO = 0.03, 0.1
+
+
+def auto_lr(tune: TuneConfig) -> float:
+    """Return the rate that optim.lr=auto is."""
+    of_adapters, of_all = _LR["answers" if tune.objective == "sft" else "preferences"]
+    return of_all if tune.method == "full" else of_adapters
 
 
 class OptimConfig(Section):
@@ -17,8 +25,9 @@ class OptimConfig(Section):
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
         description="The peak learning rate. auto: 2e-4 for adapters, and 1e-5 with "
-        "tune.method=full, which changes what the model has learned before. A higher one learns "
-        "faster until it diverges.",
+        "tune.method=full, which changes what the model has learned before; with a tune.objective "
+        "on preferences 1e-5 and 1e-6, as trl takes for all weights. A higher one learns faster "
+        "until it diverges.",
     )
     reference_batch: PositiveInt | None = Field(
         None,
@@ -31,10 +40,30 @@ class OptimConfig(Section):
         "which suits AdamW (arXiv:2205.10287); linear: the ratio itself, which was found for SGD "
         "(arXiv:1706.02677).",
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    lora_b_ratio: Annotated[float, Field(ge=1)] = Field(
+        1.0,
+        description="How many times lr the matrices B of adapters learn at, and DoRA's magnitudes "
+        "as in peft (LoRA+, arXiv:2402.12354). With 16, the paper's choice, lr is best set to half "
+        "or less of what suits 1; hard tasks gain most. 1: one rate for all. Rates that are logged "
+        "are lr's.",
+    )
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = Field(
         "cosine",
         description="How the learning rate falls after warmup, over all steps of the run. cosine "
-        "and linear end at min_lr_ratio; constant suits a run whose length is not known yet.",
+        "and linear end at min_lr_ratio; cosine_with_restarts does so several times, beginning "
+        "anew at lr (arXiv:1608.03983); wsd (warmup, stable, decay; arXiv:2404.06395) stays at lr "
+        "and falls straight in the last decay_ratio of the steps, so that a run that has not begun "
+        "to fall can be made longer; constant suits a run whose length is not known yet.",
+    )
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="The share of all steps over which schedule=wsd falls. Unset: 0.1, as "
+        "published; more gives the low rates more steps.",
+    )
+    restarts: PositiveInt | None = Field(
+        None,
+        description="How many times schedule=cosine_with_restarts begins anew. Unset: 1, which is "
+        "two cosines; each restart undoes some of what the low rates had settled.",
     )
     warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
         None,
@@ -49,8 +78,8 @@ class OptimConfig(Section):
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1,
-        description="Where linear and cosine end, as a share of lr. With 0.1 the last steps still "
-        "learn; with 0 the weights come to rest.",
+        description="Where a schedule that falls ends, as a share of lr. With 0.1 the last steps "
+        "still learn; with 0 the weights come to rest.",
     )
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.9,
@@ -91,3 +120,8 @@ class OptimConfig(Section):
         if self.warmup_ratio is not None:
             return math.ceil(self.warmup_ratio * total_steps)  # as transformers rounds
         return int(_WARMUP_RATIO * total_steps)
+
+    def num_decay_steps(self, total_steps: int) -> int:
+        """Return the steps over which schedule=wsd falls: at most all after the warmup."""
+        wanted = math.ceil((self.decay_ratio or _DECAY_RATIO) * total_steps)
+        return min(wanted, total_steps - 1 - self.num_warmup_steps(total_steps))

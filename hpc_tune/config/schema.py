@@ -15,6 +15,7 @@ from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import SlurmConfig
 from hpc_tune.config.section import Bytes, Memory, PositiveInt, Seconds, Section, Steps
+from hpc_tune.config.tune import TuneConfig
 
 STAGING_BYTES = 256 << 20  # checkpoint.staging_bytes=auto on CPUs
 _YAML_SWITCH = {True: "on", False: "off"}  # YAML 1.1 reads a plain on and off as booleans
@@ -34,51 +35,6 @@ class ModelConfig(Section):
         description="The dtype of base weights and arithmetic. bf16 takes half the memory of fp32 "
         "and is faster on GPUs, with 2 to 3 digits instead of 7. auto: bf16 on a GPU that "
         "has it, fp32 on a CPU. Trained weights and their optimizer state have tune.param_dtype.",
-    )
-
-
-class TuneConfig(Section):
-    """Which weights are trained."""
-
-    method: Literal["lora", "dora", "qlora", "full"] = Field(
-        "lora",
-        description="lora: low-rank adapters on a frozen base (arXiv:2106.09685), with gradients "
-        "and optimizer state for the adapters alone; dora: lora plus a learned magnitude "
-        "(arXiv:2402.09353), slower and often a little better; qlora: lora on a base whose blocks "
-        "have their linear layers in 4 bits (NF4, arXiv:2305.14314), which takes an eighth of "
-        "fp32's memory, is slower and needs pip install 'hpc_tune[qlora]'; full: all weights, "
-        "which takes the most memory.",
-    )
-    rank: PositiveInt = Field(
-        16,
-        description="The rank of the adapters. 16 is a common choice; a higher rank can learn "
-        "more, and the adapters' memory and flops grow in proportion.",
-    )
-    alpha: Annotated[float, Field(gt=0)] = Field(
-        32.0,
-        description="The adapter's output is scaled by alpha / rank. Twice the rank is the common "
-        "choice; more acts like a higher learning rate.",
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0,
-        description="The probability with which each input of an adapter is set to zero in "
-        "training. 0 is fastest and right for one or two epochs; more counters overfitting.",
-    )
-    targets: list[str] | Literal["all-linear"] = Field(
-        "all-linear",
-        description="Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
-        "all-linear: every one but the output head; fewer take less memory and learn less.",
-    )
-    init_from: str | None = Field(
-        None,
-        description="A folder with an adapter that peft or the Hugging Face Trainer saved, of the "
-        "same rank, alpha and targets, to start from. Unset: a new adapter, which does not change "
-        "the model's output at first.",
-    )
-    param_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="The dtype of trained weights, their gradients and optimizer state. bf16 takes "
-        "half the memory and loses small updates in rounding: for where fp32 does not fit.",
     )
 
 
@@ -169,6 +125,13 @@ class TrainConfig(Section):
         None,
         description="Rows of held-out data in each evaluation; fewer are faster and give a noisier "
         "loss. Unset: all.",
+    )
+    stop_after_evals: PositiveInt | None = Field(
+        None,
+        description="Evaluations on the held-out data, that of the start included, after which the "
+        "run is done if none of them was below the lowest loss before. It saves steps that "
+        "overfit, and ends before optim.schedule has lowered the rate; with checkpoint.keep_best "
+        "the best checkpoint stays. Unset: all steps are done.",
     )
     time_limit: Seconds | None = Field(
         None,

@@ -1,7 +1,7 @@
 """The keys of axolotl that give no setting: what hpc_tune decides itself, and what it lacks."""
 
 from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
-from hpc_tune.convert.trainer import LORA_PLUS, NF4, only
+from hpc_tune.convert.trainer import NF4, ONE_SCHEDULE, only, schedule_part
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 _OWN = Automatic("attention and loss are PyTorch's own; logits are never held whole")
@@ -95,6 +95,10 @@ DECIDED: dict[str, Rule] = {
     ),
     **each(Automatic("one decoder block is compiled, for all"), "torch_compile_backend"),
     "torch_compile_mode": Automatic("one decoder block is compiled, for all"),
+    **schedule_part(
+        "num_cycles num_decay_steps min_lr_ratio warmup_type decay_type",
+        "optim.schedule, optim.restarts and optim.decay_ratio say it",
+    ),
     **each(
         Automatic("optim.min_lr_ratio says it"),
         "cosine_min_lr_ratio lr_scheduler_kwargs.min_lr_rate",
@@ -111,7 +115,6 @@ DECIDED: dict[str, Rule] = {
     "bnb_config_kwargs.bnb_4bit_use_double_quant": only("true", NF4),
     "shuffle_merged_datasets": only("true", "rows are always shuffled, by train.seed"),
 }
-_ONE_SCHEDULE = "the schedule is constant, linear or half a cosine, after a straight warmup"
 _SHAPE = "the model is what config.json of model.path says: change it there"
 LEFT: dict[str, Rule] = {
     "load_in_8bit": lacking("there are no 8 bits: lora on bf16 is used; qlora has 4", to_do=True),
@@ -134,7 +137,6 @@ LEFT: dict[str, Rule] = {
         "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps "
         "peft_ensure_weight_tying",
     ),
-    "loraplus_lr_ratio": lacking(LORA_PLUS, to_do=True),
     **each(
         lacking("no parts are frozen: adapters are trained, or all weights", to_do=True),
         "unfrozen_parameters peft_trainable_token_indices lisa_n_layers lisa_step_interval "
@@ -212,12 +214,12 @@ LEFT: dict[str, Rule] = {
         "grokfast_lamb",
     ),
     **each(
-        lacking(_ONE_SCHEDULE, to_do=True),
+        lacking(ONE_SCHEDULE, to_do=True),
         "lr_scheduler_kwargs.* lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor",
     ),
     **each(
-        lacking("cross entropy of the next token, without noise, is the only loss", to_do=True),
-        "neftune_noise_alpha noisy_embedding_alpha use_eaft label_smoothing_factor",
+        lacking("cross entropy of the next token is the only loss", to_do=True),
+        "use_eaft label_smoothing_factor",
     ),
     **each(Automatic("cross entropy is the only loss"), "eaft_alpha eaft_k"),
     **each(
@@ -243,10 +245,7 @@ LEFT: dict[str, Rule] = {
         lacking("a loss that is not finite ends a run; watch and the report show the others"),
         "loss_watchdog_threshold loss_watchdog_patience",
     ),
-    **each(
-        lacking("set checkpoint.keep_best=true; a run does not stop early", to_do=True),
-        "early_stopping_patience load_best_model_at_end",
-    ),
+    "load_best_model_at_end": lacking("set checkpoint.keep_best=true, and export that", to_do=True),
     **each(
         Automatic("checkpoint.keep_best takes the loss"), "metric_for_best_model greater_is_better"
     ),

@@ -1,7 +1,7 @@
 """LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks."""
 
 from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
-from hpc_tune.convert.trainer import LORA_PLUS, NF4, only
+from hpc_tune.convert.trainer import NF4, only, schedule_part
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 DECIDED: dict[str, Rule] = {
@@ -81,6 +81,10 @@ DECIDED: dict[str, Rule] = {
         "context_parallel_size sequence_parallel virtual_pipeline_model_parallel_size",
     ),
     "double_quantization": Automatic(NF4),
+    **schedule_part(
+        "num_cycles num_decay_steps min_lr_ratio warmup_type decay_type",
+        "optim.schedule, optim.restarts and optim.decay_ratio say it",
+    ),
     **each(
         Automatic("optim.min_lr_ratio says it"),
         "lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr",
@@ -98,10 +102,7 @@ LEFT: dict[str, Rule] = {
     "resume_from_checkpoint": lacking(
         "their state cannot be read; tune.init_from takes adapters", to_do=True
     ),
-    **each(
-        lacking("set checkpoint.keep_best=true; a run does not stop early", to_do=True),
-        "load_best_model_at_end early_stopping_steps",
-    ),
+    "load_best_model_at_end": lacking("set checkpoint.keep_best=true, and export that", to_do=True),
     "disable_shuffling": lacking("rows are always shuffled, by train.seed", to_do=True),
     "mask_history": lacking("every answer of a chat is learned", to_do=True),
     "interleave_probs": lacking("put a mixture into one file", to_do=True),
@@ -123,7 +124,6 @@ LEFT: dict[str, Rule] = {
         lacking("adapters begin as in LoRA, with B at 0", to_do=True),
         "pissa_init pissa_iter pissa_convert",
     ),
-    "loraplus_lr_ratio": lacking(LORA_PLUS, to_do=True),
     "loraplus_lr_embedding": Automatic("embeddings have no adapters"),
     **each(
         lacking("AdamW is the only optimizer; find optim.lr again", to_do=True),
@@ -139,8 +139,8 @@ LEFT: dict[str, Rule] = {
         "module_dropout oft_rank oft_block_size oft_target",
     ),
     **each(
-        lacking("cross entropy of the next token, without noise, is the only loss", to_do=True),
-        "neftune_noise_alpha label_smoothing_factor use_dft_loss use_asft_loss asft_alpha "
+        lacking("cross entropy of the next token is the only loss", to_do=True),
+        "label_smoothing_factor use_dft_loss use_asft_loss asft_alpha "
         "use_eaft_loss eaft_alpha moe_aux_loss_coef",
     ),
     **each(

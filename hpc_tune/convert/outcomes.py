@@ -192,6 +192,17 @@ def dora(method: Callable[[ForeignConfig], str]) -> Rule:
     return rule
 
 
+def rslora(method: Callable[[ForeignConfig], str]) -> Rule:
+    """Rule for the switch for a scale of alpha / sqrt(rank)."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if str(value).lower() != "true":
+            return Automatic("off in their config")
+        return NO_ADAPTERS if method(theirs) == "full" else Mapped({"tune.rslora": True})
+
+    return rule
+
+
 def global_batch(
     theirs: ForeignConfig, rows: str, accumulation: str, ranks_per_row: int = 1
 ) -> Mapped:

@@ -23,7 +23,7 @@ from hpc_tune.convert.outcomes import (
     same,
 )
 from hpc_tune.convert.torchtune_data import DATA, last_name
-from hpc_tune.convert.trainer import falling, only
+from hpc_tune.convert.trainer import ONE_SCHEDULE, falling, only
 
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -126,7 +126,7 @@ def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
         warmup = str(theirs.get("lr_scheduler.num_warmup_steps", 0))
         steps = _steps(theirs)
         return falling("cosine", steps, int(warmup) if warmup.isdecimal() else 0)
-    return Unsupported("optim.schedule is constant, linear or cosine", to_do=True)
+    return Unsupported(ONE_SCHEDULE, to_do=True)
 
 
 def _loss(value: Any, theirs: ForeignConfig) -> Outcome:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpc_tune.convert.outcomes import (
     LAYOUT,
+    OFF,
     Automatic,
     ForeignConfig,
     Mapped,
@@ -18,8 +19,11 @@ from hpc_tune.convert.outcomes import (
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
 SCHEDULES |= dict.fromkeys(("constant", "constant_with_warmup"), "constant")
+ONE_SCHEDULE = "optim.schedule is constant, linear, cosine, cosine_with_restarts or wsd"
+_TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
+_KWARGS = "lr_scheduler_kwargs"
+_ENDS = "its end is reached in the last step here, and one step after it there"
 NF4 = "NF4 with double quantization, by bitsandbytes"
-LORA_PLUS = "B of the adapters has no learning rate of its own: find optim.lr again"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
@@ -29,20 +33,6 @@ def only(value: str, why: str) -> Rule:
 
     def rule(given: Any, theirs: ForeignConfig) -> Outcome:
         return Automatic(why) if str(given).lower() == value else Unsupported(why, to_do=True)
-
-    return rule
-
-
-def rank_stabilized(alpha: str, rank: str) -> Rule:
-    """Rule for the switch for a scale of alpha / sqrt(rank)."""
-
-    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
-        if str(value).lower() != "true":
-            return Automatic("off in their config")
-        ours = theirs.whole(alpha) * math.sqrt(theirs.whole(rank))
-        return Unsupported(
-            f"the same scale is tune.alpha={ours:g}, which is theirs x sqrt(rank)", to_do=True
-        )
 
     return rule
 
@@ -88,6 +78,34 @@ def eval_steps(
     return rule
 
 
+def early_stop(share: str) -> Rule:
+    """Rule for the evaluations after which a run that gets no better ends."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        if value in OFF:
+            return Automatic("off in their config")
+        held_out = theirs.get(share)
+        is_split = isinstance(held_out, float) and 0 < held_out < 1
+        if is_split and isinstance(theirs.get("eval_steps"), int):
+            remark = "the held-out loss counts, also that of the start"
+            ours = {"train.stop_after_evals": value, "checkpoint.keep_best": True}
+            return Mapped(ours, remark)
+        return Unsupported(
+            f"set train.stop_after_evals={value} with data.eval_path and train.eval_every_steps",
+            to_do=True,
+        )
+
+    return rule
+
+
+def neftune(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for noise on embeddings."""
+    if value in OFF:
+        return Automatic("off in their config")
+    remark = "by the tokens of a document; there by those of a row, with padding"
+    return Mapped({"tune.neftune_alpha": value}, remark)
+
+
 def has_max_steps(theirs: ForeignConfig) -> bool:
     """Return whether a number of steps ends the run, not one of epochs."""
     steps = theirs.get("max_steps")
@@ -126,13 +144,50 @@ def warmup(value: Any, theirs: ForeignConfig) -> Outcome:
 def schedule(name: Any, min_ratio: Any, theirs: ForeignConfig) -> Outcome:
     """Return what becomes of a schedule; ``min_ratio``: where it ends, None if at 0."""
     ours = SCHEDULES.get(str(name))
+    match str(name):
+        case "warmup_stable_decay":
+            return _wsd(theirs)
+        case "cosine_with_restarts":
+            cycles = theirs.get(f"{_KWARGS}.num_cycles", 1)
+            if isinstance(cycles, int) and cycles > 1:
+                more = {"optim.restarts": cycles - 1, "optim.min_lr_ratio": 0.0}
+                return Mapped({"optim.schedule": str(name), **more}, _ENDS)
+            ours = "cosine"
     if ours is None:
-        return Unsupported("optim.schedule is constant, linear or cosine", to_do=True)
+        return Unsupported(ONE_SCHEDULE, to_do=True)
     if ours == "constant":
         return Mapped({"optim.schedule": ours})
     if min_ratio and ours == "cosine":
         return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": min_ratio})
     return falling(ours, theirs.whole("max_steps") if has_max_steps(theirs) else None, _of(theirs))
+
+
+def _wsd(theirs: ForeignConfig) -> Outcome:
+    """Return what becomes of warmup_stable_decay, whose decay is half a cosine by default."""
+    ours: dict[str, Any] = {"optim.schedule": "wsd"}
+    ours["optim.min_lr_ratio"] = theirs.get(f"{_KWARGS}.min_lr_ratio", 0.0)
+    missing = []
+    if has_max_steps(theirs) and theirs.get(f"{_KWARGS}.num_decay_steps"):
+        share = theirs.whole(f"{_KWARGS}.num_decay_steps") / theirs.whole("max_steps")
+        ours["optim.decay_ratio"] = float(f"{share:.4g}")
+    else:
+        missing.append("set optim.decay_ratio, the share of all steps that fall")
+    kinds = theirs.get(f"{_KWARGS}.warmup_type", "linear"), theirs.get(f"{_KWARGS}.decay_type")
+    if kinds != ("linear", "linear"):  # transformers falls by a cosine if nothing is said
+        missing.append("it rises and falls straight here, and not there")
+    return Mapped(ours, "; ".join(missing) or _ENDS, to_do=bool(missing))
+
+
+def schedule_part(keys: str, why: str) -> dict[str, Rule]:
+    """Rule for arguments of a schedule: told by ``why`` where optim.schedule took them."""
+
+    def rule(value: Any, theirs: ForeignConfig) -> Outcome:
+        name = str(theirs.get("lr_scheduler_type", theirs.get("lr_scheduler")))
+        if name in _TAKES_ARGUMENTS:
+            return Automatic(why)
+        return Unsupported(ONE_SCHEDULE, to_do=True)
+
+    return {f"{_KWARGS}.{key}": rule for key in keys.split()}
 
 
 def falling(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
@@ -141,8 +196,7 @@ def falling(ours: str, steps: int | None, warmup_steps: int) -> Mapped:
     Here ``optim.min_lr_ratio`` is the rate of the last step.
     """
     if steps is None or steps <= warmup_steps + 1:
-        remark = "0 is reached in the last step here, and one step after it there"
-        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, remark)
+        return Mapped({"optim.schedule": ours, "optim.min_lr_ratio": 0.0}, _ENDS)
     left = 1 / (steps - warmup_steps)
     ratio = left if ours == "linear" else 0.5 * (1 - math.cos(math.pi * left))
     remark = "their rate in the last step"

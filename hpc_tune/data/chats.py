@@ -81,7 +81,7 @@ class Renderer:
         if isinstance(example, Completion):
             if not self._templates:
                 return self._render_plain(example)
-            example = Chat(example.messages())
+            example = example.as_chat()
         if not self._templates:
             raise DataError(
                 f"the data are chats (messages), but the tokenizer {describe(self._tokenizer)} has"

@@ -22,7 +22,7 @@ from hpc_tune.log import log
 from hpc_tune.units import format_bytes
 
 VERIFIED_FILE = "data-verified.json"
-HASHED = ("documents/offsets", "tokens", "loss_mask")
+HASHED = ("documents/offsets", "tokens", "loss_mask")  # then what a form has beside them
 _LARGE = 1 << 30
 _PIECE = 1 << 22
 _DOCUMENTS = 1 << 20
@@ -44,8 +44,10 @@ def verify(store: TokenStore) -> None:
     Raises:
         DataError: if a byte has changed since.
     """
-    with ThreadPoolExecutor(len(HASHED)) as pool:
-        hashes = [*pool.map(_hash, (store.offsets[1:], store.tokens, store.loss_mask))]
+    columns = [store.offsets[1:], store.tokens, store.loss_mask]
+    columns += [column for column in (store.borders, store.labels) if column is not None]
+    with ThreadPoolExecutor(len(columns)) as pool:
+        hashes = [*pool.map(_hash, columns)]
     content, expected = joined(hashes), store.attributes.content
     if content != expected or not _is_sorted(store):
         what = "documents" if content != expected else "order of the documents by length"

@@ -28,7 +28,13 @@ _REMARKS = {
     "bad_rows": "bad rows skipped, as data.bad_rows says",
     "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
     " split_special_tokens)",
+    "cut_prompts": "prompts cut from the left, for both answers to fit into seq_len",
+    "unpaired": "pairs taken as two labelled answers each",
+    "unmatched": "labelled answers without another's answer to the same prompt, by which KTO"
+    " estimates how far the model has moved",
 }
+# Counted for preferences alone.
+OF_PREFERENCES = ("cut_prompts", "unpaired", "unmatched")
 _OF_ROLES = {
     "left_out": "messages of role {role} that the chat template leaves out (data.chat_template"
     " takes one that writes them)",
@@ -59,6 +65,9 @@ class Counters:
     control_texts: int = 0
     bad_rows: int = 0
     control_tokens: int = 0
+    cut_prompts: int = 0
+    unpaired: int = 0
+    unmatched: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     other_answers: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class Encoder:
         self.counters = Counters()
         self._renderer = Renderer(tokenizer, loss_on, self.counters)
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Block]:
+    def encode(self, examples: Iterable[Any]) -> Iterator[Block]:
         """Yield blocks; the documents do not depend on how the examples are grouped into blocks.
 
         Raises:
@@ -64,6 +64,22 @@ class Encoder:
                 yield from self._tokenize(held)
                 held, num_chars = [], 0
         yield from self._tokenize(held)
+
+    def render(self, example: Chat | Completion) -> Rendered | str:
+        """Return an example's text and what is learned of it, or the reason to drop it.
+
+        Raises:
+            DataError: for messages where the tokenizer has no chat template.
+        """
+        return self._renderer.render(example)
+
+    def tokenize(self, rendered: list[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return tokens and loss mask of each text, whole. All are of chats, or none is."""
+        encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
+        return [
+            self._with_mask(item, *self._ids_of(item, encoding))
+            for item, encoding in zip(rendered, encodings, strict=True)
+        ]
 
     def _render_all(self, examples: Iterable[Example]) -> Iterator[Rendered]:
         for example in examples:
@@ -118,10 +134,8 @@ class Encoder:
         if not rendered:
             return
         rendered = [self._head(item) for item in rendered]
-        encodings = self._encode_batch([i.text for i in rendered], self._as_text(rendered[0]))
         documents: list[tuple[np.ndarray, np.ndarray]] = []
-        for item, encoding in zip(rendered, encodings, strict=True):
-            tokens, mask = self._with_mask(item, *self._ids_of(item, encoding))
+        for item, (tokens, mask) in zip(rendered, self.tokenize(rendered), strict=True):
             documents += self._pieces(tokens) if item.split else self._cut(item, tokens, mask)
         yield from self._block(documents)
 

@@ -14,6 +14,13 @@ is one range of bytes that can be read without HDF5::
        +- lengths/counts       int64 [num_lengths]              how many documents have each
     (at the end)           a checksum of all that is not a dataset: seal.py
 
+That is version 4, of answers. Files of preferences have version 5, with the attribute form, and in
+a document two sides, one after the other: the chosen and the rejected answer (pairs), or the own
+and another's answer to the same prompt (labels)::
+
+       +- documents/borders    int64 [num_documents]            tokens of the first side
+       +- documents/labels     uint8 [num_documents]            of labels: 1 is desirable
+
 The reader asks HDF5 for the datasets' offsets, closes the file and reads each document's bytes when
 they are needed: no HDF5 handle is inherited through a fork, no HDF5 lock is taken on a parallel
 file system, and opening takes the same time for ten documents as for ten million. What was read
@@ -33,6 +40,7 @@ from typing import Any, get_type_hints
 import h5py
 import numpy as np
 
+from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import Paths, shown
 from hpc_tune.data.seal import is_intact
@@ -44,6 +52,7 @@ FORMAT = "hpc_tune tokens"
 # 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took control tokens
 # that people have typed into calls of tools for real ones.
 VERSION = 4
+PREFERENCE_VERSION = 5
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
 
@@ -56,6 +65,17 @@ _DTYPES = {
     "documents/by_length": ("uint32", "int64"),
     "lengths/values": ("int64",),
     "lengths/counts": ("int64",),
+}
+# Further datasets of a form.
+OF_FORM: dict[Form, dict[str, tuple[str, ...]]] = {
+    "answers": {},
+    "pairs": {"documents/borders": ("int64",)},
+    "labels": {"documents/borders": ("int64",), "documents/labels": ("uint8",)},
+}
+_FORMS: dict[Form, str] = {
+    "answers": "answers to learn",
+    "pairs": "pairs of a chosen and a rejected answer",
+    "labels": "answers with labels",
 }
 
 
@@ -79,6 +99,7 @@ class Attributes:
     source: str
     counters: Counters = field(default_factory=Counters)
     hpc_tune_version: str
+    form: Form = "answers"
 
 
 class _Bytes:
@@ -139,6 +160,9 @@ class TokenStore:
         self.by_length = columns["documents/by_length"]
         self.length_values: np.ndarray = columns["lengths/values"][:]
         self.length_counts: np.ndarray = columns["lengths/counts"][:]
+        self.form: Form = attributes.form
+        self.borders = columns.get("documents/borders")
+        self.labels = columns.get("documents/labels")
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
@@ -153,7 +177,8 @@ class TokenStore:
         try:
             with h5py.File(path, "r", locking=False) as opened:
                 attributes = _read_attributes(path, opened)
-                places = {name: _find(path, opened, name) for name in _DTYPES}
+                kinds = {**_DTYPES, **OF_FORM[attributes.form]}
+                places = {name: _find(path, opened, name, kinds[name]) for name in kinds}
         except _HDF5_ERRORS as error:
             raise DataError(
                 f"{path} cannot be read as HDF5 ({error!r}); copy it again, or {PREPARE_AGAIN}"
@@ -181,6 +206,32 @@ class TokenStore:
         """
         start, stop = map(int, self.offsets[document : document + 2])
         return self.tokens[start:stop], self.loss_mask[start:stop]
+
+    def sides(self, document: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return tokens and loss mask of each side: of preferences two, or one without the other.
+
+        Raises:
+            DataError: if the file was cut off since it was opened.
+        """
+        tokens, mask = self.document(document)
+        if self.borders is None:
+            return [(tokens, mask)]
+        border = int(self.borders[document])
+        sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
+        return sides if border < len(tokens) else sides[:1]
+
+    def require_form(self, form: Form) -> None:
+        """Check what the file was prepared for.
+
+        Raises:
+            DataError: if it is of another form.
+        """
+        if form != self.form:
+            raise DataError(
+                f"{self.path} holds {_FORMS[self.form]}, and this training needs {_FORMS[form]}:"
+                " set tune.objective to what it was prepared for, or give raw data, which is"
+                " prepared for the objective"
+            )
 
     def require_tokenizer(self, tokenizer: FastTokenizer, mark: str) -> None:
         """Check that ``tokenizer``, chat template included, is the one that the file was made with.
@@ -224,6 +275,10 @@ class TokenStore:
                 "no documents": self.num_documents > 0,
                 "tokens and loss_mask differ in size": len(self.loss_mask) == self.num_tokens,
                 "offsets do not fit the documents": len(self.offsets) == self.num_documents + 1,
+                "borders do not fit the documents": self.borders is None
+                or len(self.borders) == self.num_documents,
+                "labels do not fit the documents": self.labels is None
+                or len(self.labels) == self.num_documents,
                 "lengths are not rising": len(values) == len(counts)
                 and bool((np.diff(values) > 0).all())
                 and bool((values > 0).all()),
@@ -271,21 +326,27 @@ def _require_ours(path: Path) -> None:
 
 def _read_attributes(path: Path, file: h5py.File) -> Attributes:
     attributes = dict(file.attrs)
-    if attributes.get("version") != VERSION:
+    version = attributes.get("version")
+    if version not in (VERSION, PREFERENCE_VERSION):
         raise DataError(
-            f"{path} has version {attributes.get('version')} of the format, this hpc_tune reads "
-            f"version {VERSION}; {PREPARE_AGAIN}"
+            f"{path} has version {version} of the format, this hpc_tune reads "
+            f"versions {VERSION} and {PREFERENCE_VERSION}; {PREPARE_AGAIN}"
         )
+    if version == VERSION:
+        attributes["form"] = "answers"
     try:
-        kinds = get_type_hints(Attributes)
+        kinds = {**get_type_hints(Attributes), "form": str}
         counters = kinds.pop("counters")(**json.loads(attributes["counters"]))
+        if (version == VERSION) != (attributes["form"] == "answers"):
+            raise ValueError(f"form {attributes['form']} of version {version}")
+        OF_FORM[attributes["form"]]  # a KeyError for an unknown one
         values = {name: kind(attributes[name]) for name, kind in kinds.items()}
         return Attributes(**values, counters=counters)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN}") from error
 
 
-def _find(path: Path, file: h5py.File, name: str) -> tuple[int, Any, int]:
+def _find(path: Path, file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, Any, int]:
     """Return where a dataset's bytes are: (offset, dtype, length)."""
     dataset: Any = file
     for part in name.split("/"):
@@ -301,10 +362,9 @@ def _find(path: Path, file: h5py.File, name: str) -> tuple[int, Any, int]:
     if not isinstance(dataset, h5py.Dataset) or dataset.ndim != 1:
         raise DataError(f"{path}: {name} is not a one-dimensional dataset; {PREPARE_AGAIN}")
     offset = dataset.id.get_offset()
-    if dataset.dtype.name not in _DTYPES[name] or dataset.dtype.byteorder == ">":
+    if dataset.dtype.name not in dtypes or dataset.dtype.byteorder == ">":
         raise DataError(
-            f"{path}: {name} holds {dataset.dtype}, expected {' or '.join(_DTYPES[name])};"
-            f" {PREPARE_AGAIN}"
+            f"{path}: {name} holds {dataset.dtype}, expected {' or '.join(dtypes)}; {PREPARE_AGAIN}"
         )
     if dataset.external or dataset.is_virtual or dataset.chunks or offset is None:
         raise DataError(

@@ -16,18 +16,25 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import torch
 
-from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
+from hpc_tune.batch import Batch
+from hpc_tune.config.data import Form
 from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.prefetch import Prefetcher
-from hpc_tune.data.sampler import ORDER_VERSION, PackedSampler, SampleOrder
+from hpc_tune.data.sampler import ORDER_VERSION, SampleOrder
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
 
 PREFETCH_BYTES = 64 << 20
-ROUND_TO = 8
 BYTES_PER_TOKEN = 3 * 8  # tokens, labels and positions, int64
+# A pair takes 25 bytes more, and has 4 tokens at least. Of labelled answers, of 2 tokens at least,
+# the mismatched ones may be as wide as they are.
+BYTES_OF_FORM: dict[Form, int] = {
+    "answers": BYTES_PER_TOKEN,
+    "pairs": BYTES_PER_TOKEN + 8,
+    "labels": 2 * BYTES_PER_TOKEN + 16,
+}
 _State = dict[str, Any]
 
 
@@ -61,7 +68,8 @@ class Loader:
             "content": store.attributes.content,
             **asdict(order),
         }
-        self._packed = _PackedRows(store, order)
+        self._form = store.form
+        self._packed = PackedRows(store, order)
         self._sampler = self._packed.sampler
         self.total_rows = self._sampler.num_rows if total_rows is None else total_rows
         self._rows = 0
@@ -151,6 +159,14 @@ class Loader:
         """Limit the bytes of prefetched steps; 0 disables prefetching."""
         self._prefetcher.set_limit(num_bytes)
 
+    def set_reference(self, reference_D2: np.ndarray) -> None:
+        """Give the log-probabilities of preferences under the reference, for later steps.
+
+        ``reference_D2``: fp32 [num_documents, 2], of the sides of each document of the store.
+        """
+        self._packed.set_reference(reference_D2)
+        self._prefetcher.restart(self._rows)
+
     def pin_batches(self) -> None:
         """Build steps in pinned memory from now on, for a GPU to copy them while it computes."""
         self._pins = True
@@ -164,8 +180,9 @@ class Loader:
         return min(rows + self._global_size, self.total_rows)
 
     def _step_bytes(self) -> int:
-        """Return the most that a step of this rank takes: rows * seq_len * 24 bytes."""
-        return -(-self._global_size // self._size) * self._seq_len * BYTES_PER_TOKEN
+        """Return the most that a step of this rank takes: rows * seq_len * 24 bytes or more."""
+        rows = -(-self._global_size // self._size)
+        return rows * self._seq_len * BYTES_OF_FORM[self._form]
 
     def _build(self, start: int) -> tuple[list[Batch], int] | None:
         """Build the step that begins at stream row ``start``; None after the end of the stream."""
@@ -190,11 +207,28 @@ class HeldOut:
         size: int = 1,
     ) -> None:
         """Pack the store's length histogram. ``num_rows`` None means all."""
-        self._packed, self._rank, self._size = _PackedRows(store, order), rank, size
+        self._packed, self._rank, self._size = PackedRows(store, order), rank, size
         num_packed = self._packed.sampler.num_rows
         self._num_rows = min(num_rows or num_packed, num_packed)
         if rank == 0:
             _warn_of_cuts(store, order.seq_len)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of one row that each rank gets."""
+        return -(-self._num_rows // self._size)
+
+    def set_reference(self, reference_D2: np.ndarray) -> None:
+        """Give the log-probabilities of preferences under the reference, as to a ``Loader``."""
+        self._packed.set_reference(reference_D2)
+
+    def documents_in(self, batch: Batch) -> list[int]:
+        """Return the numbers of a batch's documents in the store, in their order in it.
+
+        Over all rows and ranks each document comes once. A ``Loader`` of the same order
+        has the same rows.
+        """
+        return self._packed.documents_in(batch)
 
     def batches(self, micro_size: int = 1) -> Iterator[Batch]:
         """Yield this rank's part, the same number of batches on every rank.
@@ -212,33 +246,9 @@ def prefetch_limit(step_bytes: int) -> int:
     return max(PREFETCH_BYTES, step_bytes)
 
 
-class _PackedRows:
-    """The rows of a store: packed once, read when a batch is made of them."""
-
-    def __init__(self, store: TokenStore, order: SampleOrder) -> None:
-        self._store, self._seq_len = store, order.seq_len
-        self.sampler = PackedSampler(
-            store.length_values, store.length_counts, store.by_length, order
-        )
-
-    def batches(self, own_rows: range, most_rows: int, micro_size: int) -> list[Batch]:
-        """Build the micro-batches of ``own_rows``, as many as a rank with ``most_rows`` has."""
-        batches = []
-        for at in range(0, most_rows, micro_size):
-            rows = own_rows[at : at + micro_size]
-            documents = [
-                [self._store.document(d) for d in self.sampler.documents_of(r)] for r in rows
-            ]
-            batches.append(
-                make_batch(documents, self._seq_len, rows[0], own_rows.step)
-                if rows
-                else empty_batch(own_rows.start)
-            )
-        return batches
-
-
 def _warn_of_cuts(store: TokenStore, seq_len: int) -> None:
-    prepared, num_cut = store.attributes.seq_len, store.attributes.counters.truncated
+    prepared, counters = store.attributes.seq_len, store.attributes.counters
+    num_cut = counters.truncated + counters.cut_prompts
     num_longer = int(store.length_counts[store.length_values > seq_len].sum())
     if num_longer:
         log.warning(
@@ -257,49 +267,3 @@ def _warn_of_cuts(store: TokenStore, seq_len: int) -> None:
             num_cut,
             seq_len,
         )
-
-
-def make_batch(
-    rows: list[list[tuple[np.ndarray, np.ndarray]]],
-    seq_len: int,
-    first_row: int,
-    row_stride: int = 1,
-) -> Batch:
-    """Lay rows of documents (tokens, loss mask) out as a batch, padded to the longest row.
-
-    The padding is a document of its own: its positions begin at 0, its labels are ignored.
-    """
-    longest = max(sum(min(len(tokens), seq_len) for tokens, _ in row) for row in rows)
-    width = min(-(-longest // ROUND_TO) * ROUND_TO, seq_len)
-    tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
-    labels_BT = np.full((len(rows), width), IGNORED_LABEL, dtype=np.int64)
-    positions_BT = np.empty((len(rows), width), dtype=np.int64)
-    counting = np.arange(width)
-    num_loss_tokens = num_tokens = 0
-    document_lengths, padding = [], []
-    for number, row in enumerate(rows):
-        at, lengths = 0, []
-        for tokens, loss_mask in row:
-            length = min(len(tokens), seq_len)
-            tokens_BT[number, at : at + length] = tokens[:length]
-            positions_BT[number, at : at + length] = counting[:length]
-            learned = np.flatnonzero(loss_mask[1:length])
-            labels_BT[number, at + learned] = tokens[1:length][learned]
-            num_loss_tokens += len(learned)
-            at += length
-            lengths.append(length)
-        num_tokens += at
-        document_lengths.append([length for length in (*lengths, width - at) if length])
-        padding.append(width - at)
-        positions_BT[number, at:] = counting[: width - at]
-    return Batch(
-        torch.from_numpy(tokens_BT),
-        torch.from_numpy(labels_BT),
-        torch.from_numpy(positions_BT),
-        num_loss_tokens,
-        num_tokens,
-        first_row,
-        row_stride,
-        document_lengths,
-        padding,
-    )

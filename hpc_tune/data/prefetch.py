@@ -124,6 +124,6 @@ class Prefetcher:
             self._is_at_end = True
         else:
             batches, self._next = built
-            num_bytes = sum(tensor.nbytes for b in batches for tensor in b.tensors)
+            num_bytes = sum(batch.num_bytes for batch in batches)
             self._queue.append((start, batches, num_bytes))
             self._queued_bytes += num_bytes

@@ -32,10 +32,12 @@ import numpy as np
 
 from hpc_tune import __version__
 from hpc_tune.atomic_file import replacing
+from hpc_tune.data.chats import LossOn
 from hpc_tune.data.counts import ANSWER_BEYOND, Counters, Findings
-from hpc_tune.data.encode import Encoder, LossOn
+from hpc_tune.data.encode import Encoder
+from hpc_tune.data.encode_preferences import PreferenceEncoder, encoder_of
 from hpc_tune.data.files import Paths, as_list, shown
-from hpc_tune.data.hdf5_format import VERSION, Attributes, TokenStore
+from hpc_tune.data.hdf5_format import PREFERENCE_VERSION, VERSION, Attributes, TokenStore
 from hpc_tune.data.reading import PLAIN, Reading, require_columns
 from hpc_tune.data.sources import Chunk, ends_of_files, identity, list_chunks, read_chunk
 from hpc_tune.data.templates import template_date_of
@@ -139,6 +141,7 @@ def plan(
         template_date=template_date_of(tokenizer),
         source=shown(paths),
         hpc_tune_version=__version__,
+        form=settings.reading.form,
     )
     parts = out.with_name(f".{out.name}.{_key(paths, mark, settings)}.parts")
     chunks = tuple(list_chunks(paths))
@@ -161,10 +164,11 @@ def tokenize(
     work.parts.mkdir(parents=True, exist_ok=True)
     numbers = range(ranks.rank, len(work.chunks), ranks.size)
     settings = work.settings
+    of_tokenizer = tokenizer, settings.seq_len, settings.loss_on
     with _tokenizer_threads(ranks.threads):
         for done, number in enumerate(numbers, 1):
             if not zipfile.is_zipfile(work.part(number)):
-                _write_part(work, number, Encoder(tokenizer, settings.seq_len, settings.loss_on))
+                _write_part(work, number, encoder_of(settings.reading.form, *of_tokenizer))
             if report is not None:
                 report(done, len(numbers))
 
@@ -294,7 +298,11 @@ def _stamp_of(file: Path, ranks: Ranks) -> tuple[int, int] | None:
 
 
 def _key(paths: Paths, mark: str, settings: PrepareSettings) -> str:
-    facts = [VERSION, __version__, identity(paths), mark, *asdict(settings).values()]
+    values, version = asdict(settings), PREFERENCE_VERSION
+    if settings.reading.form == "answers":
+        version = VERSION
+        del values["reading"]["form"]
+    facts = [version, __version__, identity(paths), mark, *values.values()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
@@ -323,13 +331,13 @@ def _tokenizer_threads(threads: int | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _write_part(work: Plan, number: int, encoder: Encoder) -> None:
+def _write_part(work: Plan, number: int, encoder: Encoder | PreferenceEncoder) -> None:
     """Write a chunk as numpy's .npz: the arrays of each block in turn, at last facts about all."""
     findings, histogram = Findings(), np.zeros(work.settings.seq_len + 1, dtype=np.int64)
     examples = read_chunk(work.chunks[number], work.settings.reading, findings)
     with replacing(work.part(number)) as temporary, zipfile.ZipFile(temporary, "w") as part:
         for at, block in enumerate(encoder.encode(examples)):
-            for name, array in vars(block).items():
+            for name, array in block.arrays.items():
                 with part.open(f"{at}/{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, array)
             histogram += np.bincount(block.lengths, minlength=len(histogram))
@@ -368,8 +376,9 @@ def _open_part(work: Plan, number: int) -> Iterator[Any]:
 def _all_blocks(work: Plan) -> Iterator[Block]:
     for number in range(len(work.chunks)):
         with _open_part(work, number) as part:
-            for at in range(len(part.files) // len(fields(Block))):
-                yield Block(*(part[f"{at}/{field.name}"] for field in fields(Block)))
+            names = [f.name for f in fields(Block) if f"0/{f.name}" in part.files]
+            for at in range((len(part.files) - 1) // max(len(names), 1)):
+                yield Block(**{name: part[f"{at}/{name}"] for name in names})
 
 
 def _remove_stale(out: Path) -> None:

@@ -8,11 +8,23 @@ What is worth reporting is counted in ``Findings``, chunk by chunk.
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Findings
+from hpc_tune.data.preferences import (
+    CHOSEN,
+    LABELS,
+    PAIR_FIELDS,
+    REJECTED,
+    Labelled,
+    Pair,
+    has_label,
+    to_labelled,
+    to_pair,
+)
 from hpc_tune.data.records import (
     EXPECTED,
     FLAGS,
@@ -29,6 +41,7 @@ from hpc_tune.errors import DataError
 
 BadRows = Literal["refuse", "skip"]
 Part = Literal["all", "train", "held-out"]
+Row = Example | Pair | Labelled
 # The fields of each form, the one by which it is known first, and those that any form may have.
 _FORMS = (
     ("messages",), ("conversations",), ("instruction", "input", "output"),
@@ -53,6 +66,11 @@ KNOWN = frozenset(
         ("label", "context", "system_prompt"),
     )
 )
+_READERS: dict[Form, Callable[[Any], Row]] = {
+    "answers": to_example,
+    "pairs": to_pair,
+    "labels": to_labelled,
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +78,19 @@ class Reading:
     """How a source is read.
 
     ``columns``: (name in the data, field that it is read as). ``part``: which of the documents,
-    where the share ``held_out`` of them is split off.
+    where the share ``held_out`` of them is split off. ``form``: what rows are read as.
     """
 
     columns: tuple[tuple[str, str], ...] = ()
     bad_rows: BadRows = "refuse"
     held_out: float = 0.0
     part: Part = "all"
+    form: Form = "answers"
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The fields that rows may have."""
+        return KNOWN if self.form == "answers" else KNOWN | PAIR_FIELDS
 
 
 PLAIN = Reading()
@@ -83,7 +107,7 @@ def choose_columns(
     columns = dict(reading.columns)
     if missing := [name for name in columns if name not in names]:
         raise DataError(_missing(str(file), missing, names))
-    chosen = [name for name in names if name in KNOWN or name in columns]
+    chosen = [name for name in names if name in reading.known or name in columns]
     if not chosen:
         raise DataError(f"{file} has the columns {', '.join(names)}; {EXPECTED}")
     if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
@@ -109,7 +133,7 @@ def _missing(where: str, missing: Sequence[str], names: Sequence[str]) -> str:
     )
 
 
-def as_example(row: Any, reading: Reading, findings: Findings) -> Example | None:
+def as_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
     """Return the example of a row; None if it is not to be learned, or in the other part.
 
     Raises:
@@ -118,12 +142,14 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Example | None
     if isinstance(row, WrongRecord):
         raise row
     if isinstance(row, Chat | Completion | Text):
+        if reading.form != "answers":
+            raise WrongRecord("found text or an answer, expected rows with fields for preferences")
         return row if _is_wanted(row, reading, findings) else None
     names: dict[str, str] = {}
     if isinstance(row, dict):
         row, names = _renamed(row, reading, findings)
     try:
-        example = to_example(row)
+        example = _READERS[reading.form](row)
     except NotLearned:
         findings.num_marked += 1
         return None
@@ -145,14 +171,18 @@ def _renamed(
         wanted = {new for _, new in reading.columns}
         forms = [form for form in _FORMS if wanted.intersection(form)]
         others = {name for form in _FORMS if forms and form not in forms for name in form}
+        others.update(*(g for g in (CHOSEN, REJECTED, LABELS) if wanted.intersection(g)))
         kept = {k: v for k, v in row.items() if k not in names and k not in others | wanted}
     renamed = {**kept, **{new: row[old] for old, new in names.items()}}
-    if further := _well_known(renamed):
+    is_pair = reading.form == "pairs" or (reading.form == "labels" and not has_label(renamed))
+    if not is_pair and (further := _well_known(renamed)):
         renamed = {further.get(name, name): value for name, value in renamed.items()}
         names = {old: further.get(new, new) for old, new in names.items()}
         names |= {old: new for old, new in further.items() if old in kept}
     form = next((form for form in _FORMS if renamed.get(form[0]) is not None), ("",))
     of_form = {*form, *_FURTHER.get(form[0], ())} - {"response"}  # it is read renamed alone
+    if reading.form != "answers":
+        of_form = {*PAIR_FIELDS} if is_pair else {*of_form, *LABELS}
     read = of_form.intersection(kept) | names.keys()
     findings.read_as |= names
     findings.note(read, (name for name in row if name not in read and row[name] is not None))
@@ -192,7 +222,7 @@ def _well_known(row: dict[str, Any]) -> dict[str, str]:
     return {old: new for old, new in names.items() if old != new}
 
 
-def _is_wanted(example: Example, reading: Reading, findings: Findings) -> bool:
+def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
     """Return whether an example is in the part that is read.
 
     A hash of its content decides: not its position, not the form in which it is stored. Duplicates
@@ -225,4 +255,6 @@ def _is_wanted(example: Example, reading: Reading, findings: Findings) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Chat | Completion):
+        return vars(value)
     return sorted(value) if isinstance(value, frozenset) else str(value)

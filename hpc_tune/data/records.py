@@ -57,7 +57,8 @@ class Completion:
     """A prompt and the answer that is to be learned.
 
     ``plain_prompt`` replaces the prompt where the tokenizer has no chat template. ``history``:
-    earlier questions and answers, in order, and ``plain_answers`` their answers' characters in it.
+    earlier questions and answers, in order, and ``plain_answers`` their answers' characters in it:
+    without these they are not learned.
     """
 
     prompt: str
@@ -73,6 +74,13 @@ class Completion:
         for question, answer in (*self.history, (self.prompt, self.completion)):
             turns += [("user", question), ("assistant", answer)]
         return [{"role": role, "content": text} for role, text in turns]
+
+    def as_chat(self, tools: list[Any] | None = None) -> Chat:
+        """Return all of it as a chat."""
+        messages = self.messages()
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        earlier = () if self.plain_answers else answers[:-1]
+        return Chat(messages, tools, frozenset(earlier))
 
 
 @dataclass(frozen=True)
@@ -138,11 +146,11 @@ def _marked(example: Example, record: dict[str, Any]) -> Example:
     """Apply a row's own mark for learning, and add its tools; chats have done so already."""
     if isinstance(example, Chat):
         return example
-    if _flag_of(record, "the row") is False:
+    if flag_of(record, "the row") is False:
         raise NotLearned
     if isinstance(example, Text) or not (tools := tools_of(record)):
         return example
-    return Chat(example.messages(), tools)
+    return example.as_chat(tools)
 
 
 def _refuse_preferences(record: dict[str, Any]) -> None:
@@ -152,18 +160,19 @@ def _refuse_preferences(record: dict[str, Any]) -> None:
         fields.append("label")
     if fields:
         raise WrongRecord(
-            f"{' and '.join(fields)}: rows of preferences (DPO, KTO) are not for this kind of"
-            " tuning; keep the answers to be learned, as prompt and completion or messages"
+            f"{' and '.join(fields)}: rows of preferences are not for this kind of tuning:"
+            " tune.objective=dpo (or kto) trains on them; else keep the answers to be learned, as"
+            " prompt and completion or messages"
         )
 
 
 def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any]) -> Chat:
     """Bring messages to the form that chat templates expect."""
     checked, unlearned, tools = [], set(), tools_of(record)
-    row = _flag_of(record, "the row")
+    row = flag_of(record, "the row")
     for number, message in enumerate(messages):
         where = f"{field}: message {number + 1} ({message['role']})"
-        flag = _flag_of(message, where)
+        flag = flag_of(message, where)
         if flag and message["role"] != "assistant":
             raise WrongRecord(
                 f"{where} is marked to be learned; only the assistant's are, or all text with "
@@ -187,7 +196,7 @@ def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any])
     return Chat(checked, tools, frozenset(unlearned))
 
 
-def _flag_of(fields: dict[str, Any], where: str) -> bool | None:
+def flag_of(fields: dict[str, Any], where: str) -> bool | None:
     """Return whether a turn, or a row, is marked to be learned; None without a mark."""
     flags = {name: fields[name] for name in FLAGS if not is_unset(fields.get(name))}
     for name, value in flags.items():
@@ -245,14 +254,24 @@ def _messages(messages: Any, field: str) -> list[dict[str, Any]]:
 
 def _dialogue(record: dict[str, Any], field: str) -> Chat:
     """Read turns of role and content, or ShareGPT's of from and value, in either field."""
-    turns = from_json(record[field], field, [])
+    turns = turns_of(record[field], field)
+    return _as_chat(_with_system(turns, field, record), field, record)
+
+
+def turns_of(value: Any, field: str) -> list[dict[str, Any]]:
+    """Return turns as messages, each with a role and with content or calls of tools.
+
+    Raises:
+        WrongRecord: if they are none.
+    """
+    turns = from_json(value, field, [])
     if isinstance(turns, dict):
         turns = _rows_of(turns, field)
     first = _not_empty(turns, field)[0]
     if isinstance(first, dict) and first.get("from") is not None and first.get("role") is None:
         turns = [_turn(turn, number, field) for number, turn in enumerate(turns, 1)]
     turns = [_as_call(turn, number, field) for number, turn in enumerate(turns, 1)]
-    return _as_chat(_with_system(_messages(turns, field), field, record), field, record)
+    return _messages(turns, field)
 
 
 def _with_system(

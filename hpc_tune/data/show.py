@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from hpc_tune.config.data import Form
 from hpc_tune.data.chats import controls_of
 from hpc_tune.data.content import verify
 from hpc_tune.data.controls import any_of
 from hpc_tune.data.counts import Counters, Findings
-from hpc_tune.data.encode import Encoder
+from hpc_tune.data.encode_preferences import Side, encoder_of
 from hpc_tune.data.files import Paths, find, say_left_out, shown
-from hpc_tune.data.hdf5_format import VERSION, TokenStore
+from hpc_tune.data.hdf5_format import PREFERENCE_VERSION, VERSION, TokenStore
 from hpc_tune.data.prepare import PrepareSettings
-from hpc_tune.data.reading import Reading, require_columns
-from hpc_tune.data.records import Example
+from hpc_tune.data.reading import Reading, Row, require_columns
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
 from hpc_tune.data.tokenizer import FastTokenizer, describe
 from hpc_tune.data.writer import Block
@@ -35,6 +35,28 @@ from hpc_tune.errors import DataError
 COUNTED_ROWS = 1000
 COUNTED_TOKENS = 1 << 20
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+_KINDS: dict[Form, str] = {
+    "answers": "documents  ",
+    "pairs": "pairs      ",
+    "labels": "answers    with labels, each with another's: ",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """The sides of a document: one, or a chosen and a rejected answer after their prompt."""
+
+    sides: Sequence[Side]
+    is_desirable: bool | None = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What the sides are, for a person; nothing for plain documents."""
+        if self.is_desirable is not None:
+            return ("desirable" if self.is_desirable else "undesirable",)
+        return ("chosen", "rejected") if len(self.sides) > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -74,22 +96,24 @@ def show(
         f"{shown(paths)}, as the model with the tokenizer {describe(tokenizer)} gets it: "
         f"data.seq_len={settings.seq_len} data.loss_on={settings.loss_on}; {decoder.legend}"
     )
-    encoder = Encoder(tokenizer, settings.seq_len, settings.loss_on)
+    encoder = encoder_of(reading.form, tokenizer, settings.seq_len, settings.loss_on)
     num_shown = num_read = 0
     is_all = True
     findings = Findings()
     for label, example in _examples(paths, reading, findings):
         counters = encoder.counters
+        counters.unmatched = 0  # others' answers are those of other rows
         is_enough = num_read >= COUNTED_ROWS or counters.tokens >= COUNTED_TOKENS
         if num_shown >= num_rows and is_enough:
             is_all = False
             break
         before = asdict(counters)
         blocks = list(encoder.encode([example]))
+        counters.unmatched = 0
         num_read += 1
         if num_shown < num_rows:
             remarks = _since(before, counters).remarks()
-            documents = [pair for block in blocks for pair in _documents(block)]
+            documents = [document for block in blocks for document in _documents(block)]
             kept = documents[: num_rows - num_shown]
             yield from _row(label, kept, len(documents), remarks, decoder)
             num_shown += max(len(kept), 1)
@@ -107,7 +131,10 @@ def show_prepared(
     decoder = DocumentDecoder(tokenizer, look)
     yield f"{store.path}, as it was prepared; {decoder.legend}"
     for number in range(min(num_rows, store.num_documents)):
-        yield from _row(f"document {number + 1}", [store.document(number)], 1, [], decoder)
+        is_desirable = None if store.labels is None else bool(store.labels[number])
+        sides = store.sides(number)[: 2 if is_desirable is None else 1]
+        document = Document(sides, is_desirable)
+        yield from _row(f"document {number + 1}", [document], 1, [], decoder)
     yield ""
     yield f"all {store.num_documents:,} documents: {store.attributes.counters}"
 
@@ -122,11 +149,12 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
     attributes = store.attributes
     lengths = store.length_values
     lines = [
-        f"{path}: prepared data, version {VERSION} of the format, by hpc_tune"
+        f"{path}: prepared data, version"
+        f" {VERSION if store.form == 'answers' else PREFERENCE_VERSION} of the format, by hpc_tune"
         f" {attributes.hpc_tune_version}",
         f"source     {attributes.source}",
-        f"documents  {store.num_documents:,} of {lengths[0]:,} to {lengths[-1]:,} tokens, cut at"
-        f" data.seq_len={attributes.seq_len}",
+        f"{_KINDS[store.form]}{store.num_documents:,} of {lengths[0]:,} to {lengths[-1]:,} tokens,"
+        f" cut at data.seq_len={attributes.seq_len}",
         f"learned    {attributes.counters.loss_tokens:,} of {store.num_tokens:,} tokens,"
         f" data.loss_on={attributes.loss_on}",
         f"tokenizer  {attributes.tokenizer} (fingerprint {attributes.tokenizer_fingerprint[:12]},"
@@ -154,10 +182,10 @@ class DocumentDecoder:
         self._typed = any_of(controls_of(tokenizer))
         self.legend = look.paint("learned", look.learned)
 
-    def text_of(self, tokens: np.ndarray, mask: np.ndarray) -> str:
-        """Return a document as text."""
+    def text_of(self, tokens: np.ndarray, mask: np.ndarray, first: int = 0) -> str:
+        """Return a document as text, from its token ``first`` on."""
         ids, parts = tokens.tolist(), []
-        for is_learned, run in groupby(range(len(ids)), lambda at: bool(mask[at])):
+        for is_learned, run in groupby(range(first, len(ids)), lambda at: bool(mask[at])):
             text = "".join(
                 self._control_text(ids, [*places]) if is_control else self._plain(ids, [*places])
                 for is_control, places in groupby(run, lambda at: ids[at] in self._controls)
@@ -183,7 +211,7 @@ class DocumentDecoder:
 
 def _row(
     label: str,
-    documents: Sequence[tuple[np.ndarray, np.ndarray]],
+    documents: Sequence[Document],
     total: int,
     remarks: Sequence[str],
     decoder: DocumentDecoder,
@@ -192,19 +220,38 @@ def _row(
     notes = "".join(f"; {remark}" for remark in remarks)
     if not documents:
         yield from ("", f"{label}{notes or '; nothing in it'}")
-    for number, (tokens, mask) in enumerate(documents, 1):
+    for number, document in enumerate(documents, 1):
         part = f", part {number} of {total:,}" if total > 1 else ""
+        num_tokens = " and ".join(f"{len(tokens):,}" for tokens, _ in document.sides)
+        num_learned = " and ".join(f"{int(mask.sum()):,}" for _, mask in document.sides)
         yield ""
-        yield f"{label}{part}: {len(tokens):,} tokens, {int(mask.sum()):,} learned{notes}"
-        yield decoder.text_of(tokens, mask)
+        yield f"{label}{part}: {num_tokens} tokens, {num_learned} learned{notes}"
+        if not document.names:
+            yield decoder.text_of(*document.sides[0])
+            continue
+        tokens, mask = document.sides[0]
+        prompt = int(np.argmax(mask))
+        yield decoder.text_of(tokens[:prompt], mask[:prompt])
+        for name, side in zip(document.names, document.sides, strict=True):
+            yield f"{name}: {decoder.text_of(*side, prompt)}"
 
 
-def _documents(block: Block) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _documents(block: Block) -> Iterator[Document]:
     ends = np.cumsum(block.lengths)[:-1]
-    yield from zip(np.split(block.tokens, ends), np.split(block.loss_mask, ends), strict=True)
+    parts = zip(np.split(block.tokens, ends), np.split(block.loss_mask, ends), strict=True)
+    for number, (tokens, mask) in enumerate(parts):
+        if block.borders is None:
+            yield Document([(tokens, mask)])
+            continue
+        border = int(block.borders[number])
+        sides = [(tokens[:border], mask[:border]), (tokens[border:], mask[border:])]
+        if block.labels is None:
+            yield Document(sides)
+        else:
+            yield Document(sides[:1], bool(block.labels[number]))
 
 
-def _examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tuple[str, Example]]:
+def _examples(paths: Paths, reading: Reading, findings: Findings) -> Iterator[tuple[str, Row]]:
     """Yield (label, example); a label counts the rows of a file that are read."""
     chunks = list_chunks(paths)
     has_many = len({chunk.path for chunk in chunks}) > 1

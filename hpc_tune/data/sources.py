@@ -22,8 +22,8 @@ from hpc_tune.config.data import is_prepared
 from hpc_tune.data import lines, pydocs, tables
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.files import KNOWN, Kind, Paths, as_list, find, kind_of, shown
-from hpc_tune.data.reading import PLAIN, Reading, as_example
-from hpc_tune.data.records import Completion, Example
+from hpc_tune.data.reading import PLAIN, Reading, Row, as_example
+from hpc_tune.data.records import Completion
 from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
@@ -63,7 +63,7 @@ def list_chunks(paths: Paths) -> list[Chunk]:
 
 def read_chunk(
     chunk: Chunk, reading: Reading = PLAIN, findings: Findings | None = None
-) -> Iterator[Example]:
+) -> Iterator[Row]:
     """Yield the examples of a chunk in order; ``findings`` counts what is worth reporting.
 
     Raises:

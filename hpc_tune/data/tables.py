@@ -12,6 +12,7 @@ from typing import Any
 
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.lines import open_bytes
+from hpc_tune.data.preferences import LABELS
 from hpc_tune.data.reading import Reading, choose_columns
 from hpc_tune.data.records import FLAGS, PREFERENCES
 from hpc_tune.data.values import WrongRecord
@@ -21,7 +22,7 @@ PARQUET_ROWS = 256
 # The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
 CSV_BLOCK_BYTES = 16 << 20
 _CSV_HEAD = 1  # rows of names
-_MARKS = (*FLAGS, *PREFERENCES, "label")  # numbers, or true and false
+_MARKS = (*FLAGS, *LABELS)  # numbers, or true and false
 _READ_BYTES = 1 << 20
 _FILE_MAGIC = b"ARROW1"
 
@@ -124,11 +125,12 @@ def read_csv(file: Path, reading: Reading, findings: Findings) -> Rows:
             f"{file} begins with the names {names[0]!r}: separated by {found!r}, expected commas"
         )
     columns = choose_columns(file, names, reading, findings)
+    marks = (*_MARKS, *PREFERENCES) if reading.form == "answers" else _MARKS
     fields = {name: dict(reading.columns).get(name, name) for name in columns}
     convert = csv.ConvertOptions(
         include_columns=columns,
         # As bytes: a row with odd bytes is a wrong row, and no end of the reading.
-        column_types={c: pyarrow.binary() for c, field in fields.items() if field not in _MARKS},
+        column_types={c: pyarrow.binary() for c, field in fields.items() if field not in marks},
         strings_can_be_null=False,
     )
     with open_bytes(file) as opened:

@@ -16,7 +16,8 @@ import numpy as np
 
 from hpc_tune.atomic_file import replacing
 from hpc_tune.data.content import HASHED, joined, new_hash
-from hpc_tune.data.hdf5_format import FORMAT, VERSION, Attributes
+from hpc_tune.data.counts import OF_PREFERENCES
+from hpc_tune.data.hdf5_format import FORMAT, OF_FORM, PREFERENCE_VERSION, VERSION, Attributes
 from hpc_tune.data.seal import seal
 
 SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
@@ -24,11 +25,22 @@ SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted i
 
 @dataclass(frozen=True)
 class Block:
-    """Documents one after the other: lengths [documents], tokens and loss mask [their sum]."""
+    """Documents one after the other: lengths [documents], tokens and loss mask [their sum].
+
+    Of preferences also ``borders`` [documents], the tokens of their first sides, and of labelled
+    answers ``labels`` [documents].
+    """
 
     lengths: np.ndarray
     tokens: np.ndarray
     loss_mask: np.ndarray
+    borders: np.ndarray | None = None
+    labels: np.ndarray | None = None
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that are there, by name."""
+        return {name: array for name, array in vars(self).items() if array is not None}
 
 
 def token_dtype(num_ids: int) -> np.dtype:
@@ -45,7 +57,7 @@ def write_store(
     anything fails, nothing is left behind, and what was at ``path`` before is untouched.
     """
     with replacing(path, durable=True) as temporary:
-        extents = _allocate(temporary, histogram, token_dtype(attributes.vocab_size))
+        extents = _allocate(temporary, histogram, attributes)
         with temporary.open("r+b", buffering=0) as file:
             content, highest = _fill(file.fileno(), extents, blocks, histogram)
         _write_attributes(temporary, replace(attributes, content=content, highest_token=highest))
@@ -53,20 +65,22 @@ def write_store(
 
 
 def _allocate(
-    path: Path, histogram: dict[int, int], tokens: np.dtype
+    path: Path, histogram: dict[int, int], attributes: Attributes
 ) -> dict[str, tuple[int, np.dtype]]:
     """Make the HDF5 file with its datasets, unwritten; return where each begins and its type."""
     num_documents = sum(histogram.values())
     num_tokens = sum(length * count for length, count in histogram.items())
     documents = np.dtype(np.uint32 if num_documents < 1 << 32 else np.int64)
     shapes = {
-        "tokens": (num_tokens, tokens),
+        "tokens": (num_tokens, token_dtype(attributes.vocab_size)),
         "loss_mask": (num_tokens, np.dtype(np.uint8)),
         "documents/offsets": (num_documents + 1, np.dtype(np.int64)),
         "documents/by_length": (num_documents, documents),
         "lengths/values": (len(histogram), np.dtype(np.int64)),
         "lengths/counts": (len(histogram), np.dtype(np.int64)),
     }
+    for name, (dtype,) in OF_FORM[attributes.form].items():
+        shapes[name] = (num_documents, np.dtype(dtype))
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -74,12 +88,12 @@ def _allocate(
     with h5py.File(path, "w", locking=False, alignment_threshold=64, alignment_interval=64) as file:
         for group in ("documents", "lengths"):
             file.create_group(group)
-        for name, (length, dtype) in shapes.items():
+        for name, (length, kind) in shapes.items():
             # Without times: the same documents give the same bytes.
             dataset = file.create_dataset(
-                name, (length,), dtype.newbyteorder("<"), dcpl=properties, track_times=False
+                name, (length,), kind.newbyteorder("<"), dcpl=properties, track_times=False
             )
-            extents[name] = (dataset.id.get_offset(), dtype)
+            extents[name] = (dataset.id.get_offset(), kind)
     return extents
 
 
@@ -93,8 +107,10 @@ def _fill(
     values = np.array(sorted(histogram), dtype=np.int64)
     counts = np.array([histogram[length] for length in values.tolist()], dtype=np.int64)
     sorter = _ByLength(file, *extents["documents/by_length"], values, counts)
-    hashes = {name: new_hash() for name in HASHED}
-    ends = {name: extents[name][0] for name in HASHED}
+    further = [name for names in OF_FORM.values() for name in names if name in extents]
+    hashed = [*HASHED, *dict.fromkeys(further)]
+    hashes = {name: new_hash() for name in hashed}
+    ends = {name: extents[name][0] for name in hashed}
 
     def append(name: str, array: np.ndarray) -> None:
         data = np.ascontiguousarray(array, dtype=extents[name][1]).view(np.uint8).data
@@ -110,6 +126,8 @@ def _fill(
         append("documents/offsets", offsets)
         append("tokens", block.tokens)
         append("loss_mask", block.loss_mask)
+        for name in hashed[len(HASHED) :]:
+            append(name, block.arrays[name.removeprefix("documents/")])
         highest = max(highest, int(np.max(block.tokens, initial=0)))
         sorter.add(block.lengths)
         num_tokens = int(offsets[-1]) if len(offsets) else num_tokens
@@ -118,7 +136,7 @@ def _fill(
     assert num_tokens == expected, f"blocks hold {num_tokens} tokens, the histogram {expected}"
     _write(file, values.view(np.uint8).data, extents["lengths/values"][0])
     _write(file, counts.view(np.uint8).data, extents["lengths/counts"][0])
-    return joined([hashes[name] for name in HASHED]), highest
+    return joined([hashes[name] for name in hashed]), highest
 
 
 class _ByLength:
@@ -169,9 +187,15 @@ def _write(file: int, data: memoryview, offset: int) -> None:
 
 def _write_attributes(path: Path, attributes: Attributes) -> None:
     values = asdict(attributes)
+    version = PREFERENCE_VERSION
+    if attributes.form == "answers":
+        version = VERSION
+        for name in OF_PREFERENCES:
+            del values["counters"][name]
+        del values["form"]
     values["counters"] = json.dumps(values["counters"], sort_keys=True)
     with h5py.File(path, "r+", locking=False) as file:
         file.attrs["format"] = FORMAT
-        file.attrs["version"] = VERSION
+        file.attrs["version"] = version
         for name, value in values.items():
             file.attrs[name] = value

@@ -1,7 +1,7 @@
 """AdamW over the trained parameters, and the learning-rate schedule."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,44 +26,74 @@ def for_batch(optim: OptimConfig, global_size: int) -> OptimConfig:
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step ``step`` (the first is 0) of ``total_steps``.
 
-    Linear warm-up from lr/steps of warm-up, then constant, linear or half a cosine
-    (arXiv:1608.03983) down to min_lr_ratio x lr at the last step.
+    Linear warm-up from lr/steps of warm-up, then constant, linear, half a cosine or several
+    (arXiv:1608.03983), or stable and linear (arXiv:2404.06395), down to min_lr_ratio x lr at the
+    last step.
     """
     lr, warmup = optim.peak_lr, optim.num_warmup_steps(total_steps)
     if step < warmup:
         return lr * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+    num_steps = max(1, total_steps - 1 - warmup)
+    done = min(num_steps, step - warmup)
     match optim.schedule:
         case "constant":
             return lr
         case "linear":
-            share = 1.0 - progress
+            share = 1.0 - done / num_steps
         case "cosine":
-            share = 0.5 * (1.0 + math.cos(math.pi * progress))
+            share = _half_cosine(done / num_steps)
+        case "cosine_with_restarts":
+            cycles = 1 + (optim.restarts or 1)
+            progress = done * cycles % num_steps / num_steps if done < num_steps else 1.0
+            share = _half_cosine(progress)
+        case "wsd":
+            share = min(1.0, (num_steps - done) / max(1, optim.num_decay_steps(total_steps)))
     return lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
 
+def _half_cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
 def make_adamw(
-    parameters: Sequence[nn.Parameter],
+    named: Sequence[tuple[str, nn.Parameter]],
     optim: OptimConfig,
     reserve: Reserve = reserve_nothing,
 ) -> torch.optim.AdamW:
     """Return a fused AdamW whose state is allocated now: two moments of each value's dtype."""
-    adamw = adamw_of(weight_decay_groups(parameters, optim), optim)
-    for parameter in parameters:
+    adamw = adamw_of(parameter_groups(named, optim), optim)
+    for _, parameter in named:
         adamw.state[parameter] = first_state(parameter, reserve)
     return adamw
 
 
-def weight_decay_groups(
-    parameters: Sequence[nn.Parameter], optim: OptimConfig
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig
 ) -> list[dict[str, Any]]:
-    """Return AdamW's groups: matrices get weight decay, vectors (norms, biases) do not."""
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    """Return AdamW's groups, each with the ``lr_ratio`` by which its rate is lr's.
+
+    Matrices get weight decay, vectors (norms, biases, magnitudes) do not. The ratio of B and
+    vectors is optim.lora_b_ratio, as in peft's ``create_loraplus_optimizer``.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        is_vector = parameter.dim() < 2
+        is_faster = optim.lora_b_ratio != 1 and (is_vector or ".lora_B." in name)
+        groups.setdefault((is_vector, is_faster), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": 0.0 if is_vector else optim.weight_decay,
+            "lr_ratio": optim.lora_b_ratio if is_faster else 1.0,
+        }
+        for (is_vector, is_faster), parameters in sorted(groups.items(), key=lambda item: item[0])
     ]
-    return [group for group in groups if group["params"]]
+
+
+def set_rate(adamw: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of each group for the coming update."""
+    for group in adamw.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
 
 
 def adamw_of(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.AdamW:

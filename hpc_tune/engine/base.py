@@ -1,16 +1,18 @@
 """The seam between the loop and the engines: what every engine offers, and nothing more."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.policy import Action, Lever
+from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
 from hpc_tune.step.layout import Layout
@@ -50,7 +52,8 @@ class EngineSettings:
 class StepResult:
     """The result of one optimizer step, the same on every rank except for its messages.
 
-    ``loss`` is the mean over the step's global loss tokens. ``grad_norm`` is the L2 norm before
+    ``loss`` is the mean over the step's terms (``Batch.num_terms``) on all ranks, and ``sums`` are
+    those of the objective over them. ``grad_norm`` is the L2 norm before
     clipping. ``comm_s`` is this rank's time in collectives, waiting for other ranks included; of
     those that overlap with a backward pass, what is left at its end. ``sent_bytes`` are the bytes
     it sent by kind of collective.
@@ -60,6 +63,7 @@ class StepResult:
     grad_norm: float
     comm_s: float
     sent_bytes: dict[str, int]
+    sums: Sequence[float]
 
 
 class Engine(Protocol):
@@ -75,19 +79,25 @@ class Engine(Protocol):
     repeats_steps: bool
     levers: dict[Action, Lever]
 
-    def accumulate(self, batches: Sequence[Batch], global_tokens: int) -> None:
+    def accumulate(self, batches: Sequence[Batch], global_terms: int) -> None:
         """Compute the gradients of one optimizer step from all micro-batches of this rank.
 
-        The loss is the token sum over all ranks divided by ``global_tokens``, so neither the number
-        of ranks nor the micro-batches change the gradient. Weights and optimizer state stay as they
-        are.
+        The loss is the objective's sum over all ranks divided by ``global_terms``, so neither the
+        number of ranks nor the micro-batches change the gradient. Weights and optimizer state stay
+        as they are.
         """
 
     def update(self, lr: float) -> StepResult:
         """Update the weights and the optimizer state by what ``accumulate`` has computed."""
 
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """Return (loss sum, loss tokens) over all ranks, each of which brings equally many."""
+    def outputs(
+        self, batches: Iterable[Batch], objective: Objective | None = None
+    ) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield micro-batches, each with the sums of ``objective``, without gradients.
+
+        Each rank brings equally many; of those that work on the same rows, one yields them. By
+        default the objective is the one that is trained.
+        """
 
     def regions(self) -> list[Region]:
         """Return the regions of trained weights and optimizer state that this rank writes.
@@ -103,8 +113,21 @@ class Engine(Protocol):
 
 
 def train_step(
-    engine: Engine, batches: Sequence[Batch], global_tokens: int, lr: float
+    engine: Engine, batches: Sequence[Batch], global_terms: int, lr: float
 ) -> StepResult:
     """Run one optimizer step where nothing else reads the weights meanwhile."""
-    engine.accumulate(batches, global_tokens)
+    engine.accumulate(batches, global_terms)
     return engine.update(lr)
+
+
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], plan: StepPlan, device: torch.device
+) -> tuple[list[float], int]:
+    """Return (the objective's sums, the terms they are over) of all ranks. Collective."""
+    total = torch.zeros(plan.num_sums + 1, dtype=torch.float64, device=device)
+    for batch, sums in engine.outputs(batches):
+        total[:-1] += sums.double()
+        total[-1] += batch.num_terms
+    dist.all_reduce(total)
+    *added, terms = total.tolist()
+    return added, int(terms)

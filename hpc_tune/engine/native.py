@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
-from hpc_tune.engine.adamw import MOMENTS, make_adamw
+from hpc_tune.engine.adamw import MOMENTS, make_adamw, set_rate
 from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks
@@ -45,6 +45,8 @@ from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, finish_dora, load_weights
+from hpc_tune.model.neftune import use_neftune
+from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region, local_region
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.layout import Layout
@@ -73,7 +75,7 @@ class NativeEngine:
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
         self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
-        self._step_sums, self._step_tokens = torch.zeros(2, dtype=torch.float64), 1
+        self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1
         self._stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
             lambda: _load(built, settings, self._mesh, self._collectives),
@@ -102,60 +104,57 @@ class NativeEngine:
                 modules, layout, edges, device, width, wire, self._collectives
             )
 
-    def accumulate(self, batches: Sequence[Batch], global_tokens: int) -> None:
+    def accumulate(self, batches: Sequence[Batch], global_terms: int) -> None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._zero_grad()
         self._collectives.forget()  # an evaluation's is not this step's
-        loss, ran_out = torch.zeros((), dtype=torch.float32, device=self._device), None
+        sums, ran_out = self._no_sums(), None
         try:
-            loss = self._forward_backward(batches, global_tokens, self._overlapped)
+            sums = self._forward_backward(batches, global_terms, self._overlapped)
         except torch.OutOfMemoryError as error:
             if not self.repeats_steps:
                 raise
             ran_out = error
         # Other ranks wait for these.
         self._reduce_gradients()
-        self._collectives.all_reduce(loss, None)
+        self._collectives.all_reduce(sums, None)
         if ran_out is not None:
             raise ran_out
-        self._step_sums, self._step_tokens = (
-            torch.stack([loss.double(), self._clip()]),
-            global_tokens,
-        )
+        self._step_sums = torch.cat([sums.double(), self._clip().reshape(1)])
+        self._step_terms = global_terms
 
     def update(self, lr: float) -> StepResult:
         """Update the weights; see ``base.Engine``."""
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        set_rate(self._adamw, lr)
         (self._offloaded or self._adamw).step()
-        loss_sum, norm = self._step_sums.tolist()  # the host waits once
+        *sums, norm = self._step_sums.tolist()  # the host waits once
         sent, comm_s = self._collectives.take()
-        return StepResult(loss_sum / self._step_tokens, norm, comm_s, sent)
+        return StepResult(sums[0] / self._step_terms, norm, comm_s, sent, sums)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """Return the loss sum and token count over all ranks; see ``base.Engine``."""
-        for stage in self._stages:
-            stage.module.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+    def outputs(
+        self, batches: Iterable[Batch], objective: Objective | None = None
+    ) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
+        modules = [stage.module for stage in self._stages]
+        trained = modules[-1].objective
+        for module in modules:
+            module.eval()
+            module.objective = objective or trained
         remaining = iter(batches)
         while group := list(islice(remaining, 2 * self._layout.pipeline)):
             used = self._computed(group, training=False)
             self._copies.begin(used)
             if self._pipeline is not None:
-                losses = self._pipeline.evaluate(used, self._forward)
+                outputs = self._pipeline.evaluate(used, self._forward)
             else:
-                losses = [self._forward(0, batch, None) for batch in used]
-            if self._mesh.coordinates.tensor == 0:
-                total[0] += sum(loss.double() for loss in losses)
-            if self._mesh.coordinates.counts_rows:
-                total[1] += sum(b.num_loss_tokens for b in group)
-        for stage in self._stages:
-            release_gathered(stage.module)
-            stage.module.train()
-        dist.all_reduce(total)
-        loss_sum, tokens = total.tolist()
-        return loss_sum, int(tokens)
+                outputs = [self._forward(0, batch, None) for batch in used]
+            if outputs and self._mesh.coordinates.tensor == 0:
+                yield from zip(used, outputs, strict=True)
+        for module in modules:
+            release_gathered(module)
+            module.train()
+            module.objective = trained
 
     def regions(self) -> list[Region]:
         """Return what this rank holds and no rank before it does; see ``base.Engine``."""
@@ -198,11 +197,11 @@ class NativeEngine:
     def _forward_backward(
         self,
         batches: Sequence[Batch],
-        global_tokens: int,
+        global_terms: int,
         overlapped: Sequence[OverlappedAllReduce] = (),
     ) -> torch.Tensor:
-        """Run all micro-batches; return what this rank adds to the loss sum."""
-        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        """Run all micro-batches; return what this rank adds to the objective's sums."""
+        total = self._no_sums()
         used = self._computed(batches)
         self._copies.begin(used)
 
@@ -215,7 +214,7 @@ class NativeEngine:
             if grad_BTD is not None:
                 out.backward(grad_BTD.to(out.dtype))
                 return
-            (out / global_tokens).backward()
+            (out[0] / global_terms).backward()
             if self._mesh.coordinates.tensor == 0:
                 total += out.detach()
 
@@ -237,6 +236,9 @@ class NativeEngine:
         with autocast(self._device, self._autocast):
             out: torch.Tensor = self._stages[chunk].module(self._copies.take(batch), hidden_BTD)
         return out
+
+    def _no_sums(self) -> torch.Tensor:
+        return torch.zeros(self._plan.num_sums, dtype=torch.float32, device=self._device)
 
     def _computed(self, batches: Sequence[Batch], training: bool = True) -> list[Batch]:
         kept = [b for b in batches if b.num_loss_tokens or not self._plan.skips_empty(training)]
@@ -293,8 +295,8 @@ def _load(
     """Read and allocate what this rank holds. No messages: a rank may fail by itself."""
     stages, trained = _load_stages(built, settings, mesh, collectives)
     buckets = make_buckets(trained, settings.plan, mesh, settings.device, settings.reserve)
-    parameters = [t.parameter for t in trained]
-    return stages, trained, buckets, make_adamw(parameters, settings.optim, settings.reserve)
+    named = [(t.name, t.parameter) for t in trained]
+    return stages, trained, buckets, make_adamw(named, settings.optim, settings.reserve)
 
 
 def _load_stages(
@@ -308,6 +310,7 @@ def _load_stages(
         keep_freed_blocks()
     if not train.compile:
         use_row_dropout(built.module, built.seed)
+    use_neftune(built.module, built.tune.neftune_alpha, built.seed)
     cuts = [built]
     if layout.pipeline > 1:
         cuts = cut_stages(built, settings.plan, mesh.coordinates.pipeline)

@@ -85,7 +85,7 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
         slicer.embedding(lm.get_input_embeddings())
     if built.module.last_stage:
         slicer.head(lm.get_output_embeddings())
-        built.module.token_loss = functools.partial(_vocabulary_loss, axis)
+        built.module.token_loss = functools.partial(_vocabulary_losses, axis)
     slices = {n: slicer.slices[p] for n, p in _named(built) if p in slicer.slices}
     partial = frozenset(n for n, p in _named(built) if p.requires_grad and p in slicer.partial)
     return dataclasses.replace(built, slices=slices), partial
@@ -152,7 +152,7 @@ class _Slicer:
         layer.forward = forward
 
     def head(self, layer: Any) -> None:
-        """Each rank computes the logits of some tokens; see ``_vocabulary_loss``."""
+        """Each rank computes the logits of some tokens; see ``_vocabulary_losses``."""
         self.columns(layer, gather=False)
         layer.first_token = self.slices[parts_of(layer)[0].weight].start
 
@@ -236,20 +236,20 @@ class _Split(torch.autograd.Function):
         return ctx.axis.all_gather(grad), None
 
 
-def _vocabulary_loss(
+def _vocabulary_losses(
     axis: Axis,
     hidden_ND: torch.Tensor,
     head: Any,
     labels_N: torch.Tensor,
     config: Any,
 ) -> torch.Tensor:
-    """Return the summed cross-entropy where each rank has the logits of a part of the vocabulary.
+    """Return N cross-entropies where each rank has the logits of a part of the vocabulary.
 
     Three numbers per token are all-reduced: maximum, sum of exponentials, label's logit.
     """
     logits_NV = scale_logits(head(_SumGradient.apply(hidden_ND, axis)).float(), config)
     losses_N: torch.Tensor = _SplitCrossEntropy.apply(logits_NV, labels_N - head.first_token, axis)
-    return losses_N.sum()
+    return losses_N
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

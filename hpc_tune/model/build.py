@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
@@ -31,6 +31,7 @@ from hpc_tune.model.language import (
     stored_tensors,
 )
 from hpc_tune.model.loss import LossModel
+from hpc_tune.model.objective import objective_of
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.regions import local_region
@@ -158,6 +159,7 @@ def build(
     stored = _stored_names(directory, language, index, shapes, tied)
     root: nn.Module = model if full else _with_adapters(language, tune)
     module = LossModel(root, language.config, within_documents)
+    module.objective = objective_of(tune)
     module.train()
     base_names = {
         name: stored[own_names[id(tensor)]]
@@ -336,6 +338,7 @@ def lora_config(tune: TuneConfig) -> Any:
     return LoraConfig(
         r=tune.rank,
         lora_alpha=tune.alpha,
+        use_rslora=tune.rslora,
         lora_dropout=tune.dropout,
         target_modules=tune.targets,
         use_dora=tune.method == "dora",

@@ -34,15 +34,18 @@ class RowDropout(nn.Module):
         if not self.training:
             return x
         kept = x.new_empty((*x.shape[:-1], x.shape[-1] * self._num_slices))
-        generator = torch.Generator(x.device)
         rows = batch_context.batch.rows
         for row, mask in zip(rows, kept.view(len(rows), -1), strict=True):
-            digest = hashlib.blake2b(f"{self._key} {row}".encode(), digest_size=7)
-            generator.manual_seed(int(digest.hexdigest(), 16))
-            mask.bernoulli_(1 - self.p, generator=generator)
+            mask.bernoulli_(1 - self.p, generator=row_generator(self._key, row, x.device))
         if self._num_slices > 1:  # a copy: the backward pass keeps it, and need not keep all
             kept = kept.chunk(self._num_slices, -1)[self._slice].contiguous()
         return x * kept.div_(1 - self.p)
+
+
+def row_generator(key: str, row: int, device: torch.device) -> torch.Generator:
+    """Return a source of random numbers for a row of the global stream; ``key``: seed and use."""
+    digest = hashlib.blake2b(f"{key} {row}".encode(), digest_size=7)
+    return torch.Generator(device).manual_seed(int(digest.hexdigest(), 16))
 
 
 def use_row_dropout(model: nn.Module, seed: int) -> None:

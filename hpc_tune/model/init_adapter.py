@@ -8,7 +8,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex
 
-_FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_dora": "method"}
+_FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "method"}
 # Fields of peft's that say nothing about what an adapter of given tensors computes: names, how it
 # was begun, and which tensors there are, which are compared one by one.
 _NOT_COMPUTED = frozenset(
@@ -50,7 +50,8 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
     tune = built.tune
-    wanted = {"r": tune.rank, "lora_alpha": tune.alpha, "use_dora": tune.method == "dora"}
+    wanted = {"r": tune.rank, "lora_alpha": tune.alpha, "use_rslora": tune.rslora}
+    wanted |= {"use_dora": tune.method == "dora"}
     problems = [
         f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
         for key in _FIELDS

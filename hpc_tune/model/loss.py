@@ -1,4 +1,4 @@
-"""The training loss: a token sum, without the logits of a whole batch.
+"""The losses of tokens, without the logits of a whole batch; objective.py makes them a sum.
 
 Shapes: B rows, T tokens, D hidden, N tokens that carry loss, V vocabulary.
 
@@ -9,6 +9,7 @@ kept. Those of a trained head are recomputed in the backward pass, chunk by chun
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
+from hpc_tune.model.objective import Objective, TokenSum
 from hpc_tune.model.packed_attention import documents_of, lengths_in
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.varlen_attention import starts_of
@@ -27,7 +29,7 @@ from hpc_tune.model.varlen_attention import starts_of
 LOGITS_BYTES = {"cuda": (256 << 20, 512 << 20), "cpu": (24 << 20, 2 << 20)}
 TRAINED_LOGITS_BYTES = 512 << 20
 MIN_TOKENS = 128
-TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]
+TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]  # [N]
 # transformers keeps the documents of a row apart by their positions; these take a mask for it.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
 # What a config.json says is done to logits. Granite divides by its factor, HyperCLOVA X multiplies.
@@ -37,7 +39,7 @@ _MULTIPLY = ("hyperclovax",)
 
 
 class LossModel(nn.Module):
-    """A causal LM whose forward takes a ``Batch`` and returns the fp32 sum of its token losses.
+    """A causal LM whose forward takes a ``Batch`` and returns the fp32 sums of its objective.
 
     It is the root that engines shard, compile and run; ``model`` is the transformers model, or the
     peft model around one. ``within_documents``: attention may run document by document. On a GPU
@@ -52,7 +54,8 @@ class LossModel(nn.Module):
         self.within_documents, self.has_kernel = within_documents, False
         self.kernel_has_windows = True
         self.first_stage = self.last_stage = True
-        self.token_loss: TokenLoss = plain_loss
+        self.token_loss: TokenLoss = plain_losses
+        self.objective: Objective = TokenSum()
         # A plan sets it to that of the device it is for.
         self.logits_bytes: tuple[int, int] | None = None
 
@@ -68,13 +71,14 @@ class LossModel(nn.Module):
         return inner.base_model.model if hasattr(inner, "peft_config") else inner
 
     def forward(self, batch: Batch, hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the sum over the batch's labelled tokens of the cross-entropy, an fp32 scalar.
+        """Return the objective's sums over the batch, of which the first is the loss.
 
         A pipeline stage begins with the ``hidden_BTD`` of the stage before it, and returns its own
         unless it is the last.
         """
         lm = self.causal_lm()
-        with batch_context.of(self._micro_batch(batch)):
+        of_batch = replace(self._micro_batch(batch), positions_BT=batch.positions_BT)
+        with batch_context.of(of_batch):
             out_BTD: torch.Tensor = lm.get_decoder()(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,
@@ -88,7 +92,7 @@ class LossModel(nn.Module):
         kept_N = torch.nonzero_static(
             labels_K != IGNORED_LABEL, size=batch.num_loss_tokens
         ).squeeze(1)
-        return loss_sum(
+        losses_N = token_losses(
             out_BTD.flatten(0, 1)[kept_N],
             lm.get_output_embeddings(),
             labels_K[kept_N],
@@ -96,6 +100,7 @@ class LossModel(nn.Module):
             self.token_loss,
             self.logits_bytes,
         )
+        return self.objective.sums(losses_N, batch)
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
         lengths, positions_BT = batch.document_lengths, batch.positions_BT
@@ -115,29 +120,29 @@ class LossModel(nn.Module):
         return same_BTT.tril().unsqueeze(1)
 
 
-def plain_loss(
+def plain_losses(
     hidden_ND: torch.Tensor, head: Any, labels_N: torch.Tensor, config: Any
 ) -> torch.Tensor:
-    """Return the summed cross-entropy of a few tokens from their logits, an fp32 scalar."""
+    """Return the cross-entropies of a few tokens from their logits, fp32 [N]."""
     logits_NV = scale_logits(head(hidden_ND).float(), config)
-    return F.cross_entropy(logits_NV, labels_N, reduction="sum")
+    return F.cross_entropy(logits_NV, labels_N, reduction="none")
 
 
-def loss_sum(
+def token_losses(
     hidden_ND: torch.Tensor,
     head: Any,
     labels_N: torch.Tensor,
     config: Any,
-    token_loss: TokenLoss = plain_loss,
+    token_loss: TokenLoss = plain_losses,
     logits_bytes: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Return the summed cross-entropy of ``labels_N`` under ``head(hidden_ND)``, an fp32 scalar.
+    """Return the cross-entropy of each of ``labels_N`` under ``head(hidden_ND)``, fp32 [N].
 
     ``token_loss`` computes it for as many tokens as may have their logits in memory at once.
     ``logits_bytes`` bounds those of a frozen head, of a product and in fp32; the default is the
     fastest of each device type.
     """
-    plain = token_loss is plain_loss and _is_plain(head, config)
+    plain = token_loss is plain_losses and _is_plain(head, config)
     num_tokens, bytes_per_token = hidden_ND.shape[0], 4 * config.vocab_size
     if plain and not any(parameter.requires_grad for parameter in head.parameters()):
         product_bytes, fp32_bytes = logits_bytes or LOGITS_BYTES[hidden_ND.device.type]
@@ -160,20 +165,20 @@ def loss_sum(
             head.weight,
             labels_N,
             linear_bias=head.bias,
-            reduction="sum",
+            reduction="none",
             options=nn.LinearCrossEntropyOptions(),
         ).float()
-    total = hidden_ND.new_zeros((), dtype=torch.float32)
-    for start in range(0, num_tokens, chunk):
-        part = slice(start, start + chunk)
-        total = total + checkpoint(
-            token_loss, hidden_ND[part], head, labels_N[part], config, use_reentrant=False
-        )
-    return total
+    parts = (slice(start, start + chunk) for start in range(0, num_tokens, chunk))
+    return torch.cat(
+        [
+            checkpoint(token_loss, hidden_ND[p], head, labels_N[p], config, use_reentrant=False)
+            for p in parts
+        ]
+    )
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
-    """The summed loss of N tokens; the gradient of their hidden states is computed with it.
+    """The losses of N tokens; the gradients of their hidden states are computed with them.
 
     The logits of C tokens become their exponentials in place, S tokens at a time in fp32.
     """
@@ -213,12 +218,12 @@ class _FrozenHeadLoss(torch.autograd.Function):
                 grad_ND[part] = (logits_CV @ weight_VD) / sums_N1[part]
         ctx.save_for_backward(grad_ND)
         ctx.dtype = hidden_ND.dtype
-        return loss_N1.sum()
+        return loss_N1.squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: torch.Tensor) -> Any:  # type: ignore[override]
         (grad_ND,) = ctx.saved_tensors
-        return (grad_ND * grad).to(ctx.dtype), None, None, None, None, None
+        return (grad_ND * grad_N.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
 
 
 def _exponentials(

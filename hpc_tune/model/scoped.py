@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hpc_tune.model.varlen_attention import Starts
 
 Document = tuple[slice, int, int]  # rows, start, stop
@@ -23,12 +25,14 @@ class MicroBatch:
 
     ``rows`` are the indices of its rows in the global stream, by which dropout draws its masks.
     ``documents`` make up all rows; attention stays within each. On a GPU ``starts`` are where they
-    begin. With neither, transformers' masks keep documents apart.
+    begin. With neither, transformers' masks keep documents apart. ``positions_BT`` begin again at 0
+    with each document.
     """
 
     rows: Sequence[int] = ()
     documents: Sequence[Document] = ()
     starts: Starts | None = None
+    positions_BT: torch.Tensor | None = None
 
 
 class Current:

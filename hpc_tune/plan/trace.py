@@ -30,7 +30,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
 from hpc_tune.engine.activation_checkpoint import outside_modes
-from hpc_tune.engine.base import EngineSettings, train_step
+from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
@@ -175,7 +175,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
         memory.begin()
-        engine.evaluate(batches)
+        evaluate(engine, batches, plan, DEVICE)
     return TraceReport(
         str(layout),
         world_size,

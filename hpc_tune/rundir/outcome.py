@@ -36,9 +36,9 @@ class Outcome:
         return self.status == "done" or self.reason == "STOP file"
 
 
-def done(step: int) -> Outcome:
-    """Return the outcome of a run that did all its steps."""
-    return Outcome("done", "all steps done", step, EXIT_DONE)
+def done(step: int, early: str | None = None) -> Outcome:
+    """Return the outcome of a run that did all its steps, or was done ``early`` for a reason."""
+    return Outcome("done", early or "all steps done", step, EXIT_DONE)
 
 
 def stopped(reason: str, step: int | None, facts: Mapping[str, Any] | None = None) -> Outcome:

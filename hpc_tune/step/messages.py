@@ -63,7 +63,7 @@ def step_messages(
     if plan.parallel.zero_stage is not None:
         yield from zero_messages(plan, plan.parallel.zero_stage, len(computed))
         return
-    yield _over(plan, "all_reduce", AXES, 4)  # the loss, in fp32
+    yield _over(plan, "all_reduce", AXES, 4 * plan.num_sums)  # of the loss, in fp32
     if plan.spreads_gradients:
         yield _over(plan, "all_reduce", AXES, 8)  # the gradients' norm, in fp64
     yield from gathered_weights(plan, len(computed), place)

@@ -38,7 +38,7 @@ class StepPlan:
 
     ``parallel.reshard`` must have been decided. ``model`` is the transformers config. Products are
     of values of ``itemsize`` bytes. ``loss_share`` of the tokens reach the head; pipeline stages
-    are balanced for that.
+    are balanced for that. A micro-batch gives ``num_sums`` sums, of which the first is the loss.
     """
 
     layout: Layout
@@ -47,6 +47,7 @@ class StepPlan:
     model: Any
     itemsize: int
     loss_share: float = 1.0
+    num_sums: int = 1
 
     @classmethod
     def of(
@@ -54,7 +55,8 @@ class StepPlan:
     ) -> "StepPlan":
         """Return the plan for a whole model, on the meta device or not."""
         size, itemsize = measure(built.module), built.dtype.itemsize
-        return cls(layout, parallel, size, built.config, itemsize, loss_share)
+        num_sums = built.module.objective.num_sums
+        return cls(layout, parallel, size, built.config, itemsize, loss_share, num_sums)
 
     @property
     def uses_fsdp(self) -> bool:

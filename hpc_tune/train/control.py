@@ -31,6 +31,7 @@ from hpc_tune.train.governor import Governor, facts_of, loader_levers
 from hpc_tune.train.job import Job
 from hpc_tune.train.metrics import FinishedStep, Recorder, open_recorder
 from hpc_tune.train.model import Model
+from hpc_tune.train.reference import require_equal_reference
 from hpc_tune.train.saver import Saver, open_saver
 from hpc_tune.train.startup.micro_size import decide_micro_size, log_micro_batches
 from hpc_tune.train.trainer import Trainer
@@ -43,12 +44,14 @@ _FIRST_SAVE_S = 300.0  # some launchers leave no time to save; and a save that f
 class StepStatus:
     """What one rank says at the boundary before a step, or the sums over the ranks.
 
-    ``loss_tokens``, ``tokens`` and ``attention_flops``: of the step's rows that this rank counts.
+    ``terms`` (of the loss, see ``Batch``), ``loss_tokens``, ``tokens`` and ``attention_flops``: of
+    the step's rows that this rank counts.
     ``save``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
     ``saves_done``: 1 if it has done its part of the current checkpoint, see saver.py. ``garbage``:
     it has garbage to collect. ``levels``: the memory levels it has reached.
     """
 
+    terms: float
     loss_tokens: float
     tokens: float
     attention_flops: float
@@ -61,23 +64,23 @@ class StepStatus:
     def summed(self, comm: Comm) -> "StepStatus":
         """Return the sums over the ranks. Collective."""
         *own, levels = astuple(self)
-        loss_tokens, tokens, flops, save, stop, saves_done, garbage, *levels = comm.sum(
+        terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage, *levels = comm.sum(
             [*own, *levels]
         )
         return StepStatus(
-            loss_tokens, tokens, flops, save, stop, saves_done, garbage, tuple(levels)
+            *(terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage), tuple(levels)
         )
 
 
 @dataclass(frozen=True)
 class Decision:
     """Whether training ``goes_on``: then on ``batches``, this rank's, with the loss over
-    ``loss_tokens`` of all ranks.
+    ``terms`` of all ranks, tokens or pairs.
     """
 
     goes_on: bool
     batches: Sequence[Batch] = ()
-    loss_tokens: int = 1
+    terms: int = 1
 
 
 class Control:
@@ -109,7 +112,7 @@ class Control:
         self._settings = job.config.checkpoint
         self._saved_step, self._step_s = trainer.step, 0.0
         self._saved_at_s = _clock_of_saves(self._settings.every_minutes)
-        self._status = StepStatus(*(0.0,) * 7, ())
+        self._status = StepStatus(*(0.0,) * 8, ())
         self._batches: Sequence[Batch] = ()
         self._stopped: Outcome | None = None
 
@@ -123,7 +126,7 @@ class Control:
     def decide(self) -> Decision:
         """Return what all ranks do next; before a stop the state is saved. Collective."""
         trainer, saver, step = self.trainer, self.saver, self.trainer.step
-        if step >= trainer.total_steps:
+        if step >= trainer.total_steps or self._evaluation.no_better:
             return Decision(goes_on=False)
         self.step_limit.enter(f"beginning step {step + 1}")
         self._batches = trainer.next_batches()
@@ -156,7 +159,12 @@ class Control:
         phase = "first step" if step == self.start_step else phase
         self._enter(phase, f"training step {step + 1}")
         self._faults.at("step", step + 1)
-        return Decision(True, self._batches, max(1, int(status.loss_tokens)))
+        return Decision(True, self._batches, max(1, int(status.terms)))
+
+    @property
+    def best_evaluation(self) -> tuple[int, float] | None:
+        """The step and the loss of the lowest held-out loss."""
+        return self._evaluation.evals.best
 
     def around_step(self) -> AbstractContextManager[None]:
         """Return what surrounds the work of a step: it may be profiled."""
@@ -176,6 +184,8 @@ class Control:
         trainer, step = self.trainer, self.trainer.step
         self._job.watchdog.close()
         self._require_finite(result)
+        if self._job.config.tune.has_reference and step == 1:
+            require_equal_reference(result, self.recorder.plan)
         self._step_s = time.monotonic() - trainer.began_s
         sample = self._job.monitor.worst()
         self._governor.observe(sample)
@@ -185,6 +195,7 @@ class Control:
             step,
             trainer.lr,
             self._batches,
+            int(status.terms),
             int(status.loss_tokens),
             int(status.tokens),
             status.attention_flops,
@@ -219,7 +230,7 @@ class Control:
         self._evaluation.say_change()
         if saver.committed_step < step:
             return stopped("the last checkpoint could not be saved", saver.committed_step)
-        return done(step)
+        return done(step, self._evaluation.no_better if step < self.trainer.total_steps else None)
 
     def _own_status(self, reason: str | None) -> StepStatus:
         """Return what this rank says. The clock that says when to save is rank 0's."""
@@ -284,7 +295,7 @@ class Control:
         measured = self._evaluation.measure(self.trainer.engine, step, 2 * saver.last_save_s)
         if measured is not None:
             _, loss = self._evaluation.evals.last or (step, math.nan)
-            self.recorder.metrics.evaluation(step, loss, *measured)
+            self.recorder.metrics.evaluation(step, loss, measured)
 
 
 def _clock_of_saves(every_minutes: float | None) -> float:
@@ -315,7 +326,16 @@ def prepare_control(
     trainer = Trainer(job.step_comm, engine, loader, optim, steps, governor.answers_device)
     evals = Evals.from_json(saved.evals if saved is not None else {})
     batches = held_out_batches(job, model, plan, data)
-    evaluation = Evaluation(job.step_comm, job.stop, batches, config.train, data.total_steps, evals)
+    evaluation = Evaluation(
+        job.step_comm,
+        job.stop,
+        plan,
+        batches,
+        config.train,
+        data.total_steps,
+        evals,
+        config.tune.form == "labels",
+    )
     state = RunState(
         step,
         data.total_steps,

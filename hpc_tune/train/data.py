@@ -6,9 +6,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
-from hpc_tune.config.data import DataConfig, is_prepared
+from hpc_tune.config.data import DataConfig, Form, is_prepared
 from hpc_tune.data.chats import end_of_answer
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, as_list, find, say_left_out, say_read, shown
@@ -32,7 +34,8 @@ from hpc_tune.world.comm import Comm
 class Data:
     """The data of a run, and the loader of this rank; ``eval_store``: held-out data.
 
-    ``template`` is the text of data.chat_template, where that is set.
+    ``template`` is the text of data.chat_template, where that is set. ``eval_reference``: of
+    held-out preferences, see train/reference.py.
     """
 
     store: TokenStore
@@ -40,6 +43,7 @@ class Data:
     loader: Loader
     total_steps: int
     template: str | None = None
+    eval_reference: np.ndarray | None = None
 
     @property
     def loss_share(self) -> float:
@@ -107,7 +111,7 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     job.monitor.enter("data", "preparing the data", tell=True)
     job.setup_comm.begin("preparing the data")
     own = Tokenizing(model.built.directory, config.data.chat_template)
-    stores = prepare_data(config.data, job.setup_comm, job.dir, own)
+    stores = prepare_data(config.data, job.setup_comm, job.dir, own, config.tune.form)
     loader = Loader(
         stores[0],
         SampleOrder(config.data.seq_len, config.data.packing, config.train.seed),
@@ -194,18 +198,18 @@ def _require_learned(
 
 
 def prepare_data(
-    data: DataConfig, comm: Comm, run_dir: Path, own: Tokenizing
+    data: DataConfig, comm: Comm, run_dir: Path, own: Tokenizing, form: Form = "answers"
 ) -> tuple[TokenStore, TokenStore | None]:
     """Open the data and the held-out data, prepared first if raw. Collective."""
     if data.eval_path:
         warn = partial(_warn_of_overlap, data.path, data.eval_path)
         comm.on_rank_0("looking at the data", warn)
     part: Part = "train" if data.eval_fraction else "all"
-    store = ready_data(data.path, data, own, comm, run_dir, part)
+    store = ready_data(data.path, data, own, comm, run_dir, part, form)
     if data.eval_fraction:
-        return store, ready_data(data.path, data, own, comm, run_dir, "held-out")
+        return store, ready_data(data.path, data, own, comm, run_dir, "held-out", form)
     if data.eval_path:
-        return store, ready_data(data.eval_path, data, own, comm, run_dir)
+        return store, ready_data(data.eval_path, data, own, comm, run_dir, "all", form)
     return store, None
 
 
@@ -228,11 +232,13 @@ def ready_data(
     comm: Comm,
     run_dir: Path,
     part: Part = "all",
+    form: Form = "answers",
 ) -> TokenStore:
     """Open prepared data; raw data is prepared by all ranks first, once for all later starts."""
 
     def open_it(file: Path, is_new: bool = False) -> TokenStore:
         store = TokenStore.open(file)
+        store.require_form(form)
         if comm.is_rank_0:
             store.require_tokenizer(own.tokenizer, own.mark)
             if (rows := embedding_rows(own.model_dir)) is not None:
@@ -253,20 +259,22 @@ def ready_data(
 
     out = comm.on_rank_0(
         "looking at the data",
-        lambda: folder / cache_name(path, own.mark, prepare_settings(data, part)),
+        lambda: folder / cache_name(path, own.mark, prepare_settings(data, part, form)),
     )
     was_prepared = comm.on_rank_0("looking for prepared data", out.exists)
     if not was_prepared:
         comm.on_rank_0("making the data folder", lambda: make_folder(folder))
         tokenizer = comm.run_and_agree("loading the tokenizer", lambda: own.tokenizer)
-        prepare_file(path, out, data, tokenizer, comm, part)
+        prepare_file(path, out, data, tokenizer, comm, part, form)
     return comm.run_and_agree("opening the data", lambda: open_it(out, is_new=not was_prepared))
 
 
-def prepare_settings(data: DataConfig, part: Part = "all") -> PrepareSettings:
+def prepare_settings(
+    data: DataConfig, part: Part = "all", form: Form = "answers"
+) -> PrepareSettings:
     """Return how raw data is prepared by the settings of a run."""
     held_out = data.eval_fraction if part != "all" else 0.0
-    reading = Reading(tuple(data.columns.items()), data.bad_rows, held_out, part)
+    reading = Reading(tuple(data.columns.items()), data.bad_rows, held_out, part, form)
     return PrepareSettings(data.seq_len, data.loss_on, reading)
 
 
@@ -277,6 +285,7 @@ def prepare_file(
     tokenizer: Any,
     comm: Comm,
     part: Part = "all",
+    form: Form = "answers",
 ) -> None:
     """Tokenise raw data into ``out``, each rank its part. Collective.
 
@@ -287,7 +296,7 @@ def prepare_file(
     name = f"{shown(path)}{'' if part == 'all' else f' ({part} part)'}"
     progress = Progress(f"tokenizing {name}", 1, enabled=world.rank == 0)
     ranks = Ranks(world.rank, world.size, comm.run_and_agree, comm.broadcast, comm.threads)
-    settings = prepare_settings(data, part)
+    settings = prepare_settings(data, part, form)
     counters = prepare(path, out, tokenizer, settings, ranks, progress.show)
     progress.close()
     if world.rank == 0 and part != "held-out" and not is_builtin(shown(path)):

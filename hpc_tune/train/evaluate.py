@@ -3,18 +3,21 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import Evals
 from hpc_tune.config.schema import TrainConfig
 from hpc_tune.data.loader import HeldOut
 from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.engine.base import Engine
+from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import log
+from hpc_tune.model.objective import measures_of
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.reference import mean_kl
 from hpc_tune.world.comm import Comm
 from hpc_tune.world.stop import StopFlag
 
@@ -33,7 +36,18 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Batc
         rank=plan.layout.coordinates(job.setup_comm.world.rank).data,
         size=plan.layout.data_size,
     )
+    if data.eval_reference is not None:
+        held_out.set_reference(data.eval_reference)
     return lambda: held_out.batches(data.loader.micro_size)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation is over, tokens or pairs, how long it took, and more than the loss."""
+
+    terms: int
+    seconds: float
+    measures: dict[str, float]
 
 
 class Evaluation:
@@ -43,15 +57,22 @@ class Evaluation:
         self,
         comm: Comm,
         stop: StopFlag,
+        plan: StepPlan,
         batches: Batches | None,
         train: TrainConfig,
         total_steps: int,
         evals: Evals,
+        has_labels: bool = False,
     ) -> None:
-        """Measure ``batches`` by the settings of ``train``; nothing where they are None."""
+        """Measure ``batches`` by the settings of ``train``; nothing where they are None.
+
+        ``has_labels``: they are of labelled answers, whose mean KL divergence is measured first.
+        """
         self.evals = evals
-        self._comm, self._stop, self._batches = comm, stop, batches
+        self._comm, self._stop, self._plan, self._batches = comm, stop, plan, batches
         self._every, self._total = train.eval_every_steps, total_steps
+        self._has_labels = has_labels
+        self._patience = train.stop_after_evals
 
     def is_due(self, step: int) -> bool:
         """Whether it is measured after ``step``: at the start, at the end, in between."""
@@ -65,8 +86,22 @@ class Evaluation:
         """Whether it is due after ``step`` and has not been measured."""
         return self.is_due(step) and self.evals.loss_at(step) is None
 
-    def measure(self, engine: Engine, step: int, margin_s: float) -> tuple[int, float] | None:
-        """Return (loss tokens, seconds) of an evaluation after ``step``. Collective.
+    @property
+    def no_better(self) -> str | None:
+        """Why the run is done before its last step: the loss has stopped falling. Else None.
+
+        As the EarlyStoppingCallback of transformers, without a threshold.
+        """
+        evals = self.evals
+        if self._patience is None or evals.since_best < self._patience:
+            return None
+        best = "was never a number"
+        if evals.best is not None:
+            best = f"has not fallen below {evals.best[1]:.4f} of step {evals.best[0]}"
+        return f"the held-out loss {best} for {evals.since_best} evaluations"
+
+    def measure(self, engine: Engine, step: int, margin_s: float) -> Measured | None:
+        """Evaluate after ``step``. Collective.
 
         None if it was cut, since a rank is asked to stop, or has no more than ``margin_s`` left.
         """
@@ -83,18 +118,26 @@ class Evaluation:
 
         log.info("step %d: evaluating on held-out data", step)
         began_s = time.monotonic()
-        loss_sum, tokens = engine.evaluate(batches())
+        kl = 0.0
+        if self._has_labels:
+            others = (b.mismatched for b in batches() if b.mismatched is not None)
+            kl = mean_kl(engine, others, self._comm)
+        with_kl = (batch.with_kl(kl) if batch.pairs else batch for batch in batches())
+        sums, terms = evaluate(engine, with_kl, self._plan, self._comm.device)
         if was_cut:
             log.info("step %d: evaluation interrupted to stop in time", step)
             return None
-        eval_s, loss = time.monotonic() - began_s, loss_sum / max(1, tokens)
+        eval_s, loss = time.monotonic() - began_s, sums[0] / max(1, terms)
         self.evals = self.evals.with_(step, loss)
         if not math.isfinite(loss):
             log.warning(
                 "step %d: the held-out loss is %s; it is never taken for the best", step, loss
             )
-        log.info("step %d: held-out loss %.4f over %d tokens (%.1fs)", step, loss, tokens, eval_s)
-        return tokens, eval_s
+        over = f"{terms} tokens" if self._plan.num_sums == 1 else f"{terms} pairs"
+        measures = measures_of(sums, terms)
+        also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
+        log.info("step %d: held-out loss %.4f over %s%s (%.1fs)", step, loss, over, also, eval_s)
+        return Measured(terms, eval_s, measures)
 
     def say_change(self) -> None:
         """Log how the loss changed over the run."""

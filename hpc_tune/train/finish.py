@@ -51,6 +51,9 @@ def _write_outcome(job: Job, model: Model, control: Control, ended: Outcome) -> 
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / outcome.FILE, error.strerror)
     if ended.status == "done":
+        if ended.step is not None and ended.step < control.trainer.total_steps:
+            log.info("stopped early: %s", ended.reason)
+            _say_best(job, control)
         log.info(
             "done after %d steps. Next: python -m hpc_tune generate --run %s --prompt '...'",
             ended.step,
@@ -71,3 +74,21 @@ def _said_of_stop(job: Job, control: Control, ended: Outcome) -> str:
     if job.setup_comm.world.launcher != "single":
         text += f" (exit code {ended.exit_code}; a launcher may call it an error, it is none)"
     return text
+
+
+def _say_best(job: Job, control: Control) -> None:
+    """Log where the weights of the lowest held-out loss are, as the last ones have another."""
+    step, loss = control.best_evaluation or (None, 0.0)
+    paths = [path for path in job.store.steps() if int(path.name.removeprefix("step-")) == step]
+    if paths:
+        log.info(
+            "the lowest held-out loss, %.4f, is that of %s: export and generate take it as --run",
+            loss,
+            paths[0],
+        )
+    elif step is not None:
+        log.warning(
+            "the weights of step %d, which had the lowest held-out loss, are not kept: set "
+            "checkpoint.keep_best=true, and checkpoint.every_steps to train.eval_every_steps",
+            step,
+        )

@@ -16,6 +16,7 @@ from hpc_tune.data.loader import Loader
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.monitor import MemorySample, Monitor
+from hpc_tune.model.objective import measures_of
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.probe.software import git_commit
 from hpc_tune.rundir.json_lines import METRICS, RANKS, JsonLines, drop_after
@@ -24,6 +25,7 @@ from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import attention_flops, weight_flops
 from hpc_tune.trackers.trackers import Facts, Trackers, open_trackers
 from hpc_tune.train.data import Data
+from hpc_tune.train.evaluate import Measured
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.units import format_bytes, format_count, format_seconds
@@ -47,7 +49,7 @@ class StepMetrics:
     ``least_work_s`` are the time spent neither on messages nor on data, of the slowest and of the
     fastest rank. ``mfu`` counts the scores within documents; it and ``device_util`` are None where
     the device's peak or counters are unknown. Host bytes are the fullest node's; device bytes the
-    fullest rank's.
+    fullest rank's. ``preferences``: see ``PreferenceSums.measures``.
     """
 
     time: float
@@ -74,6 +76,7 @@ class StepMetrics:
     device_bytes: int | None
     device_limit_bytes: int | None
     samples_seen: int
+    preferences: dict[str, float] | None = None
 
 
 def _waits(metrics: StepMetrics) -> bool:
@@ -115,10 +118,15 @@ class Metrics:
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
         row = asdict(metrics)
+        if not metrics.preferences:
+            del row["preferences"]
         self.steps_s.append(metrics.step_s)
         self._lines.write(**row)
         self._track(metrics.step, row)
-        note = f"loss {metrics.loss:.4f}  {format_count(metrics.tokens_per_s)} tokens/s"
+        note = f"loss {metrics.loss:.4f}  "
+        if metrics.preferences:
+            note += f"accuracy {metrics.preferences['accuracy']:.0%}  "
+        note += f"{format_count(metrics.tokens_per_s)} tokens/s"
         if metrics.comm_s > COMM_SHOWN_SHARE * metrics.step_s:
             note += f"  {metrics.comm_s / metrics.step_s:.0%} {_spent_on(metrics)}"
         if metrics.host_bytes is not None:
@@ -134,12 +142,16 @@ class Metrics:
                 100 * metrics.comm_s / metrics.step_s,
             )
 
-    def evaluation(self, step: int, eval_loss: float, eval_tokens: int, eval_s: float) -> None:
-        """Record one evaluation: the mean loss over the held-out loss tokens."""
-        row = {"step": step, "eval_loss": eval_loss, "eval_tokens": eval_tokens, "eval_s": eval_s}
+    def evaluation(self, step: int, eval_loss: float, measured: Measured) -> None:
+        """Record one evaluation: the mean loss over the held-out data's loss tokens, or pairs."""
+        row: dict[str, Any] = {"step": step, "eval_loss": eval_loss, "eval_s": measured.seconds}
+        if measured.measures:
+            row |= {"eval_pairs": measured.terms, "eval_preferences": measured.measures}
+        else:
+            row["eval_tokens"] = measured.terms
         self._lines.write(**row)
         self._track(step, row)
-        self._progress.exclude(eval_s)
+        self._progress.exclude(measured.seconds)
 
     def _log_time(self, steps: int) -> None:
         """Estimate when the run will be done, evaluations and saves not counted."""
@@ -212,13 +224,14 @@ class Flops:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that is done, by its number: ``tokens``, ``loss_tokens`` and ``attention_flops`` are
-    the sums of all ranks; ``step_s`` includes ``data_s``, the wait for its rows.
+    """A step that is done, by its number: ``terms``, ``loss_tokens``, ``tokens`` and
+    ``attention_flops`` are sums of all ranks; ``step_s`` includes ``data_s``, the wait for rows.
     """
 
     number: int
     lr: float
     batches: Sequence[Batch]
+    terms: int
     loss_tokens: int
     tokens: int
     attention_flops: float
@@ -243,14 +256,17 @@ class Recorder:
         rank_work: "RankWork",
     ) -> None:
         self.metrics, self._rank_work = metrics, rank_work
-        self._comm, self._plan, self._flops = comm, plan, flops
+        self._comm, self.plan, self._flops = comm, plan, flops
         self._loader, self._monitor = loader, monitor
         self._counts_rows = plan.layout.coordinates(comm.world.rank).counts_rows
 
-    def counts(self, batches: Sequence[Batch]) -> tuple[int, int, float]:
-        """Return the loss tokens, tokens and attention flops of the rows that this rank counts."""
+    def counts(self, batches: Sequence[Batch]) -> tuple[int, int, int, float]:
+        """Return the loss's terms, loss tokens, tokens and attention flops of the rows that this
+        rank counts.
+        """
         counted = batches if self._counts_rows else []
         return (
+            sum(batch.num_terms for batch in counted),
             sum(batch.num_loss_tokens for batch in counted),
             sum(batch.num_tokens for batch in counted),
             sum(self._flops.attention(batch.real_lengths) for batch in counted),
@@ -283,7 +299,7 @@ class Recorder:
                 slowest_rank=worst.slowest_rank,
                 sent_bytes=result.sent_bytes,
                 expected_bytes=expected_bytes(
-                    self._plan,
+                    self.plan,
                     [(batch.tokens_BT.numel(), batch.num_loss_tokens) for batch in step.batches],
                     recomputes,
                 ),
@@ -293,6 +309,7 @@ class Recorder:
                 device_bytes=worst.device_bytes if sample and sample.device else None,
                 device_limit_bytes=sample.device.limit_bytes if sample and sample.device else None,
                 samples_seen=self._loader.rows,
+                preferences=measures_of(result.sums, step.terms),
             )
         )
 

@@ -63,8 +63,9 @@ def build_model(job: Job, fresh: bool) -> Model:
     def make() -> BuiltModel:
         built = build(model_dir, dtype, config.tune, config.train.seed)
         start = config.tune.init_from
+        is_first = fresh or config.tune.has_reference  # what it begins with is the reference
         built = replace(built, seq_len=config.data.seq_len)
-        return start_from(built, Path(start)) if start and fresh else built
+        return start_from(built, Path(start)) if start and is_first else built
 
     built = comm.run_and_agree("building the model", make)
     if built.dropout:
@@ -171,4 +172,6 @@ def resolve_layout(job: Job, model: Model) -> Resolved:
 def plan_step(model: Model, resolved: Resolved, loss_share: float) -> StepPlan:
     """Return the plan of a step; ``loss_share`` of the tokens carry loss."""
     config, itemsize = model.built.config, model.built.dtype.itemsize
-    return StepPlan(resolved.layout, resolved.parallel, model.size, config, itemsize, loss_share)
+    num_sums = model.built.module.objective.num_sums
+    settings = (resolved.layout, resolved.parallel, model.size, config, itemsize)
+    return StepPlan(*settings, loss_share, num_sums)

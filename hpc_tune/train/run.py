@@ -24,6 +24,7 @@ from hpc_tune.train.exit import failing, joined, startup_watchdog
 from hpc_tune.train.finish import finish
 from hpc_tune.train.job import open_job
 from hpc_tune.train.model import build_model, plan_step, resolve_layout
+from hpc_tune.train.reference import use_reference
 from hpc_tune.train.resume import find_checkpoint, keep_settings, resume
 from hpc_tune.train.startup.agreement import agree_on_settings
 from hpc_tune.train.startup.describe import describe
@@ -94,6 +95,7 @@ def _train(
         describe(job, model, resolved, forecast, data)
         plan = plan_step(model, resolved, data.loss_share)
         engine = load_engine(job, model, plan)
+        data = use_reference(job, model, plan, data, engine)
         saved = resume(job, checkpoint, model, engine, data)
         keep_settings(job, data)
         control = prepare_control(job, model, plan, data, engine, saved)
@@ -112,7 +114,7 @@ def train(trainer: Trainer, control: Control) -> Outcome:
     control.begin()
     while (decision := control.decide()).goes_on:
         with control.around_step():
-            has_gradients = trainer.accumulate(decision.batches, decision.loss_tokens)
+            has_gradients = trainer.accumulate(decision.batches, decision.terms)
             if has_gradients:
                 control.saver.wait_until_weights_may_change()
                 result = trainer.update()

@@ -34,6 +34,7 @@ from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32, use_tf32
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.reference import with_kl
 from hpc_tune.world.comm import Comm
 
 
@@ -117,7 +118,7 @@ class Trainer:
         self.loader.restore(self._position)
         return self.loader.next_step()
 
-    def accumulate(self, batches: Sequence[Batch], global_tokens: int) -> bool:
+    def accumulate(self, batches: Sequence[Batch], global_terms: int) -> bool:
         """Compute the gradients of a step; False if a rank had no room and all have given it up.
 
         Raises:
@@ -125,7 +126,8 @@ class Trainer:
         """
         self.ran_out = None
         try:
-            self.engine.accumulate(batches, global_tokens)
+            batches = with_kl(self.engine, batches, self._comm)
+            self.engine.accumulate(batches, global_terms)
         except torch.OutOfMemoryError as error:
             if not self._repeats:
                 raise

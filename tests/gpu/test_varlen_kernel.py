@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import profile
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hpc_tune.data.loader import make_batch
+from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.model.blocks import block_list, use_own_layers

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
-from hpc_tune.engine.base import EngineSettings, train_step
+from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.memory.policy import Action
 from hpc_tune.model import varlen_attention
@@ -108,7 +108,7 @@ def run(engine, store, world, rank, watch):
         note(what)
 
     step("step")
-    engine.evaluate(HeldOut(store, order, rows, **place).batches())
+    evaluate(engine, HeldOut(store, order, rows, **place).batches(), engine._plan, engine._device)
     note("evaluation")
     noted["save"] = copied(engine)
     if Action.MOVE_OPTIMIZER in engine.levers:

@@ -16,7 +16,7 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
-from hpc_tune.engine.adamw import MOMENTS, adamw_of, weight_decay_groups
+from hpc_tune.engine.adamw import MOMENTS, adamw_of, parameter_groups, set_rate
 from hpc_tune.engine.async_io import load_async_io
 from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.compile import compile_blocks
@@ -41,6 +41,8 @@ from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.neftune import use_neftune
+from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.size import SAVED_COPIES
@@ -63,13 +65,14 @@ class ZeroEngine:
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
-        self._step_loss, self._step_tokens = torch.zeros(()), 1
+        self._step_sums, self._step_terms = torch.zeros(1), 1
         if self._stage == 3:
             return_freed_blocks()
         else:
             keep_freed_blocks()
         if not train.compile:
             use_row_dropout(built.module, built.seed)
+        use_neftune(built.module, built.tune.neftune_alpha, built.seed)
         blocks = list(block_list(built.module))
         use_own_layers(built.module, blocks, train.compile, built.dtype, device)
         checkpoint_blocks(blocks, parallel.recompute)
@@ -94,45 +97,45 @@ class ZeroEngine:
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
-    def accumulate(self, batches: Sequence[Batch], global_tokens: int) -> None:
+    def accumulate(self, batches: Sequence[Batch], global_terms: int) -> None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._reader.release()
         self._collectives.forget()  # an evaluation's is not this step's
-        loss = torch.zeros((), dtype=torch.float32, device=self._device)
+        num_sums = self._settings.plan.num_sums
+        sums = torch.zeros(num_sums, dtype=torch.float32, device=self._device)
         for i, batch in enumerate(batches):
             # DeepSpeed reduces within the backward pass, so an empty micro-batch runs too.
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             seed_micro_batch(self._seed, batch.first_row)
-            loss += self._backward(batch, self._size / global_tokens)
-        self._collectives.all_reduce(loss, None)
-        self._step_loss, self._step_tokens = loss, global_tokens
+            sums += self._backward(batch, self._size / global_terms)
+        self._collectives.all_reduce(sums, None)
+        self._step_sums, self._step_terms = sums, global_terms
 
     def update(self, lr: float) -> StepResult:
         """Update the weights; see ``base.Engine``."""
-        for group in self._zero.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self._zero.optimizer, lr)
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
-        loss_value = self._step_loss.item()  # a GPU has done its work
+        sums = self._step_sums.tolist()  # a GPU has done its work
         sent_bytes, comm_s = self._collectives.take()
-        return StepResult(loss_value / self._step_tokens, norm, comm_s, sent_bytes)
+        return StepResult(sums[0] / self._step_terms, norm, comm_s, sent_bytes, sums)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """Return the loss sum and token count over all ranks; see ``base.Engine``."""
+    def outputs(
+        self, batches: Iterable[Batch], objective: Objective | None = None
+    ) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Yield micro-batches with the sums of an objective; see ``base.Engine``."""
         self._reader.release()
         self._module.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        trained, skips = self._module.objective, self._settings.plan.skips_empty(training=False)
+        self._module.objective = objective or trained
         for batch in batches:
-            if batch.num_loss_tokens == 0 and self._settings.plan.skips_empty(training=False):
-                continue
-            with autocast(self._device, self._autocast):
-                total[0] += self._module(batch.to(self._device))
-            total[1] += batch.num_loss_tokens
+            if batch.num_loss_tokens or not skips:
+                with autocast(self._device, self._autocast):
+                    sums = self._module(batch.to(self._device))
+                yield batch, sums
         self._module.train()
-        dist.all_reduce(total)
-        loss_sum, tokens = total.tolist()
-        return loss_sum, int(tokens)
+        self._module.objective = trained
 
     def regions(self) -> list[Region]:
         """Return the values that this rank updates; see ``base.Engine``."""
@@ -188,9 +191,9 @@ class ZeroEngine:
             zero_state.saving_weights_by_reference() if self._stage == 3 else nullcontext()
         )
         with autocast(self._device, self._autocast), by_reference:
-            loss_sum = self._engine(batch.to(self._device))
-        self._engine.backward(loss_sum * scale)
-        return loss_sum.detach()
+            sums: torch.Tensor = self._engine(batch.to(self._device))
+        self._engine.backward(sums[0] * scale)
+        return sums.detach()
 
     def _connect_and_load(self, built: BuiltModel) -> Any:
         """Return DeepSpeed's engine around the module with its weights. Collective."""
@@ -212,10 +215,10 @@ class ZeroEngine:
         optim, reserve = self._settings.optim, self._settings.reserve
         # Stage 3 replaces the parameters: groups are kept by name.
         names = {p: n for n, p in built.module.named_parameters()}
-        trained = [p for p in names if p.requires_grad]
+        trained = [(n, p) for p, n in names.items() if p.requires_grad]
         groups = [
             {**group, "params": [names[p] for p in group["params"]]}
-            for group in weight_decay_groups(trained, optim)
+            for group in parameter_groups(trained, optim)
         ]
         if self._stage == 3:
             from hpc_tune.engine.zero.partition import partition
@@ -227,7 +230,7 @@ class ZeroEngine:
         offload = config["zero_optimization"].get("offload_optimizer", {}).get("device")
         if offload == "cpu" or (self._device.type == "cpu" and offload is None):
             # DeepSpeed allocates an fp32 copy of this rank's part, and two moments.
-            reserve(SAVED_COPIES * 4 * sum(p.numel() for p in trained) // self._size)
+            reserve(SAVED_COPIES * 4 * sum(p.numel() for _, p in trained) // self._size)
         loaded = dict(built.module.named_parameters())
         return adamw_of([{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim)
 

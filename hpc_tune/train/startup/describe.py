@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from hpc_tune.config.optim import LR_OF_ADAPTERS, LR_OF_ALL_WEIGHTS
-from hpc_tune.config.schema import DataConfig, OptimConfig, TrainConfig, TuneConfig
+from hpc_tune.config.optim import auto_lr
+from hpc_tune.config.schema import CheckpointConfig, DataConfig, OptimConfig, TrainConfig
 from hpc_tune.config.secrets import mask
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.files import shown
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.log import log
@@ -85,6 +86,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     for warning in (
         *idle_ranks(rows, resolved.layout),
         *few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch),
+        *lost_best(config.train, config.checkpoint),
     ):
         log.warning("%s", warning)
     log.info("files   %s", config.run.dir)
@@ -98,6 +100,23 @@ def idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
             f"{rows} row{'s' if rows > 1 else ''} for {layout.size} ranks: "
             f"{(ranks - rows) * each} ranks have nothing to do. Use {rows * each} ranks or "
             f"batch.global_size={ranks}"
+        )
+
+
+def lost_best(train: TrainConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield a warning where a run that stops early does not keep its best weights."""
+    if (num_evals := train.stop_after_evals) is None:
+        return
+    what = f"train.stop_after_evals={num_evals}"
+    if not checkpoint.keep_best:
+        yield (
+            f"{what} ends the run with weights that are no longer its best, which are not kept: "
+            "set checkpoint.keep_best=true"
+        )
+    elif (train.eval_every_steps or 0) % (checkpoint.every_steps or math.inf):
+        yield (
+            f"{what} with checkpoint.keep_best=true keeps the best of those that are saved right "
+            f"after an evaluation: set checkpoint.every_steps={train.eval_every_steps}"
         )
 
 
@@ -126,17 +145,22 @@ def few_steps(
 
 def rate_of(optim: OptimConfig, tune: TuneConfig, rows: int, total_steps: int) -> str:
     """Return the peak learning rate, where it comes from, its warm-up and its schedule."""
-    peak, is_full = for_batch(optim, rows).peak_lr, tune.method == "full"
+    peak = for_batch(optim, rows).peak_lr
     if (reference := optim.reference_batch) is not None:
         why = f"optim.lr={optim.peak_lr:.3g} is for {reference} rows per step "
         why += f"({optim.batch_scaling})"
-    elif optim.lr == (LR_OF_ALL_WEIGHTS if is_full else LR_OF_ADAPTERS):
-        why = f"optim.lr, as auto takes it for {'all weights' if is_full else 'adapters'}"
+    elif optim.lr == auto_lr(tune):
+        what = "all weights" if tune.method == "full" else "adapters"
+        why = f"optim.lr, as auto takes it for {what}"
+        why += "" if tune.objective == "sft" else f" and {tune.objective}"
     else:
         why = "optim.lr"
     warmup = optim.num_warmup_steps(total_steps)
     before = f"{warmup} of {total_steps} steps of warm-up, then " if warmup else ""
-    return f"{peak:.3g} ({why}): {before}{optim.schedule}"
+    falls = f", whose last {optim.num_decay_steps(total_steps)} steps fall"
+    how = optim.schedule + (falls if optim.schedule == "wsd" else "")
+    how += f"; B learns at {optim.lora_b_ratio:g} times that" if optim.lora_b_ratio != 1 else ""
+    return f"{peak:.3g} ({why}): {before}{how}"
 
 
 def arithmetic_of(
@@ -175,6 +199,8 @@ def method_of(tune: TuneConfig, size: ModelSize) -> str:
         if weights.is_trained:
             kinds[vectors if weights.is_vector else parts[weights.part]] += weights.num_values
     adapter = "" if is_full else f" r={tune.rank} alpha={tune.alpha:g}"
+    adapter += " rslora" if tune.rslora else ""
+    adapter += f" neftune={tune.neftune_alpha:g}" if tune.neftune_alpha else ""
     share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"
     each = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
     return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {each}"

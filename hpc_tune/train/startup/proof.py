@@ -24,8 +24,8 @@ import torch
 from hpc_tune.atomic_file import write_file
 from hpc_tune.batch import Batch
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import TuneConfig
-from hpc_tune.data.loader import make_batch
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.errors import HpcTuneError, first_line

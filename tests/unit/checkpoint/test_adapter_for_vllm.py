@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hpc_tune.checkpoint.export import export_adapter
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.builtin import SHAPE, write_tiny
 from tests.unit.checkpoint.test_export import trained
 

@@ -11,9 +11,17 @@ from hpc_tune.errors import CheckpointError, ConfigError
 
 # Every other value a field can have that is not its default.
 OTHER = {
+    "tune.objective": "dpo",
+    "tune.beta": 0.5,
+    "tune.gamma": 0.5,
+    "tune.sft_weight": 0.5,
+    "tune.label_smoothing": 0.1,
+    "tune.desirable_weight": 0.5,
+    "tune.undesirable_weight": 0.5,
     "tune.method": "full",
     "tune.rank": 8,
     "tune.alpha": 1.0,
+    "tune.rslora": True,
     "tune.dropout": 0.5,
     "tune.targets": ["q_proj"],
     "data.seq_len": 7,
@@ -22,10 +30,14 @@ OTHER = {
     "train.seed": 9,
     "model.dtype": "bf16",
     "tune.param_dtype": "bf16",
+    "tune.neftune_alpha": 5.0,
     "optim.lr": 1.0,
     "optim.reference_batch": 32,
     "optim.batch_scaling": "linear",
+    "optim.lora_b_ratio": 16.0,
     "optim.schedule": "linear",
+    "optim.decay_ratio": 0.2,
+    "optim.restarts": 3,
     "optim.warmup_steps": 5,
     "optim.warmup_ratio": 0.5,
     "optim.min_lr_ratio": 0.5,
@@ -85,6 +97,7 @@ FREE = {
     "train.profile",
     # what it tells and keeps
     "train.eval_every_steps",
+    "train.stop_after_evals",
     "train.eval_rows",
     "checkpoint.background",
     "checkpoint.keep_best",
@@ -143,6 +156,14 @@ def test_the_same_configuration_goes_on_without_a_word():
 def test_a_change_that_makes_another_run_is_refused(name):
     with pytest.raises(ConfigError, match=rf"{name}: .* in the checkpoint, .* now"):
         warnings_of(state(), with_field(name, OTHER[name]), "abc", 40)
+
+
+def test_a_setting_that_an_earlier_version_did_not_have_was_its_default():
+    saved = state()
+    del saved.config["tune"]["rslora"]
+    assert warnings_of(saved, RunConfig(), "abc", 40) == []
+    with pytest.raises(ConfigError, match=r"tune\.rslora: False in the checkpoint, True now"):
+        warnings_of(saved, with_field("tune.rslora", True), "abc", 40)
 
 
 def test_the_same_targets_in_another_order_are_the_same():
@@ -209,13 +230,6 @@ def test_all_differences_are_listed_at_once_with_what_to_do():
         "  - train.seed",
     ]
     assert lines[-1] == "Give the old values, or another run.dir."
-
-
-def test_a_field_that_the_checkpoint_does_not_know_counts_as_a_difference():
-    old = state()
-    del old.config["tune"]["rank"]
-    with pytest.raises(ConfigError, match=r"tune\.rank: None in the checkpoint, 16 now"):
-        warnings_of(old, RunConfig(), "abc", 40)
 
 
 def test_a_state_survives_the_manifest():

@@ -16,7 +16,7 @@ from hpc_tune.checkpoint.card import _license_of
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.locate import locate, require_base
 from hpc_tune.config.load import load_config
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.model.box import Box
 from hpc_tune.model.build import build
@@ -30,6 +30,7 @@ TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])
 METHODS = {
     "lora": TuneConfig(method="lora", rank=4, alpha=6.0),
     "dora": TuneConfig(method="dora", rank=4, alpha=6.0),
+    "rslora": TuneConfig(method="lora", rank=4, alpha=6.0, rslora=True),
     "full": TuneConfig(method="full"),
 }
 
@@ -137,13 +138,14 @@ def test_what_is_stored_transposed_or_by_another_name_is_merged(tmp_path, kind):
 
 
 @pytest.mark.parametrize("base", ["tiny", "llama"])
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", ["lora", "dora", "rslora"])
 def test_stock_peft_loads_the_adapter_and_computes_the_same(bases, tmp_path, base, method):
     ours = trained(bases / base, METHODS[method], tmp_path / "step")
     out = export_adapter(tmp_path / "step", METHODS[method], bases / base, tmp_path / "out")
     wrapped = PeftModel.from_pretrained(stock(bases / base), out).eval()
     assert close(logits(wrapped), logits(ours))
     assert not close(logits(wrapped), logits(stock(bases / base))), "the adapter does nothing"
+    assert next(iter(wrapped.peft_config.values())).use_rslora == (method == "rslora")
     stored = load_file(out / "adapter_model.safetensors")
     assert not [name for name in stored if "exp_avg" in name]
 
@@ -200,7 +202,7 @@ def test_a_bf16_base_stays_bf16_and_is_rounded_once(
             wanted = ours[f"model.{name}"]
         elif f"{layer}.lora_A.default.weight" in ours:
             a, b = (ours[f"{layer}.lora_{x}.default.weight"].double() for x in "AB")
-            wanted = before[name].double() + 6.0 / 4 * b @ a
+            wanted = before[name].double() + 6.0 / (2 if tune.rslora else 4) * b @ a
             if method == "dora":
                 magnitude = ours[f"{layer}.lora_magnitude_vector.default.weight"].double()
                 wanted = wanted * (magnitude / wanted.norm(dim=1)).unsqueeze(1)
@@ -407,7 +409,7 @@ MERGE = """
 import sys, threading
 from pathlib import Path
 from hpc_tune.checkpoint.export import export_merged
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 base, step, out = map(Path, sys.argv[1:])
 peak, done = 0, threading.Event()
 def watch():

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hpc_tune.checkpoint.base_name import BaseName, name_of
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.gguf_file import export_gguf
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, DataError
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.tokenizer import load_tokenizer

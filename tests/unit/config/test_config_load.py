@@ -449,8 +449,27 @@ def test_deepspeed_settings_that_cannot_be_are_refused(write, overrides, said):
 
 def test_settings_without_an_effect_are_refused(write):
     assert "tune.dropout has no effect" in problem(write("tune: {method: full, dropout: 0.1}\n"))
+    assert "tune.rslora has no effect" in problem(write("tune: {method: full, rslora: true}\n"))
+    assert "optim.lora_b_ratio=16 has no effect" in problem(
+        write("tune: {method: full}\noptim: {lora_b_ratio: 16}\n")
+    )
+    assert "decay_ratio=0.2 has no effect without optim.schedule=wsd" in problem(
+        write("optim: {decay_ratio: 0.2}\n")
+    )
+    assert "restarts=2 has no effect without optim.schedule=cosine_with_restarts" in problem(
+        write("optim: {schedule: wsd, restarts: 2}\n")
+    )
+    assert "are more than all steps together" in problem(
+        write("optim: {schedule: wsd, decay_ratio: 0.6, warmup_ratio: 0.5}\n")
+    )
     assert problem(write("train: {eval_every_steps: 5}\n")) == (
         "train.eval_every_steps needs data.eval_path or data.eval_fraction"
+    )
+    assert "train.stop_after_evals=3 needs train.eval_every_steps" in problem(
+        write("train: {stop_after_evals: 3}\ndata: {eval_fraction: 0.1}\n")
+    )
+    assert "train.stop_after_evals needs data.eval_path or" in problem(
+        write("train: {stop_after_evals: 3}\n")
     )
     assert "no effect without parallel.pipeline" in problem(write("parallel: {stages_per_rank: 2}"))
     assert "no effect without tune.method=full" in problem(write("parallel: {reduce_dtype: bf16}"))

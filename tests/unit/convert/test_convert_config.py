@@ -301,8 +301,18 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"val_size": 0.1}, {"data.eval_fraction": 0.1}),
         ({"val_size": 0.1, "eval_steps": 20}, {"train.eval_every_steps": 20}),
         ({"eval_steps": 20}, {"train.eval_every_steps": None}),
+        (
+            {"val_size": 0.1, "eval_steps": 20, "early_stopping_steps": 3},
+            {"train.stop_after_evals": 3, "checkpoint.keep_best": True},
+        ),
+        ({"early_stopping_steps": 3}, {"train.stop_after_evals": None}),
         ({"save_strategy": "best"}, {"checkpoint.keep_best": True}),
         ({"use_cpu": True}, {"run.device": "cpu"}),
+        ({"use_rslora": True}, {"tune.rslora": True}),
+        ({"neftune_noise_alpha": 5}, {"tune.neftune_alpha": 5}),
+        ({"loraplus_lr_ratio": 16.0}, {"optim.lora_b_ratio": 16.0}),
+        ({"loraplus_lr_ratio": 16.0, "finetuning_type": "full"}, {"optim.lora_b_ratio": None}),
+        ({"use_rslora": True, "finetuning_type": "full"}, {"tune.rslora": None}),
         ({"max_steps": -1}, {"train.epochs": 3.0, "train.max_steps": None}),
         ({"warmup_ratio": None, "warmup_steps": 30}, {"optim.warmup_steps": 30}),
         ({"warmup_ratio": None}, {"optim.warmup_steps": 0, "optim.warmup_ratio": None}),
@@ -311,6 +321,22 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
             {"optim.schedule": "cosine", "optim.min_lr_ratio": 0.1},
+        ),
+        (
+            {
+                "lr_scheduler_type": "cosine_with_restarts",
+                "lr_scheduler_kwargs": {"num_cycles": 3},
+            },
+            {"optim.schedule": "cosine_with_restarts", "optim.restarts": 2},
+        ),
+        ({"lr_scheduler_type": "cosine_with_restarts"}, {"optim.schedule": "cosine"}),
+        (
+            {
+                "max_steps": 100,
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 20, "decay_type": "linear"},
+            },
+            {"optim.schedule": "wsd", "optim.decay_ratio": 0.2, "optim.min_lr_ratio": 0.0},
         ),
         ({"learning_rate": None}, {"optim.lr": 5e-5}),
         ({"per_device_train_batch_size": None}, {"batch.global_size": 8 * 8 * 4}),
@@ -332,7 +358,6 @@ def test_what_llama_factory_says_elsewhere_or_by_default_counts_too(changes, exp
         (LLAMA_FACTORY_LORA, {}, "dataset", "dataset_info.json"),
         (LLAMA_FACTORY_LORA, {"quantization_bit": 8}, "quantization_bit", "4 bits"),
         (LLAMA_FACTORY_LORA, {"val_size": 500}, "val_size", "share"),
-        (LLAMA_FACTORY_LORA, {"use_rslora": True}, "use_rslora", "tune.alpha=16"),
         (TORCHTUNE_LORA, {"tokenizer__max_seq_len": None}, "tokenizer.max_seq_len", "seq_len"),
         (
             TORCHTUNE_LORA,

@@ -111,9 +111,7 @@ def test_what_is_switched_off_refuses_nothing(text, changes):
     [
         (FACTORY, {}, "template"),
         (FACTORY, {"mask_history": True}, "mask_history"),
-        (FACTORY, {"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
         (FACTORY, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        (FACTORY, {"loraplus_lr_ratio": 16.0}, "loraplus_lr_ratio"),
         (FACTORY, {"use_galore": True}, "use_galore"),
         (FACTORY, {"optim": "adafactor"}, "optim"),
         (FACTORY, {"use_dft_loss": True}, "use_dft_loss"),

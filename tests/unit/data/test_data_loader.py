@@ -10,7 +10,8 @@ from hpc_tune.data import loader as loader_module
 from hpc_tune.data import sampler
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import HeldOut, Loader, make_batch
+from hpc_tune.data.loader import HeldOut, Loader
+from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import ConfigError, DataError

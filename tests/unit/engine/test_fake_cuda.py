@@ -67,7 +67,7 @@ def test_where_weights_are_updated_on_the_host_fsdp_and_the_clipping_wait_too(no
 @pytest.mark.parametrize("case", NAMED)
 def test_an_evaluation_waits_once_at_its_end(noted, case):
     row = noted[case]["evaluation"]
-    assert row["waits"] == ["values are read in engine/native.py evaluate"]
+    assert row["waits"] == ["values are read in engine/base.py evaluate"]
     assert row["num_waits"] == 1
 
 

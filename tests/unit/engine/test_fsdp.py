@@ -43,7 +43,7 @@ def test_moments_that_are_moved_are_plain_tensors_and_shards_again_later(alone):
         torch.manual_seed(0)
         module = fully_shard(nn.Linear(4, 4))
         weights = list(module.parameters())
-        adamw = make_adamw(weights, OptimConfig(lr=0.01, weight_decay=0.1))
+        adamw = make_adamw(list(module.named_parameters()), OptimConfig(lr=0.01, weight_decay=0.1))
         moved = OffloadedState(adamw) if moves else None
         for _ in range(2):
             module(torch.ones(2, 4)).square().sum().backward()

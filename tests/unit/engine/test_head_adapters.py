@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.engine.tensor_parallel import slice_model
 from hpc_tune.errors import ConfigError

@@ -12,7 +12,8 @@ from hpc_tune.engine.optimizer_offload import OffloadedState
 def trained(seed):
     torch.manual_seed(seed)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((7, 5), (5,), (3, 2, 4))]
-    return parameters, make_adamw(parameters, OptimConfig(lr=0.01, weight_decay=0.1))
+    named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+    return parameters, make_adamw(named, OptimConfig(lr=0.01, weight_decay=0.1))
 
 
 def give_gradients(parameters, step):

@@ -68,10 +68,10 @@ def test_all_ranks_collect_if_one_has_garbage():
         """The sums of this rank and of one that has garbage and nothing else."""
 
         def sum(self, values):
-            return [v + (i == 6) for i, v in enumerate(values)]
+            return [v + (i == 7) for i, v in enumerate(values)]
 
-    status = StepStatus(1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0)).summed(Two())
-    assert status == StepStatus(1.0, 2.0, 6.0, 0.0, 0.0, 3.0, 1.0, (4.0, 5.0))
+    status = StepStatus(9.0, 1.0, 2.0, 6.0, False, False, 3.0, False, (4.0, 5.0)).summed(Two())
+    assert status == StepStatus(9.0, 1.0, 2.0, 6.0, 0.0, 0.0, 3.0, 1.0, (4.0, 5.0))
 
 
 STEPS = """

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.zero.state import fill_parameter
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build

@@ -13,7 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import SHAPE, write_tiny
@@ -43,9 +43,10 @@ def stock(tiny, **settings):
     return model
 
 
-def started(tiny, directory, method="lora"):
+def started(tiny, directory, method="lora", **settings):
     """Our model with the adapter of ``directory``."""
-    built = build(tiny, torch.float32, TuneConfig(method=method, rank=4, alpha=6.0), 0)
+    tune = TuneConfig(method=method, rank=4, alpha=6.0, **settings)
+    built = build(tiny, torch.float32, tune, 0)
     built = start_from(built, directory)
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
@@ -149,11 +150,11 @@ def test_a_folder_that_holds_no_adapter_is_refused(tiny, tmp_path, files, said):
 
 
 def test_the_scaling_that_ranks_are_divided_by_must_be_ours(tiny, tmp_path):
-    stock(tiny).save_pretrained(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
-    with pytest.raises(ConfigError, match="use_rslora"):
+    theirs = stock(tiny, use_rslora=True)
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"use_rslora is True there, and tune\.rslora says False"):
         started(tiny, tmp_path)
+    assert gap(started(tiny, tmp_path, rslora=True), theirs) < 1e-5
 
 
 @pytest.mark.parametrize(

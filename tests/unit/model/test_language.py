@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from hpc_tune.checkpoint.export import export_adapter, export_merged
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.model import loss
-from hpc_tune.model.loss import loss_sum, scale_logits
+from hpc_tune.model.loss import scale_logits, token_losses
 
 VOCAB = 50
 
@@ -53,7 +53,9 @@ def test_value_and_gradient_are_those_worked_out_by_hand(
     hidden_ND, head, labels_N = problem(num_tokens, bias)
     head.requires_grad_(not frozen)
     trained = [hidden_ND, *([] if frozen else head.parameters())]
-    total = loss_sum(hidden_ND, head, labels_N, config(**values), logits_bytes=(1, 40 * 4 * VOCAB))
+    total = token_losses(
+        hidden_ND, head, labels_N, config(**values), logits_bytes=(1, 40 * 4 * VOCAB)
+    ).sum()
     got = torch.autograd.grad(total / 3, trained)
     wanted = by_hand(hidden_ND, head, labels_N, scale)
     expected = torch.autograd.grad(wanted / 3, trained)
@@ -68,7 +70,7 @@ def test_never_more_logits_at_once_than_the_budget(monkeypatch):
     seen = []
     hidden_ND, head, labels_N = problem(450)
     head.register_forward_hook(lambda _, __, logits_NV: seen.append(logits_NV.shape[0]))
-    loss_sum(hidden_ND, head, labels_N, config()).backward()
+    token_losses(hidden_ND, head, labels_N, config()).sum().backward()
     assert seen[:3] == [200, 200, 50]
     assert sorted(seen[3:]) == [50, 200, 200], "each chunk is computed again in the backward pass"
 
@@ -89,11 +91,11 @@ def test_a_frozen_head_never_has_more_logits_than_the_budget_and_none_are_kept()
     hidden_ND, head, labels_N = problem(450)
     head.requires_grad_(False)
     with Widest() as widest:
-        total = loss_sum(
+        losses_N = token_losses(
             hidden_ND, head, labels_N, config(), logits_bytes=(200 * 4 * VOCAB, 70 * 4 * VOCAB)
         )
-        (kept,) = total.grad_fn.saved_tensors
-        total.backward()
+        (kept,) = losses_N.grad_fn.saved_tensors
+        losses_N.sum().backward()
     assert widest.num_values == 200 * VOCAB
     assert kept.shape == hidden_ND.shape
 
@@ -102,7 +104,7 @@ def test_without_a_gradient_a_frozen_head_keeps_nothing():
     hidden_ND, head, labels_N = problem(300)
     head.requires_grad_(False)
     with torch.no_grad():
-        total = loss_sum(hidden_ND, head, labels_N, config())
+        total = token_losses(hidden_ND, head, labels_N, config()).sum()
     assert total.item() == pytest.approx(by_hand(hidden_ND, head, labels_N).item(), rel=1e-6)
     assert total.grad_fn is None
 
@@ -111,9 +113,9 @@ def test_the_gradient_under_a_bf16_head_is_scaled_in_fp32():
     hidden_ND, head, labels_N = problem(300)
     low_ND = hidden_ND.detach().bfloat16().requires_grad_()
     head = head.bfloat16().requires_grad_(False)
-    [whole] = torch.autograd.grad(loss_sum(low_ND, head, labels_N, config()), low_ND)
+    [whole] = torch.autograd.grad(token_losses(low_ND, head, labels_N, config()).sum(), low_ND)
     # 1/255 lies half-way between two numbers of bf16, which would be 0.4% of every value.
-    [part] = torch.autograd.grad(loss_sum(low_ND, head, labels_N, config()) / 255, low_ND)
+    [part] = torch.autograd.grad(token_losses(low_ND, head, labels_N, config()).sum() / 255, low_ND)
     ratio = (part.double() * whole.double()).sum() / whole.double().square().sum()
     assert 255 * ratio.item() == pytest.approx(1, abs=5e-4)
 
@@ -124,14 +126,14 @@ def test_in_bf16_the_small_gradient_of_a_token_that_is_nearly_certain_keeps_its_
     labels_N = torch.arange(VOCAB)
     # Along its own vector a token's logit is far above the others: probabilities of 0.99 and more.
     low_ND = (30 * head.weight.detach()).requires_grad_()
-    [grad] = torch.autograd.grad(loss_sum(low_ND, head, labels_N, config()), low_ND)
+    [grad] = torch.autograd.grad(token_losses(low_ND, head, labels_N, config()).sum(), low_ND)
     [exact] = torch.autograd.grad(by_hand(low_ND, head, labels_N), low_ND)
     assert (grad - exact).norm() < 0.1 * exact.norm()
 
 
 def test_logits_of_a_bf16_head_are_summed_in_fp32():
     hidden_ND, head, labels_N = problem(300, requires_grad=False)
-    low = loss_sum(hidden_ND.bfloat16(), head.bfloat16(), labels_N, config())
+    low = token_losses(hidden_ND.bfloat16(), head.bfloat16(), labels_N, config()).sum()
     exact = by_hand(hidden_ND.bfloat16(), head, labels_N)
     assert low.dtype == torch.float32
     # Summed in bf16 it is 2e-3 off.

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, empty_batch
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model import load as load_module
 from hpc_tune.model.blocks import block_list
@@ -164,10 +164,12 @@ def test_the_loss_is_the_one_of_stock_transformers(tiny):
     assert all(p.requires_grad for p in built.module.parameters())
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize(
+    ("method", "rslora"), [("lora", False), ("lora", True), ("dora", False), ("dora", True)]
+)
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
-def test_the_loss_with_adapters_is_the_one_of_stock_peft(tiny, method, targets):
-    tune = TuneConfig(method=method, rank=4, alpha=6.0, targets=targets)
+def test_the_loss_with_adapters_is_the_one_of_stock_peft(tiny, method, rslora, targets):
+    tune = TuneConfig(method=method, rank=4, alpha=6.0, rslora=rslora, targets=targets)
     built, docs = loaded(tiny, tune), documents(320)
     base_loss = stock_loss(stock(tiny), docs)
     rows = [row(doc) for doc in docs]
@@ -180,6 +182,7 @@ def test_the_loss_with_adapters_is_the_one_of_stock_peft(tiny, method, targets):
             lora_alpha=6.0,
             target_modules=targets,
             use_dora=method == "dora",
+            use_rslora=rslora,
             task_type="CAUSAL_LM",
         ),
     ).eval()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.positions import scaled_by_length

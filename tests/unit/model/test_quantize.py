@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hpc_tune.checkpoint.export import export_adapter, export_merged
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model import quantize
 from hpc_tune.model.build import build

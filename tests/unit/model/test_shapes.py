@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from hpc_tune.config.schema import RunConfig, TuneConfig
+from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import refuse_shape, shape_directory, shape_names

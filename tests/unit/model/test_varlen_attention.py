@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
 from hpc_tune.batch import Batch, empty_batch, full_batch
-from hpc_tune.data.loader import make_batch
+from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
 from hpc_tune.model import varlen_attention
 from hpc_tune.model.blocks import block_list

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpc_tune.config.load import load_config
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.memory.process_bytes import DEEPSPEED_BYTES
 from hpc_tune.model.build import compute_dtype
 from hpc_tune.plan.hardware import Machine

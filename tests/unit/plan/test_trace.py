@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.attention_scratch import scratch_bytes

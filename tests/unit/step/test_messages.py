@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.network import Network

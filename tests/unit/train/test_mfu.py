@@ -9,7 +9,7 @@ import pytest
 
 from hpc_tune.batch import empty_batch, full_batch
 from hpc_tune.config.parallel import ParallelConfig
-from hpc_tune.data.loader import make_batch
+from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, attention_flops
@@ -54,7 +54,7 @@ def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
         cast(Any, SimpleNamespace(add=lambda *_: None)),
     )
     of_both = [2 * count for count in recorder.counts(batches)]
-    result: Any = SimpleNamespace(loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={})
+    result: Any = SimpleNamespace(loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={}, sums=[1.0])
     step = FinishedStep(1, 1e-4, batches, *of_both, result, step_s=2.0, data_s=0.0)
     recorder.record(step, None, recomputes=False)
     [metrics] = told

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from hpc_tune.config.schema import TuneConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny

@@ -1,0 +1,165 @@
+"""The ``tune`` section of the configuration: which weights are trained, and on what."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpc_tune.config.section import PositiveInt, Section
+
+# Numbers of objectives, where they are not set; beta of simpo is ten times that of the others.
+_BETA, _SIMPO_BETA, _SIMPO_GAMMA = 0.1, 2.0, 1.0
+_USED_BY = {
+    "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
+    "gamma": ("simpo",),
+    "sft_weight": ("dpo", "ipo", "simpo"),
+    "label_smoothing": ("dpo", "simpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
+class TuneConfig(Section):
+    """Which weights are trained, and for what."""
+
+    method: Literal["lora", "dora", "qlora", "full"] = Field(
+        "lora",
+        description="lora: low-rank adapters on a frozen base (arXiv:2106.09685), with gradients "
+        "and optimizer state for the adapters alone; dora: lora plus a learned magnitude "
+        "(arXiv:2402.09353), slower and often a little better; qlora: lora on a base whose blocks "
+        "have their linear layers in 4 bits (NF4, arXiv:2305.14314), which takes an eighth of "
+        "fp32's memory, is slower and needs pip install 'hpc_tune[qlora]'; full: all weights, "
+        "which takes the most memory.",
+    )
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"] = Field(
+        "sft",
+        description="What is learned. sft: to write the answers in the data. The others learn "
+        "from preferences, pairs of a chosen and a rejected answer: dpo (arXiv:2305.18290) and "
+        "ipo (arXiv:2310.12036) against the model as it was at the start, whose log-probabilities "
+        "are computed once; simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691) without it, orpo "
+        "together with sft; kto (arXiv:2402.01306): single answers, each with a label, good or "
+        "not.",
+    )
+    beta: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="How far an objective on preferences lets the model go: the smaller, the "
+        "further. Unset: 0.1, and 2 with simpo, which takes means over tokens.",
+    )
+    gamma: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="By how much simpo wants the chosen answer's reward to be the higher one. "
+        "Unset: 1, half of its beta.",
+    )
+    sft_weight: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="So many times the chosen answer's mean loss per token is added to each pair's "
+        "(arXiv:2404.19733): against chosen answers that become less likely. Unset: 0; orpo adds "
+        "it by itself.",
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = Field(
+        None,
+        description="The share of pairs that are the wrong way round; the loss of dpo and simpo is "
+        "made unbiased for it (arXiv:2403.00409). Unset: 0.",
+    )
+    desirable_weight: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="The weight of good answers in kto. Times their number it should be 1 to 1.33 "
+        "times undesirable_weight times the number of the others. Unset: 1.",
+    )
+    undesirable_weight: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="The weight of the answers in kto that are not good. Unset: 1."
+    )
+
+    rank: PositiveInt = Field(
+        16,
+        description="The rank of the adapters. 16 is a common choice; a higher rank can learn "
+        "more, and the adapters' memory and flops grow in proportion.",
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        32.0,
+        description="The adapter's output is scaled by alpha / rank. Twice the rank is the common "
+        "choice; more acts like a higher learning rate.",
+    )
+    rslora: bool = Field(
+        False,
+        description="Scale the adapter's output by alpha / sqrt(rank) in place of alpha / rank "
+        "(rank-stabilized LoRA, arXiv:2312.03732): high ranks then learn as fast as low ones. At "
+        "the same alpha the output is sqrt(rank) times as large, so begin with a lower alpha or "
+        "optim.lr.",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="The probability with which each input of an adapter is set to zero in "
+        "training. 0 is fastest and right for one or two epochs; more counters overfitting.",
+    )
+    neftune_alpha: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="Noise on the embeddings of training, uniform in plus or minus neftune_alpha / "
+        "sqrt(tokens of the document x values of an embedding) (NEFTune, arXiv:2310.05914): chat "
+        "models then answer at more length, and held-out losses may rise. 5 is the paper's least, "
+        "15 its most. Unset: none.",
+    )
+    targets: list[str] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
+        "all-linear: every one but the output head; fewer take less memory and learn less.",
+    )
+    init_from: str | None = Field(
+        None,
+        description="A folder with an adapter that peft or the Hugging Face Trainer saved, of the "
+        "same rank, alpha and targets, to start from. Unset: a new adapter, which does not change "
+        "the model's output at first.",
+    )
+    param_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="The dtype of trained weights, their gradients and optimizer state. bf16 takes "
+        "half the memory and loses small updates in rounding: for where fp32 does not fit.",
+    )
+
+    @property
+    def form(self) -> Literal["answers", "pairs", "labels"]:
+        """What rows of data hold for this objective."""
+        match self.objective:
+            case "sft":
+                return "answers"
+            case "kto":
+                return "labels"
+            case _:
+                return "pairs"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the model is compared with what it was at the start."""
+        return self.objective in ("dpo", "ipo", "kto")
+
+    @property
+    def unused(self) -> dict[str, float]:
+        """The numbers of objectives that are set, and that this one does not use."""
+        return {
+            name: value
+            for name, users in _USED_BY.items()
+            if (value := getattr(self, name)) is not None and self.objective not in users
+        }
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What the objective uses, with its values."""
+        is_simpo = self.objective == "simpo"
+        usual = {
+            "beta": _SIMPO_BETA if is_simpo else _BETA,
+            "gamma": _SIMPO_GAMMA,
+            "sft_weight": 0.0,
+            "label_smoothing": 0.0,
+            "desirable_weight": 1.0,
+            "undesirable_weight": 1.0,
+        }
+        return {
+            name: usual[name] if (value := getattr(self, name)) is None else float(value)
+            for name, users in _USED_BY.items()
+            if self.objective in users
+        }
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' output is multiplied by, as peft does."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

@@ -1,0 +1,339 @@
+"""Rows of preferences -> pairs of answers to one prompt, or answers with a label.
+
+    row -> its prompt and its two answers -> records.py, once for each -> Pair
+    row -> records.py -> Labelled; of a pair both answers, the chosen one as desirable
+
+Known are the forms of trl, LLaMA-Factory, axolotl, ms-swift, OpenAI, UltraFeedback and hh-rlhf.
+Only the answers are learned, nothing that the assistant says in the prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpc_tune.data.calls import tools_of
+from hpc_tune.data.common_prompt import Answer, Messages, Prompt, split_chats, split_texts
+from hpc_tune.data.records import (
+    FLAGS,
+    Chat,
+    Completion,
+    NotLearned,
+    Text,
+    flag_of,
+    to_example,
+    turns_of,
+)
+from hpc_tune.data.values import WrongRecord, is_unset, name_of, shown
+
+CHOSEN = ("chosen", "chosen_response", "preferred_output")
+REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
+LABELS = ("label", "kto_tag")
+_CHATS = ("messages", "conversations")
+_TEXTS = ("prompt", "instruction", "question", "input")
+_WITH_EACH = ("tools", "functions", *FLAGS)
+# All fields of rows of pairs.
+PAIR_FIELDS = frozenset(
+    (*CHOSEN, *REJECTED, *_CHATS, *_TEXTS, *_WITH_EACH, "system", "system_prompt", "history")
+)
+_EXPECTED_PAIRS = (
+    "expected pairs: chosen and rejected, with prompt, messages, conversations, instruction or"
+    " question, or each of the two a whole chat; data.columns={GOOD: chosen, BAD: rejected} names"
+    " fields that are called something else"
+)
+_EXPECTED_LABELS = (
+    "expected label, true or false, beside prompt and completion or messages, or pairs with chosen"
+    " and rejected; data.columns={NAME: label} names a field that is called something else"
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A chosen and a rejected answer to the same prompt."""
+
+    chosen: Chat | Completion
+    rejected: Chat | Completion
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Answers of one row, each with whether it is desirable: one, or the two of a pair."""
+
+    answers: tuple[Chat | Completion, ...]
+    labels: tuple[bool, ...]
+
+
+def to_pair(record: Any) -> Pair:
+    """Turn a record into a pair.
+
+    Raises:
+        WrongRecord: if it is none.
+        NotLearned: if it is marked as not to be learned.
+    """
+    _require_object(record)
+    better, worse = _only(record, CHOSEN), _only(record, REJECTED)
+    if better is None and worse is None:
+        raise WrongRecord(f"found the fields {', '.join(map(str, record))}; {_EXPECTED_PAIRS}")
+    if flag_of(record, "the row") is False:
+        raise NotLearned
+    prompt, chosen, rejected = _parts(record, better, worse)
+    if chosen == rejected:
+        raise WrongRecord(
+            f"chosen and rejected are the same, {shown(chosen)}: neither is preferred; take the row"
+            " out, or set data.bad_rows=skip"
+        )
+    return Pair(
+        _answered(record, prompt, chosen, better or "chosen"),
+        _answered(record, prompt, rejected, worse or "rejected"),
+    )
+
+
+def to_labelled(record: Any) -> Labelled:
+    """Turn a record into labelled answers.
+
+    Raises:
+        WrongRecord: if it has none.
+        NotLearned: if it is marked as not to be learned.
+    """
+    _require_object(record)
+    field, worse = _only(record, LABELS), _only(record, REJECTED)
+    if field is None and worse is not None:
+        pair = to_pair(record)
+        return Labelled((pair.chosen, pair.rejected), (True, False))
+    if field is None:
+        raise WrongRecord(f"found the fields {', '.join(map(str, record))}; {_EXPECTED_LABELS}")
+    if worse is not None:
+        raise WrongRecord(
+            f"{field} and {worse} are both there: expected an answer with a label, or a pair of"
+            " answers; keep one of them"
+        )
+    label = record[field]
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
+        raise WrongRecord(
+            f"{field} is {shown(label)}, expected true or false (or 1 or 0): whether the answer is "
+            "desirable"
+        )
+    example = to_example({name: value for name, value in record.items() if name != field})
+    return Labelled((_last_alone(example),), (bool(label),))
+
+
+def has_label(record: dict[str, Any]) -> bool:
+    """Return whether a row is an answer with a label."""
+    return any(record.get(name) is not None for name in LABELS)
+
+
+def with_answer_of(example: Chat | Completion, other: Chat | Completion) -> Chat | Completion:
+    """Return the prompt of one labelled answer with the answer of another."""
+    if isinstance(example, Completion) and isinstance(other, Completion):
+        return replace(example, completion=other.completion)
+    chat, answers = (e.as_chat() if isinstance(e, Completion) else e for e in (example, other))
+    return replace(chat, messages=[*chat.messages[:-1], answers.messages[-1]])
+
+
+def _require_object(record: Any) -> None:
+    if not isinstance(record, dict):
+        raise WrongRecord(f"found a JSON {name_of(record)}, expected an object with fields")
+
+
+def _only(record: dict[str, Any], names: Sequence[str]) -> str | None:
+    """Return which of ``names`` a row has; None without any."""
+    has = [name for name in names if record.get(name) is not None]
+    if len(has) > 1:
+        raise WrongRecord(
+            f"found the fields {' and '.join(has)}, and either could be meant; say which: "
+            f"data.columns={{{has[0]}: {names[0]}}}"
+        )
+    return has[0] if has else None
+
+
+def _parts(
+    record: dict[str, Any], better: str | None, worse: str | None
+) -> tuple[Prompt, Answer, Answer]:
+    """Return prompt, chosen and rejected; ``better``, ``worse``: the fields of the latter."""
+    whole = next((name for name in _CHATS if not is_unset(record.get(name))), None)
+    if better is None and worse != "rejected" and whole is not None:
+        return _of_ms_swift(record, whole, str(worse))
+    if better is None or worse is None:
+        raise WrongRecord(
+            f"found {better or worse}, but {'rejected' if better else 'chosen'} is missing;"
+            f" {_EXPECTED_PAIRS}"
+        )
+    chosen, rejected, names = _side(record, better), _side(record, worse), (better, worse)
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        are_whole = [side[0]["role"] != "assistant" for side in (chosen, rejected)]
+        if any(are_whole):
+            parts = split_chats(chosen, rejected, names)
+            _require_same_prompt(record, parts[0], names)
+            return parts
+    if (prompt := _prompt_of(record)) is not None:
+        return prompt, chosen, rejected
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        text, *answers = split_texts(chosen, rejected, names)
+        return _of_row(text, record), answers[0], answers[1]
+    raise WrongRecord(
+        f"{better} and {worse} are answers, and their prompt is missing; {_EXPECTED_PAIRS}"
+    )
+
+
+def _of_ms_swift(record: dict[str, Any], whole: str, worse: str) -> tuple[Messages, Answer, Answer]:
+    """Return the parts of a row whose chosen answer is the last of its messages."""
+    messages, rejected = _turns(record[whole], whole), _side(record, worse)
+    if messages[-1]["role"] != "assistant":
+        raise WrongRecord(
+            f"{whole} ends with a turn of {messages[-1]['role']}, expected the assistant's: the"
+            f" answer that is preferred to {worse}"
+        )
+    if isinstance(rejected, list) and rejected[0]["role"] != "assistant":
+        return split_chats(messages, rejected, (whole, worse))
+    return messages[:-1], messages[-1:], rejected
+
+
+def _side(record: dict[str, Any], field: str) -> Answer:
+    value = record[field]
+    if isinstance(value, str):
+        if not value.strip():
+            raise WrongRecord(f"{field} is empty text, expected an answer")
+        return value
+    if isinstance(value, dict) and isinstance(value.get("role", value.get("from")), str):
+        value = [value]
+    if not isinstance(value, list | dict):
+        raise WrongRecord(f"{field} is {name_of(value)}, expected text or messages")
+    return _turns(value, field)
+
+
+def _turns(value: Any, field: str) -> Messages:
+    """Return messages without the keys that say nothing, so that equal ones are the same."""
+    return [
+        {key: item for key, item in message.items() if key == "content" or not is_unset(item)}
+        for message in turns_of(value, field)
+    ]
+
+
+def _prompt_of(record: dict[str, Any]) -> Prompt | None:
+    """Return the prompt that is a field of its own, or several; None without one."""
+    if isinstance(inner := record.get("input"), dict):  # OpenAI
+        return _turns(inner.get("messages"), "input.messages")
+    given = record.get("prompt")
+    if not is_unset(given) and not isinstance(given, str):
+        return _turns(given, "prompt")
+    if is_unset(given):
+        for name in _CHATS:
+            if not is_unset(record.get(name)):
+                return _turns(record[name], name)
+    field = next((name for name in _TEXTS if not is_unset(record.get(name))), None)
+    if field is None:
+        if blank := [name for name in _TEXTS if record.get(name) is not None]:
+            raise WrongRecord(f"{blank[0]} is {name_of(record[blank[0]])}, expected a prompt")
+        return None
+    if not isinstance(record[field], str) or not record[field].strip():
+        raise WrongRecord(f"{field} is {shown(record[field])}, expected a prompt as text")
+    if field != "instruction":
+        return _of_row(Completion(record[field], "", plain_prompt=record[field]), record)
+    names = ("instruction", "input", "history")
+    fields = {name: record[name] for name in names if record.get(name) is not None}
+    alpaca = to_example({**fields, "output": ""})
+    assert isinstance(alpaca, Completion)
+    return _of_row(replace(alpaca, plain_answers=()), record)
+
+
+def _of_row(prompt: Prompt, record: dict[str, Any]) -> Prompt:
+    """Add the row's system prompt to a prompt that is text; with tools it is a chat."""
+    if isinstance(prompt, list):
+        return prompt
+    prompt = replace(prompt, system=_system_of(record))
+    return prompt.messages()[:-1] if _tools_of(record) else prompt
+
+
+def _system_of(record: dict[str, Any]) -> str:
+    field = next((f for f in ("system", "system_prompt") if not is_unset(record.get(f))), None)
+    if field is not None and not isinstance(record[field], str):
+        raise WrongRecord(f"{field} is {name_of(record[field])}, expected text")
+    return record[field] if field else ""
+
+
+def _tools_of(record: dict[str, Any]) -> list[Any] | None:
+    inner = record.get("input")
+    return tools_of(inner if isinstance(inner, dict) else record)
+
+
+def _require_same_prompt(record: dict[str, Any], prompt: Messages, names: Sequence[str]) -> None:
+    """Check that a prompt of its own is the one that two whole chats begin with."""
+    given = record.get("prompt")
+    if is_unset(given):
+        return
+    if isinstance(given, str):
+        texts = [str(m.get("content") or "").strip() for m in prompt if m["role"] != "assistant"]
+        is_same = any(text and (text in given or given.strip() in text) for text in texts)
+    else:
+        turns = _turns(given, "prompt")
+        is_same = turns == prompt[: len(turns)]
+    if not is_same:
+        raise WrongRecord(
+            f"prompt is {shown(given)}, but the chats of {' and '.join(names)} begin with"
+            f" {shown(prompt[-1])}; take one of the prompts out"
+        )
+
+
+def _answered(
+    record: dict[str, Any], prompt: Prompt, answer: Answer, field: str
+) -> Chat | Completion:
+    """Return a prompt with the answer in ``field``."""
+    if isinstance(prompt, Completion):
+        if isinstance(answer, str):
+            return replace(prompt, completion=answer)
+        prompt = prompt.messages()[:-1]
+    if prompt[-1]["role"] == "assistant":
+        raise WrongRecord(
+            f"the turn before {field} is the assistant's, too, expected a question or the result"
+            " of a tool"
+        )
+    answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if answer[0]["role"] != "assistant" or not any(map(_is_said, answer)):
+        raise WrongRecord(f"{field} is {shown(answer[0])}, expected an answer of the assistant")
+    fields = {name: record[name] for name in FLAGS if name in record}
+    try:
+        chat = to_example(
+            {
+                **fields,
+                "system": _system_of(record),
+                "tools": _tools_of(record),
+                "messages": [*prompt, *answer],
+            }
+        )
+    except WrongRecord as error:
+        raise WrongRecord(f"with {field}: {error}") from error
+    assert isinstance(chat, Chat)
+    return _unlearned_before(chat, len(chat.messages) - len(answer))
+
+
+def _last_alone(example: Any) -> Chat | Completion:
+    """Return a labelled answer, before which nothing is learned."""
+    if isinstance(example, Text):
+        raise WrongRecord(f"found text with a label, and no prompt; {_EXPECTED_LABELS}")
+    if isinstance(example, Completion):
+        for name, text in (("prompt", example.prompt), ("answer", example.completion)):
+            if not text.strip():
+                raise WrongRecord(f"the {name} is empty text, expected a prompt and its answer")
+        return replace(example, plain_answers=())
+    last = example.messages[-1]
+    if last["role"] != "assistant" or not _is_said(last):
+        raise WrongRecord(f"the last message is {shown(last)}, expected an answer of the assistant")
+    if all(message["role"] == "assistant" for message in example.messages):
+        raise WrongRecord("found an answer of the assistant alone, expected a prompt before it")
+    return _unlearned_before(example, len(example.messages) - 1)
+
+
+def _unlearned_before(chat: Chat, first: int) -> Chat:
+    """Return a chat whose answers before message ``first`` are not learned."""
+    answers = {n for n, m in enumerate(chat.messages) if m["role"] == "assistant"}
+    unlearned = chat.unlearned | {number for number in answers if number < first}
+    if unlearned == answers:
+        raise NotLearned
+    return replace(chat, unlearned=frozenset(unlearned))
+
+
+def _is_said(message: dict[str, Any]) -> bool:
+    """Return whether a message has text, or a call of tools."""
+    content = message.get("content")
+    text = content.strip() if isinstance(content, str) else content
+    others = message.get("tool_calls"), message.get("function_call")
+    return not all(is_unset(value) for value in (text, *others))

@@ -1,0 +1,200 @@
+"""The reference of preferences: the log-probabilities of all answers before the first step.
+
+    load_engine -> a file beside the prepared data, or one forward pass over all rows, kept there
+    -> loader, held-out data -> resume
+
+A number for each answer stands for a second model and for a second forward pass in each step. The
+file's name has a hash of all that they follow from, so that it is never another model's.
+"""
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from hpc_tune.atomic_file import write_file
+from hpc_tune.batch import Batch
+from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.loader import HeldOut
+from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.engine.base import Engine, StepResult
+from hpc_tune.errors import DataError, HpcTuneError
+from hpc_tune.log import Progress, log
+from hpc_tune.model.objective import LogProbabilities, PreferenceSums
+from hpc_tune.model.weights import ADAPTER_FILE
+from hpc_tune.step.plan import StepPlan
+from hpc_tune.train.data import Data
+from hpc_tune.train.job import Job
+from hpc_tune.train.model import Model
+from hpc_tune.units import format_seconds
+from hpc_tune.world.comm import Comm
+
+_SUMMED = 1 << 16  # values in one message
+# By how much of their own size log-probabilities may differ from pass to pass: other rows are in
+# the products. A wrong mask, template or base differs by more than a tenth.
+_TOLERANCE = {4: 1e-3, 2: 3e-2}
+
+
+def use_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: Engine) -> Data:
+    """Return the data with the reference of all answers, computed where it is not kept. Collective.
+
+    ``engine`` must hold the weights that the run begins with.
+
+    Raises:
+        DataError: if what is kept is damaged, or cannot be written.
+    """
+    if not model.config.tune.has_reference:
+        return data
+    reference = _reference_of(job, model, plan, data.store, engine, "data.path")
+    data.loader.set_reference(reference)
+    if data.eval_store is None:
+        return data
+    held_out = _reference_of(job, model, plan, data.eval_store, engine, "data.eval_path")
+    return replace(data, eval_reference=held_out)
+
+
+def _reference_of(
+    job: Job, model: Model, plan: StepPlan, store: TokenStore, engine: Engine, setting: str
+) -> np.ndarray:
+    """Return fp32 [num_documents, 2]."""
+    comm, config = job.setup_comm, model.config
+    folder = Path(config.data.cache) if config.data.cache else job.dir / "data"
+    file = comm.on_rank_0(
+        "looking for the reference", lambda: folder / f"reference-{_key(model, store)}.npy"
+    )
+    kept = comm.on_rank_0("reading the reference", partial(_read, file, store.num_documents))
+    if kept is not None:
+        log.info("reference of %s: %s", setting, file)
+        return np.asarray(kept)
+    began_s = time.monotonic()
+    reference = _compute(job, model, plan, store, engine)
+    comm.on_rank_0("keeping the reference", partial(_write, file, reference))
+    log.info(
+        "reference of %s: the log-probabilities of %d rows of preferences, in %s; kept in %s",
+        *(setting, store.num_documents, format_seconds(time.monotonic() - began_s), file),
+    )
+    return reference
+
+
+def _compute(
+    job: Job, model: Model, plan: StepPlan, store: TokenStore, engine: Engine
+) -> np.ndarray:
+    comm, config = job.setup_comm, model.config
+    data_rank = plan.layout.coordinates(comm.world.rank).data
+    order = SampleOrder(config.data.seq_len, config.data.packing, seed=0)
+    rows = HeldOut(store, order, rank=data_rank, size=plan.layout.data_size)
+    comm.begin("computing the reference")
+    reference = np.zeros((store.num_documents, 2), dtype=np.float64)
+    progress = Progress("reference", rows.num_batches, enabled=comm.is_rank_0)
+
+    def batches(mismatched: bool) -> Iterator[Batch]:
+        for number, batch in enumerate(rows.batches(), 1):
+            yield batch.mismatched if mismatched and batch.mismatched else batch
+            progress.update(number)
+
+    for mismatched in (False, True) if store.form == "labels" else (False,):
+        for batch, log_probs in engine.outputs(batches(mismatched), LogProbabilities()):
+            documents = rows.documents_in(batch)
+            reference[documents] += log_probs.double().cpu().numpy().reshape(-1, 2)
+    progress.close()
+    flat = reference.reshape(-1)
+    for at in range(0, len(flat), _SUMMED):
+        flat[at : at + _SUMMED] = comm.sum(flat[at : at + _SUMMED].tolist())
+    return reference.astype(np.float32)
+
+
+def _key(model: Model, store: TokenStore) -> str:
+    """Return a hash of what the log-probabilities follow from."""
+    tune = model.config.tune
+    adapter = ""
+    if tune.init_from is not None:
+        try:
+            weights = (Path(tune.init_from) / ADAPTER_FILE).read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"tune.init_from={tune.init_from} is the reference of this run, and {ADAPTER_FILE} "
+                f"in it cannot be read ({error.strerror}); bring it back"
+            ) from None
+        adapter = hashlib.sha256(weights).hexdigest()
+    facts = [
+        store.attributes.content,
+        store.attributes.tokenizer_fingerprint,
+        model.built.identity,
+        model.sample,
+        adapter,
+        str(model.built.dtype),
+        tune.method == "qlora",
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _read(file: Path, num_documents: int) -> np.ndarray | None:
+    if not file.exists():
+        return None
+    try:
+        kept: np.ndarray = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{file} is damaged ({error}); remove it, and it is computed anew"
+        ) from None
+    if kept.shape != (num_documents, 2):
+        raise DataError(f"{file} is of other data; remove it, and it is computed anew")
+    return kept
+
+
+def _write(file: Path, reference: np.ndarray) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = io.BytesIO()
+        np.save(content, reference)
+        write_file(file, content.getvalue())
+    except OSError as error:
+        raise DataError(f"{file} cannot be written: {error.strerror or error}") from None
+
+
+def mean_kl(engine: Engine, mismatched: Iterable[Batch], comm: Comm) -> float:
+    """Return the mean difference to the reference of mismatched answers, not below 0. Collective.
+
+    Over all of a step's, so that it depends neither on ranks nor on micro-batches.
+    """
+    moved = num_answers = 0.0
+    for batch, log_probs in engine.outputs(mismatched, LogProbabilities()):
+        if batch.pairs is not None and len(batch.pairs.counts_P2):
+            is_there_P = batch.pairs.counts_P2[:, 1] > 0
+            moved_P = log_probs.view(-1, 2)[:, 1].cpu() - batch.pairs.reference_P2[:, 1]
+            moved += float(moved_P[is_there_P].double().sum())
+            num_answers += int(is_there_P.sum())
+    total, number = comm.sum([moved, num_answers])
+    return max(0.0, total / max(1.0, number))
+
+
+def with_kl(engine: Engine, batches: Sequence[Batch], comm: Comm) -> Sequence[Batch]:
+    """Return a step's labelled answers with its ``mean_kl``; others as they are. Collective."""
+    mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
+    if not mismatched:
+        return batches
+    kl = mean_kl(engine, mismatched, comm)
+    return [batch.with_kl(kl) for batch in batches]
+
+
+def require_equal_reference(result: StepResult, plan: StepPlan) -> None:
+    """Check the first step: the model still is its own reference, so that no answer has moved.
+
+    Raises:
+        HpcTuneError: if the two differ by more than rounding.
+    """
+    sums = PreferenceSums(*result.sums)
+    moved = sums.moved / max(1.0, sums.reference)
+    if moved > _TOLERANCE[plan.itemsize]:
+        raise HpcTuneError(
+            f"step 1: the answers' log-probabilities differ by {moved:.2%} from the reference's, "
+            "and should be the same before anything is learned. The reference is not of this model "
+            "or of these rows: remove reference-*.npy from the folder of prepared data "
+            "(data.cache) and start anew; if it comes again, report it with the model's config.json"
+        )

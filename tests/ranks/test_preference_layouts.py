@@ -1,0 +1,115 @@
+"""Objectives on preferences: one loss in every layout, and what they refuse."""
+
+import json
+import random
+
+import pytest
+
+from tests.support.ranks import python, rank_environment, run_ranks
+from tests.support.training import SMALL, losses, many_runs, worst_gap
+
+LAYOUTS = {
+    "replicate": ["parallel.replicate=2"],
+    "shard": ["parallel.shard=2"],
+    "tensor": ["parallel.tensor=2"],
+    "pipeline": ["parallel.pipeline=2", "batch.micro_size=1"],
+    "zero": ["parallel.zero_stage=3"],
+}
+METHODS = {"dpo": "lora", "kto": "lora", "ipo": "full", "simpo": "dora", "orpo": "lora"}
+
+
+def pairs(number):
+    draw = random.Random(number)
+    for _ in range(number):
+        a, b = draw.randint(1, 50), draw.randint(1, 50)
+        yield {
+            "prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}],
+            "chosen": [{"role": "assistant", "content": f"The sum is {a + b}."}],
+            "rejected": [{"role": "assistant", "content": f"Maybe {a - b}" + " or so" * (a % 4)}],
+        }
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(folder, name, data, objective, *more):
+    words = [*SMALL, f"data.path={data}", "data.eval_path=null", "data.eval_fraction=0.2"]
+    words += ["data.seq_len=320", "batch.global_size=4", "train.max_steps=4", "tune.dropout=0"]
+    words += [f"tune.objective={objective}", "optim.lr=1e-3", f"data.cache={folder / 'data'}"]
+    return [*words, f"run.dir={folder / name}", *more]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The losses of each objective on one rank, with all rows of a step in one micro-batch."""
+    folder = tmp_path_factory.mktemp("preferences")
+    data = write(folder / "pairs.jsonl", pairs(60))
+    jobs = [
+        {"overrides": settings(folder, o, data, o, f"tune.method={m}", "batch.micro_size=4")}
+        for o, m in METHODS.items()
+    ]
+    assert many_runs(1, jobs, folder) == [0] * len(jobs)
+    return folder, data, {o: losses(folder / o) for o in METHODS}
+
+
+def test_the_first_loss_is_that_of_equal_answers(alone):
+    *_, found = alone
+    assert found["dpo"][0] == pytest.approx(0.693147, abs=1e-6)
+    assert found["kto"][0] == pytest.approx(0.5, abs=1e-6)
+    assert found["ipo"][0] == pytest.approx(25.0, abs=1e-3)
+    assert all(each[-1] < each[0] for each in found.values())
+
+
+@pytest.mark.parametrize(
+    "objective",
+    ["dpo", *(pytest.param(o, marks=pytest.mark.full) for o in METHODS if o != "dpo")],
+)
+def test_layouts_and_micro_batches_change_no_loss(alone, objective):
+    folder, data, references = alone
+    method = METHODS[objective]
+    layouts = {k: v for k, v in LAYOUTS.items() if (method, k) != ("dora", "zero")}
+    jobs = [
+        {
+            "overrides": settings(
+                folder, f"{objective} {k}", data, objective, f"tune.method={method}", *v
+            )
+        }
+        for k, v in layouts.items()
+    ]
+    assert many_runs(2, jobs, folder, timeout=600.0) == [0] * len(jobs)
+    found = {
+        k: worst_gap(losses(folder / f"{objective} {k}"), references[objective]) for k in layouts
+    }
+    assert max(found.values()) < 1e-5, found
+
+
+def test_a_run_of_preferences_resumes_on_other_ranks(alone):
+    folder, data, references = alone
+    words = settings(folder, "resumed", data, "dpo", "tune.method=lora")
+    jobs = [{"overrides": [*words, "parallel.shard=2"], "stop_after": 2}]
+    assert many_runs(2, jobs, folder) == [75]
+    assert many_runs(1, [{"overrides": words}], folder) == [0]
+    assert worst_gap(losses(folder / "resumed"), references["dpo"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "said"),
+    [
+        (pairs(4), ["tune.objective=sft"], "tune.objective=dpo"),
+        (pairs(4), ["tune.objective=dpo", "tune.gamma=1"], "tune.gamma=1 has no effect"),
+        (pairs(4), ["tune.objective=dpo", "data.loss_on=all"], "data.loss_on=all"),
+        (pairs(4), ["tune.objective=dpo", "tune.dropout=0.1"], "without noise"),
+        ([{"prompt": "a", "completion": "b", "label": "yes"}], ["tune.objective=kto"], "label"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "b"}], ["tune.objective=dpo"], "same"),
+        ([{"prompt": "a", "completion": "b"}], ["tune.objective=dpo"], "chosen"),
+    ],
+)
+def test_what_is_no_preference_is_refused(tmp_path, rows, words, said):
+    data = write(tmp_path / "rows.jsonl", rows)
+    argv = [*python(), "-m", "hpc_tune", *settings(tmp_path, "run", data, "dpo"), *words]
+    done = run_ranks(argv, rank_environment(1), 120.0)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

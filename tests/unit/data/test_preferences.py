@@ -1,0 +1,344 @@
+"""Rows of preferences as others' tools write them, and what is said of wrong ones."""
+
+import pytest
+
+from hpc_tune.data.counts import Findings
+from hpc_tune.data.preferences import Labelled, Pair, to_labelled, to_pair, with_answer_of
+from hpc_tune.data.reading import Reading, as_example
+from hpc_tune.data.records import Chat, Completion, NotLearned
+from hpc_tune.data.sources import list_chunks, read_chunk
+from hpc_tune.data.values import WrongRecord
+from hpc_tune.errors import DataError
+from tests.support.data import write_jsonl
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+TOOL = {"type": "function", "function": {"name": "area", "parameters": {}}}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = [user("2 + 2?")]
+CHAT = ("2 + 2?", "4", "5")
+PAIRS = {
+    "trl, text": {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+    "trl, messages": {"prompt": ASKED, "chosen": [says("4")], "rejected": [says("5")]},
+    "trl, implicit": {"chosen": [*ASKED, says("4")], "rejected": [*ASKED, says("5")]},
+    "UltraFeedback": {
+        "prompt": "2 + 2?",
+        "messages": [*ASKED, says("4")],
+        "chosen": [*ASKED, says("4")],
+        "rejected": [*ASKED, says("5")],
+        "score_chosen": 8.5,
+        "score_rejected": 3.0,
+    },
+    "LLaMA-Factory, alpaca": {
+        "instruction": "2 + 2?",
+        "input": "",
+        "chosen": "4",
+        "rejected": "5",
+    },
+    "LLaMA-Factory, sharegpt": {
+        "conversations": [{"from": "human", "value": "2 + 2?"}],
+        "chosen": {"from": "gpt", "value": "4"},
+        "rejected": {"from": "gpt", "value": "5"},
+    },
+    "OpenAI": {
+        "input": {"messages": ASKED, "tools": [], "parallel_tool_calls": True},
+        "preferred_output": [says("4")],
+        "non_preferred_output": [says("5")],
+    },
+    "ms-swift": {"messages": [*ASKED, says("4")], "rejected_response": "5"},
+    "ms-swift, messages": {
+        "messages": [*ASKED, says("4")],
+        "rejected_messages": [*ASKED, says("5")],
+    },
+    "axolotl, intel": {"question": "2 + 2?", "chosen": "4", "rejected": "5"},
+    "axolotl, argilla": {"instruction": "2 + 2?", "chosen_response": "4", "rejected_response": "5"},
+    "axolotl, icr": {"input": "2 + 2?", "chosen": "4", "rejected": "5"},
+    "axolotl, chat_template": {"messages": ASKED, "chosen": says("4"), "rejected": says("5")},
+    "hh-rlhf": {
+        "chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4",
+        "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5",
+    },
+    "implicit text": {"chosen": "2 + 2? 4", "rejected": "2 + 2? 5"},
+}
+
+
+def messages_of(example):
+    return (example.as_chat() if isinstance(example, Completion) else example).messages
+
+
+def unlearned_of(example):
+    return (example.as_chat() if isinstance(example, Completion) else example).unlearned
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_form_gives_the_same_pair(name):
+    pair = to_pair(PAIRS[name])
+    assert messages_of(pair.chosen) == [*ASKED, says("4")]
+    assert messages_of(pair.rejected) == [*ASKED, says("5")]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_form_is_two_labelled_answers_as_well(name):
+    pair = to_pair(PAIRS[name])
+    labelled = to_labelled(PAIRS[name])
+    assert labelled == Labelled((pair.chosen, pair.rejected), (True, False))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [*ASKED, says("4"), user("sure?")]},
+        {"messages": [*ASKED, says("4"), user("sure?")]},
+        {"instruction": "sure?", "history": [["2 + 2?", "4"]]},
+    ],
+)
+def test_only_answers_are_learned_not_those_in_the_prompt(row):
+    pair = to_pair({**row, "chosen": "yes", "rejected": "no"})
+    for example, text in ((pair.chosen, "yes"), (pair.rejected, "no")):
+        assert messages_of(example) == [*ASKED, says("4"), user("sure?"), says(text)]
+        assert unlearned_of(example) == {1}
+
+
+def test_a_dialogue_as_text_is_read_as_turns_and_stays_text_without_a_template():
+    head = "\n\nHuman: 2 + 2?\n\nAssistant: 4\n\nHuman: sure?\n\nAssistant: "
+    pair = to_pair({"chosen": f"{head}Yes.", "rejected": f"{head}Yellow."})
+    assert pair.chosen == Completion("sure?", "Yes.", head, history=(("2 + 2?", "4"),))
+    assert pair.rejected.completion == "Yellow."
+    assert unlearned_of(pair.chosen) == {1}
+
+
+def test_turns_of_a_dialogue_that_do_not_alternate_are_messages():
+    head = "\n\nHuman: 2 + 2?\n\nHuman: hello?\n\nAssistant: "
+    pair = to_pair({"chosen": f"{head}4", "rejected": f"{head}5"})
+    assert pair.chosen == Chat([user("2 + 2?"), user("hello?"), says("4")])
+
+
+def test_texts_are_cut_at_white_space_never_inside_a_word():
+    pair = to_pair({"chosen": "Q: x\nA: yesterday", "rejected": "Q: x\nA: yes"})
+    assert (pair.chosen.prompt, pair.chosen.plain_prompt) == ("Q: x\nA:", "Q: x\nA: ")
+    assert (pair.chosen.completion, pair.rejected.completion) == ("yesterday", "yes")
+
+
+def test_chats_that_part_earlier_are_learned_from_there():
+    chosen = [*ASKED, says("4"), user("sure?"), says("yes")]
+    rejected = [*ASKED, says("5"), user("sure?"), says("no")]
+    pair = to_pair({"chosen": chosen, "rejected": rejected})
+    assert pair == Pair(Chat(chosen), Chat(rejected))
+
+
+def test_system_and_tools_are_of_both_sides():
+    row = {"system": "Be brief.", "question": "2 + 2?", "chosen": "4", "rejected": "5"}
+    assert messages_of(to_pair(row).rejected) == [SYSTEM, *ASKED, says("5")]
+    openai = {**PAIRS["OpenAI"], "input": {"messages": ASKED, "tools": [TOOL]}}
+    assert [side.tools for side in vars(to_pair(openai)).values()] == [[TOOL], [TOOL]]
+    with_tools = to_pair({**PAIRS["trl, text"], "tools": [TOOL], "system": "Be brief."})
+    assert with_tools.chosen == Chat([SYSTEM, *ASKED, says("4")], [TOOL])
+
+
+def test_an_answer_may_be_a_call_of_a_tool():
+    call = {"type": "function", "function": {"name": "area", "arguments": {}}}
+    chosen = {"role": "assistant", "content": None, "tool_calls": [call]}
+    pair = to_pair({"messages": ASKED, "tools": [TOOL], "chosen": chosen, "rejected": says("5")})
+    assert pair.chosen.messages[-1]["tool_calls"] == [call]
+
+
+def test_a_row_that_is_marked_is_not_learned():
+    with pytest.raises(NotLearned):
+        to_pair({**PAIRS["trl, text"], "train": False})
+
+
+LABELLED = {
+    "trl": {"prompt": "2 + 2?", "completion": "4", "label": True},
+    "trl, messages": {"prompt": ASKED, "completion": [says("4")], "label": True},
+    "LLaMA-Factory, sharegpt": {
+        "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}],
+        "kto_tag": True,
+    },
+    "LLaMA-Factory, messages": {"messages": [*ASKED, says("4")], "kto_tag": True},
+    "LLaMA-Factory, alpaca": {"instruction": "2 + 2?", "output": "4", "kto_tag": True},
+    "ms-swift": {"messages": [*ASKED, says("4")], "label": 1},
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_each_form_gives_the_same_labelled_answer(name):
+    labelled = to_labelled(LABELLED[name])
+    assert labelled.labels == (True,)
+    assert [messages_of(answer) for answer in labelled.answers] == [[*ASKED, says("4")]]
+
+
+def test_only_the_last_answer_of_a_labelled_chat_is_learned():
+    row = {"messages": [*ASKED, says("4"), user("sure?"), says("yes")], "label": False}
+    assert to_labelled(row) == Labelled((Chat(row["messages"], None, frozenset({1})),), (False,))
+
+
+def test_a_prompt_takes_the_answer_of_another_row_in_any_form():
+    text, chat = (to_labelled(LABELLED[name]).answers[0] for name in ("trl", "ms-swift"))
+    other = Completion("q", "other", "q")
+    assert with_answer_of(text, other) == Completion("2 + 2?", "other", "2 + 2?")
+    for example, answers in ((chat, other), (text, Chat([user("q"), says("other")]))):
+        assert messages_of(with_answer_of(example, answers)) == [*ASKED, says("other")]
+
+
+WRONG_PAIRS = [
+    ({"prompt": "q", "completion": "a"}, "found the fields prompt, completion; expected pairs"),
+    ({"prompt": "q", "chosen": "a"}, "found chosen, but rejected is missing"),
+    ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are the same, .*data.bad_rows=skip"),
+    ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty text, expected an answer"),
+    ({"prompt": "q", "chosen": 3, "rejected": "a"}, "chosen is number, expected text or messages"),
+    ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt is empty text, expected a prompt"),
+    ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt is number, expected a list"),
+    ({"chosen": "yes", "rejected": "no"}, "texts that begin with different words, and no prompt"),
+    ({"chosen": "q: a", "rejected": "q: "}, "rejected is only what the other begins with"),
+    ({"chosen": [says("4")], "rejected": [says("5")]}, "are answers, and their prompt is missing"),
+    (
+        {"chosen": [*ASKED, says("4")], "rejected": [user("3 + 3?"), says("5")]},
+        "do not begin with the same prompt: they differ in message 1",
+    ),
+    (
+        {"chosen": [*ASKED, says("4")], "rejected": [says("5")]},
+        "do not begin with the same prompt",
+    ),
+    (
+        {"prompt": "3 + 3?", "chosen": [*ASKED, says("4")], "rejected": [*ASKED, says("5")]},
+        'prompt is "3 . 3.", but the chats of chosen and rejected begin with',
+    ),
+    (
+        {"prompt": "q", "chosen": "a", "chosen_response": "b", "rejected": "c"},
+        "found the fields chosen and chosen_response, and either could be meant",
+    ),
+    ({"messages": ASKED, "rejected_response": "5"}, "messages ends with a turn of user, expected"),
+    (
+        {"messages": [*ASKED, says("4")], "chosen": "a", "rejected": "b"},
+        "the turn before chosen is the assistant's, too",
+    ),
+    ({"messages": ASKED, "chosen": says(""), "rejected": says("b")}, "expected an answer of the"),
+    (
+        {"chosen": "\n\nHuman: q\n\nAssistant: a\n\nHuman: ?", "rejected": "\n\nHuman: q"},
+        "chosen ends without an answer of Assistant",
+    ),
+    (
+        {"messages": ASKED, "chosen": {"role": "assistant", "content": 3}, "rejected": says("b")},
+        r"with chosen: messages: message 2 \(assistant\): content is number, expected text",
+    ),
+    ([1], "found a JSON list, expected an object"),
+]
+WRONG_LABELS = [
+    ({"prompt": "q", "completion": "a"}, "found the fields prompt, completion; expected label"),
+    ({"prompt": "q", "completion": "a", "label": "true"}, 'label is "true", expected true or fal'),
+    ({"prompt": "q", "completion": "a", "label": 2}, "label is 2, expected true or false"),
+    ({"prompt": "q", "completion": "a", "label": 0.5}, "label is 0.5, expected true or false"),
+    ({"prompt": "q", "completion": "a", "label": True, "kto_tag": True}, "label and kto_tag, and"),
+    ({"prompt": "q", "completion": " ", "label": True}, "the answer is empty text, expected"),
+    ({"prompt": " ", "completion": "a", "label": True}, "the prompt is empty text, expected"),
+    ({"prompt": "q", "label": True}, "completion is missing"),
+    ({"text": "q a", "label": True}, "found text with a label, and no prompt"),
+    ({"messages": ASKED, "label": True}, "the last message is .*, expected an answer"),
+    ({"messages": [says("4")], "label": True}, "an answer of the assistant alone"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b", "label": True}, "are both there: expected an"),
+    ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
+    ("text", "found a JSON text, expected an object"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), WRONG_PAIRS)
+def test_a_wrong_pair_is_refused_with_what_is_expected(row, message):
+    with pytest.raises(WrongRecord, match=message):
+        to_pair(row)
+
+
+@pytest.mark.parametrize(("row", "message"), WRONG_LABELS)
+def test_a_wrong_labelled_answer_is_refused_with_what_is_expected(row, message):
+    with pytest.raises(WrongRecord, match=message):
+        to_labelled(row)
+
+
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [
+        ({"good": "chosen", "bad": "rejected", "q": "prompt"}, {"q": "x", "good": "a", "bad": "b"}),
+        ({"good": "chosen"}, {"prompt": "x", "good": "a", "rejected": "b", "chosen_response": "c"}),
+    ],
+)
+def test_columns_name_what_is_chosen_and_what_is_rejected(columns, row):
+    reading, findings = Reading(tuple(columns.items()), form="pairs"), Findings()
+    pair = as_example(row, reading, findings)
+    assert pair == Pair(Completion("x", "a", "x"), Completion("x", "b", "x"))
+    assert findings.unread == [name for name in ("chosen_response",) if name in row]
+
+
+def test_question_and_answer_are_known_beside_a_label():
+    row, reading = {"question": "q", "answer": "a", "label": False, "id": 3}, Reading(form="labels")
+    findings = Findings()
+    assert as_example(row, reading, findings).answers == (Completion("q", "a", "q"),)
+    assert findings.unread == ["id"]
+
+
+def test_rows_of_answers_stay_refused_where_answers_are_learned():
+    for row in (PAIRS["trl, text"], LABELLED["trl"]):
+        with pytest.raises(WrongRecord, match="rows of preferences.*tune.objective=dpo"):
+            as_example(row, Reading(), Findings())
+
+
+def test_wrong_rows_are_named_by_their_place_or_skipped(tmp_path):
+    rows = [PAIRS["trl, text"], {"prompt": "q", "chosen": "a", "rejected": "a"}]
+    (chunk,) = list_chunks(str(write_jsonl(tmp_path / "p.jsonl", rows)))
+    with pytest.raises(DataError, match=r"p\.jsonl, line 2: chosen and rejected are the same"):
+        list(read_chunk(chunk, Reading(form="pairs")))
+    findings = Findings()
+    assert len(list(read_chunk(chunk, Reading(form="pairs", bad_rows="skip"), findings))) == 1
+    assert findings.num_bad == 1
+
+
+def test_csv_and_parquet_give_the_same_pairs(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "p.csv").write_text("prompt,chosen,rejected\n2 + 2?,4,5\n")
+    pq.write_table(pa.Table.from_pylist([PAIRS["trl, text"]]), tmp_path / "p.parquet")
+    openai = pa.Table.from_pylist([{**PAIRS["OpenAI"], "input": {"messages": ASKED}}])
+    pq.write_table(openai, tmp_path / "o.parquet")
+    for name in ("p.csv", "p.parquet", "o.parquet"):
+        (chunk,) = list_chunks(str(tmp_path / name))
+        (pair,) = read_chunk(chunk, Reading(form="pairs"))
+        assert messages_of(pair.chosen) == [*ASKED, says("4")]
+    (tmp_path / "l.csv").write_text("prompt,completion,label\n2 + 2?,4,true\n2 + 2?,5,false\n")
+    (chunk,) = list_chunks(str(tmp_path / "l.csv"))
+    assert [row.labels for row in read_chunk(chunk, Reading(form="labels"))] == [(True,), (False,)]
+
+
+def test_text_and_built_in_answers_are_no_preferences(tmp_path):
+    (tmp_path / "t.txt").write_text("some text")
+    for path in (str(tmp_path / "t.txt"), "builtin:pydocs:heldout"):
+        with pytest.raises(DataError, match="expected rows with fields for preferences"):
+            list(read_chunk(list_chunks(path)[0], Reading(form="pairs")))
+
+
+def test_a_pair_is_held_out_or_not_by_its_content():
+    rows = [{"prompt": f"q {n}", "chosen": "a", "rejected": "b"} for n in range(200)]
+    parts = [
+        {
+            n
+            for n, row in enumerate(rows)
+            if as_example(row, Reading((), "refuse", 0.3, part, form), Findings()) is not None
+        }
+        for form in ("pairs", "labels")
+        for part in ("train", "held-out")
+    ]
+    assert parts[0] | parts[1] == set(range(200))
+    assert not parts[0] & parts[1]
+    assert 30 < len(parts[1]) < 90
+    assert 30 < len(parts[3]) < 90
+
+
+def test_half_a_character_in_a_pair_is_refused():
+    row = {"prompt": "q \ud83d", "chosen": "a", "rejected": "b"}
+    with pytest.raises(WrongRecord, match="half a character"):
+        as_example(row, Reading(form="pairs"), Findings())

@@ -1,0 +1,100 @@
+"""When a run ends since its held-out loss has stopped falling, against transformers."""
+
+import math
+import random
+
+import pytest
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from hpc_tune.checkpoint.state import Evals
+from hpc_tune.config.load import load_config
+from hpc_tune.config.schema import TrainConfig
+from hpc_tune.train.evaluate import Evaluation
+from hpc_tune.train.startup.describe import lost_best
+
+
+def evaluation(evals, patience):
+    train = TrainConfig(eval_every_steps=1, stop_after_evals=patience)
+    return Evaluation(None, None, None, None, train, 100, evals)
+
+
+def ours(losses, patience):
+    """Return after how many evaluations a run ends; each is of a start of its own."""
+    evals = Evals()
+    for number, loss in enumerate(losses, 1):
+        evals = Evals.from_json(vars(evals)).with_(number, loss)
+        if evaluation(evals, patience).no_better:
+            return number
+    return None
+
+
+def theirs(losses, patience, folder):
+    arguments = TrainingArguments(
+        str(folder),
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="loss",
+        greater_is_better=False,
+        use_cpu=True,
+    )
+    callback, state = EarlyStoppingCallback(patience), TrainerState()
+    control = TrainerControl()
+    for number, loss in enumerate(losses, 1):
+        callback.on_evaluate(arguments, state, control, {"eval_loss": loss})
+        if control.should_training_stop:
+            return number
+        if state.best_metric is None or loss < state.best_metric:  # as the Trainer then does
+            state.best_metric = loss
+    return None
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_a_run_ends_after_the_evaluation_after_which_the_trainer_ends(patience, tmp_path):
+    draw, ended = random.Random(patience), []
+    for _ in range(100):
+        losses = [round(draw.uniform(1, 2), 1) for _ in range(12)]  # some are equal
+        ended.append(ours(losses, patience))
+        assert ended[-1] == theirs(losses, patience, tmp_path), losses
+    assert len(set(ended)) > 3
+
+
+def test_a_loss_that_is_no_number_has_not_fallen():
+    assert ours([2.0, math.nan, math.inf, 1.0], 2) == 3
+    assert ours([2.0, math.nan, 1.0, math.nan, 0.5], 2) is None
+    assert ours([math.nan, math.nan], 2) == 2
+
+
+def test_the_reason_says_what_was_best():
+    evals = Evals().with_(0, 2.0).with_(10, 1.5).with_(20, 1.5).with_(30, 1.75)
+    assert evaluation(evals, 3).no_better is None
+    assert evaluation(evals, 2).no_better == (
+        "the held-out loss has not fallen below 1.5000 of step 10 for 2 evaluations"
+    )
+    assert evaluation(evals, None).no_better is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["train.stop_after_evals=3"], "which are not kept: set checkpoint.keep_best=true"),
+        (["train.stop_after_evals=3", "checkpoint.keep_best=true"], "set checkpoint.every_steps=5"),
+        (
+            ["train.stop_after_evals=3", "checkpoint.keep_best=true", "checkpoint.every_steps=2"],
+            "set checkpoint.every_steps=5",
+        ),
+        (
+            ["train.stop_after_evals=3", "checkpoint.keep_best=true", "checkpoint.every_steps=5"],
+            None,
+        ),
+        ([], None),
+    ],
+)
+def test_a_best_that_would_be_lost_is_told_of(settings, said):
+    config = load_config(None, ["train.eval_every_steps=5", *settings])
+    told = list(lost_best(config.train, config.checkpoint))
+    assert [said in text for text in told] == ([] if said is None else [True])
