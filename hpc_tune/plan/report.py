@@ -4,13 +4,13 @@ config, machine -> layout -> traced step (fake tensors) -> phases -> table or JS
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hpc_tune.config.parallel import ParallelConfig
@@ -271,7 +271,7 @@ def _tokens_that_fit(
 
     ``peak_bytes`` are those of ``rows`` of ``seq_len``; ``peak_at(rows, seq_len)`` traces others.
     Masks grow with the square of the length: what another row takes is at most what the second half
-    of the rows takes twice, and a shorter row lies on a parabola.
+    of the rows takes twice.
     """
     allowed = peak_bytes + left_bytes
     if left_bytes >= 0:
@@ -281,14 +281,32 @@ def _tokens_that_fit(
     one_row = peak_at(1, seq_len) if rows > 1 else peak_bytes
     if one_row <= allowed:
         return seq_len * (1 + (allowed - one_row) * (rows - 1) // (peak_bytes - one_row))
-    if seq_len < 4:
+    return _longest_row(partial(peak_at, 1), {seq_len: one_row}, allowed)
+
+
+def _longest_row(peak_at: Callable[[int], int], peaks: dict[int, int], allowed: int) -> int:
+    """Return a length that fits of which 1.05 times as much does not.
+
+    ``peaks``: the bytes of one length, which does not fit. 0: not even a 64th of it fits, so it is
+    not the tokens that need so much. Long rows take long to trace: the search goes along straight
+    lines, and by halves where these come nearer from one side alone.
+    """
+    longer = max(peaks)
+    shorter = longer // 64
+    if shorter == 0 or peak_at(shorter) > allowed:
         return 0
-    lengths = [seq_len // 4, seq_len // 2, seq_len]
-    peaks = [peak_at(1, lengths[0]), peak_at(1, lengths[1]), one_row]
-    square, line, fixed = np.polyfit(lengths, peaks, 2)
-    roots = np.roots([square, line, fixed - allowed])
-    shorter = [x.real for x in roots if x.imag == 0 and 0 < x.real < seq_len]
-    return int(min(shorter, default=0))  # 0: it is not the tokens that need so much
+    peaks[shorter] = peak_at(shorter)
+    fit: list[bool] = []
+    while longer > max(1.05 * shorter, shorter + 1):
+        share = (allowed - peaks[shorter]) / (peaks[longer] - peaks[shorter])
+        tried = (shorter + share * (longer - shorter)) * (0.98 if fit[-1:] == [False] else 1.02)
+        if fit[-2:] in ([True, True], [False, False]):
+            tried, fit = math.sqrt(shorter * longer), []
+        length = min(max(int(tried), shorter + 1), longer - 1)
+        peaks[length] = peak_at(length)
+        fit.append(peaks[length] <= allowed)
+        shorter, longer = (length, longer) if fit[-1] else (shorter, length)
+    return shorter
 
 
 def _layout_text(resolved: Resolved) -> str:

@@ -22,6 +22,7 @@ from hpc_tune.plan.memory_model import (
     memory_by_phase,
     pinned_bytes,
 )
+from hpc_tune.plan.report import _longest_row
 from hpc_tune.plan.shape import ModelShape, planned_dtype
 from hpc_tune.plan.trace import TraceReport
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
@@ -161,6 +162,23 @@ def test_the_sequence_length_that_is_said_to_fit_does():
     assert f"steady: data.seq_len={longest} or less" in said["advice"]
     assert plan(f"data.seq_len={longest}", *machine)["fits"]
     assert not plan(f"data.seq_len={longest * 11 // 10}", *machine, code=1)["fits"]
+
+
+@pytest.mark.parametrize("power", [1, 1.2, 2])
+@pytest.mark.parametrize("allowed", [70, 2_000, 40_000])
+def test_the_longest_row_is_found_with_few_traces(power, allowed):
+    traced = []
+
+    def peak_at(length):
+        traced.append(length)
+        return 10 + length**power
+
+    longest = _longest_row(peak_at, {65_536: 10 + 65_536**power}, 10 + allowed**power)
+    if allowed < 1024:
+        assert longest == 0
+    else:
+        assert longest <= allowed < 1.05 * longest
+    assert len(set(traced)) <= (6 if power < 2 else 12)
 
 
 @pytest.mark.soak
