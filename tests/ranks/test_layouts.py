@@ -57,10 +57,12 @@ LAYOUTS = {
     "pipeline x shard": (4, ["pipeline=2", "shard=2"]),
     "pipeline x tensor x shard": (8, ["pipeline=2", "tensor=2", "shard=2"]),
 }
-MARKS = {2: (), 4: pytest.mark.full, 8: pytest.mark.soak}
+# One of each engine and axis; the others differ from them in when they gather or where they store.
+SAMPLE = ("ddp", "fsdp", "fsdp+cpu", "zero2", "zero3", "tensor", "pipeline interleaved")
+MARKS = {2: pytest.mark.full, 4: pytest.mark.full, 8: pytest.mark.soak}
 MARKED = [
-    pytest.param(layout, marks=pytest.mark.full if axes == NVME else MARKS[n])
-    for layout, (n, axes) in LAYOUTS.items()
+    pytest.param(layout, marks=() if layout in SAMPLE else MARKS[n])
+    for layout, (n, _) in LAYOUTS.items()
 ]
 ON_TWO_RANKS = [row for row in MARKED if LAYOUTS[row.values[0]][0] == 2]
 
@@ -97,27 +99,34 @@ def references(shared):
     return {m: shared / named("one", m) for m in METHODS}
 
 
+def together(layout):
+    """Return what the layouts that one launch trains have in common."""
+    num_ranks, axes = LAYOUTS[layout]
+    return num_ranks, layout in SAMPLE, axes == NVME
+
+
 @pytest.fixture(scope="module")
 def launched(shared, references):
-    """Return a function that trains all layouts of a number of ranks, once, in one launch.
+    """Return a function that trains a layout and those that go together with it, once.
 
     It returns how each ended by layout and method; the run directories are ``named`` so.
     """
     ended = {}
 
-    def launch(num_ranks, dtype="fp32", on_disk=False):
-        key = num_ranks, dtype, on_disk
+    def launch(wanted, dtype="fp32"):
+        key = together(wanted), dtype
         if key not in ended:
             runs = {
                 (layout, method): job(
                     shared, named(layout, method, dtype), method, axes, f"model.dtype={dtype}"
                 )
-                for layout, (n, axes) in LAYOUTS.items()
+                for layout, (_, axes) in LAYOUTS.items()
                 for method in METHODS
-                if n == num_ranks and (axes == NVME) == on_disk
+                if together(layout) == together(wanted)
             }
             program = "tests.support.many_small_swaps"
             jobs = list(runs.values())
+            num_ranks = LAYOUTS[wanted][0]
             done = launch_runs(num_ranks, jobs, shared, timeout=850, program=program)
             ended[key] = dict(zip(runs, done, strict=True))
         return ended[key]
@@ -129,10 +138,9 @@ def launched(shared, references):
 @pytest.mark.parametrize("layout", MARKED)
 @pytest.mark.timeout(900)  # the first of a number of ranks waits for all of them
 def test_a_layout_gives_what_one_process_gives(shared, references, launched, layout, method):
-    num_ranks, axes = LAYOUTS[layout]
-    if axes == NVME and not has_async_io():
+    if LAYOUTS[layout][1] == NVME and not has_async_io():
         pytest.skip(NO_ASYNC_IO)
-    ended = launched(num_ranks, on_disk=axes == NVME)[layout, method]
+    ended = launched(layout)[layout, method]
     assert ended.code == 0, ended.output
     one, run = references[method], shared / named(layout, method)
     gaps = {
@@ -173,9 +181,8 @@ def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, referenc
         for dtype, run in zip(dtypes, runs, strict=True)
     ]
     assert many_runs(1, jobs, shared, timeout=500) == [0] * len(jobs)
-    launches = [(2, "bf16"), (4, "bf16"), (8, "bf16")]
-    launches += [(2, "bf16", True)] if has_async_io() else []
-    codes = {key: end.code for which in launches for key, end in launched(*which).items()}
+    layouts = [name for name, (_, axes) in LAYOUTS.items() if axes != NVME or has_async_io()]
+    codes = {key: end.code for name in layouts for key, end in launched(name, "bf16").items()}
     assert set(codes.values()) == {0}, codes
     spread, gaps = dict.fromkeys(METHODS, 0.0), {}
     for (_, method), (exact, one) in ones.items():
@@ -247,7 +254,7 @@ STEP = 3
 def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, dtype, layout, method):
     if LAYOUTS[layout][1] == NVME and not has_async_io():
         pytest.skip(NO_ASYNC_IO)
-    ended = launched(2, dtype, LAYOUTS[layout][1] == NVME)[layout, method]
+    ended = launched(layout, dtype)[layout, method]
     assert ended.code == 0, ended.output
     run = shared / named(layout, method, dtype)
     sent, expected = (rows(run, key) for key in ("sent_bytes", "expected_bytes"))

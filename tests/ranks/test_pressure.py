@@ -18,7 +18,8 @@ from tests.support.training import SMALL, events, losses, many_runs, outcome, wo
 
 MIB = 1 << 20
 LAYOUTS = [
-    (2, ("shard=2", "pipeline=2")),
+    (2, ("shard=2",)),
+    pytest.param(2, ("pipeline=2",), marks=pytest.mark.full),
     pytest.param(1, ("single",), marks=pytest.mark.full),
     pytest.param(
         2, ("replicate=2", "tensor=2", "zero_stage=2", "zero_stage=3"), marks=pytest.mark.full
