@@ -6,6 +6,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hpc_tune.step.size import ModelSize
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.sources import reached
 from hpc_tune.train.startup.preflight import Forecast
 from hpc_tune.units import format_count
 from hpc_tune.world.allocator import VARIABLES
@@ -57,10 +59,13 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
+    sources = reached(data.mixture.phases, data.loader.total_rows) if data.mixture else []
     unsaid = set() if job.chosen is not None else {"world"}
     for name, text in lines.items():
         if name not in unsaid:
             log.info("%-7s %s", name, text)
+        for source in sources if name == "data" else ():
+            log.info("source  %s", source)
     job.events.write(
         "start",
         **lines,
@@ -74,7 +79,8 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         links=job.chosen.links if job.chosen is not None else "",
         hosts=dict(Counter(peer.hostname for peer in comm.roster)),
         counts=_counts(data),
-        remarks=data.store.attributes.counters.remarks(),
+        remarks=data.counters.remarks(),
+        mixture=[asdict(source) for source in sources],
         versions=versions(),
         commit=git_commit(),
     )
@@ -208,8 +214,10 @@ def method_of(tune: TuneConfig, size: ModelSize) -> str:
 
 def _data(config: DataConfig, data: Data) -> str:
     loader = data.loader
+    what = f"{len(data.sources)} sources" if config.path is None else shown(config.path)
+    num_documents = sum(source.limit or source.store.num_documents for source in data.sources)
     return (
-        f"{shown(config.path)}: {format_count(data.store.num_documents)} documents in "
+        f"{what}: {format_count(num_documents)} documents in "
         f"{format_count(loader.num_rows_per_epoch)} rows of {config.seq_len} tokens, "
         f"{100 * loader.padding:.1f}% padding"
     )
@@ -242,9 +250,11 @@ def _hardware(comm: Comm) -> str:
 
 def _counts(data: Data) -> dict[str, float]:
     """Return what the data gave, as numbers."""
-    counters, loader = data.store.attributes.counters, data.loader
+    counters, loader = data.counters, data.loader
     counts: dict[str, float] = {k: v for k, v in vars(counters).items() if isinstance(v, int)}
     counts |= {"dropped": sum(counters.dropped.values()), "rows": loader.num_rows_per_epoch}
-    if data.eval_store is not None:
-        counts["held_out_documents"] = data.eval_store.num_documents
+    if data.held_out:
+        counts["held_out_documents"] = sum(
+            source.limit or source.store.num_documents for source in data.held_out
+        )
     return counts | {"padding": round(loader.padding, 6)}

@@ -11,7 +11,7 @@ from hpc_tune.data import sampler
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
-from hpc_tune.data.packed_rows import make_batch
+from hpc_tune.data.packed_rows import PackedRows, make_batch
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import ConfigError, DataError
@@ -30,7 +30,8 @@ def _loader(store, **changes):
     values = {"global_size": 10, "total_rows": 170, "micro_size": 2, **changes}
     order = {"seq_len": 64, "packing": True, "seed": 3}
     order |= {name: values.pop(name) for name in order if name in values}
-    return Loader(store, SampleOrder(**order), **values)
+    order = SampleOrder(**order)
+    return Loader(PackedRows(store, order), order, **values)
 
 
 def _rows(batches):

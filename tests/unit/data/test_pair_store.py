@@ -15,6 +15,7 @@ from hpc_tune.data.content import verify
 from hpc_tune.data.encode_preferences import PreferenceEncoder
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
+from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.preferences import to_labelled, to_pair
 from hpc_tune.data.prepare import (
     PrepareSettings,
@@ -310,7 +311,7 @@ ORDER = SampleOrder(256, packing=True, seed=0)
 
 
 def loaded(store):
-    return Loader(store, ORDER, global_size=4, micro_size=2)
+    return Loader(PackedRows(store, ORDER), ORDER, global_size=4, micro_size=2)
 
 
 def rows_of(store):
@@ -321,7 +322,7 @@ def test_pairs_are_neighbours_in_a_row_and_counted(tmp_path):
     store = prepared(tmp_path, PAIRS, "pairs")
     loader = loaded(store)
     reference = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
-    loader.set_reference(reference)
+    loader.stream.set_reference(reference)
     seen = []
     while batches := loader.next_step():
         for batch in batches:
@@ -357,7 +358,7 @@ def test_labelled_answers_and_the_mismatched_ones_are_two_batches_of_the_same_ro
     store = prepared(tmp_path, LABELLED[:59], "labels")
     loader = loaded(store)
     reference = np.arange(118, dtype=np.float32).reshape(59, 2)
-    loader.set_reference(reference)
+    loader.stream.set_reference(reference)
     for batch in loader.next_step():
         numbers, others = rows_of(store).documents_in(batch), batch.mismatched
         assert batch.form == "labels"
