@@ -50,8 +50,9 @@ class DataConfig(Section):
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
         description="The share of the documents of data.path, or of each source, that is held "
-        "out, from 0 to 1, in place of eval_path; 0 trains on all. A hash of its content decides for each document: the same "
-        "ones are held out in each run, on any number of ranks, and duplicates are on one side.",
+        "out, from 0 to 1, in place of eval_path; 0 trains on all. A hash of its content decides "
+        "for each document: the same ones are held out in each run, on any number of ranks, and "
+        "duplicates are on one side.",
     )
     columns: Columns = Field(
         {},
