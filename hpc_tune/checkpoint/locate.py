@@ -1,7 +1,8 @@
 """Find the checkpoint that a path means, and list the checkpoints of a run directory."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,7 @@ from hpc_tune.checkpoint.state import OTHER_WEIGHTS, RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flat
+from hpc_tune.data.mixture import phases_from_json, reached
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError
 from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
@@ -144,12 +146,23 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
                     lines.append(f"{checkpoint.name}  {_verdict(error)}: {error}")
         if not new:
             break
+    lines += _mixture_lines(seen)
     for aside in [] if is_one else _store_of(path).superseded():
         lines.append(
             f"{aside.name}  put aside: the run went on from an earlier one; remove it if it is not "
             f"needed, or resume from it with checkpoint.resume={aside}"
         )
     return lines, all_valid
+
+
+def _mixture_lines(checkpoints: Sequence[Path]) -> Iterator[str]:
+    """Yield what the newest checkpoint's run has had of each source of a mixture."""
+    for checkpoint in list(reversed(checkpoints))[:1]:
+        with contextlib.suppress(CheckpointError, UnreadableError, OSError):  # told above
+            loader = RunState.from_json(read_state(checkpoint), str(checkpoint)).loader
+            if "phases" in loader:
+                for source in reached(phases_from_json(loader["phases"]), loader["rows"]):
+                    yield f"{checkpoint.name}  source {source}"
 
 
 def _verdict(error: Exception) -> str:

@@ -25,6 +25,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
+from hpc_tune.units import format_count
+
 
 @dataclass(frozen=True)
 class Part:
@@ -51,6 +53,11 @@ class Part:
         if self.epochs is not None:
             return Fraction(self.epochs * self.num_rows)
         return Fraction(str(self.weight)) * self.num_rows / self.learned_tokens
+
+    @property
+    def asked(self) -> str:
+        """What the settings say of it, in words."""
+        return f"epochs {self.epochs}" if self.weight is None else f"weight {self.weight:g}"
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,52 @@ def rows_before(phases: Sequence[Phase], stream_row: int) -> dict[str, int]:
     for phase, end in zip(phases, ends, strict=True):
         rows |= phase.rows_at(end)
     return rows
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a run has of a source at some row of its stream.
+
+    ``asked``: its weight or epochs. ``learned_tokens`` by its mean row, ``share`` of those of all
+    sources, ``passes`` over its ``rows_per_pass`` and ``learned_per_pass``.
+    """
+
+    name: str
+    asked: str
+    rows: int
+    learned_tokens: int
+    share: float
+    passes: float
+    rows_per_pass: int
+    learned_per_pass: int
+
+    def __str__(self) -> str:
+        """Return one line for a person."""
+        return (
+            f"{self.name}, {self.asked}: {self.rows:,} rows, {self.passes:.2f} passes, "
+            f"{format_count(self.learned_tokens)} learned tokens, {self.share:.2%} of all"
+        )
+
+
+def reached(phases: Sequence[Phase], stream_row: int) -> list[Reached]:
+    """Return what a run has of each source before a row of the stream."""
+    rows = rows_before(phases, stream_row)
+    parts = {name: part for phase in phases for name, part in phase.parts.items()}
+    learned = {n: rows[n] * part.learned_tokens / part.num_rows for n, part in parts.items()}
+    total = max(1.0, sum(learned.values()))
+    return [
+        Reached(
+            name,
+            part.asked if name in phases[-1].parts else "left out by now",
+            rows[name],
+            round(learned[name]),
+            learned[name] / total,
+            rows[name] / part.num_rows,
+            part.num_rows,
+            part.learned_tokens,
+        )
+        for name, part in parts.items()
+    ]
 
 
 def phases_from_json(values: Any) -> list[Phase]:

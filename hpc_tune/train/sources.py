@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from hpc_tune.config.data import DataConfig
+from hpc_tune.config.data import DataConfig, is_prepared
+from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.sources import HeldOutSource, TrainedSource
-from hpc_tune.data.files import Paths
+from hpc_tune.data.files import Paths, shown
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import warn_of_cuts
 from hpc_tune.data.mixed_rows import MixedRows
 from hpc_tune.data.mixture import Part as MixturePart
-from hpc_tune.data.mixture import Phase, phases_from_json, rows_before
+from hpc_tune.data.mixture import Phase, phases_from_json, reached, rows_before
 from hpc_tune.data.packed_rows import PackedRows, Rows
 from hpc_tune.data.reading import Part
 from hpc_tune.data.sampler import SampleOrder, seed_of
 from hpc_tune.data.subset import learned_tokens
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.log import log
-from hpc_tune.units import format_count
 from hpc_tune.world.comm import Comm
 
 
@@ -134,8 +134,6 @@ def rows_of(
     count = partial(_parts, data.sources, sources, packed)
     parts = comm.on_rank_0("counting learned tokens", count)
     phases = phases_of(saved, parts, data.new_mixture)
-    if saved is not None and (changes := _changes(phases_from_json(saved["phases"])[-1], parts)):
-        log.info("data.sources: another mixture from here on: %s", "; ".join(changes))
     return MixedRows({name: packed[name] for name in phases[-1].parts}, phases)
 
 
@@ -210,6 +208,12 @@ def phases_of(
     return [*phases, Phase(after, row, last.epoch_at(row))]
 
 
+def changes_since(saved: Mapping[str, Any], phases: Sequence[Phase]) -> str:
+    """Return in words what is another than at a checkpoint's position, or nothing."""
+    before = phases_from_json(saved["phases"])
+    return "; ".join(_changes(before[-1], phases[-1].parts)) if len(before) < len(phases) else ""
+
+
 def _other_data(saved: MixturePart, now: MixturePart) -> str:
     if saved.content != now.content:
         return "is not the data this run was trained on, or it was prepared in another way"
@@ -224,60 +228,40 @@ def _changes(last: Phase, parts: Mapping[str, MixturePart]) -> list[str]:
     changes = [f"{name} left out" for name in last.parts if name not in parts]
     for name, part in parts.items():
         if (before := last.parts.get(name)) is None:
-            changes.append(f"{name} new, with {_share(part)}")
+            changes.append(f"{name} new, with {part.asked}")
         elif (before.weight, before.epochs) != (part.weight, part.epochs):
-            changes.append(f"{name} {_share(before)}, now {_share(part)}")
+            changes.append(f"{name} {before.asked}, now {part.asked}")
     return changes
 
 
-def _share(part: MixturePart) -> str:
-    return f"epochs {part.epochs}" if part.weight is None else f"weight {part.weight:g}"
+def planned_sources(data: DataConfig, train: TrainConfig, global_size: int) -> Iterator[str]:
+    """Yield what a run will have of each source, where all are prepared; else when that is known.
 
-
-@dataclass(frozen=True)
-class Reached:
-    """What a run has of a source at some row of its stream.
-
-    ``asked``: its weight or epochs. ``learned_tokens`` by its mean row, ``share`` of those of all
-    sources, ``passes`` over its ``rows_per_pass`` and ``learned_per_pass``.
+    Raises:
+        DataError: if one cannot be opened. ConfigError: if it would be repeated too often.
     """
-
-    name: str
-    asked: str
-    rows: int
-    learned_tokens: int
-    share: float
-    passes: float
-    rows_per_pass: int
-    learned_per_pass: int
-
-    def __str__(self) -> str:
-        """Return one line for a person."""
-        return (
-            f"{self.name}, {self.asked}: {self.rows:,} rows, {self.passes:.2f} passes, "
-            f"{format_count(self.learned_tokens)} learned tokens, {self.share:.2%} of all"
+    if data.sources is None:
+        return
+    wanted = wanted_for_training(data)
+    if raw := [source.name for source in wanted if not is_prepared(source.path)]:
+        yield (
+            f"sources {len(wanted)}, of which {', '.join(raw)} not prepared yet: their rows, "
+            "learned tokens and passes are said by the run, before its first step"
         )
-
-
-def reached(phases: Sequence[Phase], stream_row: int) -> list[Reached]:
-    """Return what a run has of each source before a row of the stream."""
-    rows = rows_before(phases, stream_row)
-    parts = {name: part for phase in phases for name, part in phase.parts.items()}
-    learned = {n: rows[n] * part.learned_tokens / part.num_rows for n, part in parts.items()}
-    total = max(1.0, sum(learned.values()))
-    return [
-        Reached(
-            name,
-            _share(part) if name in phases[-1].parts else "left out by now",
-            rows[name],
-            round(learned[name]),
-            learned[name] / total,
-            rows[name] / part.num_rows,
-            part.num_rows,
-            part.learned_tokens,
-        )
-        for name, part in parts.items()
-    ]
+        return
+    order, sources, packed = SampleOrder(data.seq_len, data.packing, train.seed), [], {}
+    for source in wanted:
+        with naming(source):
+            opened = with_limit(source, TokenStore.open(shown(source.path)))
+            packed[source.name] = PackedRows(opened.store, order, opened.limit)
+            sources.append(opened)
+    phases = [Phase(_parts(data.sources, sources, packed))]
+    total_rows = phases[0].row_at(train.epochs or 1)
+    if train.max_steps is not None:
+        total_rows = train.max_steps * global_size
+    for line in reached(phases, total_rows):
+        yield f"source  {line}"
+    yield from check_passes(data.sources, phases, total_rows)
 
 
 def check_passes(

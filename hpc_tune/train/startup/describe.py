@@ -16,6 +16,7 @@ from hpc_tune.config.schema import CheckpointConfig, DataConfig, OptimConfig, Tr
 from hpc_tune.config.secrets import mask
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.files import shown
+from hpc_tune.data.mixture import reached
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.log import log
 from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32
@@ -26,7 +27,6 @@ from hpc_tune.step.size import ModelSize
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
-from hpc_tune.train.sources import reached
 from hpc_tune.train.startup.preflight import Forecast
 from hpc_tune.units import format_count
 from hpc_tune.world.allocator import VARIABLES
