@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_tune.config.data import is_prepared
+from hpc_tune.config.data import Form, is_prepared
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import shown
 from hpc_tune.data.hdf5_format import TokenStore
@@ -65,18 +65,18 @@ def run_show(config: RunConfig, num_rows: int) -> int:
         if source.name:
             print(f"== {source.name}")
         with naming(source):
-            for line in _shown(source, config, num_rows, look):
+            tokenizer = _tokenizer(config.model.path, source.data.chat_template)
+            for line in _shown(source, tokenizer, config.tune.form, num_rows, look):
                 print(line)
     return EXIT_DONE
 
 
-def _shown(source: Wanted, config: RunConfig, num_rows: int, look: Look) -> Iterator[str]:
-    tokenizer = _tokenizer(config.model.path, source.data.chat_template)
+def _shown(source: Wanted, tokenizer: Any, form: Form, num_rows: int, look: Look) -> Iterator[str]:
     if is_prepared(source.path):
         store = TokenStore.open(shown(source.path))
         store.require_tokenizer(tokenizer, fingerprint(tokenizer))
         return show_prepared(store, tokenizer, num_rows, look)
-    settings = prepare_settings(source.data, form=config.tune.form)
+    settings = prepare_settings(source.data, form=form)
     return show(source.path, tokenizer, settings, num_rows, look)
 
 

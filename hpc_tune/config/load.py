@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import functools
 import json
-import os
 import re
 import sys
 import types
@@ -28,6 +27,7 @@ from pydantic.fields import FieldInfo
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.optim import OptimConfig, auto_lr
+from hpc_tune.config.paths import expand_paths
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.secrets import secrets_in
 from hpc_tune.config.section import flat
@@ -36,12 +36,6 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.safe_yaml import load_yaml
 
-# What may begin with ~ or hold $SCRATCH.
-_PATHS = (
-    "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
-    "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
-    "slurm.env_file", "slurm.venv",
-)  # fmt: skip
 _INSTEAD = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; a file of settings is named by --config FILE",
@@ -75,7 +69,6 @@ _SOURCE_FIELDS = [
     *(f"data.eval_sources.{name}" for name in HeldOutSource.model_fields),
 ]
 _IN_SOURCE = re.compile(r"(data\.(?:eval_)?sources\.)(\d+\.)(\w+)")
-_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
 
 
 def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -111,7 +104,7 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {_unresolved(error)}")
         raise ConfigError(_list(problems)) from None
-    problems += _expand_paths(values)
+    problems += expand_paths(values)
     if unwritable := list(_unwritable(values)):
         raise ConfigError(_list([*problems, *unwritable]))
     try:
@@ -167,41 +160,6 @@ def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
                 f"{part}{name}{json.dumps(value, ensure_ascii=False, default=str)}".encode()
             except UnicodeEncodeError:
                 yield f"{f'{part}.{name}={value}'!a}: expected text that can be written as UTF-8"
-
-
-def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
-    """Expand ~ and $VARIABLES in paths, in place; yield a problem for each that is not set."""
-    for name in _PATHS:
-        part, _, key = name.partition(".")
-        if isinstance(fields := values.get(part), dict):
-            yield from _expand(name, fields, key)
-    given_data = values.get("data")
-    data = given_data if isinstance(given_data, dict) else {}
-    for setting in ("sources", "eval_sources"):
-        given = data.get(setting)
-        for at, source in enumerate(given if isinstance(given, list) else []):
-            for key in ("path", "chat_template") if isinstance(source, dict) else ():
-                yield from _expand(f"data.{setting}.{at}.{key}", source, key)
-
-
-def _expand(name: str, fields: dict[Any, Any], key: str) -> Iterator[str]:
-    """Expand ~ and $VARIABLES in ``fields[key]``; ``name``: of the setting."""
-    given = fields.get(key)
-    paths = given if isinstance(given, list) else [given]
-    for at, path in enumerate(paths):
-        if not isinstance(path, str):
-            continue
-        expanded = os.path.expandvars(os.path.expanduser(path))
-        if name == "model.path" and os.path.isdir(expanded):
-            expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
-        paths[at] = expanded
-        for left in _VARIABLE.findall(expanded):
-            yield (
-                f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name "
-                "the folder"
-            )
-    if isinstance(given, str):
-        fields[key] = paths[0]
 
 
 def _over_defaults(tree: DictConfig) -> DictConfig:

@@ -102,6 +102,7 @@ def test_a_mixture_is_the_same_stopped_and_resumed_on_more_ranks(data):
         assert abs(reached[name]["learned_tokens"] - weight * learned) <= 2 * mean_row
 
 
+@pytest.mark.full
 def test_weights_change_where_a_run_is_if_that_is_asked_for(data):
     def changed(*more):
         words = settings(data, "changed", WEIGHTS, "train.max_steps=6", "tune.rank=4", *more)

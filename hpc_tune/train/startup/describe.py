@@ -53,6 +53,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         + arithmetic_of(config.train, model.built.dtype, capability_of(comm.device)),
         "method": method_of(config.tune, model.size),
         "data": _data(config.data, data),
+        **_evals(data, config.checkpoint.keep_best),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict + allocator_of(comm.device, os.environ),
         "kernels": str(model.kernels(comm.device)),
@@ -221,6 +222,15 @@ def _data(config: DataConfig, data: Data) -> str:
         f"{format_count(loader.num_rows_per_epoch)} rows of {config.seq_len} tokens, "
         f"{100 * loader.padding:.1f}% padding"
     )
+
+
+def _evals(data: Data, goes_by_it: bool) -> dict[str, str]:
+    """Return what the held-out loss is, where it is of several sources."""
+    if len(data.held_out) < 2:
+        return {}
+    names = ", ".join(source.name for source in data.held_out)
+    best = ", by which the best checkpoint is chosen" if goes_by_it else ""
+    return {"evals": f"of {names}; the held-out loss is their mean{best}"}
 
 
 def _batch(rows: int, layout: Layout, data: Data) -> str:
