@@ -45,8 +45,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     if not job.setup_comm.is_rank_0:
         return
     config, comm, layout = model.config, job.setup_comm, resolved.layout
-    rows, rows_per_epoch = config.batch.global_size, data.loader.num_rows_per_epoch
-    total_steps = data.total_steps
+    rows, total_steps = config.batch.global_size, data.total_steps
     lines: dict[str, Any] = {
         "world": _world(comm),
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
@@ -92,7 +91,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         )
     for warning in (
         *idle_ranks(rows, resolved.layout),
-        *few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch),
+        *few_steps(config.train, config.optim, rows, total_steps, data.loader.num_rows_per_epoch),
         *lost_best(config.train, config.checkpoint),
     ):
         log.warning("%s", warning)
