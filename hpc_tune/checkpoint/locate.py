@@ -1,6 +1,5 @@
 """Find the checkpoint that a path means, and list the checkpoints of a run directory."""
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,12 +156,19 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
 
 def _mixture_lines(checkpoints: Sequence[Path]) -> Iterator[str]:
     """Yield what the newest checkpoint's run has had of each source of a mixture."""
-    for checkpoint in list(reversed(checkpoints))[:1]:
-        with contextlib.suppress(CheckpointError, UnreadableError, OSError):  # told above
-            loader = RunState.from_json(read_state(checkpoint), str(checkpoint)).loader
-            if "phases" in loader:
-                for source in reached(phases_from_json(loader["phases"]), loader["rows"]):
-                    yield f"{checkpoint.name}  source {source}"
+    if not checkpoints:
+        return
+    newest = checkpoints[-1]
+    try:
+        loader = RunState.from_json(read_state(newest), str(newest)).loader
+    except (CheckpointError, UnreadableError, OSError):  # told of already
+        return
+    if "phases" in loader:
+        try:
+            for source in reached(phases_from_json(loader["phases"]), loader["rows"]):
+                yield f"{newest.name}  source {source}"
+        except (ValueError, KeyError, TypeError) as error:
+            yield f"{newest.name}  its mixture cannot be read: {error}"
 
 
 def _verdict(error: Exception) -> str:

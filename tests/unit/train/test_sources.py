@@ -7,14 +7,17 @@ from dataclasses import asdict, replace
 import pytest
 
 from hpc_tune.config.data import DataConfig
+from hpc_tune.config.schema import TrainConfig
 from hpc_tune.config.sources import HeldOutSource, TrainedSource
 from hpc_tune.data.mixture import Part, Phase, reached
+from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.errors import CheckpointError, ConfigError, DataError
 from hpc_tune.train.data import Tokenizing, look_for_data, prepare_data
 from hpc_tune.train.sources import (
     check_passes,
     phases_of,
+    planned_sources,
     rows_of,
     wanted_for_evaluation,
     wanted_for_training,
@@ -210,6 +213,24 @@ def test_what_is_wrong_with_one_source_is_said_by_its_name(tmp_path, model):
     assert re.match(r"data\.sources: other: .* gives no example to learn from", said(unlearned))
     renamed = said(good, columns={"x": "text"})
     assert re.match(r"data\.sources: other: .* data\.columns=", renamed)
+
+
+def test_a_plan_says_passes_of_prepared_sources_and_which_are_not_prepared(tmp_path, model):
+    raw = write_jsonl(tmp_path / "raw.jsonl", [chat(f"q{n}", "a") for n in range(40)])
+    tokenizer = Tokenizing(model, None).tokenizer
+    prepare(str(raw), tmp_path / "p.h5", tokenizer, PrepareSettings(100))
+    sources = [TrainedSource(path=str(tmp_path / "p.h5"), name="p", epochs=2)]
+    data = DataConfig(path=None, sources=sources, seq_len=100)
+    ready, repeated = planned_sources(data, TrainConfig(), 4)
+    assert ready.startswith("source  p, epochs 2: ")
+    assert "2.00 passes" in ready
+    assert "passes over p 2.00 times" in repeated
+    with pytest.raises(ConfigError, match=re.escape("pass over p 6.00 times (max_epochs=4)")):
+        list(planned_sources(data, TrainConfig(epochs=3), 4))
+    mixed = [*sources, TrainedSource(path=str(raw), epochs=1)]
+    (line,) = planned_sources(data.model_copy(update={"sources": mixed}), TrainConfig(), 4)
+    assert "of which raw not prepared yet" in line
+    assert list(planned_sources(DataConfig(), TrainConfig(), 4)) == []
 
 
 def test_a_limit_above_what_there_is_is_said(tmp_path, model, caplog):
