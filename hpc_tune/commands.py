@@ -132,8 +132,7 @@ def convert(options: Namespace) -> int:
 
     lines, text = convert_file(options.file, options.ranks, options.out)
     print("\n".join(lines), file=sys.stderr)
-    if options.out is None:
-        print(text, end="")
+    print(text if options.out is None else "", end="")
     return EXIT_DONE
 
 
@@ -164,15 +163,14 @@ def submit(options: Namespace) -> int:
     config = options.config
     if problems := check_job(config.slurm, config.parallel, config.run.device):
         raise ConfigError("; ".join(problems))
-    if options.config.slurm == SlurmConfig():
+    if config.slurm == SlurmConfig():
         log.warning("no slurm setting is given: the job asks for 1 node, 1 rank, no GPU and 1 hour")
-    text = slurm.render(options.config.slurm, _arguments_for(options), Path.cwd())
+    text = slurm.render(config.slurm, _arguments_for(options), Path.cwd())
     if options.dry_run:
         print(text, end="")
         return EXIT_DONE
-    slurm_settings, run_dir = options.config.slurm, options.config.run.dir
-    job = submission.submit(text, slurm_settings, Path.cwd(), os.environ)
-    print(f"submitted job {job}, run directory {run_dir}; squeue -j {job} shows its state")
+    job = submission.submit(text, config.slurm, Path.cwd(), os.environ)
+    print(f"submitted job {job}, run directory {config.run.dir}; squeue -j {job} shows its state")
     return EXIT_DONE
 
 
@@ -247,6 +245,7 @@ def plan(options: Namespace) -> int:
     from hpc_tune.plan.advice import check_remedies
     from hpc_tune.plan.hardware import machine_asked_for
     from hpc_tune.plan.report import as_json, as_lines, make_plan
+    from hpc_tune.train.sources import planned_sources
 
     config = options.config
     named_machine = options.nodes, options.gpus_per_node, options.device_memory, options.host_memory
@@ -276,7 +275,9 @@ def plan(options: Namespace) -> int:
 
     planned = make_plan(config, *how)
     advice = planned.advice if planned.fits else check_remedies(planned.remedies, fits_with)
-    print(as_json(planned, advice) if options.json else "\n".join(as_lines(planned, advice)))
+    lines = as_lines(planned, advice)
+    lines += planned_sources(config.data, config.train, config.batch.global_size)
+    print(as_json(planned, advice) if options.json else "\n".join(lines))
     return EXIT_DONE if planned.fits else EXIT_FAILED
 
 

@@ -4,13 +4,15 @@ terminal, by one process."""
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from hpc_tune.config.data import is_prepared
+from hpc_tune.config.data import Form, is_prepared
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.files import shown
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.show import COLOURS, PLAIN, show, show_prepared
+from hpc_tune.data.show import COLOURS, PLAIN, Look, show, show_prepared
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from hpc_tune.log import log
@@ -20,6 +22,7 @@ from hpc_tune.model.tokenizer import load_tokenizer
 from hpc_tune.train.data import make_folder, prepare_file, prepare_settings
 from hpc_tune.train.exit import joined
 from hpc_tune.train.model import ready_model
+from hpc_tune.train.sources import Wanted, naming, wanted_for_training
 from hpc_tune.world.bootstrap import shutdown
 
 
@@ -28,6 +31,13 @@ def run_prepare(config: RunConfig, out: Path) -> int:
     if not is_prepared(str(out)):
         raise ConfigError(f"--out {out}: expected a name that ends in .h5")
     data, folder = config.data, out.absolute().parent
+    if data.path is None:
+        raise ConfigError(
+            "prepare writes one file, and data.sources are several: prepare each by itself, with "
+            "data.path and its columns, data.chat_template and data.loss_on; a run prepares raw "
+            "sources itself, once, into data.cache"
+        )
+    path = data.path
     with joined(config.run, run_dir=None) as comm:
         comm.on_rank_0("making the output folder", lambda: make_folder(folder))
         directory = ready_model(config.model.path, comm, folder)
@@ -35,12 +45,12 @@ def run_prepare(config: RunConfig, out: Path) -> int:
             "loading the tokenizer", lambda: load_tokenizer(directory, data.chat_template)
         )
         if not data.eval_fraction:
-            prepare_file(data.path, out, data, tokenizer, comm, form=config.tune.form)
+            prepare_file(path, out, data, tokenizer, comm, form=config.tune.form)
             log.info("wrote %s. Use it with data.path=%s", out, out)
         else:
             held_out = out.with_stem(f"{out.stem}-held-out")
-            prepare_file(data.path, out, data, tokenizer, comm, "train", config.tune.form)
-            prepare_file(data.path, held_out, data, tokenizer, comm, "held-out", config.tune.form)
+            prepare_file(path, out, data, tokenizer, comm, "train", config.tune.form)
+            prepare_file(path, held_out, data, tokenizer, comm, "held-out", config.tune.form)
             log.info("wrote %s and %s. Use them with", out, held_out)
             log.info("data.path=%s data.eval_path=%s", out, held_out)
         shutdown(comm)
@@ -48,26 +58,34 @@ def run_prepare(config: RunConfig, out: Path) -> int:
 
 
 def run_show(config: RunConfig, num_rows: int) -> int:
-    """Print data.path as model.path will see it; write nothing to disk."""
-    data, look = config.data, PLAIN
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        look = COLOURS
+    """Print data.path, or each source, as model.path will see it; write nothing to disk."""
+    look = COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN
     refuse_shape(config.model.path)
+    for source in wanted_for_training(config.data):
+        if source.name:
+            print(f"== {source.name}")
+        with naming(source):
+            tokenizer = _tokenizer(config.model.path, source.data.chat_template)
+            for line in _shown(source, tokenizer, config.tune.form, num_rows, look):
+                print(line)
+    return EXIT_DONE
+
+
+def _shown(source: Wanted, tokenizer: Any, form: Form, num_rows: int, look: Look) -> Iterator[str]:
+    if is_prepared(source.path):
+        store = TokenStore.open(shown(source.path))
+        store.require_tokenizer(tokenizer, fingerprint(tokenizer))
+        return show_prepared(store, tokenizer, num_rows, look)
+    settings = prepare_settings(source.data, form=form)
+    return show(source.path, tokenizer, settings, num_rows, look)
+
+
+def _tokenizer(model_path: str, chat_template: str | None) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(config.model.path)
-        if config.model.path == BUILTIN_TINY:
+        directory = Path(model_path)
+        if model_path == BUILTIN_TINY:
             directory = Path(folder) / "builtin-tiny"
             write_tiny(directory)
-        tokenizer = load_tokenizer(directory, data.chat_template)
-    tokenizer.name_or_path = config.model.path
-    if is_prepared(data.path):
-        store = TokenStore.open(shown(data.path))
-        store.require_tokenizer(tokenizer, fingerprint(tokenizer))
-        lines = show_prepared(store, tokenizer, num_rows, look)
-    else:
-        lines = show(
-            data.path, tokenizer, prepare_settings(data, form=config.tune.form), num_rows, look
-        )
-    for line in lines:
-        print(line)
-    return EXIT_DONE
+        tokenizer = load_tokenizer(directory, chat_template)
+    tokenizer.name_or_path = model_path
+    return tokenizer

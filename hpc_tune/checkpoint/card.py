@@ -1,6 +1,7 @@
 """The model card (README.md) of an export, and the configuration of its training."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -9,6 +10,7 @@ from hpc_tune import __version__
 from hpc_tune.checkpoint.base_name import name_of
 from hpc_tune.checkpoint.state import Evals, RunState
 from hpc_tune.checkpoint.store import read_state
+from hpc_tune.config.data import DataConfig
 from hpc_tune.data.files import as_list
 from hpc_tune.safe_yaml import load_yaml
 
@@ -52,7 +54,7 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
         scaled = ", scaled by alpha / sqrt(rank)" if tune.rslora else ""
         rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}{scaled}, on {targets}"
     rows |= {
-        "data": ", ".join(Path(path).name for path in as_list(config.data.path)),
+        "data": ", ".join(_data_of(config.data)),
         "optimizer steps": f"{state.step} of {state.total_steps}",
         "batch": f"{config.batch.global_size} rows of {config.data.seq_len} tokens",
         "learning rate": f"{optim.peak_lr:g}, {optim.schedule}, {warmup} warm-up steps",
@@ -91,6 +93,14 @@ def _card(
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
         f"```python\n{_USE[kind].format(auto=auto)}\n```\n"
     )
+
+
+def _data_of(data: DataConfig) -> Iterator[str]:
+    """Yield the names of the files, and in a mixture how much of each is learned."""
+    for source in data.sources or []:
+        share = f"epochs {source.epochs}" if source.epochs else f"weight {source.weight:g}"
+        yield f"{source.called} ({share})"
+    yield from (Path(path).name for path in as_list(data.path or []))
 
 
 def _license_of(base: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Find the checkpoint that a path means, and list the checkpoints of a run directory."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +10,7 @@ from hpc_tune.checkpoint.state import OTHER_WEIGHTS, RunState
 from hpc_tune.checkpoint.store import MANIFEST, Store, read_state, verify
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flat
+from hpc_tune.data.mixture import phases_from_json, reached
 from hpc_tune.errors import CheckpointError, ConfigError, HpcTuneError, UnreadableError
 from hpc_tune.log import log
 from hpc_tune.model.builtin import BUILTIN_TINY
@@ -144,12 +145,30 @@ def list_checkpoints(path: Path, check_bytes: bool) -> tuple[list[str], bool]:
                     lines.append(f"{checkpoint.name}  {_verdict(error)}: {error}")
         if not new:
             break
+    lines += _mixture_lines(seen)
     for aside in [] if is_one else _store_of(path).superseded():
         lines.append(
             f"{aside.name}  put aside: the run went on from an earlier one; remove it if it is not "
             f"needed, or resume from it with checkpoint.resume={aside}"
         )
     return lines, all_valid
+
+
+def _mixture_lines(checkpoints: Sequence[Path]) -> Iterator[str]:
+    """Yield what the newest checkpoint's run has had of each source of a mixture."""
+    if not checkpoints:
+        return
+    newest = checkpoints[-1]
+    try:
+        loader = RunState.from_json(read_state(newest), str(newest)).loader
+    except (CheckpointError, UnreadableError, OSError):  # told of already
+        return
+    if "phases" in loader:
+        try:
+            for source in reached(phases_from_json(loader["phases"]), loader["rows"]):
+                yield f"{newest.name}  source {source}"
+        except (ValueError, KeyError, TypeError) as error:
+            yield f"{newest.name}  its mixture cannot be read: {error}"
 
 
 def _verdict(error: Exception) -> str:

@@ -7,6 +7,7 @@ from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.scheduler import SlurmConfig, time_limit_s
 from hpc_tune.config.schema import RunConfig, TrainConfig
+from hpc_tune.config.sources import check_names, check_sources
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.units import format_seconds
 
@@ -254,26 +255,69 @@ def _optim(optim: OptimConfig, method: str) -> Iterator[str]:
 
 
 def _data(data: DataConfig, train: TrainConfig) -> Iterator[str]:
-    if not (data.eval_path or data.eval_fraction):
+    if not data.has_held_out:
         for name in ("eval_every_steps", "stop_after_evals"):
             if getattr(train, name) is not None:
-                yield f"train.{name} needs data.eval_path or data.eval_fraction"
+                yield (
+                    f"train.{name} needs data.eval_path, data.eval_fraction or data.eval_sources"
+                )
     if train.stop_after_evals is not None and train.eval_every_steps is None:
         yield f"train.stop_after_evals={train.stop_after_evals} needs train.eval_every_steps"
-    if data.eval_path and data.eval_fraction:
-        yield (
-            f"data.eval_fraction={data.eval_fraction:g} and data.eval_path={data.eval_path} both "
-            "say what is held out; leave one of them out (data.eval_path=null)"
-        )
-    if is_prepared(data.path) and data.eval_fraction:
-        yield (
-            f"data.eval_fraction={data.eval_fraction:g} splits raw data, and {data.path} is "
-            "prepared; give it to `prepare`, which writes two files, and set data.eval_path"
-        )
-    if all(is_prepared(path) for path in (data.path, data.eval_path) if path):
+    yield from _sources(data)
+    yield from _held_out(data)
+    paths = [data.path, data.eval_path, *(source.path for source in data.sources or [])]
+    paths += [source.path for source in data.eval_sources or []]
+    if all(is_prepared(path) for path in paths if path):
         for name, is_set in (("columns", data.columns), ("bad_rows", data.bad_rows != "refuse")):
             if is_set:
                 yield f"data.{name} has no effect on prepared data; leave it out"
+
+
+def _sources(data: DataConfig) -> Iterator[str]:
+    if data.sources is None:
+        if data.path is None:
+            yield "data.path=null, and there are no data.sources: name what is to be learned"
+    elif data.path is not None:
+        yield (
+            f"data.path={data.path} and data.sources both say what is learned; leave one of "
+            "them out (data.path=null)"
+        )
+    if data.sources is not None:
+        yield from check_sources(data.sources)
+    if data.eval_sources is not None:
+        yield from check_names("data.eval_sources", data.eval_sources)
+    for name in ("sources", "eval_sources"):
+        for source in getattr(data, name) or []:
+            if is_prepared(source.path) and source.columns:
+                yield (
+                    f"data.{name}: columns of {source.called} has no effect on prepared data; "
+                    "leave it out"
+                )
+    if data.new_mixture and not any(source.weight for source in data.sources or []):
+        yield "data.new_mixture=true has no effect without weights in data.sources; leave it out"
+
+
+def _held_out(data: DataConfig) -> Iterator[str]:
+    if data.eval_sources is not None and not data.eval_sources:
+        yield "data.eval_sources is an empty list; name at least one source, or leave it out"
+    said = {
+        f"data.eval_path={data.eval_path}": data.eval_path,
+        f"data.eval_fraction={data.eval_fraction:g}": data.eval_fraction,
+        "data.eval_sources": data.eval_sources,
+    }
+    given = [what for what, is_set in said.items() if is_set]
+    if len(given) > 1:
+        yield (
+            f"{' and '.join(reversed(given))} {'both' if len(given) == 2 else 'all'} say what is "
+            "held out; leave one of them out (data.eval_path=null)"
+        )
+    for path in (data.path, *(source.path for source in data.sources or [])):
+        if is_prepared(path) and data.eval_fraction:
+            yield (
+                f"data.eval_fraction={data.eval_fraction:g} splits raw data, and {path} is "
+                "prepared; give it to `prepare`, which writes two files, and set data.eval_path"
+                f"{' or data.eval_sources' if data.sources else ''}"
+            )
 
 
 def _slurm(slurm: SlurmConfig) -> Iterator[str]:

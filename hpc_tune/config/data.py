@@ -1,62 +1,60 @@
 """The ``data`` section of the configuration: what the model is trained on."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 
 from hpc_tune.config.section import PositiveInt, Section
+from hpc_tune.config.sources import Columns, HeldOutSource, LossOn, TrainedSource
 
 # What is read from rows: answers to learn, pairs of a chosen and a rejected answer, or answers with
 # a label that says whether they are desirable.
 Form = Literal["answers", "pairs", "labels"]
-_FIELDS = (
-    "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
-    "response", "text", "system", "history", "tools", "weight", "train", "loss", "loss_mask",
-    "chosen", "rejected", "label",
-)  # fmt: skip
-
-
-def _with_values(columns: Any) -> Any:
-    """Refuse ``{NAME:prompt}``, which YAML reads as one name without a value."""
-    if isinstance(columns, dict) and (bare := [k for k, v in columns.items() if v is None]):
-        raise ValueError(f"{bare[0]} has no value; put a space after the colon: {{NAME: prompt}}")
-    return columns
-
-
-def _fields_of_rows(columns: dict[str, str]) -> dict[str, str]:
-    """Check what the columns of data are to be read as."""
-    for name, field in columns.items():
-        if field not in _FIELDS:
-            raise ValueError(f"{name}: {field} is not one of {', '.join(_FIELDS)}")
-    if len(set(columns.values())) < len(columns):
-        raise ValueError("two columns are to be read as the same field")
-    return columns
 
 
 class DataConfig(Section):
     """What the model is trained on."""
 
-    path: str | list[str] = Field(
+    path: str | list[str] | None = Field(
         "builtin:pydocs",
         description="A prepared .h5 file, or raw data: .json, .jsonl, .csv, .parquet, .arrow, .txt "
         "or .md, a folder of one of these kinds, a pattern such as data/*.jsonl, or a list of "
         "these. Raw data is prepared first, into data.cache. builtin:pydocs: questions about this "
-        "Python's modules and functions, with their docstrings as answers; it needs no download.",
+        "Python's modules and functions, with their docstrings as answers; it needs no download. "
+        "null: data.sources says it.",
+    )
+    sources: list[TrainedSource] | None = Field(
+        None,
+        description="Several sources in place of data.path, each with path and weight (its share "
+        "of the learned tokens; they add up to 1) or, for all of them, epochs; and if need be "
+        "name, max_epochs, limit, columns, chat_template and loss_on: see docs/mixtures.md.",
+    )
+    new_mixture: bool = Field(
+        False,
+        description="Let a run that resumes go on with other weights or further sources than it "
+        "had: they hold from there on, and the change is recorded. false: that is refused.",
     )
     eval_path: str | list[str] | None = Field(
         None,
         description="Held-out data in the same forms, on which the loss is measured. Unset: none, "
         "unless eval_fraction is set. builtin:pydocs:heldout is the held-out part of pydocs.",
     )
+    eval_sources: list[HeldOutSource] | None = Field(
+        None,
+        description="Several sources of held-out data in place of eval_path, each with path and if "
+        "need be name, limit, columns, chat_template and loss_on, which are those of the source of "
+        "data.sources with its name unless they are said. The loss of each is measured by name; "
+        "their mean is the held-out loss that checkpoint.keep_best and train.stop_after_evals go "
+        "by.",
+    )
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="The share of data.path's documents that is held out, from 0 to 1, in place "
-        "of eval_path; 0 trains on all. A hash of its content decides for each document: the same "
-        "ones are held out in each run, on any number of ranks, and duplicates are on one side.",
+        description="The share of the documents of data.path, or of each source, that is held "
+        "out, from 0 to 1, in place of eval_path; 0 trains on all. A hash of its content decides "
+        "for each document: the same ones are held out in each run, on any number of ranks, and "
+        "duplicates are on one side.",
     )
-    columns: Annotated[
-        dict[str, str], BeforeValidator(_with_values), AfterValidator(_fields_of_rows)
-    ] = Field(
+    columns: Columns = Field(
         {},
         description="Names in the data and the fields that they are read as, such as "
         "{problem: prompt, solution: completion}. question and answer, query and response, "
@@ -79,7 +77,7 @@ class DataConfig(Section):
         "same gradient with less padding, and so faster. false: one document per row. Where a "
         "model cannot keep documents apart packing is switched off, with a line in the log.",
     )
-    loss_on: Literal["answers", "all"] = Field(
+    loss_on: LossOn = Field(
         "answers",
         description="answers: only what the assistant writes is learned, since prompts are given "
         "when the model is used; all: the prompts too.",
@@ -94,6 +92,20 @@ class DataConfig(Section):
         description="The folder for files prepared from raw data, which all nodes share; runs with "
         "the same folder prepare the same data once. Unset: data/ in the run directory.",
     )
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether a held-out loss is measured."""
+        return bool(self.eval_path or self.eval_fraction or self.eval_sources)
+
+    def of_source(self, source: HeldOutSource) -> "DataConfig":
+        """Return the section as it is for a source alone; not its held-out data."""
+        own = {"columns": source.columns, "chat_template": source.chat_template}
+        own["loss_on"] = source.loss_on
+        said = {name: value for name, value in own.items() if value is not None}
+        return self.model_copy(
+            update={"path": source.path, "sources": None, "eval_sources": None, **said}
+        )
 
 
 def is_prepared(path: str | list[str] | None) -> bool:

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import functools
 import json
-import os
 import re
 import sys
 import types
@@ -28,19 +27,15 @@ from pydantic.fields import FieldInfo
 from hpc_tune.atomic_file import write_file
 from hpc_tune.config.constraints import check
 from hpc_tune.config.optim import OptimConfig, auto_lr
+from hpc_tune.config.paths import expand_paths
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.secrets import secrets_in
 from hpc_tune.config.section import flat
+from hpc_tune.config.sources import HeldOutSource, TrainedSource
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.safe_yaml import load_yaml
 
-# What may begin with ~ or hold $SCRATCH.
-_PATHS = (
-    "model.path", "tune.init_from", "data.path", "data.eval_path", "data.chat_template",
-    "data.cache", "parallel.offload_path", "checkpoint.resume", "run.dir", "run.compile_cache",
-    "slurm.env_file", "slurm.venv",
-)  # fmt: skip
 _INSTEAD = {
     "run.wandb": "; use run.trackers=[wandb]",
     "config": "; a file of settings is named by --config FILE",
@@ -49,6 +44,7 @@ _INSTEAD = {
 _TWINS = {
     "optim.warmup_ratio": "optim.warmup_steps",
     "data.eval_fraction": "data.eval_path",
+    "data.eval_sources": "data.eval_path",
     "train.epochs": "train.max_steps",
 }
 # What other tools call it.
@@ -68,7 +64,11 @@ _ELSEWHERE = {
     "save_steps": "checkpoint.every_steps", "save_total_limit": "checkpoint.keep",
 }  # fmt: skip
 _LAYOUTS = ", or auto; DDP is parallel.replicate, FSDP parallel.shard, ZeRO parallel.zero_stage"
-_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
+_SOURCE_FIELDS = [
+    *(f"data.sources.{name}" for name in TrainedSource.model_fields),
+    *(f"data.eval_sources.{name}" for name in HeldOutSource.model_fields),
+]
+_IN_SOURCE = re.compile(r"(data\.(?:eval_)?sources\.)(\d+\.)(\w+)")
 
 
 def load_config(paths: str | Sequence[str] | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -104,7 +104,7 @@ def _load(paths: str | Sequence[str] | None, overrides: Sequence[str]) -> RunCon
     except OmegaConfBaseException as error:
         problems.append(f"{source}: {_unresolved(error)}")
         raise ConfigError(_list(problems)) from None
-    problems += _expand_paths(values)
+    problems += expand_paths(values)
     if unwritable := list(_unwritable(values)):
         raise ConfigError(_list([*problems, *unwritable]))
     try:
@@ -138,6 +138,8 @@ def is_tiny(overrides: Sequence[str]) -> bool:
             _apply_override(tree, override)
     parts = [_values(tree).get(part) for part in ("model", "data")]
     paths = [fields.get("path") for fields in parts if isinstance(fields, dict)]
+    if any(fields.get("sources") is not None for fields in parts if isinstance(fields, dict)):
+        return False
     return all(path is None or str(path).startswith("builtin:") for path in paths)
 
 
@@ -160,36 +162,13 @@ def _unwritable(values: dict[Any, Any]) -> Iterator[str]:
                 yield f"{f'{part}.{name}={value}'!a}: expected text that can be written as UTF-8"
 
 
-def _expand_paths(values: dict[Any, Any]) -> Iterator[str]:
-    """Expand ~ and $VARIABLES in paths, in place; yield a problem for each that is not set."""
-    for name in _PATHS:
-        part, _, key = name.partition(".")
-        fields = values.get(part)
-        if not isinstance(fields, dict):
-            continue
-        given = fields.get(key)
-        paths = given if isinstance(given, list) else [given]
-        for at, path in enumerate(paths):
-            if not isinstance(path, str):
-                continue
-            expanded = os.path.expandvars(os.path.expanduser(path))
-            if name == "model.path" and os.path.isdir(expanded):
-                expanded = os.path.abspath(expanded)  # an export may be made from elsewhere
-            paths[at] = expanded
-            for left in _VARIABLE.findall(expanded):
-                yield (
-                    f"{name}={path}: the environment has no {left.strip('${}')}; set it, or name "
-                    "the folder"
-                )
-        if isinstance(given, str):
-            fields[key] = paths[0]
-
-
 def _over_defaults(tree: DictConfig) -> DictConfig:
     """Return the defaults overridden by ``tree``; unknown sections stay, to be refused."""
     merged: dict[Any, Any] = RunConfig().model_dump()  # optim.lr is auto here
     for part, fields in _values(tree).items():
         known = isinstance(fields, dict) and part in merged
+        if known and part == "data" and fields.get("sources") is not None:
+            merged[part]["path"] = None  # the default; one that is given stays, to be refused
         merged[part] = merged[part] | fields if known else fields
     return OmegaConf.create(merged)
 
@@ -217,18 +196,21 @@ def explain(errors: Sequence[Any], source: str) -> list[str]:
     pydantic has an error for each branch of a union and appends the branch to the location; users
     know the field alone.
     """
-    known, unknown = field_names(), []
+    known, unknown = [*field_names(), *_SOURCE_FIELDS], []
     expected: dict[str, list[str]] = {}
     for error in errors:
         name = ".".join(str(part) for part in error["loc"])
+        in_source = _IN_SOURCE.match(name)  # data.sources.0.path.str: the branch is cut off
         if error["type"] == "extra_forbidden":
-            hint = _INSTEAD.get(name) or _near(name, known)
+            near = (in_source[1] + in_source[3], _SOURCE_FIELDS) if in_source else (name, known)
+            hint = _INSTEAD.get(name) or _near(*near)
             if name.startswith("slurm."):
                 option = name.removeprefix("slurm.").replace("_", "-")
                 hint += f"; another option of sbatch is slurm.options=[--{option}=...]"
             unknown.append(f"{name}: no such key in {source} or its overrides{hint}")
             continue
         field = next((k for k in known if name == k or name.startswith(k + ".")), name)
+        field = in_source[0] if in_source else field
         message = error["msg"].removeprefix("Value error, ")
         if error["type"] == "model_type":
             example = next(

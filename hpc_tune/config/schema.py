@@ -182,8 +182,9 @@ class CheckpointConfig(Section):
     )
     keep_best: bool = Field(
         False,
-        description="Keep the checkpoint with the lowest held-out loss too, of those saved right "
-        "after an evaluation; it takes the disk space of one more.",
+        description="Keep the checkpoint with the lowest held-out loss too (of several held-out "
+        "sources their mean), of those saved right after an evaluation; it takes the disk space "
+        "of one more.",
     )
     background: bool = Field(
         True,

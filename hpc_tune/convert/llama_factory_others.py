@@ -105,7 +105,11 @@ LEFT: dict[str, Rule] = {
     "load_best_model_at_end": lacking("set checkpoint.keep_best=true, and export that", to_do=True),
     "disable_shuffling": lacking("rows are always shuffled, by train.seed", to_do=True),
     "mask_history": lacking("every answer of a chat is learned", to_do=True),
-    "interleave_probs": lacking("put a mixture into one file", to_do=True),
+    "interleave_probs": lacking(
+        "name each dataset in data.sources with a weight: its share of the learned tokens, not of "
+        "documents",
+        to_do=True,
+    ),
     **each(
         lacking("the tokenizer's chat template writes tools and reasoning", to_do=True),
         "tool_format enable_thinking",

@@ -20,7 +20,7 @@ import numpy as np
 from hpc_tune.batch import Batch
 from hpc_tune.config.data import Form
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.packed_rows import PackedRows
+from hpc_tune.data.packed_rows import PackedRows, Rows, micro_batches
 from hpc_tune.data.prefetch import Prefetcher
 from hpc_tune.data.sampler import ORDER_VERSION, SampleOrder
 from hpc_tune.errors import CheckpointError, ConfigError
@@ -43,7 +43,7 @@ class Loader:
 
     def __init__(
         self,
-        store: TokenStore,
+        rows: Rows,
         order: SampleOrder,
         *,
         global_size: int,
@@ -53,41 +53,31 @@ class Loader:
         micro_size: int = 1,
         prefetch_bytes: int | None = None,
     ) -> None:
-        """Pack the store's length histogram; no document is read yet.
+        """Begin with the first of ``rows``, whose order is ``order``; none is read yet.
 
         ``rank`` and ``size`` are those of the data-parallel axis. ``total_rows`` is where the
         stream ends, by default after one epoch; ``global_size`` rows go into each step over all
         ranks, fewer into the last one. ``prefetch_bytes``: as ``set_prefetch``, None as
         ``prefetch_limit``.
         """
-        self._seq_len, self._global_size = order.seq_len, global_size
+        self._global_size, self.stream = global_size, rows
         self._rank, self._size, self._micro_size = rank, size, micro_size
-        self._source = store.attributes.source
-        self._identity: _State = {
-            "order": ORDER_VERSION,
-            "content": store.attributes.content,
-            **asdict(order),
-        }
-        self._form = store.form
-        self._packed = PackedRows(store, order)
-        self._sampler = self._packed.sampler
-        self.total_rows = self._sampler.num_rows if total_rows is None else total_rows
+        self._identity: _State = {"order": ORDER_VERSION, **asdict(order)}
+        self.total_rows = rows.num_rows if total_rows is None else total_rows
         self._rows = 0
         self._pins = False
         limit = self.prefetch_bytes if prefetch_bytes is None else prefetch_bytes
         self._prefetcher = Prefetcher(self._build, limit, self._step_bytes())
-        if rank == 0:
-            _warn_of_cuts(store, order.seq_len)
 
     @property
     def num_rows_per_epoch(self) -> int:
-        """Rows of an epoch, in which each document comes once."""
-        return self._sampler.num_rows
+        """Rows of an epoch."""
+        return self.stream.num_rows
 
     @property
     def padding(self) -> float:
         """The share of the rows' tokens that packing leaves empty."""
-        return self._sampler.padding
+        return self.stream.padding
 
     @property
     def prefetch_bytes(self) -> int:
@@ -107,7 +97,7 @@ class Loader:
     @property
     def epoch(self) -> float:
         """Epochs consumed so far."""
-        return self._rows / self._sampler.num_rows
+        return self.stream.epoch_at(self._rows)
 
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches for the next step: the same number on every rank.
@@ -125,7 +115,7 @@ class Loader:
 
     def state(self) -> _State:
         """Return the position in the stream; prefetched steps do not count."""
-        return {"rows": self._rows, **self._identity}
+        return {"rows": self._rows, **self._identity, **self.stream.state()}
 
     def restore(self, state: _State) -> None:
         """Continue at the position that ``state`` holds; takes no time, on any number of ranks.
@@ -134,17 +124,13 @@ class Loader:
             ConfigError: if it is a position in another stream. CheckpointError: if it is none.
         """
         differing = {k: v for k, v in self._identity.items() if state.get(k) != v}
-        if differing.keys() == {"content"}:
-            raise ConfigError(
-                f"data.path={self._source} is not the data this run was trained "
-                "on, or it was prepared in another way. Give the old data, or another run.dir"
-            )
         if differing:
             said = [f"{k}: {state.get(k)} in the checkpoint, {v} now" for k, v in differing.items()]
             raise ConfigError(
                 f"the rows have another order than this run was trained with ({'; '.join(said)}). "
                 "Give the old values, or another run.dir"
             )
+        self.stream.require_state(state)
         if not isinstance(state.get("rows"), int):
             raise CheckpointError("the checkpoint's position in the data has no row number")
         self._rows = state["rows"]
@@ -159,12 +145,8 @@ class Loader:
         """Limit the bytes of prefetched steps; 0 disables prefetching."""
         self._prefetcher.set_limit(num_bytes)
 
-    def set_reference(self, reference_D2: np.ndarray) -> None:
-        """Give the log-probabilities of preferences under the reference, for later steps.
-
-        ``reference_D2``: fp32 [num_documents, 2], of the sides of each document of the store.
-        """
-        self._packed.set_reference(reference_D2)
+    def read_again(self) -> None:
+        """Discard prefetched steps, after something that is in them has changed."""
         self._prefetcher.restart(self._rows)
 
     def pin_batches(self) -> None:
@@ -182,7 +164,7 @@ class Loader:
     def _step_bytes(self) -> int:
         """Return the most that a step of this rank takes: rows * seq_len * 24 bytes or more."""
         rows = -(-self._global_size // self._size)
-        return rows * self._seq_len * BYTES_OF_FORM[self._form]
+        return rows * self.stream.seq_len * BYTES_OF_FORM[self.stream.form]
 
     def _build(self, start: int) -> tuple[list[Batch], int] | None:
         """Build the step that begins at stream row ``start``; None after the end of the stream."""
@@ -191,7 +173,7 @@ class Loader:
             return None
         own_rows = range(start + self._rank, stop, self._size)
         most_rows = -(-(stop - start) // self._size)
-        batches = self._packed.batches(own_rows, most_rows, micro_size)
+        batches = micro_batches(self.stream, own_rows, most_rows, micro_size)
         return [batch.pinned() for batch in batches] if self._pins else batches, stop
 
 
@@ -205,13 +187,14 @@ class HeldOut:
         num_rows: int | None = None,
         rank: int = 0,
         size: int = 1,
+        limit: int | None = None,
     ) -> None:
-        """Pack the store's length histogram. ``num_rows`` None means all."""
-        self._packed, self._rank, self._size = PackedRows(store, order), rank, size
-        num_packed = self._packed.sampler.num_rows
+        """Pack the store's length histogram. ``num_rows`` None means all; ``limit``: documents."""
+        self._packed, self._rank, self._size = PackedRows(store, order, limit), rank, size
+        num_packed = self._packed.num_rows
         self._num_rows = min(num_rows or num_packed, num_packed)
         if rank == 0:
-            _warn_of_cuts(store, order.seq_len)
+            warn_of_cuts(store, order.seq_len)
 
     @property
     def num_batches(self) -> int:
@@ -238,7 +221,7 @@ class HeldOut:
         for start in range(0, self._num_rows, self._size * micro_size):
             stop = min(start + self._size * micro_size, self._num_rows)
             own_rows = range(start + self._rank, stop, self._size)
-            yield from self._packed.batches(own_rows, 1, micro_size)
+            yield from micro_batches(self._packed, own_rows, 1, micro_size)
 
 
 def prefetch_limit(step_bytes: int) -> int:
@@ -246,7 +229,8 @@ def prefetch_limit(step_bytes: int) -> int:
     return max(PREFETCH_BYTES, step_bytes)
 
 
-def _warn_of_cuts(store: TokenStore, seq_len: int) -> None:
+def warn_of_cuts(store: TokenStore, seq_len: int) -> None:
+    """Say which documents are longer than a row, or were when they were prepared."""
     prepared, counters = store.attributes.seq_len, store.attributes.counters
     num_cut = counters.truncated + counters.cut_prompts
     num_longer = int(store.length_counts[store.length_values > seq_len].sum())

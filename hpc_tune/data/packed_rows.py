@@ -8,60 +8,127 @@ the batch holds those that rows give, and ``mismatched`` those of other rows aft
 Shapes: B rows, T tokens per row, P pairs or labelled answers.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from hpc_tune.batch import IGNORED_LABEL, Batch, Pairs, empty_batch
+from hpc_tune.config.data import Form
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.sampler import PackedSampler, SampleOrder
-from hpc_tune.errors import DataError
+from hpc_tune.data.subset import by_length
+from hpc_tune.errors import ConfigError, DataError
 
 ROUND_TO = 8
 Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask
 
 
+class Rows(Protocol):
+    """A stream of rows, of one file or of several."""
+
+    form: Form
+    seq_len: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+
+    @property
+    def padding(self) -> float:
+        """The share of an epoch's tokens that packing leaves empty."""
+
+    def epoch_at(self, stream_row: int) -> float:
+        """Return how many epochs come before a row of the stream."""
+
+    def row_at(self, epochs: float) -> int:
+        """Return the row of the stream with which some epochs are over."""
+
+    def read(self, stream_row: int) -> "ReadRow":
+        """Return a row's documents."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a position in the stream is of, in JSON types."""
+
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        """Check that a position is one of this stream; ConfigError if it is of another."""
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """The documents of a row: P of them, with the ``sides`` of each.
+
+    Of preferences also ``reference_P2``, fp32; of labelled answers ``desirable``.
+    """
+
+    sides: Sequence[Sequence[Side]]
+    reference_P2: np.ndarray
+    desirable: Sequence[bool] = ()
+
+
 class PackedRows:
     """The rows of a store: packed once, read when a batch is made of them."""
 
-    def __init__(self, store: TokenStore, order: SampleOrder) -> None:
-        """Pack the store's length histogram.
+    def __init__(self, store: TokenStore, order: SampleOrder, limit: int | None = None) -> None:
+        """Pack the store's length histogram, or that of ``limit`` documents of it.
 
         Raises:
             DataError: for preferences that are longer than a row: cut, they would lose an answer.
         """
-        longest = int(store.length_values[-1])
+        values, counts, numbers = by_length(store, limit)
+        longest = int(values[-1])
         if store.form != "answers" and longest > order.seq_len:
             raise DataError(
                 f"{store.path} has preferences of up to {longest} tokens, both answers together, "
                 f"and data.seq_len={order.seq_len} would cut them; set data.seq_len={longest} or"
                 " more, or prepare the data again with this one"
             )
-        self._store, self._form, self._seq_len = store, store.form, order.seq_len
+        self.store, self.form, self.seq_len = store, store.form, order.seq_len
         self._reference_D2: np.ndarray | None = None
-        self.sampler = PackedSampler(
-            store.length_values, store.length_counts, store.by_length, order
-        )
+        self.sampler = PackedSampler(values, counts, numbers, order)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, in which each document comes once."""
+        return self.sampler.num_rows
+
+    @property
+    def padding(self) -> float:
+        """The share of an epoch's tokens that packing leaves empty."""
+        return self.sampler.padding
+
+    def epoch_at(self, stream_row: int) -> float:
+        """Return how many epochs come before a row of the stream."""
+        return stream_row / self.num_rows
+
+    def row_at(self, epochs: float) -> int:
+        """Return the row of the stream with which some epochs are over."""
+        return math.ceil(epochs * self.num_rows)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a position in the stream is of."""
+        return {"content": self.store.attributes.content}
+
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        """Check that a position is one of this stream.
+
+        Raises:
+            ConfigError: if it is of other data.
+        """
+        if state.get("content") != self.store.attributes.content:
+            raise ConfigError(
+                f"data.path={self.store.attributes.source} is not the data this run was trained "
+                "on, or it was prepared in another way. Give the old data, or another run.dir"
+            )
 
     def set_reference(self, reference_D2: np.ndarray) -> None:
         """Give the log-probabilities under the reference, fp32 [num_documents, 2]."""
-        expected = (self._store.num_documents, 2)
+        expected = (self.store.num_documents, 2)
         assert reference_D2.shape == expected, f"{reference_D2.shape}, expected {expected}"
         self._reference_D2 = reference_D2.astype(np.float32, copy=False)
-
-    def batches(self, own_rows: range, most_rows: int, micro_size: int) -> list[Batch]:
-        """Build the micro-batches of ``own_rows``, as many as a rank with ``most_rows`` has."""
-        batches = []
-        for at in range(0, most_rows, micro_size):
-            rows = own_rows[at : at + micro_size]
-            batches.append(
-                self._batch(rows, own_rows.step)
-                if rows
-                else empty_batch(own_rows.start, self._form)
-            )
-        return batches
 
     def documents_in(self, batch: Batch) -> list[int]:
         """Return the numbers of a batch's documents, in their order: of pairs, that of P."""
@@ -69,41 +136,59 @@ class PackedRows:
             return []
         return [document for row in batch.rows for document in self.sampler.documents_of(row)]
 
-    def _batch(self, rows: range, stride: int) -> Batch:
-        store = self._store
-        numbers = [self.sampler.documents_of(row) for row in rows]
-        if self._form == "answers":
-            laid = [[store.document(number) for number in row] for row in numbers]
-            return make_batch(laid, self._seq_len, rows[0], stride)
-        read = [[store.sides(number) for number in row] for row in numbers]
-        pairs = self._pairs([d for row in numbers for d in row], [p for row in read for p in row])
-        if self._form == "pairs":
-            laid = [[side for sides in row for side in sides] for row in read]
-            return replace(make_batch(laid, self._seq_len, rows[0], stride), pairs=pairs)
-        laid = [[sides[0] for sides in row] for row in read]
-        own = make_batch(laid, self._seq_len, rows[0], stride)
-        laid = [[sides[1] for sides in row if len(sides) > 1] for row in read]
-        others = make_batch(laid, self._seq_len, rows[0], stride)
-        # Each with the tokens that it has.
-        counts_P2 = pairs.counts_P2
-        first, second = (counts_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
-        others = replace(others, pairs=replace(pairs, counts_P2=second))
-        return replace(own, pairs=replace(pairs, counts_P2=first), mismatched=others)
-
-    def _pairs(self, numbers: Sequence[int], read: Sequence[Sequence[Side]]) -> Pairs:
-        counts_P2 = np.zeros((len(read), 2), dtype=np.int64)
-        for number, sides in enumerate(read):
-            counts_P2[number, : len(sides)] = [np.count_nonzero(mask[1:]) for _, mask in sides]
-        reference_P2 = np.zeros((len(read), 2), dtype=np.float32)
+    def read(self, stream_row: int) -> ReadRow:
+        """Return a row's documents."""
+        store, numbers = self.store, self.sampler.documents_of(stream_row)
+        reference_P2 = np.zeros((len(numbers), 2), dtype=np.float32)
         if self._reference_D2 is not None:
             reference_P2[:] = self._reference_D2[numbers]
-        labels = self._store.labels
-        desirable_P = [] if labels is None else [bool(labels[number]) for number in numbers]
-        return Pairs(
-            torch.from_numpy(counts_P2),
-            torch.from_numpy(reference_P2),
-            torch.tensor(desirable_P, dtype=torch.bool),
+        labels = store.labels
+        desirable = [] if labels is None else [bool(labels[number]) for number in numbers]
+        return ReadRow([store.sides(number) for number in numbers], reference_P2, desirable)
+
+
+def micro_batches(rows: Rows, own_rows: range, most_rows: int, micro_size: int) -> list[Batch]:
+    """Build the micro-batches of ``own_rows``, as many as a rank with ``most_rows`` has."""
+    batches = []
+    for at in range(0, most_rows, micro_size):
+        numbers = own_rows[at : at + micro_size]
+        batches.append(
+            _batch(rows, numbers, own_rows.step)
+            if numbers
+            else empty_batch(own_rows.start, rows.form)
         )
+    return batches
+
+
+def _batch(rows: Rows, numbers: range, stride: int) -> Batch:
+    read = [rows.read(number) for number in numbers]
+    place = rows.seq_len, numbers[0], stride
+    if rows.form == "answers":
+        return make_batch([[sides[0] for sides in row.sides] for row in read], *place)
+    pairs = _pairs(read)
+    if rows.form == "pairs":
+        laid = [[side for sides in row.sides for side in sides] for row in read]
+        return replace(make_batch(laid, *place), pairs=pairs)
+    own = make_batch([[sides[0] for sides in row.sides] for row in read], *place)
+    laid = [[sides[1] for sides in row.sides if len(sides) > 1] for row in read]
+    others = make_batch(laid, *place)
+    # Each with the tokens that it has.
+    counts_P2 = pairs.counts_P2
+    first, second = (counts_P2 * torch.tensor(side) for side in ([1, 0], [0, 1]))
+    others = replace(others, pairs=replace(pairs, counts_P2=second))
+    return replace(own, pairs=replace(pairs, counts_P2=first), mismatched=others)
+
+
+def _pairs(read: Sequence[ReadRow]) -> Pairs:
+    documents = [sides for row in read for sides in row.sides]
+    counts_P2 = np.zeros((len(documents), 2), dtype=np.int64)
+    for number, sides in enumerate(documents):
+        counts_P2[number, : len(sides)] = [np.count_nonzero(mask[1:]) for _, mask in sides]
+    return Pairs(
+        torch.from_numpy(counts_P2),
+        torch.from_numpy(np.concatenate([row.reference_P2 for row in read])),
+        torch.tensor([label for row in read for label in row.desirable], dtype=torch.bool),
+    )
 
 
 def make_batch(

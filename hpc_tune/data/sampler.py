@@ -43,6 +43,12 @@ class SampleOrder:
     seed: int
 
 
+def seed_of(seed: int, source: str) -> int:
+    """Return the seed of a source of a mixture: other sources do not change its order."""
+    digest = hashlib.blake2b(repr((seed, source)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
 @dataclass(frozen=True)
 class Pattern:
     """``num_rows`` rows that each hold ``copies`` documents of each ``length`` in ``items``."""

@@ -177,6 +177,8 @@ def facts(run: Run) -> dict[str, str]:
         values["training loss, first to last"] = f"{losses[0]:.4f} → {losses[-1]:.4f}"
     if held_out := known(run.evals, "eval_loss"):
         values["held-out loss, first to last"] = f"{held_out[0]:.4f} → {held_out[-1]:.4f}"
+        if len(names := run.evals[-1].get("eval_losses", {})) > 1:
+            values["it is the mean over"] = ", ".join(names)
     speeds = known(steps[1:] or steps, "tokens_per_s")
     if speeds:
         values["tokens per second, median"] = format_count(statistics.median(speeds))
@@ -373,6 +375,8 @@ def event_text(event: Row) -> str:
             return f"from {event.get('path')}"
         case "stop":
             return str(event.get("reason"))
+        case "mixture":
+            return f"from here on: {event.get('changes')}"
         case _:
             return str(event.get("message", ""))
 

@@ -28,6 +28,7 @@ from hpc_tune.report.facts import (
 )
 from hpc_tune.report.numbers import numbers
 from hpc_tune.report.read import Run, differences
+from hpc_tune.report.sources import SOURCE_HEADS, sources
 from hpc_tune.units import format_bytes
 
 _SHOWN_EVENTS, _SHOWN_STARTS = 200, 50
@@ -105,6 +106,7 @@ def _details(run: Run) -> Iterator[str]:
         ("Predicted and measured", _table(heads, predictions(run), "")),
         ("What ran", _table(None, what_ran(run), "")),
         ("What the data gave", _table(None, what_the_data_gave(run), "")),
+        ("Sources", _table(SOURCE_HEADS, sources(run), "")),
         ("Software and hardware", _table(None, machine(run), "")),
         ("Checkpoints", _table(("checkpoint", "size", "now"), checkpoints(run.path), "")),
     ):

@@ -29,7 +29,7 @@ _NUMBERS = frozenset(
     + ("predicted_step_s", "measured_step_s", "began_s")
 )
 _PARTS: dict[str, type] = {  # all else is text
-    **{"command": list, "remarks": list},
+    **{"command": list, "remarks": list, "mixture": list},
     **{"versions": dict, "phases": dict, "hosts": dict, "counts": dict},
 }
 # Of metrics.jsonl. Rows share these names: a hundred thousand rows with their own take 140 MB more.
@@ -39,7 +39,7 @@ _METRICS = (
     *("host_bytes", "host_limit_bytes", "device_bytes", "device_limit_bytes"),
     *("eval_loss", "eval_tokens", "eval_s"),
 )
-_BY_KIND = ("sent_bytes", "expected_bytes")
+_BY_KIND = ("sent_bytes", "expected_bytes", "source_tokens", "eval_losses")
 State = Literal["done", "stopped", "failed", "running", "died", "unknown"]
 
 
@@ -273,6 +273,12 @@ def _event(event: Row) -> Row:
             kept[name] = value
     if "counts" in kept:
         kept["counts"] = _numbers(kept["counts"])
+    if "mixture" in kept:
+        kept["mixture"] = [
+            {**_numbers(source), "name": str(source.get("name")), "asked": str(source.get("asked"))}
+            for source in kept["mixture"]
+            if isinstance(source, dict)
+        ]
     phases = kept.get("phases", {})
     kept["phases"] = {k: _numbers(v) for k, v in phases.items() if isinstance(v, dict)}
     return kept

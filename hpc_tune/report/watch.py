@@ -79,6 +79,11 @@ def _figures(run: Run) -> RenderableType:
     if run.evals:
         held_out = [row["eval_loss"] for row in run.evals]
         table.add_row("held-out loss", f"{held_out[-1]:.4f}", sparkline(held_out))
+        for name in run.evals[-1].get("eval_losses", {}):
+            own = [
+                row["eval_losses"][name] for row in run.evals if name in row.get("eval_losses", {})
+            ]
+            table.add_row(f"  {name}", f"{own[-1]:.4f}", sparkline(own))
     speeds = [row["tokens_per_s"] for row in run.steps[1:] if row.get("tokens_per_s")]
     if speeds:
         table.add_row("tokens/s", format_count(speeds[-1]), sparkline(speeds))

@@ -48,7 +48,8 @@ class StepStatus:
     the step's rows that this rank counts.
     ``save``: a checkpoint is due by rank 0's clock. ``stop``: this rank was asked to stop.
     ``saves_done``: 1 if it has done its part of the current checkpoint, see saver.py. ``garbage``:
-    it has garbage to collect. ``levels``: the memory levels it has reached.
+    it has garbage to collect. ``levels``: the memory levels it has reached. ``by_source``: the loss
+    tokens of each source of a mixture.
     """
 
     terms: float
@@ -60,15 +61,18 @@ class StepStatus:
     saves_done: float
     garbage: float
     levels: tuple[float, ...]
+    by_source: tuple[float, ...] = ()
 
     def summed(self, comm: Comm) -> "StepStatus":
         """Return the sums over the ranks. Collective."""
-        *own, levels = astuple(self)
-        terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage, *levels = comm.sum(
-            [*own, *levels]
-        )
+        *own, levels, by_source = astuple(self)
+        sums = comm.sum([*own, *levels, *by_source])
+        of_sources = len(own) + len(levels)
+        terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage = sums[: len(own)]
         return StepStatus(
-            *(terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage), tuple(levels)
+            *(terms, loss_tokens, tokens, flops, save, stop, saves_done, garbage),
+            levels=tuple(sums[len(own) : of_sources]),
+            by_source=tuple(sums[of_sources:]),
         )
 
 
@@ -202,6 +206,7 @@ class Control:
             result,
             self._step_s,
             trainer.data_s,
+            [int(tokens) for tokens in status.by_source],
         )
         recomputes = Action.RECOMPUTE.value in self._governor.taken
         self.recorder.record(finished, sample, recomputes)
@@ -243,6 +248,7 @@ class Control:
             saves_done=self.saver.status(),
             garbage=garbage.is_due(),
             levels=self._governor.status(),
+            by_source=self.recorder.by_source(self._batches),
         )
 
     def _first_reason(self, reason: str | None) -> str:
@@ -312,7 +318,8 @@ def prepare_control(
     micro_size = decide_micro_size(job, model, plan, engine, saved)
     loader.set_micro_size(micro_size)
     saver = open_saver(job, model, engine)
-    levers = loader_levers(loader, data.store.path) | saver.levers | engine.levers
+    files = [source.store.path for source in data.sources]
+    levers = loader_levers(loader, files) | saver.levers | engine.levers
     previous = job.previous
     if saved is not None and not previous.actions:  # a killed run left them only in its checkpoint
         previous = replace(previous, actions=tuple(saved.governor))

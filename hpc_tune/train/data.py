@@ -1,6 +1,8 @@
 """The data of a run: raw data prepared, prepared data verified and opened."""
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,13 +15,17 @@ from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, Form, is_prepared
 from hpc_tune.data.chats import end_of_answer
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
+from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import Paths, as_list, find, say_left_out, say_read, shown
 from hpc_tune.data.hdf5_format import TokenStore, prepared_from
 from hpc_tune.data.loader import Loader
+from hpc_tune.data.mixed_rows import MixedRows
+from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
 from hpc_tune.data.sampler import PackedSampler, SampleOrder
 from hpc_tune.data.sources import files_of, is_builtin
+from hpc_tune.data.subset import by_length
 from hpc_tune.data.tokenizer import fingerprint
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import Progress, log
@@ -27,28 +33,61 @@ from hpc_tune.model.tokenizer import embedding_rows, load_tokenizer, stop_ids
 from hpc_tune.plan.resolve import Resolved
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.sources import (
+    Opened,
+    Wanted,
+    check_passes,
+    naming,
+    rows_of,
+    wanted_for_evaluation,
+    wanted_for_training,
+    with_limit,
+)
 from hpc_tune.world.comm import Comm
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, and the loader of this rank; ``eval_store``: held-out data.
+    """The data of a run, and the loader of this rank; ``held_out``: what the loss is measured on.
 
-    ``template`` is the text of data.chat_template, where that is set. ``eval_reference``: of
-    held-out preferences, see train/reference.py.
+    ``template`` is the text of data.chat_template, where that is set. ``eval_references``: of
+    held-out preferences, see train/reference.py, in the order of ``held_out``.
     """
 
-    store: TokenStore
-    eval_store: TokenStore | None
+    sources: Sequence[Opened]
+    held_out: Sequence[Opened]
     loader: Loader
     total_steps: int
     template: str | None = None
-    eval_reference: np.ndarray | None = None
+    eval_references: Sequence[np.ndarray] = ()
+
+    @property
+    def mixture(self) -> MixedRows | None:
+        """The rows of several sources; None where data.path is the only one."""
+        stream = self.loader.stream
+        return stream if isinstance(stream, MixedRows) else None
+
+    @property
+    def packed(self) -> list[PackedRows]:
+        """The rows of each source, in the order of ``sources``."""
+        stream = self.loader.stream
+        if isinstance(stream, MixedRows):
+            return [stream.packed[stream.names.index(source.name)] for source in self.sources]
+        assert isinstance(stream, PackedRows), f"{type(stream)} is neither of both"
+        return [stream]
+
+    @property
+    def counters(self) -> Counters:
+        """What became of the examples of all sources."""
+        total = Counters()
+        for source in self.sources:
+            total.add(source.store.attributes.counters)
+        return total
 
     @property
     def loss_share(self) -> float:
         """The share of the tokens that carries loss."""
-        counters = self.store.attributes.counters
+        counters = self.counters
         return counters.loss_tokens / counters.tokens
 
 
@@ -76,29 +115,30 @@ def look_for_data(data: DataConfig, comm: Comm, run_dir: Path) -> None:
         DataError: if a source is missing, of no known kind, or a mix of kinds.
     """
     cache = Path(data.cache or run_dir / "data")
-    look = partial(_look_for, cache=cache)
-    comm.on_rank_0("looking for the data", partial(look, "data.path", data.path))
-    if data.eval_path:
-        comm.on_rank_0(
-            "looking for the held-out data", partial(look, "data.eval_path", data.eval_path)
-        )
+    for wanted in (*wanted_for_training(data), *wanted_for_evaluation(data)):
+        if wanted.part != "held-out":
+            comm.on_rank_0(f"looking for {wanted.setting}", partial(_look_for, wanted, cache))
 
 
-def _look_for(setting: str, paths: Paths, cache: Path) -> None:
-    if is_prepared(paths):
-        TokenStore.open(Path(shown(paths)))
-        return
-    try:
-        files_of(paths)
-    except DataError as error:
-        if any(Path(path).exists() for path in as_list(paths)):
-            raise
-        beside = prepared_from(paths, [cache, Path(as_list(paths)[0]).parent])
-        if not beside:
-            raise
-        raise DataError(
-            f"{error}; {beside[-1]} was prepared from it: name that, as in {setting}={beside[-1]}"
-        ) from None
+def _look_for(wanted: Wanted, cache: Path) -> None:
+    paths = wanted.path
+    with naming(wanted):
+        if is_prepared(paths):
+            TokenStore.open(Path(shown(paths)))
+            return
+        try:
+            files_of(paths)
+        except DataError as error:
+            if any(Path(path).exists() for path in as_list(paths)):
+                raise
+            beside = prepared_from(paths, [cache, Path(as_list(paths)[0]).parent])
+            if not beside:
+                raise
+            setting = "path" if wanted.name else wanted.setting
+            raise DataError(
+                f"{error}; {beside[-1]} was prepared from it: name that, as in "
+                f"{setting}={beside[-1]}"
+            ) from None
 
 
 def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | None = None) -> Data:
@@ -107,45 +147,48 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     A run that resumes ``checkpoint`` ends where its last epoch does, also where an earlier end of
     it made a step of fewer rows.
     """
-    config = model.config
+    config, comm = model.config, job.setup_comm
     job.monitor.enter("data", "preparing the data", tell=True)
-    job.setup_comm.begin("preparing the data")
+    comm.begin("preparing the data")
     own = Tokenizing(model.built.directory, config.data.chat_template)
-    stores = prepare_data(config.data, job.setup_comm, job.dir, own, config.tune.form)
+    sources, held_out = prepare_data(config.data, comm, job.dir, own, config.tune.form)
+    order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
+    step, saved = comm.on_rank_0("looking at the data", lambda: _position(checkpoint))
+    rows = rows_of(config.data, sources, order, saved, comm)
+    size = config.batch.global_size
     loader = Loader(
-        stores[0],
-        SampleOrder(config.data.seq_len, config.data.packing, config.train.seed),
-        global_size=config.batch.global_size,
+        rows,
+        order,
+        global_size=size,
         rank=resolved.coordinates.data,
         size=resolved.layout.data_size,
     )
-    if job.setup_comm.device.type == "cuda":
+    if comm.device.type == "cuda":
         loader.pin_batches()
-    size = config.batch.global_size
     if (total_steps := config.train.max_steps) is not None:
         loader.total_rows = total_steps * size
     else:
-        loader.total_rows = math.ceil((config.train.epochs or 1) * loader.num_rows_per_epoch)
-        step, rows = job.setup_comm.on_rank_0("looking at the data", lambda: _position(checkpoint))
-        total_steps = step + math.ceil(max(0, loader.total_rows - rows) / size)
-    order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
-    read: list[tuple[str, TokenStore, SampleOrder, int | None]]
-    read = [("data.path", stores[0], order, loader.total_rows)]
-    if stores[1] is not None:
-        read.append(("data.eval_path", stores[1], replace(order, seed=0), config.train.eval_rows))
-    for part in read:
-        job.setup_comm.on_rank_0("looking at the data", partial(_require_learned, *part))
-    job.setup_comm.on_rank_0("looking at the chat template", partial(_warn_of_ends, own, stores[0]))
-    template = job.setup_comm.on_rank_0(
+        loader.total_rows = rows.row_at(config.train.epochs or 1)
+        consumed = (saved or {}).get("rows", 0)
+        total_steps = step + math.ceil(max(0, loader.total_rows - consumed) / size)
+    data = Data(sources, held_out, loader, total_steps)
+    if data.mixture is not None:
+        check = partial(check_passes, config.data.sources or (), data.mixture.phases)
+        for line in comm.on_rank_0("counting passes", lambda: [*check(loader.total_rows)]):
+            if comm.is_rank_0:
+                log.warning("%s", line)
+    require = partial(_require_learned, data, order, config.train.eval_rows)
+    comm.on_rank_0("looking at the data", require)
+    comm.on_rank_0("looking at the chat template", partial(_warn_of_ends, own, data.counters))
+    template = comm.on_rank_0(
         "looking at the chat template",
         lambda: own.tokenizer.chat_template if config.data.chat_template else None,
     )
-    return Data(*stores, loader, total_steps, template)
+    return replace(data, template=template)
 
 
-def _warn_of_ends(own: Tokenizing, store: TokenStore) -> None:
+def _warn_of_ends(own: Tokenizing, counters: Counters) -> None:
     """Say it where answers end with a token at which other tools would not stop."""
-    counters = store.attributes.counters
     has_prompts = counters.loss_tokens < counters.tokens - counters.documents
     if has_prompts and (why := why_unstopped(own.tokenizer, own.model_dir)):
         log.warning("%s", why)
@@ -166,63 +209,79 @@ def why_unstopped(tokenizer: Any, model_dir: Path) -> str | None:
     )
 
 
-def _position(checkpoint: Path | None) -> tuple[int, int]:
-    """Return the steps and the rows that a checkpoint is after."""
+def _position(checkpoint: Path | None) -> tuple[int, dict[str, Any] | None]:
+    """Return the steps that a checkpoint is after, and its position in the data."""
     if checkpoint is None:
-        return 0, 0
+        return 0, None
     state = RunState.from_json(read_state(checkpoint), str(checkpoint))
-    rows = state.loader.get("rows")
-    return (state.step, rows) if isinstance(rows, int) else (0, 0)
+    return (state.step, state.loader) if isinstance(state.loader.get("rows"), int) else (0, None)
 
 
-def _require_learned(
-    name: str, store: TokenStore, order: SampleOrder, most_rows: int | None
-) -> None:
+def _require_learned(data: Data, order: SampleOrder, eval_rows: int | None) -> None:
+    """Refuse data without a learned or measured token in the rows that are read.
+
+    Of a mixture each source is known to have one.
+    """
+    if data.mixture is None:
+        (source,) = data.sources
+        _require_loss(source, order, data.loader.total_rows, "learned")
+    for source in data.held_out:
+        with naming(source):
+            _require_loss(source, replace(order, seed=0), eval_rows, "measured")
+
+
+def _require_loss(source: Opened, order: SampleOrder, most_rows: int | None, verb: str) -> None:
     """Refuse data of whose first ``most_rows`` rows none has a token that carries loss.
 
     Prepared data may be so: with a longer seq_len than the run's, all answers may be behind it.
 
     Raises:
-        DataError: if the loss would be one over no tokens; ``name``: the setting.
+        DataError: if the loss would be one over no tokens.
     """
-    rows = PackedSampler(store.length_values, store.length_counts, store.by_length, order)
+    store = source.store
+    rows = PackedSampler(*by_length(store, source.limit), order)
     num_rows = min(most_rows or rows.num_rows, rows.num_rows)
     documents = (d for row in range(num_rows) for d in rows.documents_of(row))
     if not any(store.document(d)[1][1 : order.seq_len].any() for d in documents):
         raise DataError(
-            f"{name}={store.path}: none of its {num_rows:,} rows of data.seq_len={order.seq_len} "
-            f"has a token that is {'learned' if name == 'data.path' else 'measured'}; its answers "
-            f"begin behind that (it was prepared with seq_len {store.attributes.seq_len}). Raise "
+            f"{'' if source.name else source.setting + '='}{store.path}: none of its {num_rows:,} "
+            f"rows of data.seq_len={order.seq_len} has a token that is {verb}; its answers begin "
+            f"behind that (it was prepared with seq_len {store.attributes.seq_len}). Raise "
             "data.seq_len, or prepare data with shorter prompts"
         )
 
 
 def prepare_data(
     data: DataConfig, comm: Comm, run_dir: Path, own: Tokenizing, form: Form = "answers"
-) -> tuple[TokenStore, TokenStore | None]:
-    """Open the data and the held-out data, prepared first if raw. Collective."""
-    if data.eval_path:
-        warn = partial(_warn_of_overlap, data.path, data.eval_path)
-        comm.on_rank_0("looking at the data", warn)
-    part: Part = "train" if data.eval_fraction else "all"
-    store = ready_data(data.path, data, own, comm, run_dir, part, form)
-    if data.eval_fraction:
-        return store, ready_data(data.path, data, own, comm, run_dir, "held-out", form)
-    if data.eval_path:
-        return store, ready_data(data.eval_path, data, own, comm, run_dir, "all", form)
-    return store, None
+) -> tuple[list[Opened], list[Opened]]:
+    """Open what is learned and what is held out, prepared first if raw. Collective."""
+    training, held_out = wanted_for_training(data), wanted_for_evaluation(data)
+    if not data.eval_fraction:
+        comm.on_rank_0("looking at the data", partial(_warn_of_overlap, training, held_out))
+    tokenizings = {data.chat_template: own}
+
+    def ready(wanted: Wanted) -> Opened:
+        template = wanted.data.chat_template
+        tokenizing = tokenizings.setdefault(template, Tokenizing(own.model_dir, template))
+        what = wanted.path, wanted.data, tokenizing, comm, run_dir, wanted.part, form
+        with naming(wanted):
+            return with_limit(wanted, ready_data(*what))
+
+    return [*map(ready, training)], [*map(ready, held_out)]
 
 
-def _warn_of_overlap(path: Paths, eval_path: Paths) -> None:
+def _warn_of_overlap(training: Sequence[Wanted], held_out: Sequence[Wanted]) -> None:
     """Name the files that are both trained and evaluated on."""
-    same = sorted(files_of(path) & files_of(eval_path))
-    if same:
-        log.warning(
-            "data.eval_path and data.path both read %s%s: held-out loss on training data says "
-            "nothing about new data. Name the held-out split, or use data.eval_fraction",
-            same[0],
-            f" and {len(same) - 1} more" if len(same) > 1 else "",
-        )
+    for one, other in itertools.product(training, held_out):
+        if same := sorted(files_of(one.path) & files_of(other.path)):
+            log.warning(
+                "%s and %s both read %s%s: held-out loss on training data says nothing about new "
+                "data. Name the held-out split, or use data.eval_fraction",
+                other.setting,
+                one.setting,
+                same[0],
+                f" and {len(same) - 1} more" if len(same) > 1 else "",
+            )
 
 
 def ready_data(

@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 from hpc_tune.batch import Batch
 from hpc_tune.checkpoint.state import Evals
 from hpc_tune.config.schema import TrainConfig
-from hpc_tune.data.loader import HeldOut
+from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import log
@@ -22,49 +23,61 @@ from hpc_tune.world.comm import Comm
 from hpc_tune.world.stop import StopFlag
 
 Batches = Callable[[], Iterable[Batch]]
+HeldOutBatches = Mapping[str, Batches]
 
 
-def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Batches | None:
-    """Return what gives this rank's part of the held-out data; None if there is none."""
-    config, store = model.config, data.eval_store
-    if store is None:
-        return None
-    held_out = HeldOut(
-        store,
-        SampleOrder(config.data.seq_len, config.data.packing, seed=0),
-        num_rows=config.train.eval_rows,
-        rank=plan.layout.coordinates(job.setup_comm.world.rank).data,
-        size=plan.layout.data_size,
-    )
-    if data.eval_reference is not None:
-        held_out.set_reference(data.eval_reference)
-    return lambda: held_out.batches(data.loader.micro_size)
+def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> HeldOutBatches:
+    """Return what gives this rank's part of the held-out data, by the name of its source."""
+    config, found = model.config, {}
+    for number, source in enumerate(data.held_out):
+        held_out = HeldOut(
+            source.store,
+            SampleOrder(config.data.seq_len, config.data.packing, seed=0),
+            num_rows=config.train.eval_rows,
+            rank=plan.layout.coordinates(job.setup_comm.world.rank).data,
+            size=plan.layout.data_size,
+            limit=source.limit,
+        )
+        if data.eval_references:
+            held_out.set_reference(data.eval_references[number])
+        found[source.name] = partial(_batches_of, held_out, data.loader)
+    return found
+
+
+def _batches_of(held_out: HeldOut, loader: Loader) -> Iterator[Batch]:
+    return held_out.batches(loader.micro_size)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation is over, tokens or pairs, how long it took, and more than the loss."""
+    """What an evaluation is over, tokens or pairs, how long it took, and more than the loss.
+
+    ``losses``: that of each source by its name, where there are several; the loss is their mean.
+    """
 
     terms: int
     seconds: float
     measures: dict[str, float]
+    losses: dict[str, float] = field(default_factory=dict)
 
 
 class Evaluation:
-    """Measures the mean loss over held-out data's loss tokens. ``evals``: what was measured."""
+    """Measures the mean loss over the loss tokens of held-out data; of several sources of it each
+    by itself, and the mean of their losses. ``evals``: what was measured.
+    """
 
     def __init__(
         self,
         comm: Comm,
         stop: StopFlag,
         plan: StepPlan,
-        batches: Batches | None,
+        batches: HeldOutBatches,
         train: TrainConfig,
         total_steps: int,
         evals: Evals,
         has_labels: bool = False,
     ) -> None:
-        """Measure ``batches`` by the settings of ``train``; nothing where they are None.
+        """Measure ``batches`` by the settings of ``train``; nothing where there are none.
 
         ``has_labels``: they are of labelled answers, whose mean KL divergence is measured first.
         """
@@ -76,7 +89,7 @@ class Evaluation:
 
     def is_due(self, step: int) -> bool:
         """Whether it is measured after ``step``: at the start, at the end, in between."""
-        if self._batches is None:
+        if not self._batches:
             return False
         # Beyond the end where max_steps was lowered.
         is_end = step == 0 or step >= self._total
@@ -105,8 +118,44 @@ class Evaluation:
 
         None if it was cut, since a rank is asked to stop, or has no more than ``margin_s`` left.
         """
-        assert self._batches is not None, "is_due"
-        given, was_cut = self._batches, False
+        log.info("step %d: evaluating on held-out data", step)
+        began_s = time.monotonic()
+        losses, all_sums, num_terms = {}, [0.0] * self._plan.num_sums, 0
+        for name, given in self._batches.items():
+            measured = self._sums(engine, given, margin_s)
+            if measured is None:
+                log.info("step %d: evaluation interrupted to stop in time", step)
+                return None
+            sums, terms = measured
+            losses[name] = sums[0] / max(1, terms)
+            all_sums = [one + other for one, other in zip(all_sums, sums, strict=True)]
+            num_terms += terms
+        loss = sum(losses.values()) / len(losses)
+        eval_s = time.monotonic() - began_s
+        self.evals = self.evals.with_(step, loss)
+        for name, own in losses.items():
+            if not math.isfinite(own):
+                log.warning(
+                    "step %d: the held-out loss%s is %s; it is never taken for the best",
+                    *(step, f" of {name}" if name else "", own),
+                )
+        over = f"{num_terms} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
+        measures = measures_of(all_sums, num_terms)
+        also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
+        if list(losses) == [""]:
+            losses = {}
+        each = ", ".join(f"{name} {own:.4f}" for name, own in losses.items())
+        of = f", the mean of {each}," if len(losses) > 1 else f" ({each})" if each else ""
+        log.info(
+            "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
+        )
+        return Measured(num_terms, eval_s, measures, losses)
+
+    def _sums(
+        self, engine: Engine, given: Batches, margin_s: float
+    ) -> tuple[list[float], int] | None:
+        """Return the sums over a source and its terms; None if it was cut. Collective."""
+        was_cut = False
 
         def batches() -> Iterator[Batch]:
             nonlocal was_cut
@@ -116,28 +165,13 @@ class Evaluation:
                     return
                 yield batch
 
-        log.info("step %d: evaluating on held-out data", step)
-        began_s = time.monotonic()
         kl = 0.0
         if self._has_labels:
             others = (b.mismatched for b in batches() if b.mismatched is not None)
             kl = mean_kl(engine, others, self._comm)
         with_kl = (batch.with_kl(kl) if batch.pairs else batch for batch in batches())
-        sums, terms = evaluate(engine, with_kl, self._plan, self._comm.device)
-        if was_cut:
-            log.info("step %d: evaluation interrupted to stop in time", step)
-            return None
-        eval_s, loss = time.monotonic() - began_s, sums[0] / max(1, terms)
-        self.evals = self.evals.with_(step, loss)
-        if not math.isfinite(loss):
-            log.warning(
-                "step %d: the held-out loss is %s; it is never taken for the best", step, loss
-            )
-        over = f"{terms} tokens" if self._plan.num_sums == 1 else f"{terms} pairs"
-        measures = measures_of(sums, terms)
-        also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
-        log.info("step %d: held-out loss %.4f over %s%s (%.1fs)", step, loss, over, also, eval_s)
-        return Measured(terms, eval_s, measures)
+        sums = evaluate(engine, with_kl, self._plan, self._comm.device)
+        return None if was_cut else sums
 
     def say_change(self) -> None:
         """Log how the loss changed over the run."""

@@ -222,15 +222,16 @@ def facts_of(need: Need, taken: Sequence[str]) -> dict[str, Any]:
     return {**facts, "governor": list(taken)}
 
 
-def loader_levers(loader: Loader, data_file: Path) -> dict[Action, Lever]:
-    """Return the levers of a loader that reads ``data_file`` and has its whole micro-batches."""
+def loader_levers(loader: Loader, data_files: Sequence[Path]) -> dict[Action, Lever]:
+    """Return the levers of a loader that reads ``data_files`` and has its whole micro-batches."""
     micro_size = loader.micro_size
 
     def trim(_: int) -> str:
         before = own_bytes()
         trim_heap()
         give_back_cache()
-        _drop_page_cache(data_file)
+        for file in data_files:
+            _drop_page_cache(file)
         return f"{format_bytes(max(0, before - own_bytes()))} given back by rank 0"
 
     def shrink_buffers(times: int) -> str:

@@ -1,4 +1,4 @@
-"""What a run reports of each step: metrics.jsonl, ranks.jsonl, trackers, the progress display."""
+"""What a run reports of each step: metrics.jsonl, trackers, the progress display."""
 
 import statistics
 import time
@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from hpc_tune.batch import Batch
+from hpc_tune.batch import IGNORED_LABEL, Batch
 from hpc_tune.data.loader import Loader
+from hpc_tune.data.mixed_rows import MixedRows
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.monitor import MemorySample, Monitor
 from hpc_tune.model.objective import measures_of
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.probe.software import git_commit
-from hpc_tune.rundir.json_lines import METRICS, RANKS, JsonLines, drop_after
+from hpc_tune.rundir.json_lines import METRICS, JsonLines, drop_after
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import attention_flops, weight_flops
@@ -28,12 +29,12 @@ from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import Measured
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.rank_work import RankWork
 from hpc_tune.units import format_bytes, format_count, format_seconds
 from hpc_tune.world.comm import Comm
 
 _REMEMBERED = 1000
 _MAX_RANKS = 1 << 20
-_MAX_LINES = 200  # of ranks.jsonl, so that that of 100,000 steps on 512 ranks is below a megabyte
 _STEPS_TO_ESTIMATE = 3
 # Of a step in messages: what the progress line shows, and what is worth advice.
 COMM_SHOWN_SHARE, COMM_WARN_SHARE = 0.05, 0.5
@@ -49,7 +50,8 @@ class StepMetrics:
     ``least_work_s`` are the time spent neither on messages nor on data, of the slowest and of the
     fastest rank. ``mfu`` counts the scores within documents; it and ``device_util`` are None where
     the device's peak or counters are unknown. Host bytes are the fullest node's; device bytes the
-    fullest rank's. ``preferences``: see ``PreferenceSums.measures``.
+    fullest rank's. ``preferences``: see ``PreferenceSums.measures``. ``source_tokens``: the loss
+    tokens of each source of a mixture.
     """
 
     time: float
@@ -77,6 +79,7 @@ class StepMetrics:
     device_limit_bytes: int | None
     samples_seen: int
     preferences: dict[str, float] | None = None
+    source_tokens: dict[str, int] | None = None
 
 
 def _waits(metrics: StepMetrics) -> bool:
@@ -118,8 +121,9 @@ class Metrics:
     def step(self, metrics: StepMetrics) -> None:
         """Record one optimizer step."""
         row = asdict(metrics)
-        if not metrics.preferences:
-            del row["preferences"]
+        for name in ("preferences", "source_tokens"):
+            if not row[name]:
+                del row[name]
         self.steps_s.append(metrics.step_s)
         self._lines.write(**row)
         self._track(metrics.step, row)
@@ -149,6 +153,8 @@ class Metrics:
             row |= {"eval_pairs": measured.terms, "eval_preferences": measured.measures}
         else:
             row["eval_tokens"] = measured.terms
+        if measured.losses:
+            row["eval_losses"] = measured.losses
         self._lines.write(**row)
         self._track(step, row)
         self._progress.exclude(measured.seconds)
@@ -180,37 +186,6 @@ class Metrics:
         self._trackers.write(step, scalars)
 
 
-class RankWork:
-    """Gathers the mean seconds of own work per step of each rank; nothing in a world of one."""
-
-    def __init__(self, comm: Comm, run_dir: Path | None, start_step: int, total_steps: int) -> None:
-        """Write into ``run_dir``, given on rank 0 alone, from ``start_step`` on.
-
-        Raises:
-            OSError: if the file cannot be made.
-        """
-        self._comm, self._every = comm, max(1, total_steps // _MAX_LINES)
-        self._work_s, self._num_steps = 0.0, 0
-        path = run_dir / RANKS if run_dir is not None and comm.world.size > 1 else None
-        if path is not None:
-            drop_after(path, start_step)
-        self._lines = JsonLines(path)
-
-    def add(self, step: int, work_s: float) -> None:
-        """Add this rank's seconds of a step; gather them when it is time. Collective."""
-        if self._comm.world.size == 1:
-            return
-        self._work_s, self._num_steps = self._work_s + work_s, self._num_steps + 1
-        if step % self._every == 0:
-            means_s = self._comm.gather(round(self._work_s / self._num_steps, 4))
-            self._lines.write(step=step, work_s=means_s)
-            self._work_s, self._num_steps = 0.0, 0
-
-    def close(self) -> None:
-        """Close the file."""
-        self._lines.close()
-
-
 @dataclass(frozen=True)
 class Flops:
     """``weights`` of a token, those of ``attention`` within documents of some lengths, and what the
@@ -225,7 +200,8 @@ class Flops:
 @dataclass(frozen=True)
 class FinishedStep:
     """A step that is done, by its number: ``terms``, ``loss_tokens``, ``tokens`` and
-    ``attention_flops`` are sums of all ranks; ``step_s`` includes ``data_s``, the wait for rows.
+    ``attention_flops`` are sums of all ranks, as are ``source_tokens``, the loss tokens of each
+    source of a mixture; ``step_s`` includes ``data_s``, the wait for rows.
     """
 
     number: int
@@ -238,6 +214,7 @@ class FinishedStep:
     result: StepResult
     step_s: float
     data_s: float
+    source_tokens: Sequence[int] = ()
 
 
 class Recorder:
@@ -253,11 +230,12 @@ class Recorder:
         loader: Loader,
         monitor: Monitor,
         metrics: Metrics,
-        rank_work: "RankWork",
+        rank_work: RankWork,
+        mixture: MixedRows | None = None,
     ) -> None:
         self.metrics, self._rank_work = metrics, rank_work
         self._comm, self.plan, self._flops = comm, plan, flops
-        self._loader, self._monitor = loader, monitor
+        self._loader, self._monitor, self._mixture = loader, monitor, mixture
         self._counts_rows = plan.layout.coordinates(comm.world.rank).counts_rows
 
     def counts(self, batches: Sequence[Batch]) -> tuple[int, int, int, float]:
@@ -271,6 +249,21 @@ class Recorder:
             sum(batch.num_tokens for batch in counted),
             sum(self._flops.attention(batch.real_lengths) for batch in counted),
         )
+
+    def by_source(self, batches: Sequence[Batch]) -> tuple[int, ...]:
+        """Return the loss tokens of each source of a mixture in the rows that this rank counts."""
+        if self._mixture is None:
+            return ()
+        counts = [0] * len(self._mixture.names)
+        for batch in (batch for batch in batches if self._counts_rows and batch.num_tokens):
+            learned_B = (batch.labels_BT != IGNORED_LABEL).sum(1).tolist()
+            for row, learned in zip(batch.rows, learned_B, strict=True):
+                counts[self._mixture.place_of(row)[0]] += learned
+        return tuple(counts)
+
+    def _named(self, counts: Sequence[int]) -> dict[str, int] | None:
+        names = self._mixture.names if self._mixture is not None else ()
+        return dict(zip(names, counts, strict=True)) or None
 
     def record(self, step: FinishedStep, sample: MemorySample | None, recomputes: bool) -> None:
         """Write down a step, with the worst ``sample`` of memory in it. Collective."""
@@ -310,6 +303,7 @@ class Recorder:
                 device_limit_bytes=sample.device.limit_bytes if sample and sample.device else None,
                 samples_seen=self._loader.rows,
                 preferences=measures_of(result.sums, step.terms),
+                source_tokens=self._named(step.source_tokens),
             )
         )
 
@@ -368,7 +362,8 @@ def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step
     )
     metrics = comm.run_and_agree("opening the metrics", make_metrics)
     rank_work = comm.run_and_agree("opening ranks.jsonl", make_rank_work)
-    return Recorder(job.step_comm, plan, flops, data.loader, job.monitor, metrics, rank_work)
+    of_world = job.step_comm, plan, flops, data.loader, job.monitor
+    return Recorder(*of_world, metrics, rank_work, data.mixture)
 
 
 def _peak_flops(comm: Comm) -> float | None:

@@ -32,6 +32,7 @@ from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.sources import Opened
 from hpc_tune.units import format_seconds
 from hpc_tune.world.comm import Comm
 
@@ -51,33 +52,32 @@ def use_reference(job: Job, model: Model, plan: StepPlan, data: Data, engine: En
     """
     if not model.config.tune.has_reference:
         return data
-    reference = _reference_of(job, model, plan, data.store, engine, "data.path")
-    data.loader.set_reference(reference)
-    if data.eval_store is None:
-        return data
-    held_out = _reference_of(job, model, plan, data.eval_store, engine, "data.eval_path")
-    return replace(data, eval_reference=held_out)
+    for source, rows in zip(data.sources, data.packed, strict=True):
+        rows.set_reference(_reference_of(job, model, plan, source, engine))
+    data.loader.read_again()
+    references = [_reference_of(job, model, plan, source, engine) for source in data.held_out]
+    return replace(data, eval_references=references)
 
 
 def _reference_of(
-    job: Job, model: Model, plan: StepPlan, store: TokenStore, engine: Engine, setting: str
+    job: Job, model: Model, plan: StepPlan, source: Opened, engine: Engine
 ) -> np.ndarray:
     """Return fp32 [num_documents, 2]."""
-    comm, config = job.setup_comm, model.config
+    comm, config, store = job.setup_comm, model.config, source.store
     folder = Path(config.data.cache) if config.data.cache else job.dir / "data"
     file = comm.on_rank_0(
         "looking for the reference", lambda: folder / f"reference-{_key(model, store)}.npy"
     )
     kept = comm.on_rank_0("reading the reference", partial(_read, file, store.num_documents))
     if kept is not None:
-        log.info("reference of %s: %s", setting, file)
+        log.info("reference of %s: %s", source.setting, file)
         return np.asarray(kept)
     began_s = time.monotonic()
     reference = _compute(job, model, plan, store, engine)
     comm.on_rank_0("keeping the reference", partial(_write, file, reference))
     log.info(
         "reference of %s: the log-probabilities of %d rows of preferences, in %s; kept in %s",
-        *(setting, store.num_documents, format_seconds(time.monotonic() - began_s), file),
+        *(source.setting, store.num_documents, format_seconds(time.monotonic() - began_s), file),
     )
     return reference
 

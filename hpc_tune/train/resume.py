@@ -17,6 +17,7 @@ from hpc_tune.rundir import nearby
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
+from hpc_tune.train.sources import changes_since
 from hpc_tune.world.comm import Comm
 
 
@@ -102,6 +103,9 @@ def resume(
     )
     log.info("resumed from %s at step %d of %d", path, saved.step, total_steps)
     job.events.write("resume", saved.step, path=str(path))
+    if data.mixture is not None and (changes := changes_since(saved.loader, data.mixture.phases)):
+        log.info("the mixture is another from here on: %s", changes)
+        job.events.write("mixture", saved.step, changes=changes)
     job.resume_point.step = saved.step
     return saved
 

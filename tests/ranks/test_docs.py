@@ -60,7 +60,7 @@ def environment(text):
 
 
 QUICK = ("coming-from", "extending")
-SHORT = ("data", "report", "resume", "slurm")
+SHORT = ("data", "mixtures", "report", "resume", "slurm")
 
 
 def marks_of(page):

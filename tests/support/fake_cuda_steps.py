@@ -24,6 +24,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
+from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.native import NativeEngine
@@ -91,7 +92,7 @@ def run(engine, store, world, rank, watch):
     order = SampleOrder(SEQ_LEN, True, 0)
     place = {"rank": world.coordinates(rank).data, "size": world.data_size}
     rows = MICROS * world.data_size
-    loader = Loader(store, order, global_size=rows, prefetch_bytes=0, **place)
+    loader = Loader(PackedRows(store, order), order, global_size=rows, prefetch_bytes=0, **place)
     loader.pin_batches()
     noted = {}
 

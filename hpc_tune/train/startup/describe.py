@@ -6,6 +6,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hpc_tune.config.schema import CheckpointConfig, DataConfig, OptimConfig, Tr
 from hpc_tune.config.secrets import mask
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.files import shown
+from hpc_tune.data.mixture import reached
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.log import log
 from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32
@@ -43,24 +45,27 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     if not job.setup_comm.is_rank_0:
         return
     config, comm, layout = model.config, job.setup_comm, resolved.layout
-    rows, rows_per_epoch = config.batch.global_size, data.loader.num_rows_per_epoch
-    total_steps = data.total_steps
+    rows, total_steps = config.batch.global_size, data.total_steps
     lines: dict[str, Any] = {
         "world": _world(comm),
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
         + arithmetic_of(config.train, model.built.dtype, capability_of(comm.device)),
         "method": method_of(config.tune, model.size),
         "data": _data(config.data, data),
+        **_evals(data, config.checkpoint.keep_best),
         "layout": f"{layout}: {resolved.why}",
         "memory": forecast.verdict + allocator_of(comm.device, os.environ),
         "kernels": str(model.kernels(comm.device)),
         "batch": _batch(rows, layout, data),
         "rate": rate_of(config.optim, config.tune, rows, total_steps),
     }
+    sources = reached(data.mixture.phases, data.loader.total_rows) if data.mixture else []
     unsaid = set() if job.chosen is not None else {"world"}
     for name, text in lines.items():
         if name not in unsaid:
             log.info("%-7s %s", name, text)
+        for source in sources if name == "data" else ():
+            log.info("source  %s", source)
     job.events.write(
         "start",
         **lines,
@@ -74,7 +79,8 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         links=job.chosen.links if job.chosen is not None else "",
         hosts=dict(Counter(peer.hostname for peer in comm.roster)),
         counts=_counts(data),
-        remarks=data.store.attributes.counters.remarks(),
+        remarks=data.counters.remarks(),
+        mixture=[asdict(source) for source in sources],
         versions=versions(),
         commit=git_commit(),
     )
@@ -85,7 +91,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         )
     for warning in (
         *idle_ranks(rows, resolved.layout),
-        *few_steps(config.train, config.optim, rows, total_steps, rows_per_epoch),
+        *few_steps(config.train, config.optim, rows, total_steps, data.loader.num_rows_per_epoch),
         *lost_best(config.train, config.checkpoint),
     ):
         log.warning("%s", warning)
@@ -208,11 +214,22 @@ def method_of(tune: TuneConfig, size: ModelSize) -> str:
 
 def _data(config: DataConfig, data: Data) -> str:
     loader = data.loader
+    what = f"{len(data.sources)} sources" if config.path is None else shown(config.path)
+    num_documents = sum(source.limit or source.store.num_documents for source in data.sources)
     return (
-        f"{shown(config.path)}: {format_count(data.store.num_documents)} documents in "
+        f"{what}: {format_count(num_documents)} documents in "
         f"{format_count(loader.num_rows_per_epoch)} rows of {config.seq_len} tokens, "
         f"{100 * loader.padding:.1f}% padding"
     )
+
+
+def _evals(data: Data, goes_by_it: bool) -> dict[str, str]:
+    """Return what the held-out loss is, where it is of several sources."""
+    if len(data.held_out) < 2:
+        return {}
+    names = ", ".join(source.name for source in data.held_out)
+    best = ", by which the best checkpoint is chosen" if goes_by_it else ""
+    return {"evals": f"of {names}; the held-out loss is their mean{best}"}
 
 
 def _batch(rows: int, layout: Layout, data: Data) -> str:
@@ -242,9 +259,11 @@ def _hardware(comm: Comm) -> str:
 
 def _counts(data: Data) -> dict[str, float]:
     """Return what the data gave, as numbers."""
-    counters, loader = data.store.attributes.counters, data.loader
+    counters, loader = data.counters, data.loader
     counts: dict[str, float] = {k: v for k, v in vars(counters).items() if isinstance(v, int)}
     counts |= {"dropped": sum(counters.dropped.values()), "rows": loader.num_rows_per_epoch}
-    if data.eval_store is not None:
-        counts["held_out_documents"] = data.eval_store.num_documents
+    if data.held_out:
+        counts["held_out_documents"] = sum(
+            source.limit or source.store.num_documents for source in data.held_out
+        )
     return counts | {"padding": round(loader.padding, 6)}

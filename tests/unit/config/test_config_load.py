@@ -463,12 +463,12 @@ def test_settings_without_an_effect_are_refused(write):
         write("optim: {schedule: wsd, decay_ratio: 0.6, warmup_ratio: 0.5}\n")
     )
     assert problem(write("train: {eval_every_steps: 5}\n")) == (
-        "train.eval_every_steps needs data.eval_path or data.eval_fraction"
+        "train.eval_every_steps needs data.eval_path, data.eval_fraction or data.eval_sources"
     )
     assert "train.stop_after_evals=3 needs train.eval_every_steps" in problem(
         write("train: {stop_after_evals: 3}\ndata: {eval_fraction: 0.1}\n")
     )
-    assert "train.stop_after_evals needs data.eval_path or" in problem(
+    assert "train.stop_after_evals needs data.eval_path, " in problem(
         write("train: {stop_after_evals: 3}\n")
     )
     assert "no effect without parallel.pipeline" in problem(write("parallel: {stages_per_rank: 2}"))

@@ -10,8 +10,8 @@ from hpc_tune.data import loader as loader_module
 from hpc_tune.data import sampler
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.loader import HeldOut, Loader
-from hpc_tune.data.packed_rows import make_batch
+from hpc_tune.data.loader import HeldOut, Loader, warn_of_cuts
+from hpc_tune.data.packed_rows import PackedRows, make_batch
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.writer import Block, write_store
 from hpc_tune.errors import ConfigError, DataError
@@ -30,7 +30,8 @@ def _loader(store, **changes):
     values = {"global_size": 10, "total_rows": 170, "micro_size": 2, **changes}
     order = {"seq_len": 64, "packing": True, "seed": 3}
     order |= {name: values.pop(name) for name in order if name in values}
-    return Loader(store, SampleOrder(**order), **values)
+    order = SampleOrder(**order)
+    return Loader(PackedRows(store, order), order, **values)
 
 
 def _rows(batches):
@@ -212,9 +213,10 @@ def test_error_in_the_thread_comes_out_of_next_step(store):
         num_read += 1
         if num_read > 20:
             raise OSError(f"cannot read document {document}")
-        return store.document(document)
+        return store.sides(document)
 
-    loader._packed._store = dataclasses.make_dataclass("Breaking", ["document"])(breaks_soon)
+    broken = dataclasses.make_dataclass("Breaking", ["sides", "labels"])
+    loader.stream.store = broken(breaks_soon, None)
     with pytest.raises(OSError, match="cannot read document"):
         _all_steps(loader)
     assert num_read == 21
@@ -234,17 +236,16 @@ def test_evaluation_has_the_same_rows_for_any_number_of_ranks(store, size):
     assert len(reference) == 11
 
 
-def test_documents_that_are_cut_are_warned_of_once(store, caplog):
+def test_documents_that_are_cut_are_warned_of(store, caplog):
     num_longer = sum(length > 32 for length in LENGTHS)
-    for rank in range(2):
-        _loader(store, seq_len=32, rank=rank, size=2)
+    warn_of_cuts(store, 32)
     assert [r.getMessage().split(" in ")[0] for r in caplog.records] == [
         f"{num_longer} of 150 documents"
     ]
     caplog.clear()
     counters = Counters(truncated=7)
     store.attributes = dataclasses.replace(store.attributes, seq_len=60, counters=counters)
-    _loader(store)
+    warn_of_cuts(store, 64)
     assert "prepared with seq_len 60: 7 documents are cut" in caplog.text
 
 

@@ -15,6 +15,9 @@ from hpc_tune.data.content import verify
 from hpc_tune.data.encode_preferences import PreferenceEncoder
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.loader import HeldOut, Loader
+from hpc_tune.data.mixed_rows import MixedRows
+from hpc_tune.data.mixture import Part, Phase
+from hpc_tune.data.packed_rows import PackedRows
 from hpc_tune.data.preferences import to_labelled, to_pair
 from hpc_tune.data.prepare import (
     PrepareSettings,
@@ -310,7 +313,7 @@ ORDER = SampleOrder(256, packing=True, seed=0)
 
 
 def loaded(store):
-    return Loader(store, ORDER, global_size=4, micro_size=2)
+    return Loader(PackedRows(store, ORDER), ORDER, global_size=4, micro_size=2)
 
 
 def rows_of(store):
@@ -321,7 +324,7 @@ def test_pairs_are_neighbours_in_a_row_and_counted(tmp_path):
     store = prepared(tmp_path, PAIRS, "pairs")
     loader = loaded(store)
     reference = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
-    loader.set_reference(reference)
+    loader.stream.set_reference(reference)
     seen = []
     while batches := loader.next_step():
         for batch in batches:
@@ -353,11 +356,37 @@ def test_pairs_are_neighbours_in_a_row_and_counted(tmp_path):
     loader.close()
 
 
+def test_pairs_of_a_mixture_have_the_reference_of_their_own_source(tmp_path):
+    sources, parts = {}, {}
+    for at, (name, rows) in enumerate({"p": PAIRS[:40], "q": PAIRS[40:]}.items()):
+        store = prepared(tmp_path, rows, "pairs", name=name)
+        sources[name] = PackedRows(store, ORDER)
+        numbers = np.arange(2 * len(rows), dtype=np.float32).reshape(-1, 2)
+        sources[name].set_reference(1000 * at + numbers)
+        parts[name] = Part("", None, sources[name].num_rows, 100, epochs=1)
+    mixed = MixedRows(sources, [Phase(parts)])
+    loader, seen = Loader(mixed, ORDER, global_size=3, micro_size=2), []
+    while batches := loader.next_step():
+        for batch in batches:
+            assert batch.form == "pairs"
+            places = [mixed.place_of(row) for row in batch.rows]
+            packed = [sources[mixed.names[source]] for source, _ in places]
+            numbers = [
+                1000 * source + 2 * document
+                for (source, row), rows in zip(places, packed, strict=True)
+                for document in rows.sampler.documents_of(row)
+            ]
+            assert batch.pairs.reference_P2[:, 0].tolist() == numbers
+            seen += numbers
+    assert len(seen) == len(set(seen)) == 60
+    loader.close()
+
+
 def test_labelled_answers_and_the_mismatched_ones_are_two_batches_of_the_same_rows(tmp_path):
     store = prepared(tmp_path, LABELLED[:59], "labels")
     loader = loaded(store)
     reference = np.arange(118, dtype=np.float32).reshape(59, 2)
-    loader.set_reference(reference)
+    loader.stream.set_reference(reference)
     for batch in loader.next_step():
         numbers, others = rows_of(store).documents_in(batch), batch.mismatched
         assert batch.form == "labels"

@@ -63,9 +63,10 @@ def test_a_token_of_the_text_that_the_model_has_no_embedding_for_is_refused(tmp_
 
 def stores(model, run_dir, **settings):
     run_dir.mkdir(exist_ok=True)
-    return prepare_data(
+    found = prepare_data(
         DataConfig(seq_len=100, **settings), ALONE, run_dir, Tokenizing(model, None)
     )
+    return [source.store for part in found for source in part]
 
 
 def test_a_fraction_gives_training_data_and_held_out_data_once_for_all_starts(tmp_path, model):

@@ -20,7 +20,7 @@ from hpc_tune.train.startup.describe import lost_best
 
 def evaluation(evals, patience):
     train = TrainConfig(eval_every_steps=1, stop_after_evals=patience)
-    return Evaluation(None, None, None, None, train, 100, evals)
+    return Evaluation(None, None, None, {}, train, 100, evals)
 
 
 def ours(losses, patience):

@@ -61,7 +61,7 @@ def test_a_governor_that_only_observes_takes_nothing(mode):
 @pytest.mark.parametrize(("micro_size", "rows"), [(1, []), (2, [1]), (6, [3, 1]), (8, [4, 2, 1])])
 def test_micro_batches_are_halved_until_they_have_one_row(micro_size, rows):
     loader = SimpleNamespace(micro_size=micro_size, set_micro_size=lambda rows: sizes.append(rows))
-    lever, sizes = loader_levers(loader, Path("data.h5"))[SPLIT], []
+    lever, sizes = loader_levers(loader, [Path("data.h5")])[SPLIT], []
     assert [lever.set_level(times) for times in range(1, lever.most + 1)] == [
         f"micro-batches of {n} rows" for n in rows
     ]

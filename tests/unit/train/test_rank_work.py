@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_tune.rundir.json_lines import RANKS
-from hpc_tune.train.metrics import RankWork
+from hpc_tune.train.rank_work import RankWork
 
 
 def comm_of(size, others=()):

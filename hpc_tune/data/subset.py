@@ -1,0 +1,60 @@
+"""Which documents of a file are used: all, or as many as ``limit`` says; and what they hold."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.sampler import Indexed, Shuffle
+
+_CHUNK = 1 << 22  # tokens whose masks are read at once
+_Histogram = tuple[np.ndarray, np.ndarray, Indexed]
+
+
+def by_length(store: TokenStore, limit: int | None = None) -> _Histogram:
+    """Return lengths (rising), how many documents have each, and their numbers in that order.
+
+    With ``limit`` of them, which a permutation of all their numbers draws: always the same ones.
+    """
+    if limit is None or limit >= store.num_documents:
+        return store.length_values, store.length_counts, store.by_length
+    numbers = drawn(store.num_documents, limit)
+    offsets = store.offsets[:]
+    lengths = offsets[numbers + 1] - offsets[numbers]
+    values, counts = np.unique(lengths, return_counts=True)
+    return values, counts, numbers[np.argsort(lengths, kind="stable")]
+
+
+def drawn(num_documents: int, limit: int) -> np.ndarray:
+    """Return the numbers of ``limit`` documents, rising, int64."""
+    shuffle = Shuffle(num_documents, "limit")
+    return np.sort(np.array([shuffle(at) for at in range(limit)], dtype=np.int64))
+
+
+def learned_tokens(store: TokenStore, seq_len: int, limit: int | None = None) -> int:
+    """Return the tokens with loss in one pass over rows of ``seq_len`` tokens.
+
+    Masks are read where the file's own count is of other documents, or of longer ones.
+    """
+    is_whole = limit is None or limit >= store.num_documents
+    if is_whole and store.length_values[-1] <= seq_len:
+        return store.attributes.counters.loss_tokens
+    if not is_whole:
+        masks = (store.document(int(n))[1] for n in drawn(store.num_documents, limit or 0))
+        return sum(int(mask[:seq_len].sum()) for mask in masks)
+    return sum(_learned_of_pieces(store, seq_len))
+
+
+def _learned_of_pieces(store: TokenStore, seq_len: int) -> Iterator[int]:
+    """Yield the tokens with loss of all documents, cut at ``seq_len``, piece by piece."""
+    offsets = store.offsets[:]
+    first = 0
+    while first < store.num_documents:
+        stop = int(np.searchsorted(offsets, offsets[first] + _CHUNK, side="right")) - 1
+        stop = min(max(stop, first + 1), store.num_documents)
+        at = offsets[first : stop + 1] - offsets[first]
+        mask = store.loss_mask[int(offsets[first]) : int(offsets[stop])]
+        before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+        ends = np.minimum(at[1:], at[:-1] + seq_len)
+        yield int((before[ends] - before[at[:-1]]).sum())
+        first = stop

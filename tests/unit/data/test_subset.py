@@ -1,0 +1,49 @@
+"""Documents by limit, and the tokens that are learned, compared with counting them."""
+
+import numpy as np
+import pytest
+
+from hpc_tune.data import subset
+from hpc_tune.data.hdf5_format import TokenStore
+from hpc_tune.data.packed_rows import PackedRows
+from hpc_tune.data.sampler import SampleOrder
+from hpc_tune.data.subset import by_length, drawn, learned_tokens
+from hpc_tune.data.writer import Block, write_store
+from tests.support.data import attributes, histogram_of
+
+
+@pytest.fixture
+def store(tmp_path):
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(2, 60, 200)
+    mask = rng.integers(0, 2, sizes.sum()).astype(np.uint8)
+    mask[np.cumsum(sizes) - sizes] = 0
+    block = Block(sizes, np.ones(len(mask), np.uint16), mask)
+    said = attributes(seq_len=64)
+    said.counters.loss_tokens = int(mask.sum())
+    write_store(tmp_path / "d.h5", [block], histogram_of(sizes), said)
+    return TokenStore.open(tmp_path / "d.h5")
+
+
+@pytest.mark.parametrize("limit", [None, 1, 7, 150, 200, 999])
+@pytest.mark.parametrize("seq_len", [8, 40, 64])
+def test_learned_tokens_are_those_of_the_rows(store, limit, seq_len, monkeypatch):
+    monkeypatch.setattr(subset, "_CHUNK", 100)
+    rows = PackedRows(store, SampleOrder(seq_len, True, 3), limit)
+    numbers = [n for row in range(rows.num_rows) for n in rows.sampler.documents_of(row)]
+    assert len(numbers) == len(set(numbers)) == min(limit or 200, 200)
+    by_hand = sum(int(store.document(n)[1][:seq_len].sum()) for n in numbers)
+    assert learned_tokens(store, seq_len, limit) == by_hand
+
+
+def test_the_same_documents_are_drawn_each_time_and_more_of_them_include_the_fewer(store):
+    few, more = drawn(200, 20), drawn(200, 50)
+    assert few.tolist() == drawn(200, 20).tolist() == sorted(set(few.tolist()))
+    assert set(few) < set(more)
+    assert few.max() > 100, "not the first ones"
+
+
+def test_lengths_of_drawn_documents_fit_their_numbers(store):
+    values, counts, numbers = by_length(store, 30)
+    lengths = np.repeat(values, counts)
+    assert lengths.tolist() == [len(store.document(int(n))[0]) for n in numbers]
