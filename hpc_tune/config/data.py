@@ -11,8 +11,8 @@ from hpc_tune.config.section import PositiveInt, Section
 Form = Literal["answers", "pairs", "labels"]
 _FIELDS = (
     "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
-    "response", "text", "system", "history", "tools", "weight", "train", "loss", "loss_mask",
-    "chosen", "rejected", "label",
+    "response", "text", "system", "history", "tools", "weight", "loss_scale", "train", "loss",
+    "loss_mask", "chosen", "rejected", "label",
 )  # fmt: skip
 
 

@@ -68,7 +68,8 @@ class Loader:
             "content": store.attributes.content,
             **asdict(order),
         }
-        self._form = store.form
+        # Weights are of fp32, one for each token with loss.
+        self._token_bytes = BYTES_OF_FORM[store.form] + 4 * store.attributes.has_weights
         self._packed = PackedRows(store, order)
         self._sampler = self._packed.sampler
         self.total_rows = self._sampler.num_rows if total_rows is None else total_rows
@@ -182,7 +183,7 @@ class Loader:
     def _step_bytes(self) -> int:
         """Return the most that a step of this rank takes: rows * seq_len * 24 bytes or more."""
         rows = -(-self._global_size // self._size)
-        return rows * self._seq_len * BYTES_OF_FORM[self._form]
+        return rows * self._seq_len * self._token_bytes
 
     def _build(self, start: int) -> tuple[list[Batch], int] | None:
         """Build the step that begins at stream row ``start``; None after the end of the stream."""

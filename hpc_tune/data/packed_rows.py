@@ -20,7 +20,7 @@ from hpc_tune.data.sampler import PackedSampler, SampleOrder
 from hpc_tune.errors import DataError
 
 ROUND_TO = 8
-Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask
+Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
 
 
 class PackedRows:
@@ -114,7 +114,8 @@ def make_batch(
 ) -> Batch:
     """Lay rows of documents (tokens, loss mask) out as a batch, padded to the longest row.
 
-    The padding is a document of its own: its positions begin at 0, its labels are ignored.
+    The padding is a document of its own: its positions begin at 0, its labels are ignored. A mask
+    of fp32 holds weights.
     """
     longest = max(sum(min(len(tokens), seq_len) for tokens, _ in row) for row in rows)
     width = min(-(-max(longest, 1) // ROUND_TO) * ROUND_TO, seq_len)
@@ -123,7 +124,7 @@ def make_batch(
     positions_BT = np.empty((len(rows), width), dtype=np.int64)
     counting = np.arange(width)
     num_loss_tokens = num_tokens = 0
-    document_lengths, padding = [], []
+    document_lengths, padding, weights = [], [], []
     for number, row in enumerate(rows):
         at, lengths = 0, []
         for tokens, loss_mask in row:
@@ -133,6 +134,8 @@ def make_batch(
             learned = np.flatnonzero(loss_mask[1:length])
             labels_BT[number, at + learned] = tokens[1:length][learned]
             num_loss_tokens += len(learned)
+            if loss_mask.dtype == np.float32:
+                weights.append(loss_mask[1:length][learned])
             at += length
             lengths.append(length)
         num_tokens += at
@@ -149,4 +152,5 @@ def make_batch(
         row_stride,
         document_lengths,
         padding,
+        weights_N=torch.from_numpy(np.concatenate(weights)) if weights else None,
     )

@@ -43,7 +43,7 @@ def held_out_batches(job: Job, model: Model, plan: StepPlan, data: Data) -> Batc
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation is over, tokens or pairs, how long it took, and more than the loss."""
+    """What an evaluation is over (loss tokens or pairs), its time, and more than the loss."""
 
     terms: int
     seconds: float
@@ -123,21 +123,23 @@ class Evaluation:
             others = (b.mismatched for b in batches() if b.mismatched is not None)
             kl = mean_kl(engine, others, self._comm)
         with_kl = (batch.with_kl(kl) if batch.pairs else batch for batch in batches())
-        sums, terms = evaluate(engine, with_kl, self._plan, self._comm.device)
+        sums, terms, num_tokens = evaluate(engine, with_kl, self._plan, self._comm.device)
         if was_cut:
             log.info("step %d: evaluation interrupted to stop in time", step)
             return None
-        eval_s, loss = time.monotonic() - began_s, sums[0] / max(1, terms)
+        eval_s, loss = time.monotonic() - began_s, sums[0] / (terms or 1.0)
         self.evals = self.evals.with_(step, loss)
         if not math.isfinite(loss):
             log.warning(
                 "step %d: the held-out loss is %s; it is never taken for the best", step, loss
             )
-        over = f"{terms} tokens" if self._plan.num_sums == 1 else f"{terms} pairs"
-        measures = measures_of(sums, terms)
+        is_tokens = self._plan.num_sums == 1
+        num = num_tokens if is_tokens else int(terms)
+        over = f"{num} {'tokens' if is_tokens else 'pairs'}"
+        measures = measures_of(sums, num)
         also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
         log.info("step %d: held-out loss %.4f over %s%s (%.1fs)", step, loss, over, also, eval_s)
-        return Measured(terms, eval_s, measures)
+        return Measured(num, eval_s, measures)
 
     def say_change(self) -> None:
         """Log how the loss changed over the run."""
