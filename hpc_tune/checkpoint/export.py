@@ -89,13 +89,17 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         regions.append(region)
     written = write_regions(out / ADAPTER_FILE, regions)
     config = lora_config(tune)
-    layers = sorted({n.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] for n in names})
+    paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
+    layers = sorted({path.partition(".lora_")[0] for path in paths if ".lora_" in path})
     within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
     if tune.targets == "all-linear" or within:
         config.target_modules = {layer.rpartition(".")[2] for layer in layers}
     if within:  # the other parts of such a model may have layers of the same names
         kinds = "|".join(sorted(config.target_modules))
         config.target_modules = rf"{re.escape(within.group())}.*\.({kinds})"
+        if config.modules_to_save:
+            saved = {path.rpartition(".")[0] for path in paths if ".lora_" not in path}
+            config.modules_to_save = sorted(saved)
     write_config(config, base, out)
     return written
 

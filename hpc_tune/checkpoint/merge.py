@@ -40,10 +40,16 @@ class Merged:
         for name in trained.pieces:
             if name.startswith(ADAPTER_PREFIX) and name.endswith(suffix):
                 layer = name.removesuffix(suffix)
-                self._adapted[self._base_name(layer)] = layer
+                self._adapted[self._base_name(f"{layer}.weight")] = layer
+        # Modules that were trained in full beside an adapter.
+        self._replaced = {
+            self._base_name(name): name
+            for name in trained.pieces
+            if name.startswith(ADAPTER_PREFIX) and ".lora_" not in name
+        }
 
-    def _base_name(self, layer: str) -> str:
-        path = layer.removeprefix(ADAPTER_PREFIX) + ".weight"
+    def _base_name(self, name: str) -> str:
+        path = name.removeprefix(ADAPTER_PREFIX)
         for candidate in (path, path.partition(".")[2]):
             if candidate in self._stored.pieces:
                 return candidate
@@ -92,8 +98,8 @@ class Merged:
 
     def _tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
-        if name in self._trained.pieces:
-            self._trained.fill(out, name)
+        if name in self._trained.pieces or name in self._replaced:
+            self._trained.fill(out, self._replaced.get(name, name))
         elif name in self._adapted:
             self._add_adapter(out, name, self._adapted[name])
         else:
@@ -107,7 +113,8 @@ class Merged:
         return out
 
     def _is_changed(self, name: str) -> bool:
-        return self._dtype is not None or name in self._trained.pieces or name in self._adapted
+        changed = (self._trained.pieces, self._adapted, self._replaced)
+        return self._dtype is not None or any(name in names for names in changed)
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
         """W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.

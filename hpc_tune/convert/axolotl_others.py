@@ -1,7 +1,7 @@
 """The keys of axolotl that give no setting: what hpc_tune decides itself, and what it lacks."""
 
 from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
-from hpc_tune.convert.trainer import NF4, ONE_SCHEDULE, only, schedule_part
+from hpc_tune.convert.trainer import NF4, ONE_SCHEDULE, modules_to_save, only, schedule_part
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 _OWN = Automatic("attention and loss are PyTorch's own; logits are never held whole")
@@ -125,7 +125,7 @@ LEFT: dict[str, Rule] = {
     ),
     "float32": lacking("set model.dtype=fp32", to_do=True),
     "fp8_enable_fsdp_float8_all_gather": lacking("weights are gathered in model.dtype"),
-    "lora_modules_to_save": lacking("only adapters are trained", to_do=True),
+    "lora_modules_to_save": modules_to_save,
     **each(
         lacking("all linear layers named in tune.targets get adapters", to_do=True),
         "peft_layers_to_transform peft_layers_pattern lora_target_parameters",

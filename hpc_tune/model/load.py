@@ -75,7 +75,8 @@ def load_weights(
         if not parameters and isinstance(parameter, nn.Parameter):
             continue
         region = built.region(name, parameter)
-        if (stored := built.base_names.get(name)) is None:
+        stored = built.base_names.get(name)
+        if stored is None or (built.start is not None and name in built.saved_names):
             _init_adapter(built, name, region, reserve)
         elif name in packed:
             start = region.offset[0]

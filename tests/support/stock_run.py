@@ -105,6 +105,7 @@ def _model(config: RunConfig, model_dir: Path) -> torch.nn.Module:
         target_modules=tune.targets,
         use_dora=tune.method == "dora",
         task_type="CAUSAL_LM",
+        modules_to_save=tune.modules_to_save or None,
     )
     model = get_peft_model(model, adapters)
     assert not set_peft_model_state_dict(model, values).unexpected_keys
