@@ -80,6 +80,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     One tensor is held at a time. Returns the file of the weights; the configuration is synced too.
     """
     from hpc_tune.model.build import lora_config
+    from hpc_tune.model.token_rows import SUFFIX, token_ids
 
     names = [n for n in index.pieces if n.startswith(ADAPTER_PREFIX)]
     regions = []
@@ -98,8 +99,11 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         kinds = "|".join(sorted(config.target_modules))
         config.target_modules = rf"{re.escape(within.group())}.*\.({kinds})"
         if config.modules_to_save:
-            saved = {path.rpartition(".")[0] for path in paths if ".lora_" not in path}
+            others = (path for path in paths if ".lora_" not in path and SUFFIX not in path)
+            saved = {path.rpartition(".")[0] for path in others}
             config.modules_to_save = sorted(saved)
+    if tune.trainable_tokens:
+        config.trainable_token_indices = token_ids(base, tune.trainable_tokens)
     write_config(config, base, out)
     return written
 

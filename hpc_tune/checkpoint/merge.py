@@ -11,6 +11,7 @@ from hpc_tune.errors import CheckpointError
 from hpc_tune.model.finite import first_not_finite
 from hpc_tune.model.language import Storage, storage_of
 from hpc_tune.model.regions import Region
+from hpc_tune.model.token_rows import SUFFIX, token_ids
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
 ADAPTER_PREFIX = "base_model.model."
@@ -41,12 +42,11 @@ class Merged:
             if name.startswith(ADAPTER_PREFIX) and name.endswith(suffix):
                 layer = name.removesuffix(suffix)
                 self._adapted[self._base_name(f"{layer}.weight")] = layer
-        # Modules that were trained in full beside an adapter.
-        self._replaced = {
-            self._base_name(name): name
-            for name in trained.pieces
-            if name.startswith(ADAPTER_PREFIX) and ".lora_" not in name
-        }
+        # Modules that were trained in full beside an adapter, and rows of the embedding.
+        beside = [n for n in trained.pieces if n.startswith(ADAPTER_PREFIX) and ".lora_" not in n]
+        rows = {name: f"{name.removesuffix(SUFFIX)}.weight" for name in beside if SUFFIX in name}
+        self._rows = {self._base_name(weight): name for name, weight in rows.items()}
+        self._replaced = {self._base_name(name): name for name in beside if name not in rows}
 
     def _base_name(self, name: str) -> str:
         path = name.removeprefix(ADAPTER_PREFIX)
@@ -104,6 +104,9 @@ class Merged:
             self._add_adapter(out, name, self._adapted[name])
         else:
             self._stored.fill(out, name)
+        if name in self._rows:
+            rows = read_tensor(self._trained, self._rows[name])
+            out[token_ids(self._base, self._tune.trainable_tokens)] = rows.to(out.dtype)
         if (found := first_not_finite(out)) is not None and self._is_changed(name):
             kind = str(out.dtype).removeprefix("torch.")
             raise CheckpointError(
@@ -113,7 +116,7 @@ class Merged:
         return out
 
     def _is_changed(self, name: str) -> bool:
-        changed = (self._trained.pieces, self._adapted, self._replaced)
+        changed = (self._trained.pieces, self._adapted, self._replaced, self._rows)
         return self._dtype is not None or any(name in names for names in changed)
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:

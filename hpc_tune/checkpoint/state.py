@@ -35,6 +35,7 @@ MUST_MATCH = (
     "tune.dropout",
     "tune.targets",
     "tune.modules_to_save",
+    "tune.trainable_tokens",
     "data.seq_len",
     "data.packing",
     "batch.global_size",
@@ -61,7 +62,7 @@ WARN = (
     "optim.clip_norm",
 )
 
-_SETS = ("tune.targets", "tune.modules_to_save")  # in any order
+_SETS = ("tune.targets", "tune.modules_to_save", "tune.trainable_tokens")  # in any order
 
 
 @dataclass(frozen=True)

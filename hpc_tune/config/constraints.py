@@ -230,6 +230,8 @@ def _tune(tune: TuneConfig) -> Iterator[str]:
         yield "tune.dropout has no effect with tune.method=full; leave it out"
     if tune.modules_to_save:
         yield "tune.modules_to_save has no effect with tune.method=full; leave it out"
+    if tune.trainable_tokens:
+        yield "tune.trainable_tokens has no effect with tune.method=full; leave it out"
     if tune.rslora:
         yield "tune.rslora has no effect with tune.method=full; leave it out"
     if tune.init_from:

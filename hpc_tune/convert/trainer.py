@@ -256,3 +256,10 @@ def modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
         return Automatic("off in their config")
     names = value.split(",") if isinstance(value, str) else value
     return Mapped({"tune.modules_to_save": [str(name).strip() for name in names]})
+
+
+def trainable_tokens(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for numbers of tokens whose rows of the embedding are trained."""
+    if not value:
+        return Automatic("off in their config")
+    return Mapped({"tune.trainable_tokens": value})

@@ -67,7 +67,7 @@ class ModelSize:
 
     @property
     def trains_embedding(self) -> bool:
-        """Whether the input embedding is trained."""
+        """Whether the input embedding is trained, or rows of it."""
         return any(w.is_trained and w.num_values for w in self.weights if w.part == "embedding")
 
     @property
@@ -176,7 +176,9 @@ def weight_flops(size: ModelSize, model: Any) -> float:
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
-    return weights - (6.0 if size.is_full or size.trains_embedding else 4.0) * embedding
+    of_input = [w for w in size.weights if w.part == "embedding" and w.is_trained]
+    is_whole = size.is_full or sum(w.num_values for w in of_input) >= embedding > 0
+    return weights - (6.0 if is_whole else 4.0) * embedding
 
 
 def attention_flops(model: Any, lengths: Sequence[int]) -> float:

@@ -15,6 +15,7 @@ LAYOUTS = {
 }
 OPTIONS = {
     "modules": "tune.modules_to_save=[embed_tokens,lm_head,norm]",
+    "tokens": "tune.trainable_tokens=[40,99,258]",
 }
 
 

@@ -106,6 +106,7 @@ def _model(config: RunConfig, model_dir: Path) -> torch.nn.Module:
         use_dora=tune.method == "dora",
         task_type="CAUSAL_LM",
         modules_to_save=tune.modules_to_save or None,
+        trainable_token_indices=list(ours.tokens) or None,
     )
     model = get_peft_model(model, adapters)
     assert not set_peft_model_state_dict(model, values).unexpected_keys

@@ -282,6 +282,7 @@ def test_every_key_of_the_reference_is_known():
         ({"peft": {"backend": "bnb", "weight_dtype": "nf4"}}, {"tune.method": "qlora"}),
         ({"peft_use_dora": True}, {"tune.method": "dora"}),
         ({"lora_target_linear": True}, {"tune.targets": "all-linear"}),
+        ({"peft_trainable_token_indices": [5, 6]}, {"tune.trainable_tokens": [5, 6]}),
         ({"lora_modules_to_save": ["lm_head"]}, {"tune.modules_to_save": ["lm_head"]}),
         ({"lora_target_modules": "all-linear"}, {"tune.targets": "all-linear"}),
         ({"lora_model_dir": "./first"}, {"tune.init_from": "./first"}),

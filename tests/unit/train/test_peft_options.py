@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from transformers import AutoModelForCausalLM
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.checkpoint.locate import locate
 from hpc_tune.config.load import load_config
+from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.load import allocate, load_trained, load_weights
+from hpc_tune.train.model import _require_one_embedding
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
 from tests.support.stock_run import stock_losses
@@ -132,3 +136,51 @@ def test_in_bf16_they_are_kept_in_fp32_and_computed_in_bf16(model_dir):
     assert own.dtype == torch.bfloat16
     assert (own - wanted).abs().max() < 0.05 * wanted.abs().max()
     assert math.isfinite(own.float().sum())
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_rows_of_added_tokens_are_trained_and_exported_as_by_peft(is_tied, model_dir, tmp_path):
+    base = write_tiny(tmp_path / "tiny") or tmp_path / "tiny" if is_tied else model_dir
+    words = ["tune.trainable_tokens=['<|end|>', 40, 99]"]
+    config = settings(tmp_path / "run", base, *words)
+    assert run(config, StopAfter(None)) == 0
+    require_stock_losses(config, tmp_path / "run", base)
+    saved = require_equal_exports(config, tmp_path / "run", base, tmp_path)
+    assert saved["trainable_token_indices"] == [40, 99, 258]
+    again = settings(tmp_path / "again", base, *words, f"tune.init_from={tmp_path}/adapter")
+    assert run(again, StopAfter(None)) == 0
+    assert losses(tmp_path / "again")[0] < losses(tmp_path / "run")[0]
+    other = settings(tmp_path / "other", base, "tune.trainable_tokens=[40, 98, 258]").tune
+    with pytest.raises(ConfigError, match=r"trainable_token_indices is \[40, 99, 258\] there"):
+        start_from(build(base, torch.float32, other, seed=0), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tune.trainable_tokens=['<|none|>']"], "'<|none|>' is no token of"),
+        (["tune.trainable_tokens=[100000]"], "100000 is no token of this model"),
+        (["tune.trainable_tokens=['<|end|>', 258]"], "names the token 258 twice"),
+        (
+            ["tune.trainable_tokens=[5]", "tune.modules_to_save=[embed_tokens]"],
+            "with the embedding in tune.modules_to_save",
+        ),
+    ],
+)
+def test_tokens_that_cannot_be_trained_are_refused(words, said, model_dir):
+    config = settings("unused", model_dir, *words)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        build(model_dir, torch.float32, config.tune, seed=0)
+
+
+def test_a_tied_model_with_trained_rows_is_not_split_where_its_head_lacks_them(tmp_path):
+    write_tiny(tmp_path / "tiny")
+    tune = settings("unused", tmp_path, "tune.trainable_tokens=[5]").tune
+    built = build(tmp_path / "tiny", torch.float32, tune, seed=0)
+    for parallel in (ParallelConfig(tensor=2), ParallelConfig(pipeline=2)):
+        with pytest.raises(ConfigError, match="its embedding, and reads the trained rows as well"):
+            _require_one_embedding(built, parallel)
+    with pytest.raises(ConfigError, match=r"with parallel\.zero_stage=3"):
+        _require_one_embedding(built, ParallelConfig(zero_stage=3))
+    for allowed in (ParallelConfig(shard=2), ParallelConfig(zero_stage=2)):
+        _require_one_embedding(built, allowed)
