@@ -1,11 +1,12 @@
 """One micro-batch of packed rows.
 
-Shapes: B rows, T tokens per row. All three tensors are int64 of shape BT; those that wait for a GPU
-to copy them are int32, in pinned memory.
+Shapes: B rows, T tokens per row, N tokens with loss. Tokens, labels and positions are int64 of
+shape BT; those that wait for a GPU to copy them are int32, in pinned memory.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -63,7 +64,8 @@ class Batch:
     tokens of each row's documents, padding as the last one; without them positions are read.
     ``padding``: the tokens of each row's padding, which are those of no document. ``pairs``: of
     rows of preferences. ``mismatched``: for rows of labelled answers, the same prompts with
-    another's answer.
+    another's answer. ``weights_N``: what each token with loss counts, row by row, fp32; where it is
+    None each counts 1.
     """
 
     tokens_BT: torch.Tensor
@@ -77,14 +79,20 @@ class Batch:
     padding: Sequence[int] = ()
     pairs: Pairs | None = None
     mismatched: "Batch | None" = None
+    weights_N: torch.Tensor | None = None
 
     def with_kl(self, kl: float) -> "Batch":
         """Return this batch of labelled answers with the step's ``Pairs.kl``."""
         return replace(self, pairs=self.pairs and replace(self.pairs, kl=kl))
 
-    @property
-    def num_terms(self) -> int:
-        """What the loss is a sum over: pairs, or labelled answers, or else tokens."""
+    @cached_property
+    def num_terms(self) -> float:
+        """What the loss is a sum over: pairs, or labelled answers, or else tokens by their weights.
+
+        It is read before a batch is on a device.
+        """
+        if self.weights_N is not None:
+            return float(self.weights_N.double().sum())
         return self.num_loss_tokens if self.pairs is None else len(self.pairs.counts_P2)
 
     @property
@@ -97,9 +105,14 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         """What its tensors take."""
+        return sum(tensor.nbytes for tensor in self.all_tensors)
+
+    @property
+    def all_tensors(self) -> list[torch.Tensor]:
+        """All that it holds."""
         tensors = [*self.tensors, *(self.pairs.tensors if self.pairs else ())]
         tensors += self.mismatched.tensors if self.mismatched else ()
-        return sum(tensor.nbytes for tensor in tensors)
+        return tensors if self.weights_N is None else [*tensors, self.weights_N]
 
     @property
     def rows(self) -> range:
@@ -115,6 +128,8 @@ class Batch:
     def pinned(self) -> "Batch":
         """Return this batch as a GPU copies it: half as many bytes, and the host need not wait."""
         pinned = self._with(tensor.int().pin_memory() for tensor in self.tensors)
+        if self.weights_N is not None:
+            pinned = replace(pinned, weights_N=self.weights_N.pin_memory())
         if self.pairs is None:
             return pinned
         others = self.mismatched
@@ -142,7 +157,10 @@ class Batch:
         return moved._with_pairs(source.pairs.to(device), others and others._on(device))
 
     def _on(self, device: torch.device) -> "Batch":
-        return self._with(t.to(device, non_blocking=True).long() for t in self.tensors)
+        moved = self._with(t.to(device, non_blocking=True).long() for t in self.tensors)
+        if self.weights_N is None:
+            return moved
+        return replace(moved, weights_N=self.weights_N.to(device, non_blocking=True))
 
     def _with_pairs(self, pairs: Pairs, mismatched: "Batch | None") -> "Batch":
         """Return this batch with pairs, which ``mismatched`` shares."""

@@ -107,6 +107,8 @@ def choose(
     network = Network.measured(measured.links, measured.nodes)
     with_tensor = allows_tensor(config.tune, config.train)
     layouts = legal_layouts(asked, built.config, num_ranks, with_tensor)
+    if built.tokens and built.tied:  # the head reads their rows too: train/model.py
+        layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
     legal = candidates(layouts, asked, config.batch, work, machine, compute, network)
 
     def plan_of(candidate: Candidate) -> Plan:

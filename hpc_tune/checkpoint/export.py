@@ -80,6 +80,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
     One tensor is held at a time. Returns the file of the weights; the configuration is synced too.
     """
     from hpc_tune.model.build import lora_config
+    from hpc_tune.model.token_rows import SUFFIX, token_ids
 
     names = [n for n in index.pieces if n.startswith(ADAPTER_PREFIX)]
     regions = []
@@ -89,13 +90,20 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         regions.append(region)
     written = write_regions(out / ADAPTER_FILE, regions)
     config = lora_config(tune)
-    layers = sorted({n.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] for n in names})
+    paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
+    layers = sorted({path.partition(".lora_")[0] for path in paths if ".lora_" in path})
     within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
     if tune.targets == "all-linear" or within:
         config.target_modules = {layer.rpartition(".")[2] for layer in layers}
     if within:  # the other parts of such a model may have layers of the same names
         kinds = "|".join(sorted(config.target_modules))
         config.target_modules = rf"{re.escape(within.group())}.*\.({kinds})"
+        if config.modules_to_save:
+            others = (path for path in paths if ".lora_" not in path and SUFFIX not in path)
+            saved = {path.rpartition(".")[0] for path in others}
+            config.modules_to_save = sorted(saved)
+    if tune.trainable_tokens:
+        config.trainable_token_indices = token_ids(base, tune.trainable_tokens)
     write_config(config, base, out)
     return written
 

@@ -11,6 +11,7 @@ from hpc_tune.errors import CheckpointError
 from hpc_tune.model.finite import first_not_finite
 from hpc_tune.model.language import Storage, storage_of
 from hpc_tune.model.regions import Region
+from hpc_tune.model.token_rows import SUFFIX, token_ids
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 
 ADAPTER_PREFIX = "base_model.model."
@@ -40,10 +41,15 @@ class Merged:
         for name in trained.pieces:
             if name.startswith(ADAPTER_PREFIX) and name.endswith(suffix):
                 layer = name.removesuffix(suffix)
-                self._adapted[self._base_name(layer)] = layer
+                self._adapted[self._base_name(f"{layer}.weight")] = layer
+        # Modules that were trained in full beside an adapter, and rows of the embedding.
+        beside = [n for n in trained.pieces if n.startswith(ADAPTER_PREFIX) and ".lora_" not in n]
+        rows = {name: f"{name.removesuffix(SUFFIX)}.weight" for name in beside if SUFFIX in name}
+        self._rows = {self._base_name(weight): name for name, weight in rows.items()}
+        self._replaced = {self._base_name(name): name for name in beside if name not in rows}
 
-    def _base_name(self, layer: str) -> str:
-        path = layer.removeprefix(ADAPTER_PREFIX) + ".weight"
+    def _base_name(self, name: str) -> str:
+        path = name.removeprefix(ADAPTER_PREFIX)
         for candidate in (path, path.partition(".")[2]):
             if candidate in self._stored.pieces:
                 return candidate
@@ -92,12 +98,15 @@ class Merged:
 
     def _tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
-        if name in self._trained.pieces:
-            self._trained.fill(out, name)
+        if name in self._trained.pieces or name in self._replaced:
+            self._trained.fill(out, self._replaced.get(name, name))
         elif name in self._adapted:
             self._add_adapter(out, name, self._adapted[name])
         else:
             self._stored.fill(out, name)
+        if name in self._rows:
+            rows = read_tensor(self._trained, self._rows[name])
+            out[token_ids(self._base, self._tune.trainable_tokens)] = rows.to(out.dtype)
         if (found := first_not_finite(out)) is not None and self._is_changed(name):
             kind = str(out.dtype).removeprefix("torch.")
             raise CheckpointError(
@@ -107,7 +116,8 @@ class Merged:
         return out
 
     def _is_changed(self, name: str) -> bool:
-        return self._dtype is not None or name in self._trained.pieces or name in self._adapted
+        changed = (self._trained.pieces, self._adapted, self._replaced, self._rows)
+        return self._dtype is not None or any(name in names for names in changed)
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
         """W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.

@@ -34,6 +34,8 @@ MUST_MATCH = (
     "tune.rslora",
     "tune.dropout",
     "tune.targets",
+    "tune.modules_to_save",
+    "tune.trainable_tokens",
     "data.seq_len",
     "data.packing",
     "batch.global_size",
@@ -59,6 +61,8 @@ WARN = (
     "optim.weight_decay",
     "optim.clip_norm",
 )
+
+_SETS = ("tune.targets", "tune.modules_to_save", "tune.trainable_tokens")  # in any order
 
 
 @dataclass(frozen=True)
@@ -220,5 +224,5 @@ def _changed(saved: RunState, settings: Settings, names: Sequence[str]) -> list[
 
 
 def _meaning(name: str, value: Any) -> Any:
-    """Return what two values have in common that mean the same: the order of targets is nothing."""
-    return set(value) if name == "tune.targets" and isinstance(value, list | tuple) else value
+    """Return what two values have in common that mean the same: sets have no order."""
+    return set(value) if name in _SETS and isinstance(value, list | tuple) else value

@@ -24,6 +24,7 @@ def check(config: RunConfig) -> list[str]:
         *_parallel(parallel, tune.method),
         *(beside_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_float8(train, tune.method, config.model.dtype, config.run.device),
+        *_beside_float8(train, tune),
         *_objective(tune, config.data),
         *_tune(tune),
         *_optim(config.optim, tune.method),
@@ -193,6 +194,14 @@ def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterato
         yield "train.float8=true with model.dtype=fp32; use bf16 or auto"
 
 
+def _beside_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
+    if train.float8 and tune.modules_to_save:
+        yield (
+            "train.float8=true with tune.modules_to_save: these are trained in tune.param_dtype; "
+            "leave one of them out"
+        )
+
+
 def _objective(tune: TuneConfig, data: DataConfig) -> Iterator[str]:
     for name, value in tune.unused.items():
         yield (
@@ -220,6 +229,10 @@ def _tune(tune: TuneConfig) -> Iterator[str]:
         return
     if tune.dropout:
         yield "tune.dropout has no effect with tune.method=full; leave it out"
+    if tune.modules_to_save:
+        yield "tune.modules_to_save has no effect with tune.method=full; leave it out"
+    if tune.trainable_tokens:
+        yield "tune.trainable_tokens has no effect with tune.method=full; leave it out"
     if tune.rslora:
         yield "tune.rslora has no effect with tune.method=full; leave it out"
     if tune.init_from:

@@ -12,8 +12,8 @@ from hpc_tune.config.section import PositiveInt, Section
 LossOn = Literal["answers", "all"]
 _FIELDS = (
     "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
-    "response", "text", "system", "history", "tools", "weight", "train", "loss", "loss_mask",
-    "chosen", "rejected", "label",
+    "response", "text", "system", "history", "tools", "weight", "loss_scale", "train", "loss",
+    "loss_mask", "chosen", "rejected", "label",
 )  # fmt: skip
 _SUM_TOLERANCE = 1e-6  # of weights such as 0.333333 three times
 

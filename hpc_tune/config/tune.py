@@ -104,6 +104,20 @@ class TuneConfig(Section):
         description="Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
         "all-linear: every one but the output head; fewer take less memory and learn less.",
     )
+    modules_to_save: list[str] = Field(
+        [],
+        description="Names of modules that are trained in full beside the adapters and saved with "
+        "them, as peft's modules_to_save, such as [embed_tokens, lm_head]: embeddings, the output "
+        "head and norms. A name means every module whose path ends with it. They take the memory "
+        "of tune.method=full for their part, on each rank but for parallel.tensor and pipeline.",
+    )
+    trainable_tokens: list[int | str] = Field(
+        [],
+        description="Tokens, by text or number, whose rows of the embedding are trained beside the "
+        "adapters, as peft's trainable_token_indices: tokens that were added, such as "
+        "['<tool>', '</tool>']. Where the output head is the embedding, its rows too. That takes "
+        "16 bytes per value of these rows, and not of the whole embedding.",
+    )
     init_from: str | None = Field(
         None,
         description="A folder with an adapter that peft or the Hugging Face Trainer saved, of the "

@@ -1,7 +1,14 @@
 """The keys of axolotl that give no setting: what hpc_tune decides itself, and what it lacks."""
 
 from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
-from hpc_tune.convert.trainer import NF4, ONE_SCHEDULE, only, schedule_part
+from hpc_tune.convert.trainer import (
+    NF4,
+    ONE_SCHEDULE,
+    modules_to_save,
+    only,
+    schedule_part,
+    trainable_tokens,
+)
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 _OWN = Automatic("attention and loss are PyTorch's own; logits are never held whole")
@@ -125,7 +132,8 @@ LEFT: dict[str, Rule] = {
     ),
     "float32": lacking("set model.dtype=fp32", to_do=True),
     "fp8_enable_fsdp_float8_all_gather": lacking("weights are gathered in model.dtype"),
-    "lora_modules_to_save": lacking("only adapters are trained", to_do=True),
+    "lora_modules_to_save": modules_to_save,
+    "peft_trainable_token_indices": trainable_tokens,
     **each(
         lacking("all linear layers named in tune.targets get adapters", to_do=True),
         "peft_layers_to_transform peft_layers_pattern lora_target_parameters",
@@ -139,7 +147,7 @@ LEFT: dict[str, Rule] = {
     ),
     **each(
         lacking("no parts are frozen: adapters are trained, or all weights", to_do=True),
-        "unfrozen_parameters peft_trainable_token_indices lisa_n_layers lisa_step_interval "
+        "unfrozen_parameters lisa_n_layers lisa_step_interval "
         "spectrum_top_fraction spectrum_model_name",
     ),
     "lisa_layers_attribute": Automatic("no parts are frozen"),

@@ -248,3 +248,18 @@ def save_steps(value: Any, theirs: ForeignConfig) -> Outcome:
             "checkpoint.every_steps is a number of steps; checkpoint.every_minutes is 30"
         )
     return Mapped({"checkpoint.every_steps": value})
+
+
+def modules_to_save(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for modules that are trained in full beside adapters: a list, or names with commas."""
+    if not value:
+        return Automatic("off in their config")
+    names = value.split(",") if isinstance(value, str) else value
+    return Mapped({"tune.modules_to_save": [str(name).strip() for name in names]})
+
+
+def trainable_tokens(value: Any, theirs: ForeignConfig) -> Outcome:
+    """Rule for numbers of tokens whose rows of the embedding are trained."""
+    if not value:
+        return Automatic("off in their config")
+    return Mapped({"tune.trainable_tokens": value})

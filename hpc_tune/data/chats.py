@@ -42,6 +42,7 @@ _TURNS = (
 class Rendered:
     """Text for the tokenizer; ``spans`` (characters) are learned, None means all.
 
+    ``weights``: what each of the spans counts, or the whole text; none if all count 1.
     ``is_plain``: not written by a chat template. ``bos`` and ``eos``: these tokens are put around
     it. ``split``: a text longer than a row is split into several.
     """
@@ -52,6 +53,7 @@ class Rendered:
     bos: bool = False
     eos: bool = False
     split: bool = False
+    weights: tuple[float, ...] = ()
 
 
 class Renderer:
@@ -102,8 +104,8 @@ class Renderer:
         if ESCAPED_IN_JSON in full and example != typed:
             return "the chat template writes a typed control token as JSON in ASCII"
         self._count_left_out(example, full)
-        if self._loss_on == "all" and not example.unlearned:
-            return Rendered(full, None)
+        if self._loss_on == "all" and not (example.unlearned or example.weights):
+            return Rendered(full, None, weights=_unless_ones([example.weight]))
         numbers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
         if not numbers:
             return f"no answer of the assistant{roles}"
@@ -119,7 +121,7 @@ class Renderer:
         self, example: Chat, numbers: list[int], spans: list[Span | None], full: str
     ) -> Rendered | str:
         """Learn the answers of a chat; count what of them is not learned."""
-        learned, num_empty = [], 0
+        learned, weights, num_empty = [], [], 0
         for number, span in zip(numbers, spans, strict=True):
             answer = full[slice(*span)] if span else ""
             if number in example.unlearned:
@@ -134,10 +136,11 @@ class Renderer:
                 self._counters.unclear_answers += 1
             else:
                 learned.append(span)
+                weights.append(example.weights.get(number, example.weight))
                 self._counters.unended_answers += not self._answers.is_ended(full, span)
         self._counters.empty_answers += num_empty
         if learned:
-            return Rendered(full, learned)
+            return Rendered(full, learned, weights=_unless_ones(weights))
         if num_empty == len(numbers):
             return "empty answer"
         if num_empty + len(example.unlearned) == len(numbers):
@@ -225,16 +228,27 @@ class Renderer:
     def _all_but(
         self, chat: Chat, numbers: list[int], spans: list[Span | None], full: str
     ) -> Rendered | str:
-        """Learn all of a chat but the answers that are marked as not learned."""
-        learned, at = [], 0
+        """Learn all of a chat but the answers that are marked as not learned.
+
+        Answers with weights of their own are learned with them.
+        """
+        learned, weights, at = [], [], 0
         for number, span in zip(numbers, spans, strict=True):
-            if number in chat.unlearned:
-                if span is None:
-                    return "the chat template does not show where an answer that is left out begins"
-                learned.append((at, span[0]))
-                at = span[1]
-                self._counters.marked_answers += 1
-        return Rendered(full, [*learned, (at, len(full))])
+            is_unlearned = number in chat.unlearned
+            if not is_unlearned and number not in chat.weights:
+                continue
+            if span is None:
+                kind = "is left out" if is_unlearned else "has a weight"
+                return f"the chat template does not show where an answer that {kind} begins"
+            learned.append((at, span[0]))
+            weights.append(chat.weight)
+            at = span[1]
+            self._counters.marked_answers += is_unlearned
+            if not is_unlearned:
+                learned.append(span)
+                weights.append(chat.weights[number])
+        spans_of_all = [*learned, (at, len(full))]
+        return Rendered(full, spans_of_all, weights=_unless_ones([*weights, chat.weight]))
 
     def _render_plain(self, example: Completion) -> Rendered | str:
         prompt = (
@@ -248,9 +262,11 @@ class Renderer:
         spans.append((len(prompt), len(text)))
         if not example.completion.strip():
             return "empty answer"
+        marks: dict[str, Any] = {"is_plain": True, "bos": True, "eos": True}
         if self._loss_on == "all":
-            return Rendered(text, None, is_plain=True, bos=True, eos=True)
-        return Rendered(text, spans, is_plain=True, bos=True, eos=True)
+            return Rendered(text, None, weights=_unless_ones([example.weight]), **marks)
+        weights = _unless_ones([example.weight] * len(spans))
+        return Rendered(text, spans, weights=weights, **marks)
 
     def _apply(
         self,
@@ -287,6 +303,11 @@ def controls_of(tokenizer: FastTokenizer) -> list[str]:
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     marked = {token.content for token in added if token.special}
     return sorted(filter(None, marked | {*tokenizer.all_special_tokens}))
+
+
+def _unless_ones(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return weights as ``Rendered`` has them: none where all are 1."""
+    return () if all(weight == 1 for weight in weights) else tuple(weights)
 
 
 def _is_empty(message: dict[str, Any], learned: str) -> bool:

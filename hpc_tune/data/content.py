@@ -45,7 +45,8 @@ def verify(store: TokenStore) -> None:
         DataError: if a byte has changed since.
     """
     columns = [store.offsets[1:], store.tokens, store.loss_mask]
-    columns += [column for column in (store.borders, store.labels) if column is not None]
+    further = store.borders, store.labels, store.loss_weights
+    columns += [column for column in further if column is not None]
     with ThreadPoolExecutor(len(columns)) as pool:
         hashes = [*pool.map(_hash, columns)]
     content, expected = joined(hashes), store.attributes.content

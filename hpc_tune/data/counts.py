@@ -28,6 +28,7 @@ _REMARKS = {
     "bad_rows": "bad rows skipped, as data.bad_rows says",
     "control_tokens": "control tokens in plain text, taken as such (as text if the tokenizer has"
     " split_special_tokens)",
+    "weighted": "documents with weights in the loss other than 0 and 1",
     "cut_prompts": "prompts cut from the left, for both answers to fit into seq_len",
     "unpaired": "pairs taken as two labelled answers each",
     "unmatched": "labelled answers without another's answer to the same prompt, by which KTO"
@@ -68,6 +69,7 @@ class Counters:
     cut_prompts: int = 0
     unpaired: int = 0
     unmatched: int = 0
+    weighted: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     other_answers: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)

@@ -4,7 +4,8 @@
 
 A text is tokenized once, whole. A token is learned if it overlaps an answer (see ``chats.py``); a
 control token only if it begins in one, since some swallow the white space after them. The first
-token of a document never is.
+token of a document never is. A mask is of uint8, 0 or 1; where a weight other than 1 is in it, of
+fp32: what each token counts in the loss.
 """
 
 from collections.abc import Iterable, Iterator
@@ -87,7 +88,10 @@ class Encoder:
             rendered: Rendered | str
             if isinstance(example, Text):
                 marks = {"bos": example.begins, "eos": example.ends}
-                rendered = Rendered(example.text, None, is_plain=True, split=True, **marks)
+                weights = () if example.weight == 1 else (example.weight,)
+                rendered = Rendered(
+                    example.text, None, is_plain=True, split=True, weights=weights, **marks
+                )
             else:
                 rendered = self._renderer.render(example)
             if isinstance(rendered, str):
@@ -107,7 +111,7 @@ class Encoder:
                 continue
             yield from self._short_block(short)
             short = []
-            yield from self._block(self._pieces(self._long_text(item)))
+            yield from self._block(self._pieces(item, self._long_text(item)))
         yield from self._short_block(short)
 
     def _as_text(self, item: Rendered) -> bool:
@@ -136,7 +140,7 @@ class Encoder:
         rendered = [self._head(item) for item in rendered]
         documents: list[tuple[np.ndarray, np.ndarray]] = []
         for item, (tokens, mask) in zip(rendered, self.tokenize(rendered), strict=True):
-            documents += self._pieces(tokens) if item.split else self._cut(item, tokens, mask)
+            documents += self._pieces(item, tokens) if item.split else self._cut(item, tokens, mask)
         yield from self._block(documents)
 
     def _head(self, item: Rendered) -> Rendered:
@@ -212,19 +216,20 @@ class Encoder:
     ) -> tuple[np.ndarray, np.ndarray]:
         bos, eos = self._marks(item, ids)
         whole = np.array([*bos, *ids, *eos], dtype=np.int64)
-        mask = np.ones(len(whole), dtype=np.uint8)
+        mask = _ones(item, len(whole))
         if item.spans is not None and ids:
             begins, ends = np.array(offsets).T
             is_control = np.isin(ids, self._control_ids)
-            inside = np.zeros(len(ids), dtype=bool)
-            for start, stop in item.spans:
+            inside = np.zeros(len(ids), dtype=mask.dtype)
+            weights = item.weights or (1,) * len(item.spans)
+            for (start, stop), weight in zip(item.spans, weights, strict=True):
                 overlaps = (begins < stop) & (ends > start)
-                inside |= overlaps & ((begins >= start) | ~is_control)
+                inside[overlaps & ((begins >= start) | ~is_control)] = weight
             mask[len(bos) : len(bos) + len(ids)] = inside
         mask[:1] = 0
         return whole, mask
 
-    def _pieces(self, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _pieces(self, item: Rendered, tokens: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Split plain text into documents of at most ``seq_len`` tokens."""
         self.counters.split += len(tokens) > self._seq_len
         pieces = [
@@ -234,7 +239,7 @@ class Encoder:
             pieces.pop()
             if not pieces:
                 self.counters.drop("empty text")
-        masks = [np.ones(len(piece), dtype=np.uint8) for piece in pieces]
+        masks = [_ones(item, len(piece)) for piece in pieces]
         for mask in masks:
             mask[0] = 0
         return list(zip(pieces, masks, strict=True))
@@ -259,11 +264,22 @@ class Encoder:
             return
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
         tokens = np.concatenate([tokens for tokens, _ in documents])
-        mask = np.concatenate([mask for _, mask in documents])
+        masks = [mask for _, mask in documents]
+        mask = np.concatenate(masks)
+        self.counters.weighted += sum(mask.dtype == np.float32 for mask in masks)
         self.counters.documents += len(lengths)
         self.counters.tokens += len(tokens)
-        self.counters.loss_tokens += int(mask.sum())
-        yield Block(lengths, tokens.astype(token_dtype(int(tokens.max()) + 1), copy=False), mask)
+        self.counters.loss_tokens += int(np.count_nonzero(mask))
+        tokens = tokens.astype(token_dtype(int(tokens.max()) + 1), copy=False)
+        weights = mask if mask.dtype == np.float32 else None
+        yield Block(lengths, tokens, (mask > 0).astype(np.uint8), loss_weights=weights)
+
+
+def _ones(item: Rendered, length: int) -> np.ndarray:
+    """Return the mask of a text that is learned as a whole, and behind whose end no span is."""
+    if item.weights:
+        return np.full(length, item.weights[-1], dtype=np.float32)
+    return np.ones(length, dtype=np.uint8)
 
 
 def _parts(text: str) -> Iterator[str]:

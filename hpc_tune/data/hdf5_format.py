@@ -21,6 +21,10 @@ and another's answer to the same prompt (labels)::
        +- documents/borders    int64 [num_documents]            tokens of the first side
        +- documents/labels     uint8 [num_documents]            of labels: 1 is desirable
 
+Files of answers with weights other than 0 and 1 have version 6, and beside loss_mask::
+
+       +- loss_weights         float32 [num_tokens]             what each token counts in the loss
+
 The reader asks HDF5 for the datasets' offsets, closes the file and reads each document's bytes when
 they are needed: no HDF5 handle is inherited through a fork, no HDF5 lock is taken on a parallel
 file system, and opening takes the same time for ten documents as for ten million. What was read
@@ -52,7 +56,7 @@ FORMAT = "hpc_tune tokens"
 # 1 had no seal, 2 missed answers of templates that write earlier turns anew, 3 took control tokens
 # that people have typed into calls of tools for real ones.
 VERSION = 4
-PREFERENCE_VERSION = 5
+PREFERENCE_VERSION, WEIGHT_VERSION = 5, 6
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 PREPARE_AGAIN = "prepare it again with: python -m hpc_tune prepare"
 
@@ -72,6 +76,7 @@ OF_FORM: dict[Form, dict[str, tuple[str, ...]]] = {
     "pairs": {"documents/borders": ("int64",)},
     "labels": {"documents/borders": ("int64",), "documents/labels": ("uint8",)},
 }
+WEIGHTS = {"loss_weights": ("float32",)}  # of files with weights
 _FORMS: dict[Form, str] = {
     "answers": "answers to learn",
     "pairs": "pairs of a chosen and a rejected answer",
@@ -100,6 +105,18 @@ class Attributes:
     counters: Counters = field(default_factory=Counters)
     hpc_tune_version: str
     form: Form = "answers"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether tokens count in the loss by weights other than 0 and 1."""
+        return self.counters.weighted > 0
+
+    @property
+    def version(self) -> int:
+        """The version of the format of such a file."""
+        if self.form != "answers":
+            return PREFERENCE_VERSION
+        return WEIGHT_VERSION if self.has_weights else VERSION
 
 
 class _Bytes:
@@ -156,6 +173,7 @@ class TokenStore:
         self.attributes = attributes
         self.tokens = columns["tokens"]
         self.loss_mask = columns["loss_mask"]
+        self.loss_weights = columns.get("loss_weights")
         self.offsets = columns["documents/offsets"]
         self.by_length = columns["documents/by_length"]
         self.length_values: np.ndarray = columns["lengths/values"][:]
@@ -178,6 +196,7 @@ class TokenStore:
             with h5py.File(path, "r", locking=False) as opened:
                 attributes = _read_attributes(path, opened)
                 kinds = {**_DTYPES, **OF_FORM[attributes.form]}
+                kinds |= WEIGHTS if attributes.has_weights else {}
                 places = {name: _find(path, opened, name, kinds[name]) for name in kinds}
         except _HDF5_ERRORS as error:
             raise DataError(
@@ -201,11 +220,14 @@ class TokenStore:
     def document(self, document: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a document's tokens and loss mask, both of shape [length].
 
+        A mask with weights is of fp32: what each token counts in the loss.
+
         Raises:
             DataError: if the file was cut off since it was opened.
         """
         start, stop = map(int, self.offsets[document : document + 2])
-        return self.tokens[start:stop], self.loss_mask[start:stop]
+        mask = self.loss_mask if self.loss_weights is None else self.loss_weights
+        return self.tokens[start:stop], mask[start:stop]
 
     def sides(self, document: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return tokens and loss mask of each side: of preferences two, or one without the other.
@@ -274,6 +296,8 @@ class TokenStore:
             for what, is_right in {
                 "no documents": self.num_documents > 0,
                 "tokens and loss_mask differ in size": len(self.loss_mask) == self.num_tokens,
+                "loss_weights do not fit the tokens": self.loss_weights is None
+                or len(self.loss_weights) == self.num_tokens,
                 "offsets do not fit the documents": len(self.offsets) == self.num_documents + 1,
                 "borders do not fit the documents": self.borders is None
                 or len(self.borders) == self.num_documents,
@@ -327,21 +351,22 @@ def _require_ours(path: Path) -> None:
 def _read_attributes(path: Path, file: h5py.File) -> Attributes:
     attributes = dict(file.attrs)
     version = attributes.get("version")
-    if version not in (VERSION, PREFERENCE_VERSION):
+    if version not in (VERSION, PREFERENCE_VERSION, WEIGHT_VERSION):
         raise DataError(
             f"{path} has version {version} of the format, this hpc_tune reads "
-            f"versions {VERSION} and {PREFERENCE_VERSION}; {PREPARE_AGAIN}"
+            f"versions {VERSION} to {WEIGHT_VERSION}; {PREPARE_AGAIN}"
         )
-    if version == VERSION:
+    if version != PREFERENCE_VERSION:
         attributes["form"] = "answers"
     try:
         kinds = {**get_type_hints(Attributes), "form": str}
         counters = kinds.pop("counters")(**json.loads(attributes["counters"]))
-        if (version == VERSION) != (attributes["form"] == "answers"):
-            raise ValueError(f"form {attributes['form']} of version {version}")
         OF_FORM[attributes["form"]]  # a KeyError for an unknown one
         values = {name: kind(attributes[name]) for name, kind in kinds.items()}
-        return Attributes(**values, counters=counters)
+        found = Attributes(**values, counters=counters)
+        if found.version != version:
+            raise ValueError(f"version {version} of a file of version {found.version}")
+        return found
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} lacks a usable attribute: {error!r}; {PREPARE_AGAIN}") from error
 

@@ -164,7 +164,9 @@ class Loader:
     def _step_bytes(self) -> int:
         """Return the most that a step of this rank takes: rows * seq_len * 24 bytes or more."""
         rows = -(-self._global_size // self._size)
-        return rows * self.stream.seq_len * BYTES_OF_FORM[self.stream.form]
+        # Weights are of fp32, one for each token with loss.
+        token_bytes = BYTES_OF_FORM[self.stream.form] + 4 * self.stream.has_weights
+        return rows * self.stream.seq_len * token_bytes
 
     def _build(self, start: int) -> tuple[list[Batch], int] | None:
         """Build the step that begins at stream row ``start``; None after the end of the stream."""

@@ -26,6 +26,7 @@ class MixedRows:
         self._num_rows = self.phase.num_rows
         self.form: Form = self.packed[0].form
         self.seq_len = self.packed[0].seq_len
+        self.has_weights = any(rows.has_weights for rows in self.packed)
 
     @property
     def num_rows(self) -> int:

@@ -24,7 +24,7 @@ from hpc_tune.data.subset import by_length
 from hpc_tune.errors import ConfigError, DataError
 
 ROUND_TO = 8
-Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask
+Side = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, of fp32 if it has weights
 
 
 class Rows(Protocol):
@@ -32,6 +32,7 @@ class Rows(Protocol):
 
     form: Form
     seq_len: int
+    has_weights: bool
 
     @property
     def num_rows(self) -> int:
@@ -87,6 +88,7 @@ class PackedRows:
                 " more, or prepare the data again with this one"
             )
         self.store, self.form, self.seq_len = store, store.form, order.seq_len
+        self.has_weights = store.attributes.has_weights
         self._reference_D2: np.ndarray | None = None
         self.sampler = PackedSampler(values, counts, numbers, order)
 
@@ -199,7 +201,8 @@ def make_batch(
 ) -> Batch:
     """Lay rows of documents (tokens, loss mask) out as a batch, padded to the longest row.
 
-    The padding is a document of its own: its positions begin at 0, its labels are ignored.
+    The padding is a document of its own: its positions begin at 0, its labels are ignored. A mask
+    of fp32 holds weights; beside such a document, the tokens of others count 1.
     """
     longest = max(sum(min(len(tokens), seq_len) for tokens, _ in row) for row in rows)
     width = min(-(-max(longest, 1) // ROUND_TO) * ROUND_TO, seq_len)
@@ -208,7 +211,8 @@ def make_batch(
     positions_BT = np.empty((len(rows), width), dtype=np.int64)
     counting = np.arange(width)
     num_loss_tokens = num_tokens = 0
-    document_lengths, padding = [], []
+    has_weights = any(mask.dtype == np.float32 for row in rows for _, mask in row)
+    document_lengths, padding, weights = [], [], []
     for number, row in enumerate(rows):
         at, lengths = 0, []
         for tokens, loss_mask in row:
@@ -218,6 +222,7 @@ def make_batch(
             learned = np.flatnonzero(loss_mask[1:length])
             labels_BT[number, at + learned] = tokens[1:length][learned]
             num_loss_tokens += len(learned)
+            weights.append(loss_mask[1:length][learned].astype(np.float32))
             at += length
             lengths.append(length)
         num_tokens += at
@@ -234,4 +239,5 @@ def make_batch(
         row_stride,
         document_lengths,
         padding,
+        weights_N=torch.from_numpy(np.concatenate(weights)) if has_weights else None,
     )

@@ -13,16 +13,8 @@ from typing import Any
 
 from hpc_tune.data.calls import tools_of
 from hpc_tune.data.common_prompt import Answer, Messages, Prompt, split_chats, split_texts
-from hpc_tune.data.records import (
-    FLAGS,
-    Chat,
-    Completion,
-    NotLearned,
-    Text,
-    flag_of,
-    to_example,
-    turns_of,
-)
+from hpc_tune.data.marks import MARKS, weight_of
+from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example, turns_of
 from hpc_tune.data.values import WrongRecord, is_unset, name_of, shown
 
 CHOSEN = ("chosen", "chosen_response", "preferred_output")
@@ -30,7 +22,7 @@ REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred
 LABELS = ("label", "kto_tag")
 _CHATS = ("messages", "conversations")
 _TEXTS = ("prompt", "instruction", "question", "input")
-_WITH_EACH = ("tools", "functions", *FLAGS)
+_WITH_EACH = ("tools", "functions", *MARKS)
 # All fields of rows of pairs.
 PAIR_FIELDS = frozenset(
     (*CHOSEN, *REJECTED, *_CHATS, *_TEXTS, *_WITH_EACH, "system", "system_prompt", "history")
@@ -73,8 +65,10 @@ def to_pair(record: Any) -> Pair:
     better, worse = _only(record, CHOSEN), _only(record, REJECTED)
     if better is None and worse is None:
         raise WrongRecord(f"found the fields {', '.join(map(str, record))}; {_EXPECTED_PAIRS}")
-    if flag_of(record, "the row") is False:
+    weight = weight_of(record, "the row")
+    if weight == 0:
         raise NotLearned
+    _require_no_weight(weight is None or weight == 1)
     prompt, chosen, rejected = _parts(record, better, worse)
     if chosen == rejected:
         raise WrongRecord(
@@ -289,7 +283,7 @@ def _answered(
     answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if answer[0]["role"] != "assistant" or not any(map(_is_said, answer)):
         raise WrongRecord(f"{field} is {shown(answer[0])}, expected an answer of the assistant")
-    fields = {name: record[name] for name in FLAGS if name in record}
+    fields = {name: record[name] for name in MARKS if name in record}
     try:
         chat = to_example(
             {
@@ -313,6 +307,7 @@ def _last_alone(example: Any) -> Chat | Completion:
         for name, text in (("prompt", example.prompt), ("answer", example.completion)):
             if not text.strip():
                 raise WrongRecord(f"the {name} is empty text, expected a prompt and its answer")
+        _require_no_weight(example.weight == 1)
         return replace(example, plain_answers=())
     last = example.messages[-1]
     if last["role"] != "assistant" or not _is_said(last):
@@ -322,8 +317,19 @@ def _last_alone(example: Any) -> Chat | Completion:
     return _unlearned_before(example, len(example.messages) - 1)
 
 
+def _require_no_weight(is_one: bool) -> None:
+    """Refuse a weight of a row, or of a turn in it, other than 0 and 1."""
+    if not is_one:
+        raise WrongRecord(
+            "weights other than 0 and 1 are for answers to be learned (tune.objective=sft), and "
+            "each pair, and each answer with a label, counts once; take the weight out, or leave "
+            "rows out by weight: 0"
+        )
+
+
 def _unlearned_before(chat: Chat, first: int) -> Chat:
     """Return a chat whose answers before message ``first`` are not learned."""
+    _require_no_weight(chat.weight == 1 and not chat.weights)
     answers = {n for n, m in enumerate(chat.messages) if m["role"] == "assistant"}
     unlearned = chat.unlearned | {number for number in answers if number < first}
     if unlearned == answers:

@@ -24,7 +24,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -376,8 +376,11 @@ def _open_part(work: Plan, number: int) -> Iterator[Any]:
 def _all_blocks(work: Plan) -> Iterator[Block]:
     for number in range(len(work.chunks)):
         with _open_part(work, number) as part:
-            names = [f.name for f in fields(Block) if f"0/{f.name}" in part.files]
-            for at in range((len(part.files) - 1) // max(len(names), 1)):
+            there = frozenset(part.files)
+            for at in count():
+                names = [f.name for f in fields(Block) if f"{at}/{f.name}" in there]
+                if not names:
+                    break
                 yield Block(**{name: part[f"{at}/{name}"] for name in names})
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from hpc_tune.config.data import Form
 from hpc_tune.data.counts import Findings
+from hpc_tune.data.marks import ADVANTAGES, MARKS, refuse_advantages
 from hpc_tune.data.preferences import (
     CHOSEN,
     LABELS,
@@ -27,7 +28,6 @@ from hpc_tune.data.preferences import (
 )
 from hpc_tune.data.records import (
     EXPECTED,
-    FLAGS,
     PREFERENCES,
     Chat,
     Completion,
@@ -48,11 +48,11 @@ _FORMS = (
     ("prompt", "completion", "response"), ("text",),
 )  # fmt: skip
 _FURTHER = {
-    "messages": ("system", "tools", "functions", *FLAGS),
-    "conversations": ("system", "tools", "functions", *FLAGS),
-    "instruction": ("system", "tools", "functions", "history", *FLAGS),
-    "prompt": ("system", "tools", "functions", *FLAGS),
-    "text": FLAGS,
+    "messages": ("system", "tools", "functions", *MARKS),
+    "conversations": ("system", "tools", "functions", *MARKS),
+    "instruction": ("system", "tools", "functions", "history", *MARKS),
+    "prompt": ("system", "tools", "functions", *MARKS),
+    "text": MARKS,
 }
 _QUESTIONS = ("instruction", "prompt", "question", "query")
 _ANSWERS = ("output", "completion", "answer", "response")
@@ -63,6 +63,7 @@ KNOWN = frozenset(
         _QUESTIONS,
         _ANSWERS,
         PREFERENCES,
+        ADVANTAGES,
         ("label", "context", "system_prompt"),
     )
 )
@@ -149,6 +150,8 @@ def as_example(row: Any, reading: Reading, findings: Findings) -> Row | None:
     if isinstance(row, dict):
         row, names = _renamed(row, reading, findings)
     try:
+        if isinstance(row, dict):
+            refuse_advantages(row)
         example = _READERS[reading.form](row)
     except NotLearned:
         findings.num_marked += 1
@@ -236,7 +239,7 @@ def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
             )
         return True
     try:
-        content = json.dumps(vars(example), ensure_ascii=False, sort_keys=True, default=_plain)
+        content = json.dumps(_plain(example), ensure_ascii=False, sort_keys=True, default=_plain)
         data = content.encode()
     except RecursionError:
         raise WrongRecord("nested too deeply") from None
@@ -255,6 +258,6 @@ def _is_wanted(example: Row, reading: Reading, findings: Findings) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Chat | Completion):
-        return vars(value)
+    if isinstance(value, Row):  # duplicates are duplicates with any weight
+        return {k: v for k, v in vars(value).items() if k not in ("weight", "weights")}
     return sorted(value) if isinstance(value, frozenset) else str(value)

@@ -1,10 +1,11 @@
 """One record of raw data -> one example: which fields are known, and what they must hold."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_tune.data.calls import calls_of, tools_of
+from hpc_tune.data.marks import MARKS, weight_of
 from hpc_tune.data.values import WrongRecord, from_json, is_unset, name_of, shown
 
 EXPECTED = (
@@ -31,8 +32,6 @@ _SHAREGPT_ROLES = {
 _CALLS = ("function_call", "tool_call")
 _BLANK = [("messages", ""), ("conversations", "")]
 _CALL_KEYS = ("tool_calls", "function_call")
-# How trainers mark a turn that is not to be learned: OpenAI and Mistral, axolotl, ms-swift, verl.
-FLAGS = ("weight", "train", "training", "loss", "loss_mask")
 PREFERENCES = ("chosen", "rejected", "kto_tag")
 
 
@@ -45,11 +44,14 @@ class Chat:
     """Messages for the chat template, with whatever further keys they carry.
 
     ``unlearned``: numbers of messages of the assistant whose data say that they are not learned.
+    ``weight``: what it counts in the loss, and ``weights`` what messages count that have their own.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     unlearned: frozenset[int] = frozenset()
+    weight: float = 1.0
+    weights: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Completion:
 
     ``plain_prompt`` replaces the prompt where the tokenizer has no chat template. ``history``:
     earlier questions and answers, in order, and ``plain_answers`` their answers' characters in it:
-    without these they are not learned.
+    without these they are not learned. ``weight``: what it counts in the loss.
     """
 
     prompt: str
@@ -67,6 +69,7 @@ class Completion:
     system: str = ""
     history: tuple[tuple[str, str], ...] = ()
     plain_answers: tuple[tuple[int, int], ...] = ()
+    weight: float = 1.0
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the system prompt, all questions and all answers as messages of a chat."""
@@ -80,7 +83,7 @@ class Completion:
         messages = self.messages()
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         earlier = () if self.plain_answers else answers[:-1]
-        return Chat(messages, tools, frozenset(earlier))
+        return Chat(messages, tools, frozenset(earlier), self.weight)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Text:
     text: str
     begins: bool = True
     ends: bool = True
+    weight: float = 1.0
 
 
 Example = Chat | Completion | Text
@@ -146,8 +150,11 @@ def _marked(example: Example, record: dict[str, Any]) -> Example:
     """Apply a row's own mark for learning, and add its tools; chats have done so already."""
     if isinstance(example, Chat):
         return example
-    if flag_of(record, "the row") is False:
+    weight = weight_of(record, "the row")
+    if weight == 0:
         raise NotLearned
+    if weight is not None:
+        example = replace(example, weight=weight)
     if isinstance(example, Text) or not (tools := tools_of(record)):
         return example
     return example.as_chat(tools)
@@ -169,22 +176,24 @@ def _refuse_preferences(record: dict[str, Any]) -> None:
 def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any]) -> Chat:
     """Bring messages to the form that chat templates expect."""
     checked, unlearned, tools = [], set(), tools_of(record)
-    row = flag_of(record, "the row")
+    row, weights = weight_of(record, "the row"), {}
     for number, message in enumerate(messages):
         where = f"{field}: message {number + 1} ({message['role']})"
-        flag = flag_of(message, where)
-        if flag and message["role"] != "assistant":
+        own = weight_of(message, where)
+        if own and message["role"] != "assistant":
             raise WrongRecord(
                 f"{where} is marked to be learned; only the assistant's are, or all text with "
                 "data.loss_on=all: take the mark away"
             )
-        if (flag is False or (flag is None and row is False)) and message["role"] == "assistant":
+        if message["role"] == "assistant" and (row if own is None else own) == 0:
             unlearned.add(number)
+        elif own is not None and own not in (0, 1):
+            weights[number] = own * (row or 1.0)
         # A template asks whether a key is there, and others' rows have it.
         plain = {
             key: value
             for key, value in message.items()
-            if key == "content" or not (key in (*FLAGS, *_CALL_KEYS) or is_unset(value))
+            if key == "content" or not (key in (*MARKS, *_CALL_KEYS) or is_unset(value))
         }
         if "content" in plain:
             plain["content"] = _content(plain["content"], where)
@@ -193,21 +202,7 @@ def _as_chat(messages: list[dict[str, Any]], field: str, record: dict[str, Any])
         if plain["role"] == "function":  # OpenAI's older name
             plain["role"] = "tool"
         checked.append(plain)
-    return Chat(checked, tools, frozenset(unlearned))
-
-
-def flag_of(fields: dict[str, Any], where: str) -> bool | None:
-    """Return whether a turn, or a row, is marked to be learned; None without a mark."""
-    flags = {name: fields[name] for name in FLAGS if not is_unset(fields.get(name))}
-    for name, value in flags.items():
-        if value not in (0, 1):
-            raise WrongRecord(
-                f"{where}: {name} is {shown(value)}, expected 0 or 1, false or true: an answer is "
-                "learned or not"
-            )
-    if len(set(map(bool, flags.values()))) > 1:
-        raise WrongRecord(f"{where}: {' and '.join(flags)} contradict each other")
-    return bool(next(iter(flags.values()))) if flags else None
+    return Chat(checked, tools, frozenset(unlearned), row or 1.0, weights)
 
 
 def _content(content: Any, where: str) -> str | None:

@@ -23,7 +23,7 @@ from hpc_tune.data.controls import any_of
 from hpc_tune.data.counts import Counters, Findings
 from hpc_tune.data.encode_preferences import Side, encoder_of
 from hpc_tune.data.files import Paths, find, say_left_out, shown
-from hpc_tune.data.hdf5_format import PREFERENCE_VERSION, VERSION, TokenStore
+from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.prepare import PrepareSettings
 from hpc_tune.data.reading import Reading, Row, require_columns
 from hpc_tune.data.sources import is_builtin, list_chunks, read_chunk
@@ -149,8 +149,7 @@ def describe_prepared(path: Path) -> tuple[list[str], bool]:
     attributes = store.attributes
     lengths = store.length_values
     lines = [
-        f"{path}: prepared data, version"
-        f" {VERSION if store.form == 'answers' else PREFERENCE_VERSION} of the format, by hpc_tune"
+        f"{path}: prepared data, version {attributes.version} of the format, by hpc_tune"
         f" {attributes.hpc_tune_version}",
         f"source     {attributes.source}",
         f"{_KINDS[store.form]}{store.num_documents:,} of {lengths[0]:,} to {lengths[-1]:,} tokens,"
@@ -223,9 +222,10 @@ def _row(
     for number, document in enumerate(documents, 1):
         part = f", part {number} of {total:,}" if total > 1 else ""
         num_tokens = " and ".join(f"{len(tokens):,}" for tokens, _ in document.sides)
-        num_learned = " and ".join(f"{int(mask.sum()):,}" for _, mask in document.sides)
+        num_learned = " and ".join(f"{np.count_nonzero(mask):,}" for _, mask in document.sides)
+        weights = "".join(_weights(mask) for _, mask in document.sides)
         yield ""
-        yield f"{label}{part}: {num_tokens} tokens, {num_learned} learned{notes}"
+        yield f"{label}{part}: {num_tokens} tokens, {num_learned} learned{weights}{notes}"
         if not document.names:
             yield decoder.text_of(*document.sides[0])
             continue
@@ -236,9 +236,19 @@ def _row(
             yield f"{name}: {decoder.text_of(*side, prompt)}"
 
 
+def _weights(mask: np.ndarray) -> str:
+    """Return by which weights tokens are learned, for a person; nothing without any."""
+    learned = mask[mask > 0]
+    if mask.dtype != np.float32 or not len(learned):
+        return ""
+    least, most = learned.min(), learned.max()
+    return f" with weight {least:g}" + (f" to {most:g}" if most > least else "")
+
+
 def _documents(block: Block) -> Iterator[Document]:
     ends = np.cumsum(block.lengths)[:-1]
-    parts = zip(np.split(block.tokens, ends), np.split(block.loss_mask, ends), strict=True)
+    mask = block.loss_mask if block.loss_weights is None else block.loss_weights
+    parts = zip(np.split(block.tokens, ends), np.split(mask, ends), strict=True)
     for number, (tokens, mask) in enumerate(parts):
         if block.borders is None:
             yield Document([(tokens, mask)])

@@ -12,9 +12,10 @@ from typing import Any
 
 from hpc_tune.data.counts import Findings
 from hpc_tune.data.lines import open_bytes
+from hpc_tune.data.marks import MARKS
 from hpc_tune.data.preferences import LABELS
 from hpc_tune.data.reading import Reading, choose_columns
-from hpc_tune.data.records import FLAGS, PREFERENCES
+from hpc_tune.data.records import PREFERENCES
 from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 
@@ -22,7 +23,7 @@ PARQUET_ROWS = 256
 # The longest row of CSV: pyarrow reads in blocks of this size, and a row must not be longer.
 CSV_BLOCK_BYTES = 16 << 20
 _CSV_HEAD = 1  # rows of names
-_MARKS = (*FLAGS, *LABELS)  # numbers, or true and false
+_MARKS = (*MARKS, *LABELS)  # numbers, or true and false
 _READ_BYTES = 1 << 20
 _FILE_MAGIC = b"ARROW1"
 

@@ -17,7 +17,7 @@ import numpy as np
 from hpc_tune.atomic_file import replacing
 from hpc_tune.data.content import HASHED, joined, new_hash
 from hpc_tune.data.counts import OF_PREFERENCES
-from hpc_tune.data.hdf5_format import FORMAT, OF_FORM, PREFERENCE_VERSION, VERSION, Attributes
+from hpc_tune.data.hdf5_format import FORMAT, OF_FORM, WEIGHTS, Attributes
 from hpc_tune.data.seal import seal
 
 SCATTER_DOCUMENTS = 1 << 20  # 8 MB of lengths are held before they are sorted into by_length
@@ -28,7 +28,8 @@ class Block:
     """Documents one after the other: lengths [documents], tokens and loss mask [their sum].
 
     Of preferences also ``borders`` [documents], the tokens of their first sides, and of labelled
-    answers ``labels`` [documents].
+    answers ``labels`` [documents]. ``loss_weights`` [tokens]: of documents with weights, as the
+    loss mask 0 where a token is not learned.
     """
 
     lengths: np.ndarray
@@ -36,6 +37,7 @@ class Block:
     loss_mask: np.ndarray
     borders: np.ndarray | None = None
     labels: np.ndarray | None = None
+    loss_weights: np.ndarray | None = None
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -79,6 +81,8 @@ def _allocate(
         "lengths/values": (len(histogram), np.dtype(np.int64)),
         "lengths/counts": (len(histogram), np.dtype(np.int64)),
     }
+    if attributes.has_weights:
+        shapes |= {name: (num_tokens, np.dtype(dtype)) for name, (dtype,) in WEIGHTS.items()}
     for name, (dtype,) in OF_FORM[attributes.form].items():
         shapes[name] = (num_documents, np.dtype(dtype))
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -107,7 +111,8 @@ def _fill(
     values = np.array(sorted(histogram), dtype=np.int64)
     counts = np.array([histogram[length] for length in values.tolist()], dtype=np.int64)
     sorter = _ByLength(file, *extents["documents/by_length"], values, counts)
-    further = [name for names in OF_FORM.values() for name in names if name in extents]
+    further = [n for names in OF_FORM.values() for n in names if n in extents]
+    further += [name for name in WEIGHTS if name in extents]
     hashed = [*HASHED, *dict.fromkeys(further)]
     hashes = {name: new_hash() for name in hashed}
     ends = {name: extents[name][0] for name in hashed}
@@ -126,8 +131,9 @@ def _fill(
         append("documents/offsets", offsets)
         append("tokens", block.tokens)
         append("loss_mask", block.loss_mask)
+        arrays = {"loss_weights": block.loss_mask, **block.arrays}
         for name in hashed[len(HASHED) :]:
-            append(name, block.arrays[name.removeprefix("documents/")])
+            append(name, arrays[name.removeprefix("documents/")])
         highest = max(highest, int(np.max(block.tokens, initial=0)))
         sorter.add(block.lengths)
         num_tokens = int(offsets[-1]) if len(offsets) else num_tokens
@@ -187,15 +193,15 @@ def _write(file: int, data: memoryview, offset: int) -> None:
 
 def _write_attributes(path: Path, attributes: Attributes) -> None:
     values = asdict(attributes)
-    version = PREFERENCE_VERSION
+    if not attributes.has_weights:
+        del values["counters"]["weighted"]
     if attributes.form == "answers":
-        version = VERSION
         for name in OF_PREFERENCES:
             del values["counters"][name]
         del values["form"]
     values["counters"] = json.dumps(values["counters"], sort_keys=True)
     with h5py.File(path, "r+", locking=False) as file:
         file.attrs["format"] = FORMAT
-        file.attrs["version"] = version
+        file.attrs["version"] = attributes.version
         for name, value in values.items():
             file.attrs[name] = value

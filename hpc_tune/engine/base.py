@@ -79,7 +79,7 @@ class Engine(Protocol):
     repeats_steps: bool
     levers: dict[Action, Lever]
 
-    def accumulate(self, batches: Sequence[Batch], global_terms: int) -> None:
+    def accumulate(self, batches: Sequence[Batch], global_terms: float) -> None:
         """Compute the gradients of one optimizer step from all micro-batches of this rank.
 
         The loss is the objective's sum over all ranks divided by ``global_terms``, so neither the
@@ -113,7 +113,7 @@ class Engine(Protocol):
 
 
 def train_step(
-    engine: Engine, batches: Sequence[Batch], global_terms: int, lr: float
+    engine: Engine, batches: Sequence[Batch], global_terms: float, lr: float
 ) -> StepResult:
     """Run one optimizer step where nothing else reads the weights meanwhile."""
     engine.accumulate(batches, global_terms)
@@ -122,12 +122,16 @@ def train_step(
 
 def evaluate(
     engine: Engine, batches: Iterable[Batch], plan: StepPlan, device: torch.device
-) -> tuple[list[float], int]:
-    """Return (the objective's sums, the terms they are over) of all ranks. Collective."""
-    total = torch.zeros(plan.num_sums + 1, dtype=torch.float64, device=device)
+) -> tuple[list[float], float, int]:
+    """Return (the objective's sums, the terms they are over, the tokens with loss) of all ranks.
+
+    Collective.
+    """
+    total = torch.zeros(plan.num_sums + 2, dtype=torch.float64, device=device)
     for batch, sums in engine.outputs(batches):
-        total[:-1] += sums.double()
-        total[-1] += batch.num_terms
+        total[:-2] += sums.double()
+        total[-2] += batch.num_terms
+        total[-1] += batch.num_loss_tokens
     dist.all_reduce(total)
-    *added, terms = total.tolist()
-    return added, int(terms)
+    *added, terms, num_tokens = total.tolist()
+    return added, terms, int(num_tokens)

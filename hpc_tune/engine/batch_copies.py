@@ -36,7 +36,7 @@ class BatchCopies:
         _, copy, is_there = self._ahead
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(is_there)
-        for tensor in copy.tensors:
+        for tensor in copy.all_tensors:
             tensor.record_stream(stream)  # else its memory would be given out while it is read
         self._copy_next()
         return copy

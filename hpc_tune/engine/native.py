@@ -75,7 +75,7 @@ class NativeEngine:
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
         self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
-        self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1
+        self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
         self._stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
             lambda: _load(built, settings, self._mesh, self._collectives),
@@ -104,7 +104,7 @@ class NativeEngine:
                 modules, layout, edges, device, width, wire, self._collectives
             )
 
-    def accumulate(self, batches: Sequence[Batch], global_terms: int) -> None:
+    def accumulate(self, batches: Sequence[Batch], global_terms: float) -> None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._zero_grad()
         self._collectives.forget()  # an evaluation's is not this step's
@@ -197,7 +197,7 @@ class NativeEngine:
     def _forward_backward(
         self,
         batches: Sequence[Batch],
-        global_terms: int,
+        global_terms: float,
         overlapped: Sequence[OverlappedAllReduce] = (),
     ) -> torch.Tensor:
         """Run all micro-batches; return what this rank adds to the objective's sums."""

@@ -7,7 +7,7 @@ build   the module tree with adapters, no byte of weights
 import difflib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ from hpc_tune.model.language import (
     stored_tensors,
 )
 from hpc_tune.model.loss import LossModel
+from hpc_tune.model.modules_to_save import train_modules
 from hpc_tune.model.objective import objective_of
 from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
+from hpc_tune.model.token_rows import TokenRows, token_ids, train_rows
 from hpc_tune.model.weights import TensorIndex, index_model_directory
 
 _ADAPTERS = "base_model.model."  # before the names of adapters in peft's files
@@ -106,6 +108,23 @@ class BuiltModel:
     names: Names = Names()
     others: tuple[str, ...] = ()
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Numbers of the tokens whose rows of the embedding are trained, rising."""
+        embedding = self.module.causal_lm().get_input_embeddings()
+        rows = getattr(embedding, "token_adapter", None)
+        return rows.ids if isinstance(rows, TokenRows) else ()
+
+    def read_from(self, name: str) -> tuple[TensorIndex | ShapeIndex, str] | None:
+        """Return the files that hold a tensor's first values, and its name there.
+
+        None if it has new ones.
+        """
+        if self.start is not None and name in self.saved_names:
+            return self.start, self.saved_names[name]
+        stored = self.base_names.get(name)
+        return None if stored is None else (self.index, stored)
+
     def region(self, name: str, tensor: torch.Tensor) -> LocalRegion:
         """Return what this rank holds of ``tensor``, laid out as the parameter ``name`` is."""
         local, offset = local_region(tensor.detach())
@@ -157,7 +176,7 @@ def build(
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
     # Before peft allocates by the sizes of a config.json that may be wrong.
     stored = _stored_names(directory, language, index, shapes, tied)
-    root: nn.Module = model if full else _with_adapters(language, tune)
+    root: nn.Module = model if full else _with_adapters(language, tune, dtype, directory)
     module = LossModel(root, language.config, within_documents)
     module.objective = objective_of(tune)
     module.train()
@@ -168,7 +187,7 @@ def build(
     }
     used = {*base_names.values(), names.stored(names.head, index) or ""}
     saved_names = {
-        name: base_names.get(name) or _peft_name(name, names)
+        name: base_names[name] if full else _peft_name(name, names)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
@@ -255,7 +274,9 @@ def _peft_name(name: str, names: Names) -> str:
     return _ADAPTERS + plain.replace(".default", "")
 
 
-def _with_adapters(language: LanguageModel, tune: TuneConfig) -> nn.Module:
+def _with_adapters(
+    language: LanguageModel, tune: TuneConfig, dtype: torch.dtype, directory: Path
+) -> nn.Module:
     with lazy_imports():
         from peft import get_peft_model
 
@@ -272,7 +293,10 @@ def _with_adapters(language: LanguageModel, tune: TuneConfig) -> nn.Module:
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
             wrapped = get_peft_model(
-                model, lora_config(tune), low_cpu_mem_usage=True, autocast_adapter_dtype=True
+                model,
+                replace(lora_config(tune), modules_to_save=None),
+                low_cpu_mem_usage=True,
+                autocast_adapter_dtype=True,
             )
     except ValueError as error:
         raise ConfigError(
@@ -295,6 +319,9 @@ def _with_adapters(language: LanguageModel, tune: TuneConfig) -> nn.Module:
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(DTYPES[tune.param_dtype])
+    train_modules(model, tune, language.is_tied, DTYPES[tune.param_dtype], dtype)
+    if tokens := token_ids(directory, tune.trainable_tokens):
+        train_rows(model, tokens, language.is_tied, DTYPES[tune.param_dtype])
     return wrapped
 
 
@@ -343,4 +370,5 @@ def lora_config(tune: TuneConfig) -> Any:
         target_modules=tune.targets,
         use_dora=tune.method == "dora",
         task_type="CAUSAL_LM",
+        modules_to_save=tune.modules_to_save or None,
     )

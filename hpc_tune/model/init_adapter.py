@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel
@@ -59,6 +60,7 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     ]
     if (kind := saved.get("peft_type", "LORA")) != "LORA":
         problems.append(f"peft_type is {kind} there, and only LORA is supported here")
+    problems += _other_tokens(saved.get("trainable_token_indices") or [], [*built.tokens])
     unsupported = sorted(saved.keys() - _NOT_COMPUTED - _FIELDS.keys())
     problems += [f"{key} is set there, and not supported here" for key in unsupported if saved[key]]
     if (init := saved.get("init_lora_weights", True)) not in _BASE_UNTOUCHED:
@@ -82,3 +84,12 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
     return replace(built, start=index)
+
+
+def _other_tokens(there: Any, here: list[int]) -> list[str]:
+    """Return what is wrong with the tokens whose rows an adapter holds; they are in that order."""
+    (there,) = there.values() if isinstance(there, dict) and len(there) == 1 else (there,)
+    if there == here:
+        return []
+    said = f"trainable_token_indices is {there} there, and tune.trainable_tokens means {here}"
+    return [said]

@@ -21,6 +21,7 @@ from hpc_tune.model.language import stored_tensors
 from hpc_tune.model.positions import fix_positions
 from hpc_tune.model.quantize import fill_packed, four_bit_layers
 from hpc_tune.model.shapes import ShapeIndex
+from hpc_tune.model.token_rows import SUFFIX, TokenRows
 from hpc_tune.model.weights import Reserve, TensorIndex, index_checkpoint, reserve_nothing
 
 
@@ -75,9 +76,12 @@ def load_weights(
         if not parameters and isinstance(parameter, nn.Parameter):
             continue
         region = built.region(name, parameter)
-        if (stored := built.base_names.get(name)) is None:
+        found = built.read_from(name)
+        if found is None or found[0] is built.start:
             _init_adapter(built, name, region, reserve)
-        elif name in packed:
+            continue
+        _, stored = found
+        if name in packed:
             start = region.offset[0]
             fill_packed(packed[name], region.local, start, built.index, stored, reserve)
         else:
@@ -87,6 +91,9 @@ def load_weights(
                 own = built.region(name, parameter).local
                 built.index.require_finite(own, stored, region.offset)
     _init_buffers(built.module.causal_lm())
+    for part in built.module.modules():
+        if isinstance(part, TokenRows):
+            part.fill_ids()
     if built.seq_len is not None:
         fix_positions(built.module, built.seq_len)
     if built.tune.method == "dora" and parameters and built.start is None:
@@ -125,8 +132,19 @@ def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Re
             built.start.fill(region.local, built.saved_names[name], region.offset, reserve)
             built.start.require_finite(region.local, built.saved_names[name], region.offset)
         return
-    full = first_values(name, region.full_shape, built.seed)
+    full = new_values(built, name, region.full_shape)
     region.local.copy_(full[region.box.slices()])
+
+
+def new_values(built: BuiltModel, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return first values that no file holds as they are: of adapters, or rows of the embedding."""
+    if not name.endswith(SUFFIX):
+        return first_values(name, shape, built.seed)
+    rows_KD = torch.empty(shape, dtype=torch.float32)
+    stored = built.base_names[f"{name.removesuffix(SUFFIX)}.weight"]
+    for row_1D, number in zip(rows_KD.split(1), built.tokens, strict=True):
+        built.index.fill(row_1D, stored, (number, 0))
+    return rows_KD
 
 
 def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

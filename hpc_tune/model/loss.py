@@ -256,9 +256,10 @@ def scale_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _is_plain(head: Any, config: Any) -> bool:
-    """Whether ``head`` is only a matrix, and not sliced."""
+    """Whether ``head`` is only a matrix, and not sliced, nor with rows that are trained."""
     return (
         type(head) is nn.Linear
+        and not hasattr(head, "rows_of")
         and head.weight.shape == (config.vocab_size, head.in_features)
         and not any(getattr(config, name, None) for name in (*_FACTORS, *_CAPS))
     )

@@ -37,12 +37,14 @@ class Objective(Protocol):
 
 
 class TokenSum:
-    """Supervised fine-tuning: the sum of the tokens' cross-entropies."""
+    """Supervised fine-tuning: the sum of the tokens' cross-entropies, each times its weight."""
 
     num_sums = 1
 
     def sums(self, losses_N: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return one sum."""
+        if batch.weights_N is not None:
+            losses_N = losses_N * batch.weights_N
         return losses_N.sum().unsqueeze(0)
 
 

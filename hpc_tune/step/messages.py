@@ -135,17 +135,18 @@ def tensor_messages(
     """Yield the messages of activations on the tensor axis.
 
     Per block two all-reduces of tokens x hidden forward, of products, and two backward, of what
-    flows between blocks (arXiv:1909.08053); one for the embedding. A frozen one needs no gradient
-    from the first block. A block that runs again does its first sum again, and stops before its
-    last. The head, where the rank has it: the gradient of the tokens with loss, and three numbers
-    of each in fp32, again where their logits are computed again. And what a plan gathers.
+    flows between blocks (arXiv:1909.08053); one for the embedding. A frozen one, behind which no
+    norm is trained, needs no gradient from the first block. A block that runs again does its first
+    sum again, and stops before its last. The head, where the rank has it: the gradient of the
+    tokens with loss, and three numbers of each in fp32, again where their logits are computed
+    again. And what a plan gathers.
     """
     model, over = plan.model, partial(_over, plan, "all_reduce", ("tensor",))
     values, wire = plan.values(computed), plan.wire_itemsize
     blocks, is_first = plan.blocks_of(place), place == 0
     recomputes = recomputes or plan.parallel.recompute != "none"
     forward = blocks * (FORWARD_SUMS + recomputes)
-    backward = blocks * BACKWARD_SUMS - (is_first and not plan.size.is_full)
+    backward = blocks * BACKWARD_SUMS - (is_first and not plan.size.trains_first)
     yield over(values * plan.itemsize, forward)
     yield over(values * wire, backward)
     if is_first:
@@ -174,7 +175,7 @@ def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Messag
     """
     size, over = plan.size, partial(_over, plan)
     if stage == 3:
-        weights = size.frozen_bytes or size.trained_bytes
+        weights = size.frozen_bytes + size.trained_ends if size.frozen_bytes else size.trained_bytes
         yield over("all_gather", AXES, weights, 2 * num_micro)
         yield over("reduce_scatter", AXES, size.trained_bytes, num_micro)
         return

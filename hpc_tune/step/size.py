@@ -66,6 +66,23 @@ class ModelSize:
         return self.num_frozen == 0
 
     @property
+    def trains_embedding(self) -> bool:
+        """Whether the input embedding is trained, or rows of it."""
+        return any(w.is_trained and w.num_values for w in self.weights if w.part == "embedding")
+
+    @property
+    def trains_first(self) -> bool:
+        """Whether something in front of the first block's products is trained."""
+        blocks = [w for w in self.weights if w.part == "blocks" and w.is_vector]
+        return self.trains_embedding or any(w.is_trained for w in blocks)
+
+    @property
+    def trained_ends(self) -> int:
+        """Bytes of the trained matrices that are in no decoder block."""
+        ends = (w for w in self.weights if w.is_trained and w.part != "blocks")
+        return sum(w.num_bytes for w in ends if not w.is_vector)
+
+    @property
     def trained_itemsize(self) -> int:
         """Bytes of a trained value as it is stored."""
         return self.trained_bytes // self.num_trained
@@ -159,7 +176,9 @@ def weight_flops(size: ModelSize, model: Any) -> float:
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
-    return weights - (6.0 if size.is_full else 4.0) * embedding
+    of_input = [w for w in size.weights if w.part == "embedding" and w.is_trained]
+    is_whole = size.is_full or sum(w.num_values for w in of_input) >= embedding > 0
+    return weights - (6.0 if is_whole else 4.0) * embedding
 
 
 def attention_flops(model: Any, lengths: Sequence[int]) -> float:

@@ -66,7 +66,7 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
             sliced, whole = (b, a) if is_columns else (a, b)
             roles[sliced.weight], roles[whole.weight] = "slice", "partial"
     embedding = module.causal_lm().get_input_embeddings()
-    return roles | {parameter: "slice" for parameter in embedding.parameters()}
+    return roles | {embedding.weight: "slice"}
 
 
 def gathered_features(module: LossModel) -> tuple[int, int]:

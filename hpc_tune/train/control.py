@@ -79,12 +79,12 @@ class StepStatus:
 @dataclass(frozen=True)
 class Decision:
     """Whether training ``goes_on``: then on ``batches``, this rank's, with the loss over
-    ``terms`` of all ranks, tokens or pairs.
+    ``terms`` of all ranks, tokens (by their weights) or pairs.
     """
 
     goes_on: bool
     batches: Sequence[Batch] = ()
-    terms: int = 1
+    terms: float = 1.0
 
 
 class Control:
@@ -163,7 +163,7 @@ class Control:
         phase = "first step" if step == self.start_step else phase
         self._enter(phase, f"training step {step + 1}")
         self._faults.at("step", step + 1)
-        return Decision(True, self._batches, max(1, int(status.terms)))
+        return Decision(True, self._batches, status.terms or 1.0)
 
     @property
     def best_evaluation(self) -> tuple[int, float] | None:
@@ -199,7 +199,7 @@ class Control:
             step,
             trainer.lr,
             self._batches,
-            int(status.terms),
+            status.terms,
             int(status.loss_tokens),
             int(status.tokens),
             status.attention_flops,

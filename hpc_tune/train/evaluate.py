@@ -50,7 +50,7 @@ def _batches_of(held_out: HeldOut, loader: Loader) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation is over, tokens or pairs, how long it took, and more than the loss.
+    """What an evaluation is over (loss tokens or pairs), its time, and more than the loss.
 
     ``losses``: that of each source by its name, where there are several; the loss is their mean.
     """
@@ -120,16 +120,16 @@ class Evaluation:
         """
         log.info("step %d: evaluating on held-out data", step)
         began_s = time.monotonic()
-        losses, all_sums, num_terms = {}, [0.0] * self._plan.num_sums, 0
+        losses, all_sums, num = {}, [0.0] * self._plan.num_sums, 0
         for name, given in self._batches.items():
             measured = self._sums(engine, given, margin_s)
             if measured is None:
                 log.info("step %d: evaluation interrupted to stop in time", step)
                 return None
-            sums, terms = measured
-            losses[name] = sums[0] / max(1, terms)
+            sums, terms, num_of_source = measured
+            losses[name] = sums[0] / (terms or 1.0)
             all_sums = [one + other for one, other in zip(all_sums, sums, strict=True)]
-            num_terms += terms
+            num += num_of_source
         loss = sum(losses.values()) / len(losses)
         eval_s = time.monotonic() - began_s
         self.evals = self.evals.with_(step, loss)
@@ -139,8 +139,8 @@ class Evaluation:
                     "step %d: the held-out loss%s is %s; it is never taken for the best",
                     *(step, f" of {name}" if name else "", own),
                 )
-        over = f"{num_terms} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
-        measures = measures_of(all_sums, num_terms)
+        over = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
+        measures = measures_of(all_sums, num)
         also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
         if list(losses) == [""]:
             losses = {}
@@ -149,12 +149,14 @@ class Evaluation:
         log.info(
             "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
         )
-        return Measured(num_terms, eval_s, measures, losses)
+        return Measured(num, eval_s, measures, losses)
 
     def _sums(
         self, engine: Engine, given: Batches, margin_s: float
-    ) -> tuple[list[float], int] | None:
-        """Return the sums over a source and its terms; None if it was cut. Collective."""
+    ) -> tuple[list[float], float, int] | None:
+        """Return the sums over a source, the terms that they are over, and how many tokens with
+        loss or pairs these are; None if it was cut. Collective.
+        """
         was_cut = False
 
         def batches() -> Iterator[Batch]:
@@ -170,8 +172,9 @@ class Evaluation:
             others = (b.mismatched for b in batches() if b.mismatched is not None)
             kl = mean_kl(engine, others, self._comm)
         with_kl = (batch.with_kl(kl) if batch.pairs else batch for batch in batches())
-        sums = evaluate(engine, with_kl, self._plan, self._comm.device)
-        return None if was_cut else sums
+        sums, terms, num_tokens = evaluate(engine, with_kl, self._plan, self._comm.device)
+        is_tokens = self._plan.num_sums == 1
+        return None if was_cut else (sums, terms, num_tokens if is_tokens else int(terms))
 
     def say_change(self) -> None:
         """Log how the loss changed over the run."""

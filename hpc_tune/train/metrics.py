@@ -1,5 +1,6 @@
 """What a run reports of each step: metrics.jsonl, trackers, the progress display."""
 
+import math
 import statistics
 import time
 from collections import deque
@@ -207,7 +208,7 @@ class FinishedStep:
     number: int
     lr: float
     batches: Sequence[Batch]
-    terms: int
+    terms: float
     loss_tokens: int
     tokens: int
     attention_flops: float
@@ -238,13 +239,13 @@ class Recorder:
         self._loader, self._monitor, self._mixture = loader, monitor, mixture
         self._counts_rows = plan.layout.coordinates(comm.world.rank).counts_rows
 
-    def counts(self, batches: Sequence[Batch]) -> tuple[int, int, int, float]:
+    def counts(self, batches: Sequence[Batch]) -> tuple[float, int, int, float]:
         """Return the loss's terms, loss tokens, tokens and attention flops of the rows that this
         rank counts.
         """
         counted = batches if self._counts_rows else []
         return (
-            sum(batch.num_terms for batch in counted),
+            math.fsum(batch.num_terms for batch in counted),
             sum(batch.num_loss_tokens for batch in counted),
             sum(batch.num_tokens for batch in counted),
             sum(self._flops.attention(batch.real_lengths) for batch in counted),
@@ -302,7 +303,7 @@ class Recorder:
                 device_bytes=worst.device_bytes if sample and sample.device else None,
                 device_limit_bytes=sample.device.limit_bytes if sample and sample.device else None,
                 samples_seen=self._loader.rows,
-                preferences=measures_of(result.sums, step.terms),
+                preferences=measures_of(result.sums, int(step.terms)),
                 source_tokens=self._named(step.source_tokens),
             )
         )

@@ -97,6 +97,7 @@ def build_model(job: Job, fresh: bool) -> Model:
             f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
         )
     _require_supported(proof, kind, config.parallel, four_bits)
+    _require_one_embedding(built, config.parallel)
     if proof.attention or (proof.kernel and comm.device.type == "cuda"):
         built.module.within_documents = False
     if config.data.packing and proof.packing:
@@ -125,6 +126,19 @@ def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_b
         raise ConfigError(
             f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.four_bits}; "
             "use tune.method=lora"
+        )
+
+
+def _require_one_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
+    """Refuse layouts in which a rank that has the output head lacks the embedding that it is."""
+    asked = {name: getattr(parallel, name) or 1 for name in ("tensor", "pipeline")}
+    said = [f"parallel.{name}={size}" for name, size in asked.items() if size > 1]
+    said += ["parallel.zero_stage=3"] if parallel.zero_stage == 3 else []
+    if said and built.tokens and built.tied:
+        raise ConfigError(
+            f"tune.trainable_tokens with {' and '.join(said)}: the output head of this model is "
+            "its embedding, and reads the trained rows as well, which such a rank has not; use "
+            "parallel.shard or replicate, or zero_stage 1 or 2"
         )
 
 

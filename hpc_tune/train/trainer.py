@@ -118,7 +118,7 @@ class Trainer:
         self.loader.restore(self._position)
         return self.loader.next_step()
 
-    def accumulate(self, batches: Sequence[Batch], global_terms: int) -> bool:
+    def accumulate(self, batches: Sequence[Batch], global_terms: float) -> bool:
         """Compute the gradients of a step; False if a rank had no room and all have given it up.
 
         Raises:

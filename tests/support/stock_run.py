@@ -16,7 +16,7 @@ from hpc_tune.engine.adamw import learning_rate
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 
-_Document = tuple[np.ndarray, np.ndarray]  # tokens and loss mask
+_Document = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, or weights
 
 
 def steps_of(config: RunConfig, run_dir: Path) -> list[list[_Document]]:
@@ -61,7 +61,7 @@ def stock_losses(config: RunConfig, run_dir: Path, model_dir: Path) -> list[tupl
     )
     told = []
     for step, documents in enumerate(steps):
-        num_learned = sum(int(mask[1:].sum()) for _, mask in documents)
+        num_learned = sum(float(mask[1:].sum()) for _, mask in documents)  # with weights, their sum
         total = 0.0
         for tokens, mask in documents:
             ids_BT = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -70,7 +70,8 @@ def stock_losses(config: RunConfig, run_dir: Path, model_dir: Path) -> list[tupl
                 continue
             logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, :-1][learned_T].float()
             targets_T = ids_BT[0, 1:][learned_T]
-            loss = torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum")
+            losses_T = torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="none")
+            loss = (losses_T * torch.from_numpy(mask[1:].astype(np.float32))[learned_T]).sum()
             (loss / num_learned).backward()
             total += loss.item() / num_learned
         norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in trained))
@@ -104,6 +105,8 @@ def _model(config: RunConfig, model_dir: Path) -> torch.nn.Module:
         target_modules=tune.targets,
         use_dora=tune.method == "dora",
         task_type="CAUSAL_LM",
+        modules_to_save=tune.modules_to_save or None,
+        trainable_token_indices=list(ours.tokens) or None,
     )
     model = get_peft_model(model, adapters)
     assert not set_peft_model_state_dict(model, values).unexpected_keys

@@ -65,7 +65,7 @@ class ZeroEngine:
         self._seed, self._module = built.seed, built.module
         self._autocast = built.dtype if settings.plan.casts_weights else None
         self._collectives = CountedCollectives(device)
-        self._step_sums, self._step_terms = torch.zeros(1), 1
+        self._step_sums, self._step_terms = torch.zeros(1), 1.0
         if self._stage == 3:
             return_freed_blocks()
         else:
@@ -97,7 +97,7 @@ class ZeroEngine:
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
-    def accumulate(self, batches: Sequence[Batch], global_terms: int) -> None:
+    def accumulate(self, batches: Sequence[Batch], global_terms: float) -> None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._reader.release()
         self._collectives.forget()  # an evaluation's is not this step's

@@ -36,8 +36,7 @@ def deepspeed_config(
     parameters = list(built.module.parameters())
     block = max(sum(p.numel() for p in b.parameters()) for b in block_list(built.module))
     # Vectors and adapters stay gathered between steps: many small messages would be sent for them.
-    full = built.tune.method == "full"
-    adapters = [p.numel() for p in parameters if p.requires_grad and not full]
+    adapters = [p.numel() for n, p in built.module.named_parameters() if ".lora_" in n]
     kept = adapters + [p.numel() for p in parameters if p.dim() < 2]
     zero: dict[str, Any] = {
         "stage": parallel.zero_stage,

@@ -24,7 +24,7 @@ from hpc_tune.engine.activation_checkpoint import outside_modes
 from hpc_tune.engine.adamw import first_state
 from hpc_tune.model.box import Box
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.load import first_values
+from hpc_tune.model.load import new_values
 from hpc_tune.model.regions import Region
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
@@ -123,15 +123,11 @@ def fill_parameter(
     num = max(0, min(flat.numel(), numel - start))
     flat[num:].zero_()
     span = Span(name, shape, start, num, 0)
-    if stored := built.base_names.get(name):
-        fill(built.index, stored, span, flat, reserve)
-        _require_finite(built.index, stored, span, flat)
-    elif built.start is not None:
-        saved = built.saved_names[name]
-        fill(built.start, saved, span, flat, reserve)
-        _require_finite(built.start, saved, span, flat)
+    if (found := built.read_from(name)) is not None:
+        fill(*found, span, flat, reserve)
+        _require_finite(*found, span, flat)
     else:
-        flat[:num].copy_(first_values(name, shape, built.seed).view(-1)[start : start + num])
+        flat[:num].copy_(new_values(built, name, shape).view(-1)[start : start + num])
 
 
 def _require_finite(

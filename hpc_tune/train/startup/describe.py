@@ -194,7 +194,8 @@ def _world(comm: Comm) -> str:
 def method_of(tune: TuneConfig, size: ModelSize) -> str:
     """Return the method with its settings, and how many parameters it trains of each kind."""
     is_full = tune.method == "full"
-    vectors = "norms and biases" if is_full else "magnitudes"
+    vectors = "magnitudes" if tune.method == "dora" else "norms and biases"
+    vectors += " and norms" if tune.method == "dora" and tune.modules_to_save else ""
     parts = {
         "blocks": "blocks" if is_full else "adapters",
         "embedding": "embeddings",

@@ -282,6 +282,8 @@ def test_every_key_of_the_reference_is_known():
         ({"peft": {"backend": "bnb", "weight_dtype": "nf4"}}, {"tune.method": "qlora"}),
         ({"peft_use_dora": True}, {"tune.method": "dora"}),
         ({"lora_target_linear": True}, {"tune.targets": "all-linear"}),
+        ({"peft_trainable_token_indices": [5, 6]}, {"tune.trainable_tokens": [5, 6]}),
+        ({"lora_modules_to_save": ["lm_head"]}, {"tune.modules_to_save": ["lm_head"]}),
         ({"lora_target_modules": "all-linear"}, {"tune.targets": "all-linear"}),
         ({"lora_model_dir": "./first"}, {"tune.init_from": "./first"}),
         ({"adapter": None, "deepspeed": None}, {"tune.param_dtype": "bf16"}),
@@ -344,7 +346,6 @@ def test_what_axolotl_says_elsewhere_or_by_default_counts_too(changes, expected)
         ({"base_model": "meta-llama/Llama-3.1-8B"}, "base_model", "hf download"),
         ({"load_in_8bit": True}, "load_in_8bit", "qlora has 4"),
         ({"adapter": "llama-adapter"}, "adapter", "tune.method"),
-        ({"lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save", "only adapters"),
         ({"lora_target_modules": r"layers\.\d+\.mlp"}, "lora_target_modules", "patterns"),
         (
             {"lora_target_modules": ["lm_head"], "lora_target_linear": True},

@@ -137,8 +137,8 @@ def test_pairs_with_tools_are_chats_and_pairs_marked_not_to_be_learned_are_not()
         assert to_example({**row, "weight": 1}) == to_example(row)
         with pytest.raises(NotLearned):
             to_example({**row, "train": False})
-        with pytest.raises(WrongRecord, match=r"weight is 0\.5, expected 0 or 1"):
-            to_example({**row, "weight": 0.5})
+        with pytest.raises(WrongRecord, match=r"train is 0\.5, expected 0 or 1"):
+            to_example({**row, "train": 0.5})
 
 
 def test_two_system_messages_that_differ_are_refused():

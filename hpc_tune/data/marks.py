@@ -1,0 +1,66 @@
+"""What a row, or a turn of it, says of its own learning: whether, and with which weight.
+
+OpenAI, Mistral   weight            0 or 1, on turns of the assistant
+ms-swift          loss, loss_scale  whether, and how much
+axolotl, verl     train, training; loss_mask
+"""
+
+from typing import Any
+
+import numpy as np
+
+from hpc_tune.data.values import WrongRecord, is_unset, shown
+
+_WEIGHTS = ("weight", "loss_scale")
+MARKS = (*_WEIGHTS, "train", "training", "loss", "loss_mask")
+# Advantages of reinforcement learning, which are not read: see docs/data.md.
+ADVANTAGES = ("advantage", "advantages")
+
+
+def weight_of(fields: dict[str, Any], where: str) -> float | None:
+    """Return what a turn, or a row, counts in the loss by its own marks; None without a mark.
+
+    Raises:
+        WrongRecord: if a mark is no such number, or two of them contradict each other.
+    """
+    marks = {name: fields[name] for name in MARKS if not is_unset(fields.get(name))}
+    weights = {name: _number(name, value, where) for name, value in marks.items()}
+    # A mark that says no more than "learned" leaves the weight to the others.
+    said = {weights[name] for name in _WEIGHTS if name in weights} or set(weights.values())
+    if len(said) > 1 or len(set(map(bool, weights.values()))) > 1:
+        raise WrongRecord(f"{where}: {' and '.join(marks)} contradict each other")
+    return said.pop() if said else None
+
+
+def _number(name: str, value: Any, where: str) -> float:
+    if name not in _WEIGHTS:
+        if value not in (0, 1):
+            raise WrongRecord(
+                f"{where}: {name} is {shown(value)}, expected 0 or 1, false or true: an answer is "
+                "learned or not; how much it counts is what weight says"
+            )
+        return float(value)
+    if isinstance(value, int | float):
+        with np.errstate(over="ignore", under="ignore"):
+            stored = float(np.float32(min(value, 1e300)))  # as it is kept in prepared data
+        if value == 0 or 0 < stored < float("inf"):
+            return stored
+    raise WrongRecord(
+        f"{where}: {name} is {shown(value)}, expected a number from 0 on: how much it counts in "
+        "the loss, 0 for what is not learned, 1 as without it"
+    )
+
+
+def refuse_advantages(record: dict[str, Any]) -> None:
+    """Refuse a row with an advantage of reinforcement learning.
+
+    Raises:
+        WrongRecord: if it has one.
+    """
+    if fields := [name for name in ADVANTAGES if record.get(name) is not None]:
+        raise WrongRecord(
+            f"{fields[0]}: advantages are of reinforcement learning, where each update needs the "
+            "probabilities that the answers were written with; rows are not learned by them here. "
+            "Keep the best answers, or give each a weight from 0 on (data.columns="
+            f"{{{fields[0]}: weight}} if none is negative); else take the field out"
+        )
