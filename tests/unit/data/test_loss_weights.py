@@ -11,7 +11,7 @@ import pytest
 from hpc_tune.data.content import verify
 from hpc_tune.data.encode import Encoder
 from hpc_tune.data.hdf5_format import TokenStore
-from hpc_tune.data.packed_rows import PackedRows
+from hpc_tune.data.packed_rows import PackedRows, make_batch, micro_batches
 from hpc_tune.data.prepare import PrepareSettings, prepare
 from hpc_tune.data.reading import Reading
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example
@@ -184,7 +184,7 @@ def test_weights_do_not_move_rows_between_training_and_held_out(tmp_path):
 def test_a_batch_has_the_weights_of_its_labels_row_by_row(tmp_path):
     store, _ = _prepare(tmp_path, ROWS)
     packed = PackedRows(store, SampleOrder(256, packing=True, seed=1))
-    (batch,) = packed.batches(range(0, 4, 2), 2, 2)
+    (batch,) = micro_batches(packed, range(0, 4, 2), 2, 2)
     documents = [store.document(d) for row in batch.rows for d in packed.sampler.documents_of(row)]
     labels = batch.labels_BT[batch.labels_BT >= 0].tolist()
     assert labels == [int(t) for tokens, w in documents for t in tokens[1:][w[1:] > 0]]
@@ -231,3 +231,14 @@ def test_advantages_are_refused_by_name(tmp_path, form):
 def test_preferences_with_weights_are_refused_by_name(tmp_path, form, row):
     with pytest.raises(DataError, match=r"weights other than 0 and 1 are for answers"):
         _prepare(tmp_path, [row], reading=Reading(form=form))
+
+
+def test_beside_weighted_documents_the_tokens_of_others_count_one():
+    tokens = np.arange(4, dtype=np.uint32)
+    plain = (tokens, np.array([0, 1, 0, 1], dtype=np.uint8))
+    weighted = (tokens, np.array([0, 0.5, 2, 0], dtype=np.float32))
+    batch = make_batch([[plain, weighted], [plain]], 16, 0)
+    assert batch.weights_N.tolist() == [1, 1, 0.5, 2, 1, 1]
+    assert batch.num_loss_tokens == 6
+    assert batch.num_terms == 6.5
+    assert make_batch([[plain], [plain]], 16, 0).weights_N is None
