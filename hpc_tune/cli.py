@@ -80,7 +80,8 @@ def _data_of(options: argparse.Namespace) -> list[str]:
     named = options.data
     if named is not None and named.partition("=")[0] in field_names():
         options.settings, named = [named, *options.settings], None
-    in_settings = [word for word in options.settings if word.startswith("data.path=")]
+    names = ("data.path=", "data.sources=")
+    in_settings = [word for word in options.settings if word.startswith(names)]
     if named is not None and in_settings:
         raise ConfigError(
             f"{named} and {in_settings[-1]} both name the data; leave one of them out"

@@ -256,8 +256,8 @@ def prepare_data(
 ) -> tuple[list[Opened], list[Opened]]:
     """Open what is learned and what is held out, prepared first if raw. Collective."""
     training, held_out = wanted_for_training(data), wanted_for_evaluation(data)
-    if not data.eval_fraction:
-        comm.on_rank_0("looking at the data", partial(_warn_of_overlap, training, held_out))
+    apart = [] if data.eval_fraction else held_out
+    comm.on_rank_0("looking at the data", partial(_warn_of_overlap, training, apart))
     tokenizings = {data.chat_template: own}
 
     def ready(wanted: Wanted) -> Opened:
@@ -271,7 +271,12 @@ def prepare_data(
 
 
 def _warn_of_overlap(training: Sequence[Wanted], held_out: Sequence[Wanted]) -> None:
-    """Name the files that are both trained and evaluated on."""
+    """Name the files that are both trained and evaluated on, and those of several sources."""
+    for one, other in itertools.combinations(training, 2):
+        if same := sorted(files_of(one.path) & files_of(other.path)):
+            log.warning(
+                "%s and %s both read %s: it is learned as both", one.setting, other.setting, same[0]
+            )
     for one, other in itertools.product(training, held_out):
         if same := sorted(files_of(one.path) & files_of(other.path)):
             log.warning(

@@ -103,6 +103,25 @@ def test_a_mixture_is_the_same_stopped_and_resumed_on_more_ranks(data):
 
 
 @pytest.mark.full
+def test_layouts_count_and_learn_the_same(data):
+    layouts = {
+        "alone": ["parallel.replicate=2", "batch.micro_size=3"],
+        "tensor": ["parallel.tensor=2"],
+        "pipeline": ["parallel.pipeline=2", "batch.micro_size=1"],
+        "zero": ["parallel.zero_stage=2"],
+    }
+    jobs = [
+        {"overrides": settings(data, name, WEIGHTS, "train.max_steps=5", *more)}
+        for name, more in layouts.items()
+    ]
+    ended = launch_runs(2, jobs, data)
+    assert [each.code for each in ended] == [0] * 4, ended[-1].output
+    for name in layouts:
+        assert worst_gap(losses(data / "alone"), losses(data / name)) < 1e-4
+        assert rows(data / "alone", "source_tokens") == rows(data / name, "source_tokens")
+
+
+@pytest.mark.full
 def test_weights_change_where_a_run_is_if_that_is_asked_for(data):
     def changed(*more):
         words = settings(data, "changed", WEIGHTS, "train.max_steps=6", "tune.rank=4", *more)

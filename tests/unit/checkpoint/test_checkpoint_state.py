@@ -52,6 +52,9 @@ FREE = {
     # the store's content is compared by the loader, the model by its identity
     "model.path",
     "data.path",
+    "data.sources",
+    "data.new_mixture",
+    "data.eval_sources",
     "data.eval_path",
     "data.loss_on",
     "data.chat_template",

@@ -233,6 +233,12 @@ def test_a_plan_says_passes_of_prepared_sources_and_which_are_not_prepared(tmp_p
     assert list(planned_sources(DataConfig(), TrainConfig(), 4)) == []
 
 
+def test_a_file_of_two_sources_is_said(tmp_path, model, caplog):
+    path = str(write_jsonl(tmp_path / "d.jsonl", [chat(f"q{n}", "a") for n in range(9)]))
+    opened(model, [TrainedSource(path=path, name=name, weight=0.5) for name in "ab"])
+    assert f"data.sources: a and data.sources: b both read {path}" in caplog.text
+
+
 def test_a_limit_above_what_there_is_is_said(tmp_path, model, caplog):
     good = write_jsonl(tmp_path / "good.jsonl", [chat(f"q{n}", "a") for n in range(3)])
     rows, training, _ = opened(model, [TrainedSource(path=str(good), weight=1, limit=9)])
