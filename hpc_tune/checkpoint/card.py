@@ -51,8 +51,13 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     rows = {"base model": name_of(base).name, "method": str(tune.method)}
     if tune.method != "full":
         targets = tune.targets if isinstance(tune.targets, str) else ", ".join(tune.targets)
+        patterns = "".join(
+            f", {name} {value}"
+            for name in ("rank_pattern", "alpha_pattern")
+            if (value := getattr(tune, name))
+        )
         scaled = ", scaled by alpha / sqrt(rank)" if tune.rslora else ""
-        rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}{scaled}, on {targets}"
+        rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}{scaled}, on {targets}{patterns}"
     rows |= {
         "data": ", ".join(_data_of(config.data)),
         "optimizer steps": f"{state.step} of {state.total_steps}",

@@ -124,6 +124,7 @@ class Merged:
 
         A transposed W gets the transposed product.
         """
+        scale = self._tune.scale_of(layer.removeprefix(ADAPTER_PREFIX))
         a, b = (read_tensor(self._trained, f"{layer}.lora_{x}.weight") for x in "AB")
         if name in self._transposed:
             a, b = b.t(), a.t()
@@ -132,7 +133,7 @@ class Merged:
         for start in range(0, out.shape[0], rows):
             block = blocks[: len(out) - start]
             self._stored.fill(block, name, (start, 0))
-            block.addmm_(b[start : start + rows], a, alpha=self._tune.scale)
+            block.addmm_(b[start : start + rows], a, alpha=scale)
             if self._tune.method == "dora":
                 magnitude = read_tensor(self._trained, f"{layer}.lora_magnitude_vector")
                 wanted = magnitude[start : start + rows]

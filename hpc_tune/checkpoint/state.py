@@ -31,6 +31,8 @@ MUST_MATCH = (
     "tune.method",
     "tune.rank",
     "tune.alpha",
+    "tune.rank_pattern",
+    "tune.alpha_pattern",
     "tune.rslora",
     "tune.dropout",
     "tune.targets",

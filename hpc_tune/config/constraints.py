@@ -229,10 +229,9 @@ def _tune(tune: TuneConfig) -> Iterator[str]:
         return
     if tune.dropout:
         yield "tune.dropout has no effect with tune.method=full; leave it out"
-    if tune.modules_to_save:
-        yield "tune.modules_to_save has no effect with tune.method=full; leave it out"
-    if tune.trainable_tokens:
-        yield "tune.trainable_tokens has no effect with tune.method=full; leave it out"
+    for name in ("modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"):
+        if getattr(tune, name):
+            yield f"tune.{name} has no effect with tune.method=full; leave it out"
     if tune.rslora:
         yield "tune.rslora has no effect with tune.method=full; leave it out"
     if tune.init_from:

@@ -1,9 +1,11 @@
 """The ``tune`` section of the configuration: which weights are trained, and on what."""
 
 import math
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hpc_tune.config.section import PositiveInt, Section
 
@@ -17,6 +19,23 @@ _USED_BY = {
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
+
+
+def _patterns(patterns: dict[str, Any]) -> dict[str, Any]:
+    """Check that each key is a regular expression, and each value more than 0."""
+    for key, value in patterns.items():
+        if not value > 0:
+            raise ValueError(f"{key} has the value {value}, expected more than 0")
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise ValueError(f"{key} is no regular expression: {error}") from None
+    return patterns
+
+
+def patterns_of(patterns: Mapping[str, float], layer: str) -> list[str]:
+    """Return the patterns that match a layer's path, or its end behind a dot, as in peft."""
+    return [key for key in patterns if re.match(rf"(.*\.)?({key})$", layer)]
 
 
 class TuneConfig(Section):
@@ -79,6 +98,17 @@ class TuneConfig(Section):
         32.0,
         description="The adapter's output is scaled by alpha / rank. Twice the rank is the common "
         "choice; more acts like a higher learning rate.",
+    )
+    rank_pattern: Annotated[dict[str, int], AfterValidator(_patterns)] = Field(
+        {},
+        description="Ranks of some layers, as peft's rank_pattern: regular expressions for the end "
+        "of a layer's path, and the rank in place of tune.rank, such as {'layers.[01].*': 8}. Of "
+        "the patterns one at most matches a layer.",
+    )
+    alpha_pattern: Annotated[dict[str, float], AfterValidator(_patterns)] = Field(
+        {},
+        description="As rank_pattern, for alpha: a layer of another rank keeps tune.alpha unless a "
+        "pattern says otherwise.",
     )
     rslora: bool = Field(
         False,
@@ -173,7 +203,9 @@ class TuneConfig(Section):
             if self.objective in users
         }
 
-    @property
-    def scale(self) -> float:
-        """What the adapters' output is multiplied by, as peft does."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+    def scale_of(self, layer: str) -> float:
+        """Return what the output of an adapter on the layer with this path is multiplied by."""
+        ranks = [self.rank_pattern[key] for key in patterns_of(self.rank_pattern, layer)]
+        alphas = [self.alpha_pattern[key] for key in patterns_of(self.alpha_pattern, layer)]
+        rank, alpha = [*ranks, self.rank][0], [*alphas, self.alpha][0]
+        return alpha / (math.sqrt(rank) if self.rslora else rank)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_tune.config.tune import TuneConfig
+from hpc_tune.config.tune import TuneConfig, patterns_of
 from hpc_tune.errors import ConfigError, DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
@@ -303,6 +303,7 @@ def _with_adapters(
             f"tune.targets={tune.targets}: {first_line(error)} "
             f"Linear layers of this model: {', '.join(linear)}"
         ) from None
+    _require_patterns(tune, [name for name, m in model.named_modules() if hasattr(m, "lora_A")])
     transposed = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
     if transposed and tune.method != "lora":
         raise ConfigError(
@@ -357,6 +358,25 @@ def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) ->
         )
 
 
+def _require_patterns(tune: TuneConfig, layers: list[str]) -> None:
+    """Refuse a pattern that is no adapted layer's, and two of one: their order is not kept."""
+    for setting in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(tune, setting)
+        found = {layer: patterns_of(patterns, layer) for layer in layers}
+        used = {key for keys in found.values() for key in keys}
+        if unused := [key for key in patterns if key not in used]:
+            raise ConfigError(
+                f"tune.{setting}: {unused[0]} matches no layer with an adapter; their paths are "
+                f"such as {', '.join(layers[:2])}"
+            )
+        for layer, keys in found.items():
+            if len(keys) > 1:
+                raise ConfigError(
+                    f"tune.{setting}: {' and '.join(keys)} both match {layer}; write them so that "
+                    "one matches"
+                )
+
+
 def lora_config(tune: TuneConfig) -> Any:
     """Return the peft configuration of these adapters."""
     with lazy_imports():
@@ -365,6 +385,8 @@ def lora_config(tune: TuneConfig) -> Any:
     return LoraConfig(
         r=tune.rank,
         lora_alpha=tune.alpha,
+        rank_pattern=dict(tune.rank_pattern),
+        alpha_pattern=dict(tune.alpha_pattern),
         use_rslora=tune.rslora,
         lora_dropout=tune.dropout,
         target_modules=tune.targets,

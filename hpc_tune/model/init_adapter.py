@@ -10,6 +10,7 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex
 
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "use_dora": "method"}
+_FIELDS |= {name: name for name in ("rank_pattern", "alpha_pattern")}
 # Fields of peft's that say nothing about what an adapter of given tensors computes: names, how it
 # was begun, and which tensors there are, which are compared one by one.
 _NOT_COMPUTED = frozenset(
@@ -47,12 +48,13 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
         )
     try:
         saved = json.loads(settings.read_text(encoding="utf-8"))
-        fields = {key: saved.get(key, False) for key in _FIELDS}
+        fields = {key: saved.get(key, {} if "pattern" in key else False) for key in _FIELDS}
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
     tune = built.tune
-    wanted = {"r": tune.rank, "lora_alpha": tune.alpha, "use_rslora": tune.rslora}
+    wanted: dict[str, Any] = {"r": tune.rank, "lora_alpha": tune.alpha, "use_rslora": tune.rslora}
     wanted |= {"use_dora": tune.method == "dora"}
+    wanted |= {"rank_pattern": tune.rank_pattern, "alpha_pattern": tune.alpha_pattern}
     problems = [
         f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
         for key in _FIELDS

@@ -16,10 +16,14 @@ LAYOUTS = {
 OPTIONS = {
     "modules": "tune.modules_to_save=[embed_tokens,lm_head,norm]",
     "tokens": "tune.trainable_tokens=[40,99,258]",
+    "patterns": "tune.rank_pattern={layers.0.mlp.*: 8, q_proj: 2}",
 }
 
 
-@pytest.mark.parametrize("option", [pytest.param(name, marks=[]) for name in OPTIONS])
+@pytest.mark.parametrize(
+    "option",
+    ["modules", *(pytest.param(o, marks=pytest.mark.full) for o in OPTIONS if o != "modules")],
+)
 def test_layouts_change_no_loss_and_send_the_predicted_bytes(option, tmp_path):
     model = write_untied(tmp_path / "untied")
     words = [*SMALL, f"model.path={model}", "data.path=builtin:pydocs:heldout", OPTIONS[option]]

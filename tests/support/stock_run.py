@@ -102,6 +102,9 @@ def _model(config: RunConfig, model_dir: Path) -> torch.nn.Module:
     adapters = LoraConfig(
         r=tune.rank,
         lora_alpha=tune.alpha,
+        use_rslora=tune.rslora,
+        rank_pattern=tune.rank_pattern,
+        alpha_pattern=tune.alpha_pattern,
         target_modules=tune.targets,
         use_dora=tune.method == "dora",
         task_type="CAUSAL_LM",

@@ -206,6 +206,7 @@ def method_of(tune: TuneConfig, size: ModelSize) -> str:
         if weights.is_trained:
             kinds[vectors if weights.is_vector else parts[weights.part]] += weights.num_values
     adapter = "" if is_full else f" r={tune.rank} alpha={tune.alpha:g}"
+    adapter += " by pattern" if tune.rank_pattern or tune.alpha_pattern else ""
     adapter += " rslora" if tune.rslora else ""
     adapter += f" neftune={tune.neftune_alpha:g}" if tune.neftune_alpha else ""
     share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"

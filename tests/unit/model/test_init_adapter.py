@@ -162,7 +162,6 @@ def test_the_scaling_that_ranks_are_divided_by_must_be_ours(tiny, tmp_path):
     [
         {"alora_invocation_tokens": [5, 9]},
         {"lora_bias": True},
-        {"rank_pattern": {"q_proj": 8}},
         {"a_field_of_tomorrow": 0.5},
     ],
 )

@@ -184,3 +184,56 @@ def test_a_tied_model_with_trained_rows_is_not_split_where_its_head_lacks_them(t
         _require_one_embedding(built, ParallelConfig(zero_stage=3))
     for allowed in (ParallelConfig(shard=2), ParallelConfig(zero_stage=2)):
         _require_one_embedding(built, allowed)
+
+
+PATTERNS = (
+    "tune.rank_pattern={q_proj: 2, 'layers.0.mlp.*': 8}",
+    "tune.alpha_pattern={'mlp.*_proj': 5.5, 'model.layers.1.self_attn.q_proj': 64}",
+)
+
+
+@pytest.mark.parametrize("more", [["tune.rslora=true"], ["tune.method=dora"]])
+def test_ranks_and_alphas_by_pattern_are_trained_and_exported_as_by_peft(more, model_dir, tmp_path):
+    config = settings(tmp_path / "run", model_dir, *PATTERNS, *more)
+    assert run(config, StopAfter(None)) == 0
+    require_stock_losses(config, tmp_path / "run", model_dir)
+    saved = require_equal_exports(config, tmp_path / "run", model_dir, tmp_path)
+    assert saved["rank_pattern"] == {"layers.0.mlp.*": 8, "q_proj": 2}
+    assert list(saved["alpha_pattern"].values()) == [5.5, 64]
+    built = build(model_dir, torch.float32, config.tune, seed=0)
+    layers = built.module.causal_lm().model.layers
+    adapted = layers[0].mlp.up_proj, layers[0].self_attn.q_proj, layers[1].mlp.up_proj
+    assert [layer.lora_A["default"].weight.shape[0] for layer in adapted] == [8, 2, 4]
+    for path, layer in built.module.causal_lm().named_modules():
+        if hasattr(layer, "lora_A"):
+            assert layer.scaling["default"] == pytest.approx(config.tune.scale_of(path)), path
+    again = settings(
+        tmp_path / "again", model_dir, *PATTERNS, *more, f"tune.init_from={tmp_path}/adapter"
+    )
+    assert run(again, StopAfter(None)) == 0
+    assert losses(tmp_path / "again")[0] < losses(tmp_path / "run")[0]
+    plain = settings("unused", model_dir, *PATTERNS[1:], *more).tune
+    other = build(model_dir, torch.float32, plain, seed=0)
+    with pytest.raises(ConfigError, match=r"rank_pattern is .* there, and tune\.rank_pattern says"):
+        start_from(other, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("tune.rank_pattern={k_prog: 2}", "tune.rank_pattern: k_prog matches no layer"),
+        ("tune.alpha_pattern={q_proj: 3.0, '.*': 2.0}", "q_proj and .* both match model.layers.0"),
+    ],
+)
+def test_a_pattern_of_no_layer_is_refused_by_name(word, said, model_dir):
+    with pytest.raises(ConfigError, match=said):
+        build(model_dir, torch.float32, settings("unused", model_dir, word).tune, seed=0)
+
+
+def test_what_is_no_pattern_is_refused(model_dir):
+    with pytest.raises(ConfigError, match=r"\(q is no regular expression"):
+        settings("unused", model_dir, "tune.rank_pattern={'(q': 2}")
+    with pytest.raises(ConfigError, match="q_proj has the value 0, expected more than 0"):
+        settings("unused", model_dir, "tune.rank_pattern={q_proj: 0}")
+    with pytest.raises(ConfigError, match="tune.rank_pattern has no effect with tune.method=full"):
+        settings("unused", model_dir, "tune.rank_pattern={q_proj: 2}", "tune.method=full")
