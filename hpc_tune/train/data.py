@@ -11,10 +11,12 @@ import numpy as np
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, Form, is_prepared
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import end_of_answer
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.files import Paths, as_list, find, say_left_out, say_read, shown
 from hpc_tune.data.hdf5_format import TokenStore, prepared_from
+from hpc_tune.data.labels import require_both, why_lopsided
 from hpc_tune.data.loader import Loader
 from hpc_tune.data.prepare import PrepareSettings, Ranks, cache_name, prepare
 from hpc_tune.data.reading import Part, Reading
@@ -112,6 +114,10 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     job.setup_comm.begin("preparing the data")
     own = Tokenizing(model.built.directory, config.data.chat_template)
     stores = prepare_data(config.data, job.setup_comm, job.dir, own, config.tune.form)
+    if (labels := stores[0].labels) is not None:
+        job.setup_comm.on_rank_0(
+            "looking at the labels", lambda: _look_at(labels[:], config.data.path, config.tune)
+        )
     loader = Loader(
         stores[0],
         SampleOrder(config.data.seq_len, config.data.packing, config.train.seed),
@@ -211,6 +217,16 @@ def prepare_data(
     if data.eval_path:
         return store, ready_data(data.eval_path, data, own, comm, run_dir, "all", form)
     return store, None
+
+
+def _look_at(labels: np.ndarray, path: Paths, tune: TuneConfig) -> None:
+    """Refuse labels of one kind, and warn of kinds that do not weigh the same."""
+    good = int(np.count_nonzero(labels))
+    others = len(labels) - good
+    require_both(good, others, shown(path))
+    weights = tune.numbers["desirable_weight"], tune.numbers["undesirable_weight"]
+    if why := why_lopsided(good, others, *weights):
+        log.warning("%s", why)
 
 
 def _warn_of_overlap(path: Paths, eval_path: Paths) -> None:

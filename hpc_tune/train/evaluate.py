@@ -13,6 +13,7 @@ from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import log
 from hpc_tune.model.objective import measures_of
+from hpc_tune.rundir import displacement
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
@@ -128,15 +129,17 @@ class Evaluation:
             log.info("step %d: evaluation interrupted to stop in time", step)
             return None
         eval_s, loss = time.monotonic() - began_s, sums[0] / max(1, terms)
-        self.evals = self.evals.with_(step, loss)
+        measures = measures_of(sums, terms)
+        self.evals = self.evals.with_(step, loss, measures.get("chosen_log_prob"))
         if not math.isfinite(loss):
             log.warning(
                 "step %d: the held-out loss is %s; it is never taken for the best", step, loss
             )
         over = f"{terms} tokens" if self._plan.num_sums == 1 else f"{terms} pairs"
-        measures = measures_of(sums, terms)
         also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
         log.info("step %d: held-out loss %.4f over %s%s (%.1fs)", step, loss, over, also, eval_s)
+        if len(self.evals.chosen) == displacement.MIN_FALLS + 1:  # once for each time that it falls
+            log.warning("step %d: %s", step, displacement.warning(self.evals.chosen))
         return Measured(terms, eval_s, measures)
 
     def say_change(self) -> None:
