@@ -17,6 +17,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.section import flat
 from hpc_tune.errors import CheckpointError, ConfigError
 from hpc_tune.log import log
+from hpc_tune.rundir import displacement
 
 Settings = dict[str, dict[str, Any]]  # a dumped configuration
 OTHER_WEIGHTS = "it has other weights than the checkpoint's model, of the same names and shapes"
@@ -71,7 +72,8 @@ _SETS = ("tune.targets", "tune.modules_to_save", "tune.trainable_tokens")  # in 
 class Evals:
     """The first, the newest and the best evaluation of a run, each as (step, mean loss).
 
-    ``since_best``: how many there were after the best.
+    ``since_best``: how many there were after the best. ``chosen``: of preferences, the newest
+    log-probabilities of chosen answers that fall from one evaluation to the next.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -80,13 +82,18 @@ class Evals:
     last: tuple[int, float] | None = None
     best: tuple[int, float] | None = None
     since_best: int = 0
+    chosen: displacement.Streak = ()
 
-    def with_(self, step: int, loss: float) -> "Evals":
-        """Return the record with one more evaluation; one that is not finite is never the best."""
+    def with_(self, step: int, loss: float, chosen: float | None = None) -> "Evals":
+        """Return the record with one more evaluation; one that is not finite is never the best.
+
+        ``chosen``: the log-probability of chosen answers, of preferences.
+        """
         now, best, since_best = (step, loss), self.best, self.since_best + 1
         if math.isfinite(loss) and (best is None or loss < best[1]):
             best, since_best = now, 0
-        return Evals(self.first or now, now, best, since_best)
+        streak = () if chosen is None else displacement.with_next(self.chosen, chosen)
+        return Evals(self.first or now, now, best, since_best, streak)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Evals":

@@ -5,12 +5,19 @@ Each function takes another tool's config and returns which keys say so, or None
 
 import re
 
+from hpc_tune.convert import axolotl_preferences, llama_factory_preferences, torchtune_preferences
 from hpc_tune.convert.outcomes import OFF, Another, ForeignConfig
+from hpc_tune.convert.preferences import SFT
 
-_PREFERENCES = "that is training on preferences or rewards"
+_REWARDS = "that is training on rewards"
+_NO_LOSS = "that is data of preferences, whose loss the config does not name"
 _AFTERWARDS = (
     "Stay with {tool} for this part; supervised fine-tuning before it can be done here, and its "
     "exported model is what {tool} begins with"
+)
+_NAME_IT = (
+    "Name it there (of axolotl rl, of torchtune loss, of LLaMA-Factory stage) and convert it anew. "
+    "Stay with {tool} for a reward model"
 )
 _DISTILLATION = "that is distillation, whose loss compares with a teacher's probabilities"
 _WITHOUT_TEACHER = (
@@ -28,19 +35,21 @@ _MEDIA_TEMPLATE = re.compile(
 )
 _MEDIA_BUILDER = re.compile(r"vision|multimodal|\.clip\.|\.flux\.")
 _MEDIA_DATA = re.compile(r"multimodal|the_cauldron|vqa|llava_instruct")
-_PREFERENCE_LOSS = re.compile(r"rlhf|DPO|RSO|SimPO|IPO|KTO|ORPO|PPO|GRPO")
+_OTHER_LOSS = re.compile(r"rlhf|KTO|ORPO|PPO|GRPO")
 _PREFERENCE_DATA = re.compile(r"preference|hh_rlhf|stack_exchange_paired|rlhf")
 _KINDS_OF_PLUGINS = (
     (re.compile(r"\.kd\.|KDPlugin"), _DISTILLATION, _WITHOUT_TEACHER),
     (re.compile(r"(?i)diffusion"), "that is training by diffusion", "Stay with {tool} for it"),
-    (re.compile(r"(?i)nemo_?gym"), _PREFERENCES, _AFTERWARDS),
+    (re.compile(r"(?i)nemo_?gym"), _REWARDS, _AFTERWARDS),
 )
 
 
 def of_llama_factory(theirs: ForeignConfig) -> Another | None:
-    """Return what a config of LLaMA-Factory trains for, if that is no supervised fine-tuning."""
-    if theirs.get("stage", "sft") not in ("sft", "pt"):
-        return Another(("stage",), _PREFERENCES, _AFTERWARDS)
+    """Return what a config of LLaMA-Factory trains for, if there is no counterpart."""
+    if theirs.get("stage", "sft") not in ("sft", "pt", "dpo", "kto"):
+        return Another(("stage",), _REWARDS, _AFTERWARDS)
+    if another := llama_factory_preferences.other_loss(theirs):
+        return another
     if _MEDIA_TEMPLATE.search(str(theirs.get("template", ""))):
         return Another(("template",), _IMAGES, _TEXT_ALONE)
     media = (
@@ -53,15 +62,19 @@ def of_llama_factory(theirs: ForeignConfig) -> Another | None:
 
 
 def of_axolotl(theirs: ForeignConfig) -> Another | None:
-    """Return what a config of axolotl trains for, if that is no supervised fine-tuning."""
+    """Return what a config of axolotl trains for, if there is no counterpart."""
     plugins = str(theirs.get("plugins", ""))
     for pattern, what, instead in _KINDS_OF_PLUGINS:
         if pattern.search(plugins):
             return Another(("plugins",), what, instead)
-    chosen = _keys(theirs, r"(?:type\.)?field_(?:chosen|rejected)")
+    if another := axolotl_preferences.other_loss(theirs):
+        return another
+    is_known = axolotl_preferences.objective(theirs) != SFT
+    chosen = () if is_known else _keys(theirs, r"(?:type\.)?field_(?:chosen|rejected)")
+    rewards = "reward_model process_reward_model" + ("" if is_known else " rl")
     return (
-        _first_on(theirs, "rl reward_model process_reward_model", _PREFERENCES, _AFTERWARDS)
-        or (Another(chosen, _PREFERENCES, _AFTERWARDS) if chosen else None)
+        _first_on(theirs, rewards, _REWARDS, _AFTERWARDS)
+        or (Another(chosen, _NO_LOSS, _NAME_IT) if chosen else None)
         or _first_on(theirs, "kd_trainer kd_ce_alpha kd_alpha", _DISTILLATION, _WITHOUT_TEACHER)
         or _of_logprobs(theirs)
         or _first_on(
@@ -75,7 +88,7 @@ def of_axolotl(theirs: ForeignConfig) -> Another | None:
 
 
 def of_torchtune(theirs: ForeignConfig) -> Another | None:
-    """Return what a config of torchtune trains for, if that is no supervised fine-tuning."""
+    """Return what a config of torchtune trains for, if there is no counterpart."""
     teacher = tuple(
         key
         for key in ("teacher_model._component_", "kd_loss._component_", "kd_ratio")
@@ -83,14 +96,20 @@ def of_torchtune(theirs: ForeignConfig) -> Another | None:
     )
     if teacher:
         return Another(teacher, _DISTILLATION, _WITHOUT_TEACHER)
+    if another := torchtune_preferences.other_loss(theirs):
+        return another
+    is_known = torchtune_preferences.objective(theirs) != SFT
+    of_preferences = (
+        ("loss._component_", _OTHER_LOSS, _REWARDS, _AFTERWARDS),
+        ("dataset._component_", _PREFERENCE_DATA, _NO_LOSS, _NAME_IT),
+    )
     found = (
-        ("policy_model._component_", re.compile(""), _PREFERENCES, _AFTERWARDS),
-        ("loss._component_", _PREFERENCE_LOSS, _PREFERENCES, _AFTERWARDS),
+        ("policy_model._component_", re.compile(""), _REWARDS, _AFTERWARDS),
+        *(() if is_known else of_preferences),
         ("loss._component_", re.compile("KL|KD"), _DISTILLATION, _WITHOUT_TEACHER),
-        ("dataset._component_", _PREFERENCE_DATA, _PREFERENCES, _AFTERWARDS),
         ("dataset._component_", _MEDIA_DATA, _IMAGES, _TEXT_ALONE),
         ("model._component_", _MEDIA_BUILDER, _IMAGES, _TEXT_ALONE),
-        ("model._component_", re.compile("classifier"), _PREFERENCES, _AFTERWARDS),
+        ("model._component_", re.compile("classifier"), _REWARDS, _AFTERWARDS),
         ("tokenizer._component_", _MEDIA_BUILDER, _IMAGES, _TEXT_ALONE),
     )
     for key, pattern, what, instead in found:

@@ -5,6 +5,7 @@ from typing import Any
 from hpc_tune.convert.another_training import of_axolotl
 from hpc_tune.convert.axolotl_data import CHAT_TEMPLATE, LISTS, data_rules, files_of
 from hpc_tune.convert.axolotl_others import DECIDED, LEFT
+from hpc_tune.convert.axolotl_preferences import PREFERENCES, objective, preference_defaults
 from hpc_tune.convert.layers import targets
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
@@ -24,6 +25,13 @@ from hpc_tune.convert.outcomes import (
     packing,
     rslora,
     same,
+)
+from hpc_tune.convert.preferences import (
+    answers_alone,
+    no_dropout,
+    no_noise,
+    reference_adapter,
+    seq_len,
 )
 from hpc_tune.convert.trainer import (
     deepspeed,
@@ -111,6 +119,11 @@ def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
         rows = ForeignConfig({"rows": theirs.whole("batch_size"), "accumulated": 1}, theirs.ranks)
         return global_batch(rows, "rows", "accumulated", ranks_per_row)
     return global_batch(theirs, "micro_batch_size", "gradient_accumulation_steps", ranks_per_row)
+
+
+def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+    remark = "what is longer is cut and counted; dropped there"
+    return seq_len(theirs.whole("sequence_len"), objective(theirs), remark)
 
 
 def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -206,7 +219,7 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
         defaults["num_epochs"] = 1.0
     if any(theirs.get(key) for key in ("fp16", "float16", "bfloat16", "float32")):
         del defaults["bf16"]
-    return defaults
+    return defaults | preference_defaults(theirs)
 
 
 _TAKEN: dict[str, Rule] = {
@@ -218,18 +231,18 @@ _TAKEN: dict[str, Rule] = {
     "peft_use_rslora": rslora(_method),
     "lora_r": adapter("tune.rank", _method),
     "lora_alpha": adapter("tune.alpha", _method),
-    "lora_dropout": adapter("tune.dropout", _method),
+    "lora_dropout": no_dropout(adapter("tune.dropout", _method), objective),
     "loraplus_lr_ratio": adapter("optim.lora_b_ratio", _method),
     "lora_target_modules": _targets,
     "lora_target_linear": _target_linear,
-    "lora_model_dir": first_adapter(_method),
+    "lora_model_dir": reference_adapter(first_adapter(_method), objective),
     **data_rules(),
     **CHAT_TEMPLATE,
     "val_set_size": val_size,
-    "sequence_len": same("data.seq_len", "what is longer is cut and counted; dropped there"),
+    "sequence_len": _seq_len,
     "excess_length_strategy": _too_long,
     "sample_packing": _packing,
-    "train_on_inputs": _loss_on,
+    "train_on_inputs": answers_alone(_loss_on, objective),
     **each(_batch, "micro_batch_size gradient_accumulation_steps batch_size"),
     "num_epochs": epochs,
     "max_steps": max_steps,
@@ -253,7 +266,7 @@ _TAKEN: dict[str, Rule] = {
         "val_set_size", lambda theirs: bool(files_of("test_datasets", theirs))
     ),
     "early_stopping_patience": early_stop("val_set_size"),
-    **each(neftune, "neftune_noise_alpha noisy_embedding_alpha"),
+    **each(no_noise(neftune, objective), "neftune_noise_alpha noisy_embedding_alpha"),
     "save_steps": save_steps,
     "save_strategy": save_strategy,
     "save_total_limit": same("checkpoint.keep"),
@@ -266,4 +279,6 @@ _TAKEN: dict[str, Rule] = {
     "output_dir": same("run.dir"),
     "seed": same("train.seed"),
 }
-AXOLOTL = Tool("axolotl", {**_TAKEN, **DECIDED, **LEFT}, _defaults, of_axolotl, LISTS)
+AXOLOTL = Tool(
+    "axolotl", {**_TAKEN, **PREFERENCES, **DECIDED, **LEFT}, _defaults, of_axolotl, LISTS
+)

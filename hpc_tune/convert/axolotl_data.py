@@ -7,6 +7,7 @@ field_messages, type.field_output, field ...               -> data.columns, one 
 from collections.abc import Iterator
 from typing import Any
 
+from hpc_tune.convert.axolotl_preferences import objective
 from hpc_tune.convert.outcomes import (
     Automatic,
     ForeignConfig,
@@ -22,7 +23,9 @@ from hpc_tune.convert.outcomes import (
     usable_file,
 )
 from hpc_tune.convert.parts import cut, split
+from hpc_tune.convert.preferences import SFT, decided
 
+_BARE = ("{prompt}", "{chosen}", "{rejected}", "{completion}")
 LISTS = ("datasets", "test_datasets", "pretraining_dataset")
 _LOADERS = ("json", "csv", "parquet", "arrow", "text")
 _BY_KEYS = Automatic("the form of a record is found by its keys")
@@ -51,6 +54,16 @@ _FIELD_KEYS = {
     "type.field_instruction": "instruction",
     "type.field_input": "input",
     "type.field_output": "output",
+}
+# These only with rl, as axolotl does.
+_PREFERENCE_KEYS = {
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "type.field_prompt": "prompt",
+    "type.field_chosen": "chosen",
+    "type.field_rejected": "rejected",
+    "type.field_completion": "completion",
+    "type.field_label": "label",
 }
 _READ_AS = {"conversations": "messages"}  # a name that is known as well as the field's own
 
@@ -112,6 +125,11 @@ def _unusable(ours: str) -> Unsupported:
 
 def _type(value: Any, theirs: ForeignConfig) -> Outcome:
     name = str(value)
+    if objective(theirs) != SFT:
+        kind = name.partition(".")[0]
+        if kind == "chat_template":
+            return Automatic("prompt and answers are written by the chat template")
+        return chat_template(kind)
     if name in _COLUMNS:
         return Mapped({"data.columns": _columns(theirs)})
     if name in _TEXTS:
@@ -137,9 +155,27 @@ def _column(value: Any, theirs: ForeignConfig) -> Outcome:
         return Unsupported("it is no name of a column", to_do=True)
     if value in columns:
         return Mapped({"data.columns": columns})
-    if value in (*_FIELD_KEYS.values(), *_READ_AS):
+    if value in (*_FIELD_KEYS.values(), *_PREFERENCE_KEYS.values(), *_READ_AS):
         return _BY_KEYS
     return Unsupported("data.columns reads it as something else for another dataset", to_do=True)
+
+
+def _preference_column(value: Any, theirs: ForeignConfig) -> Outcome:
+    return (
+        _column(value, theirs)
+        if objective(theirs) != SFT
+        else decided(objective, "")(value, theirs)
+    )
+
+
+def _format(value: Any, theirs: ForeignConfig) -> Outcome:
+    if objective(theirs) == SFT or str(value).strip() in _BARE:
+        return decided(objective, "prompt and answers stand in their columns")(value, theirs)
+    return Unsupported(
+        "the chat template writes prompt and answers: write it as a Jinja file, and set "
+        "data.chat_template",
+        to_do=True,
+    )
 
 
 def _columns(theirs: ForeignConfig) -> dict[str, str]:
@@ -147,16 +183,16 @@ def _columns(theirs: ForeignConfig) -> dict[str, str]:
     columns: dict[str, str] = {}
     for part in LISTS:
         for item in theirs.items(part):
-            for name, field in _named(item):
+            for name, field in _named(item, objective(theirs) != SFT):
                 if name != field and field not in columns.values():
                     columns.setdefault(name, field)
     return columns
 
 
-def _named(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _named(item: dict[str, Any], has_preferences: bool) -> Iterator[tuple[str, str]]:
     """Yield the columns of a dataset that are called something else, with their fields."""
     yield from _COLUMNS.get(str(item.get("type")), {}).items()
-    for key, field in _FIELD_KEYS.items():
+    for key, field in (_FIELD_KEYS | (_PREFERENCE_KEYS if has_preferences else {})).items():
         name = str(item.get(key, field))
         if _READ_AS.get(name) != field:
             yield name, field
@@ -247,6 +283,11 @@ _OF_A_DATASET: dict[str, Rule] = {
     "conversation": _template,
     "type": _type,
     **each(_column, " ".join(_FIELD_KEYS)),
+    **each(_preference_column, " ".join(_PREFERENCE_KEYS)),
+    **each(
+        _format,
+        "type.prompt_format type.chosen_format type.rejected_format type.completion_format",
+    ),
     "roles_to_train": _roles_to_train,
     **each(_turn_end, "train_on_eos train_on_eot"),
     **each(_properties, "message_property_mappings.* message_field_role message_field_content"),
@@ -273,11 +314,8 @@ _OF_A_DATASET: dict[str, Rule] = {
     ),
     "input_transform": lacking("change the records beforehand", to_do=True),
     **each(
-        Automatic("training on preferences, rewards or a teacher's probabilities alone uses it"),
-        "logprobs_field temperature type.field_prompt type.field_chosen type.field_rejected "
-        "field_chosen field_rejected type.field_completion type.field_label type.prompt_format "
-        "type.chosen_format type.rejected_format type.completion_format step_separator "
-        "max_completion_length train_on_last_step_only",
+        Automatic("training on rewards or a teacher's probabilities alone uses it"),
+        "logprobs_field temperature step_separator max_completion_length train_on_last_step_only",
     ),
     **each(
         Unsupported(

@@ -235,15 +235,6 @@ LEFT: dict[str, Rule] = {
         "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk",
     ),
     "trainer_cls": lacking("there is one loop of training", to_do=True),
-    **each(
-        Automatic("training on preferences or rewards alone uses it"),
-        "rl reward_model process_reward_model trl.* vllm.* ebft.* rl_beta dpo_beta "
-        "dpo_use_weighting dpo_use_logits_to_keep dpo_label_smoothing dpo_norm_loss "
-        "dpo_use_liger_kernel dpo_padding_free dpo_generate_during_eval dpo_loss_type "
-        "dpo_loss_weights precompute_ref_log_probs orpo_alpha rpo_alpha simpo_gamma cpo_alpha "
-        "kto_desirable_weight kto_undesirable_weight center_rewards_coefficient num_labels "
-        "max_prompt_len",
-    ),
     "diffusion.*": Automatic("training by diffusion alone uses it"),
     **each(
         lacking("nothing is quantized or pruned in training, but the base by qlora", to_do=True),

@@ -5,6 +5,7 @@ from typing import Any
 from hpc_tune.convert.another_training import of_llama_factory
 from hpc_tune.convert.layers import targets
 from hpc_tune.convert.llama_factory_others import DECIDED, LEFT
+from hpc_tune.convert.llama_factory_preferences import PREFERENCES, objective, preference_defaults
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
     NO_TRACKER,
@@ -26,6 +27,14 @@ from hpc_tune.convert.outcomes import (
     same,
 )
 from hpc_tune.convert.parts import first
+from hpc_tune.convert.preferences import (
+    SFT,
+    answers_alone,
+    no_dropout,
+    no_noise,
+    reference_adapter,
+    seq_len,
+)
 from hpc_tune.convert.trainer import (
     deepspeed,
     early_stop,
@@ -77,12 +86,6 @@ def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     return targets(names, "model_name_or_path", theirs)
 
 
-def _stage(value: Any, theirs: ForeignConfig) -> Outcome:
-    if value == "pt":
-        return Automatic("records with text are learned as a whole")
-    return Automatic("supervised fine-tuning is the only kind")
-
-
 def _template(value: Any, theirs: ForeignConfig) -> Outcome:
     if theirs.get("stage") == "pt":
         return Automatic("records with text have no template")
@@ -94,7 +97,9 @@ def _dataset(ours: str) -> Rule:
         names = _names(value)
         folder = theirs.get("dataset_dir", "data")
         advice = f"{folder}/dataset_info.json names the file of {' and '.join(names)}: set {ours} "
-        advice += "to it (alpaca, ShareGPT and messages are understood)"
+        kinds = "alpaca, ShareGPT and messages"
+        kinds = kinds if objective(theirs) == SFT else "with ranking or kto_tag: both kinds"
+        advice += f"to it ({kinds} are understood)"
         if len(names) > 1:
             advice += ", as a list"
         return Unsupported(advice, to_do=True)
@@ -108,6 +113,11 @@ def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _packing(value: Any, theirs: ForeignConfig) -> Outcome:
     return packing(theirs.is_on("packing") or theirs.is_on("neat_packing"), theirs)
+
+
+def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
+    remark = "what is longer loses its end; prompts lose too there"
+    return seq_len(theirs.whole("cutoff_len"), objective(theirs), remark)
 
 
 def _batch(value: Any, theirs: ForeignConfig) -> Outcome:
@@ -172,31 +182,32 @@ def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     if theirs.get("finetuning_type") != "full":
         rank = theirs.whole("lora_rank") if theirs.get("lora_rank") else 8
         defaults |= {"lora_rank": rank, "lora_alpha": 2 * rank, "lora_target": "all"}
-    return defaults
+    return defaults | preference_defaults(theirs)
 
 
 _TAKEN: dict[str, Rule] = {
     "model_name_or_path": model_path,
-    "adapter_name_or_path": first_adapter(_method),
+    "adapter_name_or_path": reference_adapter(
+        first_adapter(_method), objective, "ref_model_adapters"
+    ),
     "quantization_bit": _bits,
-    "stage": _stage,
     "template": _template,
     "finetuning_type": _finetuning_type,
     "use_dora": dora(_method),
     "use_rslora": rslora(_method),
     "lora_rank": adapter("tune.rank", _method),
     "lora_alpha": adapter("tune.alpha", _method),
-    "lora_dropout": adapter("tune.dropout", _method),
+    "lora_dropout": no_dropout(adapter("tune.dropout", _method), objective),
     "lora_target": _targets,
     "loraplus_lr_ratio": adapter("optim.lora_b_ratio", _method),
     "dataset": _dataset("data.path"),
     "eval_dataset": _dataset("data.eval_path"),
     "val_size": val_size,
     "eval_steps": eval_steps("val_size"),
-    "cutoff_len": same("data.seq_len", "what is longer loses its end; prompts lose too there"),
+    "cutoff_len": _seq_len,
     "max_samples": first("data.path"),
     **each(_packing, "packing neat_packing"),
-    "train_on_prompt": _loss_on,
+    "train_on_prompt": answers_alone(_loss_on, objective),
     **each(_batch, "per_device_train_batch_size gradient_accumulation_steps"),
     "learning_rate": same("optim.lr"),
     "lr_scheduler_type": _schedule,
@@ -215,7 +226,7 @@ _TAKEN: dict[str, Rule] = {
     "torch_compile": same("train.compile"),
     **each(deepspeed, "deepspeed deepspeed.*"),
     "early_stopping_steps": early_stop("val_size"),
-    **each(neftune, "neftune_noise_alpha"),
+    "neftune_noise_alpha": no_noise(neftune, objective),
     "save_steps": save_steps,
     "save_total_limit": same("checkpoint.keep"),
     "output_dir": same("run.dir"),
@@ -226,4 +237,9 @@ _TAKEN: dict[str, Rule] = {
     "use_cpu": _use_cpu,
     "save_strategy": save_strategy,
 }
-LLAMA_FACTORY = Tool("LLaMA-Factory", {**_TAKEN, **DECIDED, **LEFT}, _defaults, of_llama_factory)
+LLAMA_FACTORY = Tool(
+    "LLaMA-Factory",
+    {**_TAKEN, **PREFERENCES, **DECIDED, **LEFT},
+    _defaults,
+    of_llama_factory,
+)

@@ -152,14 +152,6 @@ LEFT: dict[str, Rule] = {
         "rope_scaling shift_attn mixture_of_depths use_llama_pro resize_vocab add_tokens "
         "add_special_tokens new_special_tokens_config",
     ),
-    **each(
-        Automatic("training on preferences or rewards alone uses it"),
-        "pref_beta pref_ftx pref_loss ref_model ref_model_adapters reward_model "
-        "reward_model_adapters reward_model_type simpo_gamma dpo_label_smoothing ppo_epochs "
-        "kto_chosen_weight kto_rejected_weight pref_bco_weight ppo_buffer_size ppo_score_norm "
-        "ppo_target ppo_whiten_rewards ref_model_quantization_bit reward_model_quantization_bit "
-        "ld_alpha",
-    ),
     "do_predict": lacking("a run trains: python -m hpc_tune generate answers prompts", to_do=True),
     **each(
         Automatic("python -m hpc_tune generate answers prompts"),

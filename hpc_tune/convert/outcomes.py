@@ -100,8 +100,9 @@ class Another:
         """Return the one message for people."""
         said = ", ".join(f"{key} = {shown(theirs.get(key))}" for key in self.keys[:3])
         return (
-            f"{said} in their config: {self.what}, and hpc_tune has supervised fine-tuning of text "
-            f"alone. Nothing is converted. {self.instead.format(tool=tool)}"
+            f"{said} in their config: {self.what}, and hpc_tune has supervised fine-tuning and "
+            "preferences (dpo, ipo, simpo, orpo, kto) of text alone. Nothing is converted. "
+            f"{self.instead.format(tool=tool)}"
         )
 
 

@@ -22,7 +22,10 @@ from hpc_tune.convert.outcomes import (
     offload_params,
     same,
 )
+from hpc_tune.convert.preferences import no_dropout, seq_len
 from hpc_tune.convert.torchtune_data import DATA, last_name
+from hpc_tune.convert.torchtune_preferences import PREFERENCES, objective, preference_defaults
+from hpc_tune.convert.torchtune_preferences import loss as preference_loss
 from hpc_tune.convert.trainer import ONE_SCHEDULE, falling, only
 
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
@@ -65,7 +68,7 @@ def _seq_len(value: Any, theirs: ForeignConfig) -> Outcome:
     keys = ("tokenizer.max_seq_len", "dataset.max_seq_len")
     limits = [theirs.whole(key) for key in keys if theirs.get(key, _NO_LIMIT) != _NO_LIMIT]
     if limits:
-        return Mapped({"data.seq_len": min(limits)})
+        return seq_len(min(limits), objective(theirs))
     return Unsupported(
         "set data.seq_len to the tokens of your longest document (theirs are never cut); it is "
         "1024 otherwise, and what that cuts is counted",
@@ -130,10 +133,13 @@ def _schedule(value: Any, theirs: ForeignConfig) -> Outcome:
 
 
 def _loss(value: Any, theirs: ForeignConfig) -> Outcome:
+    if taken := preference_loss(value, theirs):
+        return taken
     if any(word in str(value) for word in _LOSS):
         return Automatic("cross entropy, whose logits are never held whole")
     return Unsupported(
-        "cross entropy of the next token is the only loss, not preferences", to_do=True
+        "cross entropy of the next token is the only loss, beside DPOLoss and SimPOLoss",
+        to_do=True,
     )
 
 
@@ -188,7 +194,7 @@ def _resume(value: Any, theirs: ForeignConfig) -> Outcome:
 
 def _defaults(theirs: ForeignConfig) -> dict[str, Any]:
     """Return what recipes take where a config says nothing."""
-    defaults = {
+    defaults = preference_defaults(theirs) | {
         "gradient_accumulation_steps": 1,
         "clip_grad_norm": 0.0,
         "lr_scheduler._component_": _NO_SCHEDULER,
@@ -215,7 +221,7 @@ _TAKEN: dict[str, Rule] = {
     "model.use_dora": dora(_method),
     "model.lora_rank": adapter("tune.rank", _method),
     "model.lora_alpha": adapter("tune.alpha", _method),
-    "model.lora_dropout": adapter("tune.dropout", _method),
+    "model.lora_dropout": no_dropout(adapter("tune.dropout", _method), objective, False),
     **each(_targets, "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output"),
     **each(_seq_len, "tokenizer.max_seq_len dataset.max_seq_len"),
     "checkpointer.checkpoint_dir": _model_path,
@@ -278,7 +284,6 @@ _LEFT: dict[str, Rule] = {
     "checkpointer.recipe_checkpoint": lacking("their state of a run cannot be read"),
     "checkpointer.adapter_checkpoint": lacking("tune.init_from takes an adapter saved by peft"),
     "lr_scheduler.num_cycles": only("0.5", "the schedule is half a cosine"),
-    **each(lacking("cross entropy is the only loss", True), "loss.beta loss.label_smoothing"),
     "optimizer_in_bwd": lacking("gradients are kept until the step; parallel.shard splits them"),
     "enable_activation_offloading": lacking("parallel.recompute=full saves that memory"),
     "activation_offloading_use_streams": lacking("parallel.recompute=full saves that memory"),
@@ -293,4 +298,6 @@ _LEFT: dict[str, Rule] = {
         "no tokens are added; save the model with them first", to_do=True
     ),
 }
-TORCHTUNE = Tool("torchtune", {**_TAKEN, **_DECIDED, **_LEFT}, _defaults, of_torchtune)
+TORCHTUNE = Tool(
+    "torchtune", {**_TAKEN, **PREFERENCES, **_DECIDED, **_LEFT}, _defaults, of_torchtune
+)

@@ -17,9 +17,21 @@ from hpc_tune.convert.outcomes import (
     usable_file,
 )
 from hpc_tune.convert.parts import complement, split
+from hpc_tune.convert.preferences import SFT
+from hpc_tune.convert.torchtune_preferences import objective
 
 PARTS = {"dataset": "data.path", "dataset_val": "data.eval_path"}
+# Fields of components whose columns have names of their own, as data.columns calls them.
 _PAIR = {"input": "prompt", "output": "completion"}
+_PREFERENCES = {"chosen": "chosen", "rejected": "rejected"}
+_RANKED = {"prompt": "prompt", **_PREFERENCES}
+_RANKED_COLUMNS = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+_FIELDS = {
+    "instruct_dataset": _PAIR,
+    "preference_dataset": _PREFERENCES,
+    "hh_rlhf_helpful_dataset": _PREFERENCES,
+    "stack_exchange_paired_dataset": _RANKED,
+}
 _BY_KEYS = Automatic("the form of a record is found by its keys")
 _HELD_OUT = Automatic("data.eval_fraction says it")
 _PREAMBLE = (
@@ -93,13 +105,21 @@ def _component(value: Any, theirs: ForeignConfig) -> Outcome:
             f"compute nodes have no internet: on a login node write the records of {name} to a "
             "JSONL or Parquet file, and set data.path to it"
         )
-        return Unsupported(f"{instead}; {_PREAMBLE}" if "alpaca" in name else instead, to_do=True)
+        more = _PREAMBLE if "alpaca" in name else ""
+        if "stack_exchange_paired" in name:
+            more = "call question, response_j and response_k there prompt, chosen and rejected"
+        return Unsupported(f"{instead}; {more}" if more else instead, to_do=True)
     if "alpaca" in name:
         return Unsupported(_PREAMBLE, to_do=True)
-    if name == "instruct_dataset":
-        named = {str(theirs.get(f"dataset.column_map.{k}", k)): ours for k, ours in _PAIR.items()}
-        return Mapped({"data.columns": named})
-    return _BY_KEYS
+    if (fields := _FIELDS.get(name)) is None:
+        return _BY_KEYS
+    usual = _RANKED_COLUMNS if fields is _RANKED else {}
+    named = {
+        str(theirs.get(f"dataset.column_map.{key}", usual.get(key, key))): ours
+        for key, ours in fields.items()
+    }
+    named = {column: ours for column, ours in named.items() if column != ours}
+    return Mapped({"data.columns": named}) if named else _BY_KEYS
 
 
 def _source(part: str) -> Rule:
@@ -128,6 +148,8 @@ def _files(part: str) -> Rule:
 
 
 def _loss_on(value: Any, theirs: ForeignConfig) -> Outcome:
+    if objective(theirs) != SFT:
+        return Automatic("of preferences only the answers are compared")
     choices = {"true": "all", "false": "answers"}
     choices |= {"train_on_all": "all", "train_on_assistant": "answers"}
     choice = choices.get(str(value).lower())
@@ -148,7 +170,7 @@ def _column(*names: str) -> Rule:
 
 
 def _mapped(value: Any, theirs: ForeignConfig) -> Outcome:
-    if last_name(theirs.get("dataset._component_")) == "instruct_dataset":
+    if last_name(theirs.get("dataset._component_")) in _FIELDS:
         return Automatic("data.columns says it")
     return Unsupported(
         "set data.columns={NAME: FIELD}, with the fields of docs/data.md", to_do=True

@@ -64,7 +64,9 @@ def to_pair(record: Any) -> Pair:
     _require_object(record)
     better, worse = _only(record, CHOSEN), _only(record, REJECTED)
     if better is None and worse is None:
-        raise WrongRecord(f"found the fields {', '.join(map(str, record))}; {_EXPECTED_PAIRS}")
+        raise WrongRecord(
+            f"found {_fields_of(record)}; {_other_objective(record)}{_EXPECTED_PAIRS}"
+        )
     weight = weight_of(record, "the row")
     if weight == 0:
         raise NotLearned
@@ -94,7 +96,12 @@ def to_labelled(record: Any) -> Labelled:
         pair = to_pair(record)
         return Labelled((pair.chosen, pair.rejected), (True, False))
     if field is None:
-        raise WrongRecord(f"found the fields {', '.join(map(str, record))}; {_EXPECTED_LABELS}")
+        raise WrongRecord(f"found {_fields_of(record)}; {_EXPECTED_LABELS}")
+    if worse is None and (better := _only(record, CHOSEN)) is not None:
+        raise WrongRecord(
+            f"{field} and {better} are both there: expected an answer with a label, in completion "
+            f"or as the last of messages; data.columns={{{better}: completion}} names it"
+        )
     if worse is not None:
         raise WrongRecord(
             f"{field} and {worse} are both there: expected an answer with a label, or a pair of"
@@ -128,6 +135,22 @@ def _require_object(record: Any) -> None:
         raise WrongRecord(f"found a JSON {name_of(record)}, expected an object with fields")
 
 
+def _fields_of(record: dict[str, Any]) -> str:
+    """Return the fields of a row, and which of them have no value."""
+    empty = [str(name) for name, value in record.items() if value is None]
+    nulls = f" ({', '.join(empty)} without a value)" if empty else ""
+    return f"the fields {', '.join(map(str, record))}{nulls}"
+
+
+def _other_objective(record: dict[str, Any]) -> str:
+    """Return which objective takes a row that is no pair."""
+    if has_label(record):
+        return "answers with a label are for tune.objective=kto; "
+    if any(not is_unset(record.get(name)) for name in (*_CHATS, "completion", "output", "text")):
+        return "answers alone are for tune.objective=sft; "
+    return ""
+
+
 def _only(record: dict[str, Any], names: Sequence[str]) -> str | None:
     """Return which of ``names`` a row has; None without any."""
     has = [name for name in names if record.get(name) is not None]
@@ -158,6 +181,8 @@ def _parts(
             parts = split_chats(chosen, rejected, names)
             _require_same_prompt(record, parts[0], names)
             return parts
+    if (odd := _whole_beside_answer((chosen, rejected), names)) is not None:
+        raise WrongRecord(odd)
     if (prompt := _prompt_of(record)) is not None:
         return prompt, chosen, rejected
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -166,6 +191,17 @@ def _parts(
     raise WrongRecord(
         f"{better} and {worse} are answers, and their prompt is missing; {_EXPECTED_PAIRS}"
     )
+
+
+def _whole_beside_answer(sides: tuple[Answer, Answer], names: tuple[str, str]) -> str | None:
+    """Return what to say of a whole chat beside an answer that is text."""
+    for side, name, other in zip(sides, names, reversed(names), strict=True):
+        if isinstance(side, list) and side[0]["role"] != "assistant":
+            return (
+                f"{name} is a whole chat and {other} is text: expected two whole chats, or a prompt"
+                " and two answers; data.bad_rows=skip leaves such rows out"
+            )
+    return None
 
 
 def _of_ms_swift(record: dict[str, Any], whole: str, worse: str) -> tuple[Messages, Answer, Answer]:

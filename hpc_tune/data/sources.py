@@ -70,17 +70,26 @@ def read_chunk(
         DataError: naming file and line (or row), what was found and what is expected.
     """
     findings = Findings() if findings is None else findings
+    is_first = True
     for position, row in _rows(chunk, reading, findings):
         try:
             example = as_example(row, reading, findings)
         except WrongRecord as error:
             problem = f"{_where(chunk, position)}: {error}" if findings.has_room else ""
             if reading.bad_rows == "refuse":
-                raise DataError(problem) from error
+                raise DataError(problem + _advice(problem, reading, is_first)) from error
             findings.skip(problem)
             continue
+        is_first = False
         if example is not None:
             yield example
+
+
+def _advice(problem: str, reading: Reading, is_first: bool) -> str:
+    """Return that a bad row of preferences among good ones may be skipped."""
+    if reading.form == "answers" or is_first or "data.bad_rows" in problem:
+        return ""
+    return "; data.bad_rows=skip leaves such rows out, and counts them"
 
 
 def identity(paths: Paths) -> str:

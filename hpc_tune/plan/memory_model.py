@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hpc_tune.checkpoint.export import merge_bytes
+from hpc_tune.config.data import Form
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import STAGING_BYTES, CheckpointConfig
-from hpc_tune.data.loader import BYTES_PER_TOKEN, prefetch_limit
+from hpc_tune.data.loader import BYTES_OF_FORM, prefetch_limit
 from hpc_tune.engine.compile import num_workers
 from hpc_tune.memory.policy import SURE_SHARE
 from hpc_tune.memory.process_bytes import (
@@ -81,7 +82,8 @@ class MemorySettings:
     ``parallel`` has its layout decided. ``step_tokens`` of a rank wait in its loader for a step.
     ``compile_threads``: None without torch.compile. ``governed``: memory.governor is on.
     ``save="gathered"`` is what a tool would do that brings all trained values and their optimizer
-    state together on one rank.
+    state together on one rank. ``form``: what waits in the loader. ``has_reference``: the
+    log-probabilities of all answers are computed first, and 8 bytes of each pair stay.
     """
 
     parallel: ParallelConfig
@@ -90,6 +92,8 @@ class MemorySettings:
     compile_threads: int | None = None
     governed: bool = True
     save: Save = "streamed"
+    form: Form = "answers"
+    has_reference: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -126,7 +130,7 @@ def memory_by_phase(
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
     step = _step_bytes(trace, on_cpu, model, settings)
     left = STEPPED_BYTES if on_cpu else 0
-    step_bytes = settings.step_tokens * BYTES_PER_TOKEN
+    step_bytes = settings.step_tokens * BYTES_OF_FORM[settings.form]
     buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
     state = SAVED_COPIES * model.trained
 
@@ -137,6 +141,8 @@ def memory_by_phase(
         return Phase(name, device, process + step.offloaded + on_host, first)
 
     phases = [phase("load", step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]
+    if settings.has_reference:
+        phases.append(phase("reference", step.evaluation + left, 0))
     if settings.compile_threads is not None:
         workers = num_workers(settings.compile_threads, machine.host_bytes_per_rank)
         phases.append(phase("compile", step.peak + left, buffers + workers * COMPILING_BYTES))

@@ -98,6 +98,8 @@ def make_plan(
             threads if config.train.compile else None,
             config.memory.governor == "on",
             save,
+            tune.form,
+            tune.has_reference,
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, config.train.compile, on_gpu, masked)

@@ -179,6 +179,11 @@ def facts(run: Run) -> dict[str, str]:
         values["held-out loss, first to last"] = f"{held_out[0]:.4f} → {held_out[-1]:.4f}"
         if len(names := run.evals[-1].get("eval_losses", {})) > 1:
             values["it is the mean over"] = ", ".join(names)
+    for name, kind in (("accuracy", ".1%"), ("margin", ".3g")):
+        if held_out := known(run.evals, f"eval_preferences.{name}"):
+            values[f"held-out {name}, first to last"] = (
+                f"{held_out[0]:{kind}} → {held_out[-1]:{kind}}"
+            )
     speeds = known(steps[1:] or steps, "tokens_per_s")
     if speeds:
         values["tokens per second, median"] = format_count(statistics.median(speeds))

@@ -8,12 +8,15 @@ from matplotlib.figure import Figure
 
 from hpc_tune.report.heatmap import heatmap
 from hpc_tune.report.plots import PLOTS, Draw
+from hpc_tune.report.preferences import PREFERENCE_PLOTS
 from hpc_tune.report.read import Run
 from hpc_tune.report.timeline import timeline
 
 FIGURES: tuple[tuple[str, str, Draw], ...] = (
     ("timeline", "All starts on one axis of time", timeline),
-    *PLOTS,
+    *PLOTS[:1],
+    *PREFERENCE_PLOTS,
+    *PLOTS[1:],
     ("rank-steps", "Own work of each rank: dark ranks are the slow ones", heatmap),
 )
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))

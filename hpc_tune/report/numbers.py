@@ -14,6 +14,10 @@ _CURVES = (
     *("host_bytes", "device_bytes", "most_work_s", "least_work_s"),
 )
 _DIGITS, _POINTS = 5, 150
+_HELD_OUT = "eval_preferences."
+_MEASURES = frozenset(
+    _HELD_OUT + name for name in ("accuracy", "margin", "chosen_log_prob", "rejected_log_prob")
+)
 
 
 def numbers(runs: Sequence[Run]) -> str:
@@ -37,6 +41,12 @@ def _numbers(run: Run) -> dict[str, Any]:
         "goodput": round(goodput(run), 4),
         "starts": [asdict(start) for start in starts(run)],
         "evaluations": [[row["step"], row["eval_loss"]] for row in run.evals],
+        "preferences": [
+            {name.removeprefix(_HELD_OUT): v for name, v in row.items() if name in _MEASURES}
+            | {"step": row["step"]}
+            for row in run.evals
+            if _MEASURES & row.keys()
+        ],
         "curves": {
             name: {"step": list(map(round, steps)), name: [_short(value) for value in values]}
             for name, (steps, values) in curves.items()

@@ -17,6 +17,7 @@ from hpc_tune.report.facts import (
     event_text,
     facts,
     how_it_ended,
+    known,
     machine,
     next_command,
     predictions,
@@ -29,6 +30,7 @@ from hpc_tune.report.facts import (
 from hpc_tune.report.numbers import numbers
 from hpc_tune.report.read import Run, differences
 from hpc_tune.report.sources import SOURCE_HEADS, sources
+from hpc_tune.rundir import displacement
 from hpc_tune.units import format_bytes
 
 _SHOWN_EVENTS, _SHOWN_STARTS = 200, 50
@@ -140,6 +142,9 @@ def _heading(run: Run) -> str:
     rows.append(("Next", next_command(run)))
     if command := command_of(run):
         rows.append(("To repeat it", command))
+    chosen = known(run.evals, "eval_preferences.chosen_log_prob")
+    if warning := displacement.warning(displacement.longest(chosen)):
+        rows.append(("Warning", warning))
     warn = " warn" if run.state in ("failed", "died") else ""
     cards = "".join(
         f"<div><span>{_text(name)}</span><b>{_text(value)}</b></div>"

@@ -25,24 +25,25 @@ Draw = Callable[[Sequence[Run]], Figure | None]
 
 
 def _loss(runs: Sequence[Run]) -> Figure | None:
-    figure, axes = _new(STEP, "loss (nats per token)")
-    for run, color in _colored(runs):
+    has_pairs = any(run.settings.get("tune.objective", "sft") != "sft" for run in runs)
+    figure, axes = _new(STEP, "loss" if has_pairs else "loss (nats per token)")
+    for run, color in colored(runs):
         steps, losses = points(run.steps, "step", "loss")
-        axes.plot(steps, losses, color=color, lw=1.3, label=_label(runs, run, "training"))
+        axes.plot(steps, losses, color=color, lw=1.3, label=label_of(runs, run, "training"))
         if run.evals:
             evals = points(run.evals, "step", "eval_loss")
-            held_out = _label(runs, run, "held-out")
+            held_out = label_of(runs, run, "held-out")
             marker = "o" if len(run.evals) <= DOTS else None
             axes.plot(*evals, color=color, lw=1, ls="--", marker=marker, ms=4, label=held_out)
     return finished(figure, axes)
 
 
 def _rate(runs: Sequence[Run]) -> Figure | None:
-    figure, (above, below) = _two(STEP)
+    figure, (above, below) = two_axes(STEP)
     above.set_ylabel("learning rate")
     below.set_ylabel("gradient norm")
-    for run, color in _colored(runs):
-        above.plot(*points(run.steps, "step", "lr"), color=color, label=_label(runs, run, ""))
+    for run, color in colored(runs):
+        above.plot(*points(run.steps, "step", "lr"), color=color, label=label_of(runs, run, ""))
         below.plot(*points(run.steps, "step", "grad_norm"), color=color, lw=1)
     above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     return finished(figure, above, below)
@@ -51,15 +52,15 @@ def _rate(runs: Sequence[Run]) -> Figure | None:
 def _speed(runs: Sequence[Run]) -> Figure | None:
     has_mfu = any(row.get("mfu") for run in runs for row in run.steps)
     if has_mfu:
-        figure, (above, below) = _two(STEP)
+        figure, (above, below) = two_axes(STEP)
         below.set_ylabel("MFU (% of peak)")
     else:
         figure, above = _new(STEP, "")
         below = above
     above.set_ylabel("tokens per second")
     above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-    for run, color in _colored(runs):
-        label = _label(runs, run, "")
+    for run, color in colored(runs):
+        label = label_of(runs, run, "")
         above.plot(*points(run.steps, "step", "tokens_per_s"), color=color, lw=1.2, label=label)
         if has_mfu:
             shares = points(run.steps, "step", "mfu", lambda share: 100 * share)
@@ -112,21 +113,21 @@ def _memory(runs: Sequence[Run]) -> Figure | None:
     again = any(len(run.segments) > 1 for run in runs)
     time_label = f"{unit} since the start" + (", waits between starts left out" if again else "")
     all_axes: Sequence[Axes]
-    figure, all_axes = _two(time_label)
+    figure, all_axes = two_axes(time_label)
     if len(kinds) == 1:
         figure, only = _new(time_label, "")
         all_axes = (only,)
     for axes, (label, used, limit) in zip(all_axes, kinds, strict=True):
         axes.set_ylabel(f"{label}, GiB" if len(kinds) == 1 else f"{label.split()[0]}, GiB")
-        for run, color in _colored(runs):
+        for run, color in colored(runs):
             rows = _worst_kept(run.steps, used)
             at = [elapsed(run, row) / factor for row in rows]
             axes.plot(at, [row[used] / 2**30 for row in rows], color=color, lw=1.4,
-                      label=_label(runs, run, "used"))  # fmt: skip
+                      label=label_of(runs, run, "used"))  # fmt: skip
             limits = [(a, row[limit] / 2**30) for a, row in zip(at, rows, strict=True)
                       if row.get(limit)]  # fmt: skip
             axes.plot(*zip(*limits, strict=True) if limits else ([], []), color=color, ls=":",
-                      lw=1.4, label=_label(runs, run, "limit"))  # fmt: skip
+                      lw=1.4, label=label_of(runs, run, "limit"))  # fmt: skip
         if len(runs) == 1:
             _mark(axes, runs[0], factor)
         _begin_at_zero(axes)
@@ -154,15 +155,15 @@ def _mark(axes: Axes, run: Run, factor: float) -> None:
 
 def _ranks(runs: Sequence[Run]) -> Figure | None:
     figure, axes = _new(STEP, "seconds of a rank's own work")
-    shown = [(run, color) for run, color in _colored(runs) if (run.start.get("size") or 1) > 1]
+    shown = [(run, color) for run, color in colored(runs) if (run.start.get("size") or 1) > 1]
     for run, color in shown:
         rows = [row for row in run.steps if row.get("most_work_s") is not None]
         steps, most = points(rows, "step", "most_work_s")
         _, least = points(rows, "step", "least_work_s")
         axes.fill_between(steps, least, most, color=color, alpha=0.3)
-        axes.plot(steps, most, color=color, lw=1.2, label=_label(runs, run, "slowest rank"))
+        axes.plot(steps, most, color=color, lw=1.2, label=label_of(runs, run, "slowest rank"))
         axes.plot(steps, least, color=color, lw=0.8, ls="--",
-                  label=_label(runs, run, "fastest rank"))  # fmt: skip
+                  label=label_of(runs, run, "fastest rank"))  # fmt: skip
     _begin_at_zero(axes)
     return finished(figure, axes)
 
@@ -280,13 +281,14 @@ def elapsed(run: Run, row: Row) -> float:
     return run.elapsed_s(row["time"]) if row.get("time") else 0.0
 
 
-def _colored(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+def colored(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
     """Yield the runs that have something to draw; a run has one color in all figures."""
     numbered = ((run, COLORS[n % len(COLORS)]) for n, run in enumerate(runs))
     return ((run, color) for run, color in numbered if run.steps or run.evals)
 
 
-def _label(runs: Sequence[Run], run: Run, what: str) -> str:
+def label_of(runs: Sequence[Run], run: Run, what: str) -> str:
+    """Return what a line is called: of which run it is, if there are several, and what it shows."""
     if len(runs) == 1:
         return what
     return f"{_short(run.name)}: {what}" if what else _short(run.name)
@@ -304,7 +306,8 @@ def _new(x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _two(x_label: str) -> tuple[Figure, tuple[Axes, Axes]]:
+def two_axes(x_label: str) -> tuple[Figure, tuple[Axes, Axes]]:
+    """Return a figure of two plots above each other."""
     figure = Figure(figsize=SIZE, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     below.set_xlabel(x_label)

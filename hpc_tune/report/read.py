@@ -40,6 +40,11 @@ _METRICS = (
     *("eval_loss", "eval_tokens", "eval_s"),
 )
 _BY_KIND = ("sent_bytes", "expected_bytes", "source_tokens", "eval_losses")
+_PREFERENCES = tuple(
+    (part, name, f"{part}.{name}")
+    for part in ("preferences", "eval_preferences")
+    for name in ("accuracy", "margin", "chosen_log_prob", "rejected_log_prob")
+)
 State = Literal["done", "stopped", "failed", "running", "died", "unknown"]
 
 
@@ -247,13 +252,16 @@ def _numbers(row: Row) -> Row:
 
 
 def _metrics(row: Row) -> Row:
-    """Return the numbers of a row, and its bytes by kind of collective."""
+    """Return the numbers of a row, those of preferences by dotted names, and bytes by kind."""
     kept: dict[str, Any] = {name: row[name] for name in _METRICS if _is_number(row.get(name))}
     if not 0 <= kept.get("time", 0.0) < _LAST_TIME:
         del kept["time"]
     for name in _BY_KIND:
         if isinstance(by_kind := row.get(name), dict):
             kept[name] = {sys.intern(k): v for k, v in by_kind.items() if _is_number(v)}
+    for part, name, key in _PREFERENCES:
+        if isinstance(measured := row.get(part), dict) and _is_number(measured.get(name)):
+            kept[key] = measured[name]
     return kept
 
 

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_tune.report.facts import event_text, goodput, straggler
+from hpc_tune.report.facts import event_text, goodput, known, straggler
 from hpc_tune.report.read import Row, Run, assemble, find_run, lines_of
 from hpc_tune.units import format_bytes, format_count, format_seconds
 
@@ -84,6 +84,8 @@ def _figures(run: Run) -> RenderableType:
                 row["eval_losses"][name] for row in run.evals if name in row.get("eval_losses", {})
             ]
             table.add_row(f"  {name}", f"{own[-1]:.4f}", sparkline(own))
+    if held_out := known(run.evals, "eval_preferences.accuracy"):
+        table.add_row("held-out accuracy", f"{held_out[-1]:.1%}", sparkline(held_out))
     speeds = [row["tokens_per_s"] for row in run.steps[1:] if row.get("tokens_per_s")]
     if speeds:
         table.add_row("tokens/s", format_count(speeds[-1]), sparkline(speeds))

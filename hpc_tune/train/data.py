@@ -13,11 +13,13 @@ import numpy as np
 from hpc_tune.checkpoint.state import RunState
 from hpc_tune.checkpoint.store import read_state
 from hpc_tune.config.data import DataConfig, Form, is_prepared
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.chats import end_of_answer
 from hpc_tune.data.content import VERIFIED_FILE, verify_once
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.files import Paths, as_list, find, say_left_out, say_read, shown
 from hpc_tune.data.hdf5_format import TokenStore, prepared_from
+from hpc_tune.data.labels import require_both, why_lopsided
 from hpc_tune.data.loader import Loader
 from hpc_tune.data.mixed_rows import MixedRows
 from hpc_tune.data.packed_rows import PackedRows
@@ -152,6 +154,7 @@ def open_data(job: Job, model: Model, resolved: Resolved, checkpoint: Path | Non
     comm.begin("preparing the data")
     own = Tokenizing(model.built.directory, config.data.chat_template)
     sources, held_out = prepare_data(config.data, comm, job.dir, own, config.tune.form)
+    comm.on_rank_0("looking at the labels", lambda: _look_at_labels(sources, config.tune))
     order = SampleOrder(config.data.seq_len, config.data.packing, config.train.seed)
     step, saved = comm.on_rank_0("looking at the data", lambda: _position(checkpoint))
     rows = rows_of(config.data, sources, order, saved, comm)
@@ -268,6 +271,19 @@ def prepare_data(
             return with_limit(wanted, ready_data(*what))
 
     return [*map(ready, training)], [*map(ready, held_out)]
+
+
+def _look_at_labels(sources: Sequence[Opened], tune: TuneConfig) -> None:
+    """Refuse labels of one kind, and warn of kinds that do not weigh the same."""
+    labels = [source.store.labels[:] for source in sources if source.store.labels is not None]
+    if not labels:
+        return
+    good = sum(int(np.count_nonzero(own)) for own in labels)
+    others = sum(map(len, labels)) - good
+    require_both(good, others, ", ".join(source.store.attributes.source for source in sources))
+    weights = tune.numbers["desirable_weight"], tune.numbers["undesirable_weight"]
+    if why := why_lopsided(good, others, *weights):
+        log.warning("%s", why)
 
 
 def _warn_of_overlap(training: Sequence[Wanted], held_out: Sequence[Wanted]) -> None:

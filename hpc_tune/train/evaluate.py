@@ -14,6 +14,7 @@ from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
 from hpc_tune.log import log
 from hpc_tune.model.objective import measures_of
+from hpc_tune.rundir import displacement
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.train.data import Data
 from hpc_tune.train.job import Job
@@ -131,8 +132,8 @@ class Evaluation:
             all_sums = [one + other for one, other in zip(all_sums, sums, strict=True)]
             num += num_of_source
         loss = sum(losses.values()) / len(losses)
-        eval_s = time.monotonic() - began_s
-        self.evals = self.evals.with_(step, loss)
+        eval_s, measures = time.monotonic() - began_s, measures_of(all_sums, num)
+        self.evals = self.evals.with_(step, loss, measures.get("chosen_log_prob"))
         for name, own in losses.items():
             if not math.isfinite(own):
                 log.warning(
@@ -140,7 +141,6 @@ class Evaluation:
                     *(step, f" of {name}" if name else "", own),
                 )
         over = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
-        measures = measures_of(all_sums, num)
         also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
         if list(losses) == [""]:
             losses = {}
@@ -149,6 +149,8 @@ class Evaluation:
         log.info(
             "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
         )
+        if len(self.evals.chosen) == displacement.MIN_FALLS + 1:  # once for each time that it falls
+            log.warning("step %d: %s", step, displacement.warning(self.evals.chosen))
         return Measured(num, eval_s, measures, losses)
 
     def _sums(

@@ -73,6 +73,7 @@ def _reference_of(
         log.info("reference of %s: %s", source.setting, file)
         return np.asarray(kept)
     began_s = time.monotonic()
+    job.monitor.enter("reference", "computing the reference", tell=True)
     reference = _compute(job, model, plan, store, engine)
     comm.on_rank_0("keeping the reference", partial(_write, file, reference))
     log.info(

@@ -51,27 +51,33 @@ lora_target_modules: [q_proj, v_proj]
 datasets: [{path: /data/chats.jsonl, type: chat_template}]
 learning_rate: 1e-4
 """
-PREFERENCES, TEACHER, IMAGES = "preferences or rewards", "distillation", "images, sound or video"
+REWARDS, TEACHER, IMAGES = "training on rewards", "distillation", "images, sound or video"
+LOSS, NO_LOSS = "a loss on preferences with no counterpart", "whose loss the config does not name"
 
 
 @pytest.mark.parametrize(
     ("text", "changes", "words"),
     [
-        *((FACTORY, {"stage": stage}, PREFERENCES) for stage in ("dpo", "kto", "rm", "ppo")),
+        *((FACTORY, {"stage": stage}, REWARDS) for stage in ("rm", "ppo")),
+        *((FACTORY, {"stage": "dpo", "pref_loss": f}, LOSS) for f in ("hinge", "kto_pair")),
+        (FACTORY, {"stage": "dpo", "pref_bco_weight": 0.5}, LOSS),
         (FACTORY, {"template": "qwen2_vl"}, IMAGES),
         (FACTORY, {"template": "llava"}, IMAGES),
         (FACTORY, {"image_max_pixels": 262144}, IMAGES),
         (FACTORY, {"media_dir": "pictures"}, IMAGES),
-        (TUNE, {"loss___component_": "torchtune.rlhf.loss.DPOLoss"}, PREFERENCES),
-        (TUNE, {"dataset___component_": "torchtune.datasets.preference_dataset"}, PREFERENCES),
+        (TUNE, {"loss___component_": "torchtune.rlhf.loss.RSOLoss"}, LOSS),
+        (TUNE, {"loss___component_": "torchtune.rlhf.loss.IPOLoss"}, LOSS),
+        (TUNE, {"loss___component_": "torchtune.rlhf.loss.PPOLoss"}, REWARDS),
+        (TUNE, {"dataset___component_": "torchtune.datasets.preference_dataset"}, NO_LOSS),
         (TUNE, {"kd_ratio": 0.5}, TEACHER),
         (TUNE, {"teacher_model": {"_component_": "t.mistral.mistral_7b"}}, TEACHER),
         (TUNE, {"model___component_": "torchtune.models.llama3_2_vision.big"}, IMAGES),
         (TUNE, {"dataset___component_": "torchtune.datasets.multimodal.vqa_dataset"}, IMAGES),
-        (TUNE, {"model": None, "policy_model": {"_component_": "t.mistral_7b"}}, PREFERENCES),
-        *((AXOLOTL, {"rl": kind}, PREFERENCES) for kind in ("dpo", "orpo", "kto", "grpo")),
-        (AXOLOTL, {"reward_model": True}, PREFERENCES),
-        (AXOLOTL, {"datasets": [{"path": "a.jsonl", "field_chosen": "good"}]}, PREFERENCES),
+        (TUNE, {"model": None, "policy_model": {"_component_": "t.mistral_7b"}}, REWARDS),
+        *((AXOLOTL, {"rl": kind}, REWARDS) for kind in ("grpo", "gdpo", "ebft")),
+        *((AXOLOTL, {"rl": "dpo", "dpo_loss_type": f}, LOSS) for f in ("hinge", ["bco_pair"])),
+        (AXOLOTL, {"rl": "dpo", "reward_model": True}, REWARDS),
+        (AXOLOTL, {"datasets": [{"path": "a.jsonl", "field_chosen": "good"}]}, NO_LOSS),
         (AXOLOTL, {"kd_trainer": True}, TEACHER),
         (AXOLOTL, {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, TEACHER),
         (AXOLOTL, {"processor_type": "AutoProcessor"}, IMAGES),
@@ -123,7 +129,6 @@ def test_what_is_switched_off_refuses_nothing(text, changes):
         (TUNE, {"optimizer___component_": "torch.optim.SGD"}, "optimizer._component_"),
         (TUNE, {"tokenizer__prompt_template": "t.MyTemplate"}, "tokenizer.prompt_template"),
         (TUNE, {"dataset__new_system_prompt": "You are."}, "dataset.new_system_prompt"),
-        (TUNE, {"loss__label_smoothing": 0.1}, "loss.label_smoothing"),
         (TUNE, {"quantizer": {"groupsize": 32}}, "quantizer.groupsize"),
         (TUNE, {"shuffle": False}, "shuffle"),
         (TUNE, {"dataset__filter_fn": "mine"}, "dataset.filter_fn"),

@@ -188,7 +188,30 @@ def test_a_prompt_takes_the_answer_of_another_row_in_any_form():
 
 
 WRONG_PAIRS = [
-    ({"prompt": "q", "completion": "a"}, "found the fields prompt, completion; expected pairs"),
+    ({"prompt": "q", "text": 3}, "found the fields prompt, text; answers alone are for"),
+    ({"prompt": "q", "ranked": ["a", "b"]}, "found the fields prompt, ranked; expected pairs"),
+    ({"prompt": "q", "completion": "a"}, "answers alone are for tune.objective=sft; expected"),
+    ({"messages": [*ASKED, says("4")]}, "found the fields messages; answers alone are for tune."),
+    (
+        {"prompt": "q", "completion": "a", "label": True},
+        "answers with a label are for tune.objective=kto; expected pairs",
+    ),
+    ({"messages": [*ASKED, says("4")], "kto_tag": False}, "are for tune.objective=kto"),
+    ({"prompt": "q", "chosen": None, "rejected": None}, r"\(chosen, rejected without a value\)"),
+    ({"prompt": "q", "chosen": [], "rejected": "a"}, "chosen is empty list"),
+    ({"prompt": "q", "chosen": ["a"], "rejected": ["b"]}, 'message 1 is "a", expected an object'),
+    (
+        {"prompt": "q", "chosen": [*ASKED, says("4")], "rejected": "5"},
+        "chosen is a whole chat and rejected is text: expected two .*data.bad_rows=skip",
+    ),
+    (
+        {"chosen": "4", "rejected": [*ASKED, says("5")]},
+        "rejected is a whole chat and chosen is text",
+    ),
+    (
+        {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant:"},
+        "rejected ends without an answer of Assistant",
+    ),
     ({"prompt": "q", "chosen": "a"}, "found chosen, but rejected is missing"),
     ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are the same, .*data.bad_rows=skip"),
     ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected is empty text, expected an answer"),
@@ -233,6 +256,11 @@ WRONG_PAIRS = [
 WRONG_LABELS = [
     ({"prompt": "q", "completion": "a"}, "found the fields prompt, completion; expected label"),
     ({"prompt": "q", "completion": "a", "label": "true"}, 'label is "true", expected true or fal'),
+    ({"prompt": "q", "completion": "a", "label": None}, r"\(label without a value\); expected"),
+    ({"messages": [*ASKED, says("4")]}, "found the fields messages; expected label"),
+    ({"prompt": "q", "completion": "a", "label": [True]}, r"label is \[true\], expected true"),
+    ({"prompt": "q", "completion": None, "label": True}, "completion is null, expected text"),
+    ({"prompt": "q", "chosen": "a", "label": True}, "columns={chosen: completion} names it"),
     ({"prompt": "q", "completion": "a", "label": 2}, "label is 2, expected true or false"),
     ({"prompt": "q", "completion": "a", "label": 0.5}, "label is 0.5, expected true or false"),
     ({"prompt": "q", "completion": "a", "label": True, "kto_tag": True}, "label and kto_tag, and"),
@@ -292,6 +320,15 @@ def test_wrong_rows_are_named_by_their_place_or_skipped(tmp_path):
     (chunk,) = list_chunks(str(write_jsonl(tmp_path / "p.jsonl", rows)))
     with pytest.raises(DataError, match=r"p\.jsonl, line 2: chosen and rejected are the same"):
         list(read_chunk(chunk, Reading(form="pairs")))
+    rows[1] = {"prompt": "q", "completion": "a", "label": "yes"}
+    rows[0] = LABELLED["trl"]
+    (labelled,) = list_chunks(str(write_jsonl(tmp_path / "l.jsonl", rows)))
+    with pytest.raises(DataError, match="l.jsonl, line 2: label is .*; data.bad_rows=skip leaves"):
+        list(read_chunk(labelled, Reading(form="labels")))
+    rows.reverse()  # of other data, from the first row on: there is nothing to skip
+    (labelled,) = list_chunks(str(write_jsonl(tmp_path / "l.jsonl", rows)))
+    with pytest.raises(DataError, match="l.jsonl, line 1: label is .*desirable$"):
+        list(read_chunk(labelled, Reading(form="labels")))
     findings = Findings()
     assert len(list(read_chunk(chunk, Reading(form="pairs", bad_rows="skip"), findings))) == 1
     assert findings.num_bad == 1

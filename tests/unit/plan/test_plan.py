@@ -241,6 +241,8 @@ def by_name(
         compile_threads=threads if config.train.compile else None,
         governed=config.memory.governor == "on",
         save=save,
+        form=config.tune.form,
+        has_reference=config.tune.has_reference,
     )
     model = ModelBytes(trained, LARGEST, UNIT, is_full, **files)
     phases = memory_by_phase(trace, machine, model, settings)
@@ -253,6 +255,21 @@ def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
     buffers = 2 * 1024 * 24  # two steps of one row
     assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + LEFT + buffers
     assert phases["evaluate"].rank_bytes == PROCESS + 150 * MIB + LEFT + buffers
+
+
+@pytest.mark.parametrize(
+    ("objective", "bytes_per_token", "has_reference"),
+    [("sft", 24, False), ("dpo", 32, True), ("simpo", 32, False), ("kto", 64, True)],
+)
+def test_pairs_take_more_in_the_loader_and_a_reference_what_an_evaluation_takes(
+    objective, bytes_per_token, has_reference
+):
+    phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=[f"tune.objective={objective}"])
+    buffers = 2 * 1024 * bytes_per_token  # two steps of one row
+    assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + LEFT + buffers
+    assert ("reference" in phases) is has_reference
+    if has_reference:
+        assert phases["reference"].rank_bytes == phases["evaluate"].rank_bytes - buffers
 
 
 def test_copies_for_a_save_are_on_the_rank_that_writes_replicated_values():

@@ -34,8 +34,14 @@ def step(number, at_s, **changes):
         **{"step_s": 2.0, "data_s": 0.1, "comm_s": 0.5, "most_work_s": 1.4, "least_work_s": 1.0},
         **{"slowest_rank": 1, "host_bytes": 4 << 30, "host_limit_bytes": LIMIT},
         **{"device_bytes": 2 << 30, "device_limit_bytes": LIMIT, "samples_seen": 4 * number},
+        "preferences": measured(0.05 * number, -2.0),
     }
     return row | changes
+
+
+def measured(accuracy, chosen):
+    rest = {"margin": 2 * accuracy, "rejected_log_prob": chosen - 0.5}
+    return {"accuracy": accuracy, "chosen_log_prob": chosen, **rest}
 
 
 def event(kind, at_s, **fields):
@@ -155,6 +161,36 @@ def test_the_first_screen_says_what_came_out_how_it_ended_and_what_repeats_it(ma
     assert "host n7 is gone (reported by rank 3 on n0), exit code 1" in text
 
 
+def evaluations(*chosen):
+    return [
+        {"step": n, "eval_loss": 2.0, "eval_pairs": 9, "eval_s": 1.0}
+        | {"eval_preferences": measured(0.25 * (n + 1), log_prob)}
+        for n, log_prob in enumerate(chosen)
+    ]
+
+
+def test_what_preferences_did_is_told_and_that_chosen_answers_are_unlearned_too(make):
+    steps = [step(n, BEGAN_S + 2 * n) for n in range(1, 11)]
+    falling = make("falling", [*steps, *evaluations(-2.0, -2.1, -2.2, -2.3)], evals=False)
+    text = checked(write_report([falling]))
+    for words in ("25.0% → 100.0%", "0.5 → 2", "in 3 evaluations in a row, from -2.000 to -2.300"):
+        assert words in text, words
+    names = {name for name, _, _ in all_figures([read_run(falling)])}
+    assert {"preferences", "log-probs"} <= names
+    steady = make("steady", [*steps, *evaluations(-2.0, -2.1, -2.0, -2.3)], evals=False)
+    assert "evaluations in a row" not in checked(write_report([steady]))
+    assert '"margin":0.5' in write_report([steady]).read_text()
+
+
+def test_a_run_without_preferences_has_no_figure_of_them(make):
+    plain = [step(n, BEGAN_S + 2 * n, preferences=None) for n in range(1, 11)]
+    run = make("plain", plain)
+    names = {name for name, _, _ in all_figures([read_run(run)])}
+    assert "loss" in names
+    assert not {"preferences", "log-probs"} & names
+    assert "accuracy" not in checked(write_report([run]))
+
+
 def test_pictures_are_written_where_asked_for_alone(make, tmp_path, monkeypatch):
     run = make(events=EVENTS, outcome=DONE)
     monkeypatch.chdir(tmp_path)
@@ -251,7 +287,9 @@ def test_checkpoints_are_verified_against_their_manifests(tmp_path):
 def test_every_axis_says_what_it_shows_in_which_unit(make):
     figures = list(all_figures([read_run(make(events=EVENTS, outcome=DONE))]))
     assert len(figures) == len(FIGURES)
-    units = re.compile(r"step|second|GiB|nats|minutes|hours|rate|norm|% of peak|rank|median")
+    units = re.compile(
+        r"share|reward|step|second|GiB|nats|minutes|hours|rate|norm|% of peak|rank|median"
+    )
     for name, _, figure in figures:
         assert any(units.search(axes.get_xlabel()) for axes in figure.axes), name
         for axes in figure.axes:
