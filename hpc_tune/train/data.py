@@ -268,7 +268,7 @@ def prepare_data(
         tokenizing = tokenizings.setdefault(template, Tokenizing(own.model_dir, template))
         what = wanted.path, wanted.data, tokenizing, comm, run_dir, wanted.part, form
         with naming(wanted):
-            return with_limit(wanted, ready_data(*what))
+            return with_limit(wanted, ready_data(*what), tells=comm.is_rank_0)
 
     return [*map(ready, training)], [*map(ready, held_out)]
 

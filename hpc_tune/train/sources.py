@@ -7,7 +7,6 @@ Opened, the checkpoint's phases -> Parts -> Phase (data/mixture.py) -> the rows 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from hpc_tune.config.data import DataConfig, is_prepared
@@ -101,16 +100,13 @@ def naming(source: Wanted | Opened) -> Iterator[None]:
         raise DataError(f"{source.setting}: {error}") from None
 
 
-def with_limit(wanted: Wanted, store: TokenStore) -> Opened:
+def with_limit(wanted: Wanted, store: TokenStore, tells: bool = True) -> Opened:
     """Return a source with the documents that it is limited to; say it where it has fewer."""
-    limit = wanted.limit
-    if limit is not None and limit >= store.num_documents:
-        if limit > store.num_documents:
-            log.warning(
-                "%s: limit=%d, and it has %d documents", wanted.setting, limit, store.num_documents
-            )
-        limit = None
-    return Opened(wanted.name, wanted.setting, store, limit)
+    limit, num = wanted.limit, store.num_documents
+    if limit is not None and limit > num and tells:
+        log.warning("%s: limit=%d, and it has %d documents", wanted.setting, limit, num)
+    whole = limit is None or limit >= num
+    return Opened(wanted.name, wanted.setting, store, None if whole else limit)
 
 
 def rows_of(
@@ -131,9 +127,12 @@ def rows_of(
         own = replace(order, seed=seed_of(order.seed, source.name))
         with naming(source):
             packed[source.name] = PackedRows(source.store, own, source.limit)
-    count = partial(_parts, data.sources, sources, packed)
-    parts = comm.on_rank_0("counting learned tokens", count)
-    phases = phases_of(saved, parts, data.new_mixture)
+    settings = data.sources
+
+    def count() -> list[Phase]:
+        return phases_of(saved, _parts(settings, sources, packed), data.new_mixture)
+
+    phases = comm.on_rank_0("counting learned tokens", count)
     return MixedRows({name: packed[name] for name in phases[-1].parts}, phases)
 
 
