@@ -269,6 +269,7 @@ def test_a_limit_below_what_the_processes_take_is_refused_once(tmp_path):
     refused(done, "before the model is loaded", "977 KiB")
 
 
+@pytest.mark.full
 def test_what_cannot_fit_by_the_plan_is_refused_with_what_would_help(tmp_path):
     wide = ["batch.micro_size=16", "batch.global_size=16", "data.seq_len=512"]
     done = train([*BASE, *wide, f"run.dir={tmp_path / 'run'}", "memory.host_limit=600MiB"])

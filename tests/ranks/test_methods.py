@@ -62,7 +62,8 @@ def variant(n, recompute, accumulation, compiled=False):
     ]
 
 
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("n", [1, 2])
 def test_recompute_and_accumulation_change_no_loss(shared, references, n):
     runs = {
         f"{recompute} {accumulation}": variant(n, recompute, accumulation)

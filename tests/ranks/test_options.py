@@ -24,12 +24,9 @@ LAYOUTS = {
     "zero 3": ["parallel.zero_stage=3", "batch.micro_size=2"],
 }
 SAMPLE = [
-    ("neftune unpacked", "replicate"),
     ("neftune", "tensor"),
     ("lora b", "pipeline"),
-    ("neftune", "pipeline"),
-    ("rslora", "shard"),
-    ("lora b", "zero 3"),
+    ("neftune unpacked", "zero 3"),
 ]
 
 

@@ -212,7 +212,7 @@ LATE = {
 }
 
 
-@pytest.mark.parametrize("how", LATE)
+@pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.full), "sleep"])
 def test_a_rank_that_does_not_come_to_a_step_is_named_before_the_backend_gives_up(tmp_path, how):
     """The other's main thread waits in C++ for a minute longer, as NCCL's would until its abort."""
     job = Job(tmp_path / "run", 2, "run.timeout=5", "parallel.shard=2", "tune.method=full")

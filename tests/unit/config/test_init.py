@@ -67,6 +67,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path):
     assert (tmp_path / "mine.yaml").read_text() == "mine"
 
 
+@pytest.mark.full
 def test_plan_accepts_what_init_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = ["--model", "shape:phi3-mini", "--data", "d.jsonl"]
