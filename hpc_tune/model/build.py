@@ -292,6 +292,7 @@ def _with_adapters(
             # peft asks transformers for an attribute that has a new name, once per rank.
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
+            warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused below
             wrapped = get_peft_model(
                 model,
                 replace(lora_config(tune), modules_to_save=None),
