@@ -41,7 +41,7 @@ def learned_tokens(store: TokenStore, seq_len: int, limit: int | None = None) ->
         return store.attributes.counters.loss_tokens
     if not is_whole:
         masks = (store.document(int(n))[1] for n in drawn(store.num_documents, limit or 0))
-        return sum(int(mask[:seq_len].sum()) for mask in masks)
+        return sum(int(np.count_nonzero(mask[:seq_len])) for mask in masks)
     return sum(_learned_of_pieces(store, seq_len))
 
 

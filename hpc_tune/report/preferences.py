@@ -1,6 +1,7 @@
 """Figures of training on preferences: what it does to chosen and rejected answers."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,26 +10,20 @@ from hpc_tune.report.plots import DOTS, STEP, Draw, colored, finished, label_of,
 from hpc_tune.report.read import Run
 
 
-def _reward(runs: Sequence[Run]) -> Figure | None:
-    """Draw the share of pairs that are the right way round, and by how much."""
-    figure, (above, below) = two_axes(STEP)
-    above.set_ylabel("accuracy (share)")
-    below.set_ylabel("margin (reward)")
-    for run, color in colored(runs):
-        for axes, name in ((above, "accuracy"), (below, "margin")):
+def _two(runs: Sequence[Run], measures: dict[str, str]) -> Figure | None:
+    """Draw two measures, each by its name in the metrics and with what its axis says."""
+    figure, both = two_axes(STEP)
+    for axes, (name, said) in zip(both, measures.items(), strict=True):
+        axes.set_ylabel(said)
+        for run, color in colored(runs):
             _both(axes, runs, run, name, color)
-    return finished(figure, above, below)
+    return finished(figure, *both)
 
 
-def _log_probs(runs: Sequence[Run]) -> Figure | None:
-    """Draw how likely the answers themselves are: both may fall while the margin grows."""
-    figure, (above, below) = two_axes(STEP)
-    above.set_ylabel("chosen (nats)")
-    below.set_ylabel("rejected (nats)")
-    for run, color in colored(runs):
-        for axes, name in ((above, "chosen_log_prob"), (below, "rejected_log_prob")):
-            _both(axes, runs, run, name, color)
-    return finished(figure, above, below)
+# The share of pairs that are the right way round, and by how much.
+_REWARD = {"accuracy": "accuracy (share)", "margin": "margin (reward)"}
+# How likely the answers themselves are: both may fall while the margin grows.
+_LOG_PROBS = {"chosen_log_prob": "chosen (nats)", "rejected_log_prob": "rejected (nats)"}
 
 
 def _both(axes: Axes, runs: Sequence[Run], run: Run, name: str, color: str) -> None:
@@ -42,6 +37,10 @@ def _both(axes: Axes, runs: Sequence[Run], run: Run, name: str, color: str) -> N
 
 
 PREFERENCE_PLOTS: tuple[tuple[str, str, Draw], ...] = (
-    ("preferences", "Preferences: accuracy and margin", _reward),
-    ("log-probs", "Preferences: log-probability of the answers, per token", _log_probs),
+    ("preferences", "Preferences: accuracy and margin", partial(_two, measures=_REWARD)),
+    (
+        "log-probs",
+        "Preferences: log-probability of the answers, per token",
+        partial(_two, measures=_LOG_PROBS),
+    ),
 )

@@ -17,6 +17,7 @@ from hpc_tune.data.reading import Reading
 from hpc_tune.data.records import Chat, Completion, NotLearned, Text, to_example
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.data.show import PLAIN, describe_prepared, show_prepared
+from hpc_tune.data.subset import drawn, learned_tokens
 from hpc_tune.data.values import WrongRecord
 from hpc_tune.errors import DataError
 from tests.support.data import byte_tokenizer
@@ -193,6 +194,14 @@ def test_a_batch_has_the_weights_of_its_labels_row_by_row(tmp_path):
     assert batch.num_terms == pytest.approx(sum(wanted), rel=1e-12)
     assert batch.num_loss_tokens == len(wanted)
     assert batch.num_bytes == 3 * batch.tokens_BT.nbytes + 4 * len(wanted)
+
+
+@pytest.mark.parametrize("limit", [None, 11])
+def test_a_source_of_a_mixture_has_learned_tokens_whatever_they_weigh(tmp_path, limit):
+    store, _ = _prepare(tmp_path, ROWS)
+    numbers = range(30) if limit is None else drawn(30, limit)
+    by_hand = sum(int(np.count_nonzero(store.document(n)[1])) for n in map(int, numbers))
+    assert learned_tokens(store, 64, limit) == by_hand
 
 
 def test_data_of_which_nothing_counts_are_refused(tmp_path):
