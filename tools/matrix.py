@@ -30,7 +30,9 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.language import read_config, read_shape, stock_class
+from hpc_tune.model.experts import routers_of
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.stock import NoTrial, write_small
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
@@ -94,9 +96,10 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
 def _linears_outside_blocks(model: Any) -> list[str]:
     """Return the names of the linear layers that hpc_tune does not quantise.
 
-    The decoder's blocks: those of parts for images may be more and larger.
+    The decoder's blocks without routers: those of parts for images may be more and larger.
     """
-    inside = set(block_list(model.get_decoder()).modules())
+    blocks = block_list(decoder_of(model))
+    inside = set(blocks.modules()) - set(routers_of(blocks).values())
     return [
         name
         for name, module in model.named_modules()
@@ -119,6 +122,10 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
         r=8,
         lora_alpha=16,
         target_modules="all-linear",
+        exclude_modules=[
+            name for name, part in routers_of(model).items() if isinstance(part, torch.nn.Linear)
+        ]
+        or None,
         use_dora=method == "dora",
         task_type="CAUSAL_LM",
     )

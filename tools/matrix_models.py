@@ -19,21 +19,34 @@ zaya
 OTHERS = "bart bert camembert cpmant electra roberta xlnet xlstm"  # most are not causal
 WITH_IMAGES = "exaone4_5 gemma3 gemma4 internvl llava mistral3 qwen3_5 qwen3_vl smolvlm"
 SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-EXPERTS = "gpt_oss mixtral olmoe qwen3_moe qwen3_next"
+EXPERTS = """
+exaone_moe flex_olmo gemma4 glm4_moe_lite gpt_oss granitemoe granitemoeshared jetmoe llama4_text
+longcat_flash minimax minimax_m2 mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text
+qwen3_moe qwen3_next afmoe aria jamba ernie4_5_moe deepseek_v3 deepseek_v32
+"""
 HEADS_OF_128 = {"head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {} for part in (DENSE, WITH_IMAGES, OTHERS, EXPERTS) for name in part.split()},
     "bamba": {"attn_layer_indices": [1, 2]},
+    "deepseek_v2": {
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408,
+    },
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "falcon_h1": {"num_hidden_layers": 2},
     "gemma3n_text": {},
     "gemma4_text": {},
+    "glm4_moe": HEADS_OF_128,
     "granitemoehybrid": {
         "num_local_experts": 0,
         "num_hidden_layers": 2,
         "layer_types": ["mamba", "attention"],
     },
     "hunyuan_v1_dense": HEADS_OF_128,
+    "hunyuan_v1_moe": HEADS_OF_128 | {"num_experts": 16, "moe_topk": 2},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "ministral": HEADS_OF_128,
     "qwen2_5_vl": {"text_config": {"rope_parameters": SECTIONS}},
     "nemotron": {"num_key_value_heads": 8},

@@ -30,7 +30,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.loss import LossModel
+from hpc_tune.model.loss import LossModel, decoder_of
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.stages import KINDS, Kind, Pass, schedule
@@ -80,8 +80,8 @@ def _cut(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
         embedding = lm.get_input_embeddings().weight
         name = next(n for n, p in module.named_parameters() if p is embedding)
         lm.set_input_embeddings(nn.Identity())
-        if hasattr(lm.get_decoder(), "embedding_multiplier"):
-            lm.get_decoder().embedding_multiplier = 1.0  # the first stage has multiplied
+        if hasattr(decoder_of(lm), "embedding_multiplier"):
+            decoder_of(lm).embedding_multiplier = 1.0  # the first stage has multiplied
         if built.tied and last:
             # The same weight has the head's name now.
             head = next(n for n, p in module.named_parameters() if p is embedding)
@@ -90,7 +90,7 @@ def _cut(built: BuiltModel, kept: range, first: bool, last: bool) -> BuiltModel:
                 saved_names[head] = saved_names[name]
     if not last:
         *_, norm = built.config.base_model_pp_plan
-        setattr(lm.get_decoder(), norm, nn.Identity())
+        setattr(decoder_of(lm), norm, nn.Identity())
         lm.set_output_embeddings(nn.Identity())
     return dataclasses.replace(built, module=module, base_names=base_names, saved_names=saved_names)
 

@@ -28,7 +28,7 @@ from torch import nn
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
-from hpc_tune.model.loss import scale_logits
+from hpc_tune.model.loss import decoder_of, scale_logits
 from hpc_tune.step.slices import parts_of, style_of
 
 
@@ -67,7 +67,7 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
     """
     slicer = _Slicer(axis)
     lm = built.module.causal_lm()
-    decoder = lm.get_decoder()
+    decoder = decoder_of(lm)
     seen: set[nn.Module] = set()
     for name, module in list(decoder.named_modules()):
         style = style_of(name, built.config.base_model_tp_plan)

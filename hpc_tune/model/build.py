@@ -20,6 +20,7 @@ from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.box import Box
 from hpc_tune.model.dropout import without_dropout
+from hpc_tune.model.experts import routers_of, without_noise
 from hpc_tune.model.identity import identity_of, sample_of
 from hpc_tune.model.language import (
     LanguageModel,
@@ -33,7 +34,7 @@ from hpc_tune.model.language import (
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.modules_to_save import train_modules
 from hpc_tune.model.objective import objective_of
-from hpc_tune.model.packed_attention import use_document_attention
+from hpc_tune.model.packed_attention import tell_masks_positions, use_document_attention
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
@@ -86,7 +87,7 @@ class BuiltModel:
     of which this rank has only a slice, beside those that are DTensors. ``tied`` is the stored name
     of the weight that is both the embedding and the output head. ``start`` holds the first values
     of adapters, where they are not new. ``dropout`` holds config.json's dropout rates by name,
-    which are not applied. Rotary positions that are scaled by a text's length are scaled for
+    which are not applied; ``noise``, routers' noise in training, neither. Rotary positions that are scaled by a text's length are scaled for
     ``seq_len`` tokens in every text. ``names`` maps the language model's tensors to their names in
     the whole model of the directory; ``others`` are parts of its files that are not trained.
     """
@@ -104,6 +105,7 @@ class BuiltModel:
     slices: Mapping[str, Slice] = field(default_factory=dict)
     start: TensorIndex | None = None
     dropout: Mapping[str, float] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
     seq_len: int | None = None
     names: Names = Names()
     others: tuple[str, ...] = ()
@@ -168,6 +170,8 @@ def build(
     model, names = language.model, language.names
     model.config.use_cache = False
     within_documents = use_document_attention(model)
+    tell_masks_positions(model)
+    noise = without_noise(model)
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if tune.method == "qlora":
@@ -203,6 +207,7 @@ def build(
         seed,
         stored[tied] if tied else None,
         dropout=dropout,
+        noise=noise,
         names=names,
         others=parts_beside(stored_index, used) if stored_index is not None else (),
     )
@@ -242,11 +247,6 @@ def _stored_names(
                 f"asks for {list(shape)}; the weights are of another model"
             )
     missing = [name for name in shapes if name not in names]
-    if any("experts" in name for name in missing):
-        raise DataError(
-            f"{directory}: {language.config.model_type} is a mixture of experts, whose weights "
-            "hpc_tune cannot read yet; use a dense model"
-        )
     if missing:
         raise DataError(
             f"{directory}: {len(missing)} of {len(shapes)} tensors that config.json asks for "
@@ -287,6 +287,9 @@ def _with_adapters(
         {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
     _require_targets(tune, [name for name, _ in model.named_modules()], linear)
+    # A router that is a linear layer as others are learns only where it is named.
+    is_linear = {n: isinstance(m, kinds) for n, m in routers_of(model).items()}
+    routers = [n for n, found in is_linear.items() if found and tune.targets == "all-linear"]
     try:
         with warnings.catch_warnings(), lazy_imports():
             # peft asks transformers for an attribute that has a new name, once per rank.
@@ -295,7 +298,7 @@ def _with_adapters(
             warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused below
             wrapped = get_peft_model(
                 model,
-                replace(lora_config(tune), modules_to_save=None),
+                replace(lora_config(tune), modules_to_save=None, exclude_modules=routers or None),
                 low_cpu_mem_usage=True,
                 autocast_adapter_dtype=True,
             )

@@ -20,7 +20,7 @@ _VALUES = 64  # of each: versions that were trained further differ in nearly all
 
 def identity_of(directory: Path, index: TensorIndex | ShapeIndex) -> str:
     """Return a hash over names and shapes of a model's tensors and its config.json."""
-    shapes = sorted((name, list(shape)) for name, shape in index.shapes.items())
+    shapes = sorted((name, list(index.shapes[name])) for name in index.stored)
     config = config_json(directory)
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
     return hashlib.sha256(json.dumps([shapes, kept], sort_keys=True).encode()).hexdigest()
@@ -34,7 +34,7 @@ def sample_of(index: TensorIndex) -> str:
     Raises:
         DataError: if they cannot be read.
     """
-    chosen = sorted(index.pieces, key=_drawn)[:_MAX_TENSORS]
+    chosen = sorted(index.stored, key=_drawn)[:_MAX_TENSORS]
     by_file = sorted(chosen, key=lambda name: str(index.pieces[name][0].file))
     sampled = {name: _middle_of(index, name) for name in by_file}
     whole = hashlib.sha256()

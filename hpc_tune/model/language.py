@@ -24,6 +24,8 @@ from torch import nn
 from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.config_json import config_json
+from hpc_tune.model.joined import Part, joined_tensors, renamed_tensors
+from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 from hpc_tune.pointer_file import why_pointer
 
@@ -148,7 +150,9 @@ def language_config(config: Any, directory: Path) -> Any:
             "hpc_tune cannot take apart; take a checkpoint of this family that has text alone"
         )
     window = getattr(text, "sliding_window", None)
-    if window is not None and window < 1:
+    kinds = getattr(text, "layer_types", None)
+    slides = kinds is None or "sliding_attention" in kinds  # Qwen2-MoE writes 0 for "nowhere"
+    if window is not None and window < 1 and slides:
         raise DataError(
             f"{directory}/config.json: sliding_window is {window}, with which no token sees any; "
             "write null for attention to all tokens, or how many are seen"
@@ -242,7 +246,7 @@ def language_model(
 
     Where ``config`` ties the output head to the embedding and the files hold both, they are tied if
     they have the same values, as transformers does. Without an ``index`` of the files no names of
-    theirs are known.
+    theirs are known; with one, it knows from then on what is joined of several of their tensors.
 
     Raises:
         DataError: if it is not a causal LM.
@@ -253,6 +257,8 @@ def language_model(
         tied = bool(getattr(whole.config, "tie_word_embeddings", False))
         text.tie_word_embeddings = tied and (index is not None or text.tie_word_embeddings)
     model = _text_model(config, text, dtype)
+    if index is not None:
+        index.join(joined_tensors(whole or model, index))
     names = _names(model, whole or model, index)
     language = LanguageModel(model, text, names)
     if index is None or not language.is_tied or not _head_is_another(language, index):
@@ -283,7 +289,7 @@ def _text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:
         return _on_meta(AutoModelForCausalLM, text, dtype)
     # transformers has no class for it (Qwen-VL): the whole model without what is around it.
     model = _on_meta(stock_class(config), config, dtype)
-    model.model, model.config = model.get_decoder(), text
+    model.model, model.config = decoder_of(model), text
     return model
 
 
@@ -291,12 +297,16 @@ def _names(model: Any, whole: Any, index: TensorIndex | None) -> Names:
     paths = [{id(part): path for path, part in root.named_modules()} for root in (model, whole)]
     head = model.get_output_embeddings()
     return Names(
-        paths[0][id(model.get_decoder())],
-        paths[1][id(whole.get_decoder())],
+        paths[0][id(decoder_of(model))],
+        paths[1][id(decoder_of(whole))],
         f"{whole.base_model_prefix}.",
         f"{paths[0].get(id(head), '')}.weight",
         {} if index is None else renamed_tensors(whole, index),
     )
+
+
+def _parts(index: TensorIndex, name: str) -> tuple[Part, ...]:
+    return index.joined[name].parts if name in index.joined else ()
 
 
 def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
@@ -307,7 +317,8 @@ def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     """
     parts: dict[str, int] = {}
     shared = {name.partition(".")[0] for name in used}
-    for name in index.pieces:
+    used = {*used, *(part.stored for name in used for part in _parts(index, name))}
+    for name in index.stored:
         if name not in used and not name.endswith(_CONSTANTS):
             beginning = itertools.takewhile(lambda part: not part.isdigit(), name.split("."))
             first, *more = [*beginning] or [name]
@@ -336,25 +347,6 @@ def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:
         if not torch.equal(*both):
             return True
     return False
-
-
-def renamed_tensors(model: Any, index: TensorIndex) -> dict[str, str]:
-    """Return the stored name of each tensor that transformers has another name for than its file.
-
-    Those that it would also cut, join or turn are left out: regions of them cannot be read.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    conversions = get_model_conversion_mapping(model)
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if not isinstance(c, WeightRenaming)]
-    renamed = {}
-    for stored in sorted(index.shapes):
-        name, converted = rename_source_key(stored, renamings, converters)
-        if converted is None and name != stored:
-            renamed[name] = stored
-    return renamed
 
 
 @dataclass(frozen=True)

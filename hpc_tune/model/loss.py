@@ -79,7 +79,7 @@ class LossModel(nn.Module):
         lm = self.causal_lm()
         of_batch = replace(self._micro_batch(batch), positions_BT=batch.positions_BT)
         with batch_context.of(of_batch):
-            out_BTD: torch.Tensor = lm.get_decoder()(
+            out_BTD: torch.Tensor = decoder_of(lm)(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,
                 position_ids=batch.positions_BT,
@@ -118,6 +118,12 @@ class LossModel(nn.Module):
         document_BT = (positions_BT == 0).cumsum(1)
         same_BTT = document_BT.unsqueeze(2) == document_BT.unsqueeze(1)
         return same_BTT.tril().unsqueeze(1)
+
+
+def decoder_of(lm: Any) -> Any:
+    """Return a causal LM's decoder, without its head."""
+    decoder = lm.get_decoder()
+    return lm.model if decoder is lm else decoder  # of Llama 4 transformers does not find it
 
 
 def plain_losses(

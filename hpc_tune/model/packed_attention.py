@@ -9,7 +9,8 @@ Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head
 """
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -73,6 +74,30 @@ def _ask_no_device_for_documents() -> None:
 
     find.asks_host = True  # type: ignore[attr-defined]
     masking_utils.find_packed_sequence_indices = find
+
+
+def tell_masks_positions(model: Any) -> None:
+    """Let a family that makes its masks without positions (gpt-oss) make them with those.
+
+    From them transformers sees where documents begin. Only where it has no cache and no mask yet.
+    """
+    code = sys.modules[type(model).__module__]
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        theirs = getattr(code, name, None)
+        if theirs is not None and not hasattr(theirs, "knows_positions"):
+            setattr(code, name, _with_positions(theirs))
+
+
+def _with_positions(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def make(*args: Any, **options: Any) -> Any:
+        known = (options.get(n) is not None for n in ("attention_mask", "past_key_values"))
+        if not args and options.get("position_ids") is None and not any(known):
+            options["position_ids"] = batch_context.batch.positions_BT
+        return theirs(*args, **options)
+
+    make.knows_positions = True  # type: ignore[attr-defined]
+    return make
 
 
 def _mask(*args: Any, **options: Any) -> torch.Tensor | None:

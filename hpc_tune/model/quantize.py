@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.model.experts import routers_of
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 
@@ -86,15 +87,16 @@ class FourBitLinear(nn.Linear):
 
 
 def quantize_linears(blocks: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every linear layer inside of the decoder blocks, on the meta device.
+    """Replace every linear layer inside of the decoder blocks but routers, on the meta device.
 
     Raises:
         ConfigError: if bitsandbytes is not installed or cannot be imported.
     """
     require_bitsandbytes()
+    routers = set(routers_of(blocks).values())
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child not in routers:
                 setattr(owner, name, FourBitLinear(child, dtype))
 
 

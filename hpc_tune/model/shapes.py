@@ -72,6 +72,11 @@ class ShapeIndex:
             self.pieces[name] = []
             self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
 
+    @property
+    def stored(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self.shapes)
+
     def fill(self, local: torch.Tensor, *_: Any, **__: Any) -> None:
         """Leave ``local`` as it is."""
 

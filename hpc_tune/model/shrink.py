@@ -15,6 +15,7 @@ VOCABULARY = 512
 WINDOW = 16  # tokens a layer sees, or takes at once: shorter than the documents of a trial
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
 OTHER_FACTORS = (8, 1)  # of parts for other things than text, of which no value is looked at
+_MULTIPLE = 8  # of inner features: products of experts want rows of 16 bytes
 MIN_HEAD = 8  # values per head: rotary positions of a part of them want an even number
 _WIDTHS = re.compile(
     r"^(hidden_size|d_model|n_embd|dim|model_dim|intermediate_size.*|.*_intermediate_size|ffn_dim"
@@ -29,7 +30,14 @@ _WINDOWS = (
     *("sliding_window", "attention_chunk_size", "attention_window_size", "window_size"),
     *("chunk_size", "mamba_chunk_size"),
 )
-_KINDS = ("layer_types", "layers_block_type", "attn_layer_indices", "block_types")
+_KINDS = (
+    *("layer_types", "layers_block_type", "attn_layer_indices", "block_types"),
+    *("mlp_layer_types", "mlp_layers_types"),
+)
+# How many of the first layers have no experts.
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$|^zero_expert_num$")
+_MIN_EXPERTS = 8  # or twice as many as a token chooses
 
 
 def shrunk(config: Any, factor: int, all_layers: bool = False) -> Any:
@@ -54,6 +62,8 @@ def shrunk(config: Any, factor: int, all_layers: bool = False) -> Any:
             fields[name] = min(value, WINDOW)
         elif name.startswith("vocab_size") and isinstance(value, int):
             fields[name] = min(value, VOCABULARY)
+        elif _EXPERTS.match(name) and isinstance(value, int):
+            fields[name] = min(value, _enough_experts(fields))
         elif name.endswith(("token_id", "token_ids")):
             fields[name] = _small_token(name, value)
         elif name == "attn_layer_indices" and isinstance(value, list) and layers:
@@ -109,7 +119,10 @@ def _divided(name: str, value: Any, factor: int) -> Any:
     if isinstance(value, list):
         return [_divided(name, width, factor) for width in value]
     is_width = _WIDTHS.match(name) and isinstance(value, int) and not isinstance(value, bool)
-    return value // factor if is_width and value >= factor else value
+    if not is_width or value < factor:
+        return value
+    small = value // factor
+    return small + -small % _MULTIPLE if "intermediate" in name and factor > 1 else small
 
 
 def _one_layer(fields: dict[str, Any], factor: int) -> dict[str, Any]:
@@ -138,7 +151,8 @@ def factors(config: Any) -> list[int]:
 
 def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
     """Return how many of the first layers have one of each kind, two at least."""
-    enough = 2
+    dense = [fields.get(name) for name in _DENSE_FIRST]
+    enough = max([2, *(number + 1 for number in dense if isinstance(number, int))])
     for name in _KINDS:
         kinds = fields.get(name, getattr(config, name, None))
         if name == "attn_layer_indices" and kinds:
@@ -148,6 +162,14 @@ def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
         elif isinstance(kinds, list) and kinds:
             enough = max(enough, len(kinds))
     return enough
+
+
+def _enough_experts(fields: dict[str, Any]) -> int:
+    """Return how many experts leave a token a choice, in as many groups as there are."""
+    chosen = _first_number(fields, ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")) or 1
+    groups = max(fields.get("n_group") or 1, 1)
+    experts = max(_MIN_EXPERTS, 2 * chosen, 2 * groups)
+    return experts + -experts % groups
 
 
 def _shorten_factors(small: Any) -> None:

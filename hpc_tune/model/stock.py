@@ -16,7 +16,7 @@ from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.language import read_config, stock_class
 from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
 
-MAX_VALUES = 40_000_000
+MAX_VALUES = 64_000_000
 _SPREAD = 0.03  # noise on all first values, so that none is zero or one
 
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
 from hpc_tune.model.box import Box
 from hpc_tune.model.finite import first_not_finite
+from hpc_tune.model.joined import Joined
 from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
 from hpc_tune.pointer_file import why_pointer
 
@@ -80,6 +81,7 @@ class TensorIndex:
         self.files = files
         self.scales: Mapping[str, Scale] = {}
         self.unread: tuple[str, ...] = ()  # other weights in the directory
+        self.joined: dict[str, Joined] = {}  # tensors of the model that lie in several of these
         self._error = error
         self._open: tuple[Path, Any] | None = None
         for file in files:
@@ -129,6 +131,19 @@ class TensorIndex:
                 "copy it again"
             ) from None
 
+    def join(self, joined: Mapping[str, Joined]) -> None:
+        """Know tensors that are made of stored ones, beside these, by names of their own."""
+        for name, tensor in joined.items():
+            first = tensor.parts[0].stored
+            self.joined[name], self.shapes[name] = tensor, tensor.shape
+            self.dtypes[name] = self.dtypes[first]
+            self.pieces[name] = self.pieces[first]  # where messages say that it is
+
+    @property
+    def stored(self) -> list[str]:
+        """Names of the tensors in the files, without those that are joined of them."""
+        return [name for name in self.pieces if name not in self.joined]
+
     def bytes_of(self, name: str) -> int:
         """Return the size of a whole tensor."""
         return torch.Size(self.shapes[name]).numel() * self.dtypes[name].itemsize
@@ -155,6 +170,11 @@ class TensorIndex:
                 f"{self.pieces[name][0].file}: {name} has shape {list(full)}, which has no region "
                 f"of shape {list(local.shape)} at {list(offset)}; the weights are of another model"
             )
+        if (joined := self.joined.get(name)) is not None:
+            for part, found in joined.overlaps(box):
+                view = part.view(local[found.slices(offset)])
+                self.fill(view, part.stored, part.offset_of(found), reserve)
+            return
         covered = 0
         for piece in self.pieces[name]:
             covered += self._fill_from(piece, local, box, reserve)
@@ -192,7 +212,8 @@ class TensorIndex:
         """
         pieces = self.pieces[name]
         is_whole = len(pieces) == 1 and pieces[0].box.shape == self.shapes[name]
-        if name in self.scales or not is_whole or self.dtypes[name] != dtype:
+        is_whole = is_whole and name not in self.joined and name not in self.scales
+        if not is_whole or self.dtypes[name] != dtype:
             return None
         try:
             # safetensors maps a file privately and copies nothing on the CPU.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hpc_tune.model.loss import LossModel
+from hpc_tune.model.loss import LossModel, decoder_of
 
 Role = Literal["slice", "partial"]
 _STYLES = {
@@ -83,7 +83,7 @@ def _styled(module: LossModel) -> Iterator[tuple[Any, str]]:
     plan = getattr(module.config, "base_model_tp_plan", None) or {}
     if not set(plan.values()) <= _STYLES:
         return
-    for name, layer in module.causal_lm().get_decoder().named_modules():
+    for name, layer in decoder_of(module.causal_lm()).named_modules():
         if (style := style_of(name, plan)) is not None:
             yield layer, style
 

@@ -1,0 +1,78 @@
+"""Mixtures of experts: what in a model is a router, and what an expert.
+
+A layer's experts are stacked in tensors of three dimensions, one for each product; a router gives
+each token a few of them. Families differ in where both are, so they are found by shape and name.
+"""
+
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+# The module between a stack of experts and the tokens, or a part of it, in its path.
+_ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
+_SHARED = re.compile(r"shared_(expert|mlp)")
+_NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
+
+
+def stacks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that hold stacks of experts, with their paths."""
+    for path, module in model.named_modules():
+        own = module.parameters(recurse=False)
+        if not isinstance(module, nn.Conv1d) and any(p.dim() == 3 for p in own):
+            yield path, module
+
+
+def is_mixture(model: nn.Module) -> bool:
+    """Whether some layers of a model are mixtures of experts."""
+    return next(stacks_of(model), None) is not None
+
+
+def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that choose experts or weigh shared ones, by their paths.
+
+    Empty for a dense model.
+    """
+    if not is_mixture(model):
+        return {}
+    return {path: module for path, module in model.named_modules() if _ROUTER.search(path)}
+
+
+def without_noise(model: nn.Module) -> dict[str, float]:
+    """Let routers choose in training as they do in evaluation; return what was drawn, by name.
+
+    Some families multiply a router's input with noise or draw experts at random, anew in each
+    micro-batch: losses would depend on the number of ranks, and a resumed run would differ.
+    """
+    removed: dict[str, float] = {}
+    for module in model.modules():
+        noise = {name: value for name in _NOISE if (value := getattr(module, name, None))}
+        if noise:
+            module.training = False
+            module.train = types.MethodType(_always_evaluate, module)  # type: ignore[method-assign]
+            removed |= noise
+    return removed
+
+
+def _always_evaluate(self: Any, mode: bool = True) -> Any:
+    nn.Module.train(self, mode)
+    self.training = False
+    return self
+
+
+def kind_of(path: str, parameter: nn.Parameter, is_stack: bool) -> str:
+    """Return what a parameter belongs to, in words: routers, routed or shared experts, ...
+
+    ``is_stack``: the module around it holds stacks of experts.
+    """
+    if is_stack:
+        return "routed experts"
+    if _SHARED.search(path) and not _ROUTER.search(path):
+        return "shared experts"
+    if _ROUTER.search(path):
+        return "routers"
+    if parameter.dim() < 2:
+        return "norms and biases"
+    return "attention" if "attn" in path or "attention" in path else "dense layers"

@@ -1,0 +1,238 @@
+"""Tensors of a model that its files hold in several: the experts of a layer, one by one in files.
+
+    transformers' own table of conversions -> Joined: which stored tensor lies where in the whole
+    TensorIndex.fill reads a region of it: of each stored tensor the part that lies there
+
+So a rank reads of each expert what it keeps of the stack, and no stack is ever put together that is
+not kept. The table is ``transformers.conversion_mapping``; what it does to tensors is followed here
+on shapes and places alone.
+
+Shapes, mostly: E experts, I inner features (2I where gate and up are joined), H hidden features.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpc_tune.errors import DataError
+from hpc_tune.model.box import Box
+
+if TYPE_CHECKING:
+    from hpc_tune.model.weights import TensorIndex
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored tensor in a joined one: its name, where it begins there and which axis is which.
+
+    ``axes`` has, for each dimension of the joined tensor, that of the stored one; None where the
+    stored one is a single layer of a stack.
+    """
+
+    stored: str
+    box: Box
+    axes: tuple[int | None, ...]
+
+    def view(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a region of the joined tensor within this part with the axes of the stored one."""
+        for dim in reversed(range(len(self.axes))):
+            if self.axes[dim] is None:
+                local = local.select(dim, 0)
+        kept = [axis for axis in self.axes if axis is not None]
+        return local.permute([kept.index(axis) for axis in range(len(kept))])
+
+    def offset_of(self, box: Box) -> tuple[int, ...]:
+        """Return where a box of the joined tensor within this part begins in the stored one."""
+        starts = zip(self.axes, box.offset, self.box.offset, strict=True)
+        by_axis = {axis: start - first for axis, start, first in starts if axis is not None}
+        return tuple(by_axis[axis] for axis in range(len(by_axis)))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor of the model, made of stored ones."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def overlaps(self, wanted: Box) -> Iterator[tuple[Part, Box]]:
+        """Yield the parts that have something of ``wanted``, and what."""
+        for part in self.parts:
+            if (found := part.box.overlap(wanted)) is not None:
+                yield part, found
+
+
+def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
+    """Return transformers' renamings of a model's tensors, and what else it does to some."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    return renamings, [c for c in conversions if not isinstance(c, WeightRenaming)]
+
+
+def renamed_tensors(model: Any, index: "TensorIndex") -> dict[str, str]:
+    """Return the stored name of each tensor that transformers has another name for than its file.
+
+    Those that it would also cut, join or turn are left out: see ``joined_tensors``.
+    """
+    from transformers.core_model_loading import rename_source_key
+
+    renamed = {}
+    renamings, converters = _conversions(model)
+    for stored in sorted(index.stored):
+        name, converted = rename_source_key(stored, renamings, converters)
+        if converted is None and name != stored:
+            renamed[name] = stored
+    return renamed
+
+
+def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:
+    """Return, by its name in the whole ``model``, each tensor that is joined of stored ones.
+
+    Those that transformers makes in a way that is not followed here are left out.
+
+    Raises:
+        DataError: if the experts of a layer are not all there.
+    """
+    from transformers.core_model_loading import rename_source_key
+
+    renamings, converters = _conversions(model)
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for stored in sorted(index.stored, key=_natural):
+        if stored in own:  # in its final form, as files may have it too
+            continue
+        name, pattern = rename_source_key(stored, renamings, converters)
+        if pattern is not None:
+            sources[name][pattern].append(stored)
+    joined = {}
+    for name, by_source in sources.items():
+        converter = by_pattern[next(iter(by_source))]
+        found = _joined(converter, by_source, index, own.get(name))
+        if found is not None:
+            _require_all(name, found, by_source, own.get(name, found.shape))
+            joined[name] = found
+    return joined
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what names are sorted by so that expert 10 comes after expert 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _joined(
+    converter: Any,
+    by_source: Mapping[str, list[str]],
+    index: "TensorIndex",
+    wanted: tuple[int, ...] | None,
+) -> Joined | None:
+    """Return what a conversion makes of stored tensors, or None if it is not followed here."""
+    groups = [
+        [_whole(stored, index.shapes[stored]) for stored in by_source[pattern]]
+        for pattern in converter.source_patterns
+        if pattern in by_source
+    ]
+    for operation in converter.operations:
+        follow = _FOLLOWED.get(type(operation).__name__)
+        if follow is None:
+            return None
+        groups = follow(operation, groups, wanted)
+    return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else None
+
+
+def _whole(stored: str, shape: tuple[int, ...]) -> Joined:
+    return Joined(shape, (Part(stored, Box.whole(shape), tuple(range(len(shape)))),))
+
+
+_Groups = list[list[Joined]]
+
+
+def _merge(operation: Any, groups: _Groups, _: Any) -> _Groups:
+    """MergeModulelist: the tensors of each group are stacked."""
+    return [[_stack(group, operation.dim)] for group in groups]
+
+
+def _stack(group: list[Joined], dim: int) -> Joined:
+    layers = []
+    for one in group:
+        shape = (*one.shape[:dim], 1, *one.shape[dim:])
+        parts = (
+            Part(
+                part.stored,
+                Box(_with(part.box.offset, dim, 0), _with(part.box.shape, dim, 1)),
+                _with(part.axes, dim, None),
+            )
+            for part in one.parts
+        )
+        layers.append(Joined(shape, tuple(parts)))
+    return _concatenated(layers, dim)
+
+
+def _with(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:dim], value, *values[dim:])
+
+
+def _concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
+    """Concatenate: all tensors, one after the other."""
+    return [[_concatenated([one for group in groups for one in group], operation.dim)]]
+
+
+def _concatenated(tensors: list[Joined], dim: int) -> Joined:
+    start, parts = 0, []
+    for one in tensors:
+        for part in one.parts:
+            offset = list(part.box.offset)
+            offset[dim] += start
+            parts.append(replace(part, box=Box(tuple(offset), part.box.shape)))
+        start += one.shape[dim]
+    shape = list(tensors[0].shape)
+    shape[dim] = start
+    return Joined(tuple(shape), tuple(parts))
+
+
+def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
+    """Transpose: two axes change places; with ``check_dims`` only if the shape is not right yet."""
+
+    def swapped(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        out = list(values)
+        first, second = operation.dim0, operation.dim1
+        out[first], out[second] = out[second], out[first]
+        return tuple(out)
+
+    def turned(one: Joined) -> Joined:
+        if operation.check_dims and one.shape == wanted:
+            return one
+        parts = (
+            Part(p.stored, Box(swapped(p.box.offset), swapped(p.box.shape)), swapped(p.axes))
+            for p in one.parts
+        )
+        return Joined(swapped(one.shape), tuple(parts))
+
+    return [[turned(one) for one in group] for group in groups]
+
+
+_FOLLOWED: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
+    "MergeModulelist": _merge,
+    "Concatenate": _concatenate,
+    "Transpose": _transpose,
+}
+
+
+def _require_all(
+    name: str, found: Joined, by_source: Mapping[str, list[str]], wanted: tuple[int, ...]
+) -> None:
+    """Refuse a stack without some of its experts, which would be shifted into other places."""
+    counts = {pattern: len(stored) for pattern, stored in by_source.items()}
+    if found.shape == wanted or len(wanted) != 3 or set(counts.values()) == {wanted[0]}:
+        return
+    fewest = min(counts, key=lambda pattern: counts[pattern])
+    raise DataError(
+        f"{name} has {wanted[0]} experts by config.json, and the files hold {counts[fewest]} of "
+        f"{fewest.replace('.*.', '.N.')}; a file is missing or of another model"
+    )
