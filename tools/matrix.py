@@ -29,8 +29,8 @@ from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout
-from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.experts import routers_of
+from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.stock import NoTrial, write_small

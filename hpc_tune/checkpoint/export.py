@@ -19,6 +19,7 @@ from hpc_tune.checkpoint.adapter_config import write_config
 from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
 from hpc_tune.checkpoint.chat_template import OTHERS, write_template
 from hpc_tune.checkpoint.merge import ADAPTER_PREFIX, Merged, read_tensor
+from hpc_tune.checkpoint.mixture import of_mixture, stacks_in
 from hpc_tune.checkpoint.store import synced
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
@@ -79,7 +80,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
 
     One tensor is held at a time. Returns the file of the weights; the configuration is synced too.
     """
-    from hpc_tune.model.build import lora_config
+    from hpc_tune.model.adapters import Targets, lora_config
     from hpc_tune.model.token_rows import SUFFIX, token_ids
 
     names = [n for n in index.pieces if n.startswith(ADAPTER_PREFIX)]
@@ -89,11 +90,15 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         region = Region.whole(name, index.dtypes[name], shape, values)
         regions.append(region)
     written = write_regions(out / ADAPTER_FILE, regions)
-    config = lora_config(tune)
     paths = [n.removeprefix(ADAPTER_PREFIX) for n in names]
     layers = sorted({path.partition(".lora_")[0] for path in paths if ".lora_" in path})
+    stacks = stacks_in(base)
+    targets = of_mixture(index, layers, stacks) if stacks else Targets(tune.targets)
+    config = lora_config(tune, targets)
     within = _LANGUAGE_MODEL.match(layers[0]) if layers else None
-    if tune.targets == "all-linear" or within:
+    if targets.parameters:
+        config.lora_dropout = 0.0  # else peft refuses them; an adapter that is loaded drops nothing
+    elif tune.targets == "all-linear" or within:
         config.target_modules = {layer.rpartition(".")[2] for layer in layers}
     if within:  # the other parts of such a model may have layers of the same names
         kinds = "|".join(sorted(config.target_modules))

@@ -2,14 +2,18 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError
+from hpc_tune.model.box import Box
+from hpc_tune.model.experts import Adapted, has_experts
 from hpc_tune.model.finite import first_not_finite
-from hpc_tune.model.language import Storage, storage_of
+from hpc_tune.model.joined import Part
+from hpc_tune.model.language import Storage, read_shape, storage_of
 from hpc_tune.model.regions import Region
 from hpc_tune.model.token_rows import SUFFIX, token_ids
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
@@ -41,12 +45,27 @@ class Merged:
         for name in trained.pieces:
             if name.startswith(ADAPTER_PREFIX) and name.endswith(suffix):
                 layer = name.removesuffix(suffix)
-                self._adapted[self._base_name(f"{layer}.weight")] = layer
+                self._adapted[self._adapted_tensor(layer)] = layer
         # Modules that were trained in full beside an adapter, and rows of the embedding.
         beside = [n for n in trained.pieces if n.startswith(ADAPTER_PREFIX) and ".lora_" not in n]
         rows = {name: f"{name.removesuffix(SUFFIX)}.weight" for name in beside if SUFFIX in name}
         self._rows = {self._base_name(weight): name for name, weight in rows.items()}
         self._replaced = {self._base_name(name): name for name in beside if name not in rows}
+
+    def _adapted_tensor(self, layer: str) -> str:
+        stack = self._stacks.get(layer.removeprefix(ADAPTER_PREFIX))
+        return self._base_name(f"{layer}.weight") if stack is None else stack.tensor
+
+    @functools.cached_property
+    def _stacks(self) -> Mapping[str, Adapted]:
+        """Stacks of experts by an adapter's layer."""
+        return self._storage.stacks if has_experts(read_shape(self._base)) else {}
+
+    @functools.cached_property
+    def _parts(self) -> Mapping[str, tuple[str, Part]]:
+        """What each stored tensor that is a part of a joined one is a part of."""
+        joined = self._stored.joined if self._stacks else {}
+        return {part.stored: (name, part) for name, one in joined.items() for part in one.parts}
 
     def _base_name(self, name: str) -> str:
         path = name.removeprefix(ADAPTER_PREFIX)
@@ -80,7 +99,7 @@ class Merged:
     @property
     def names(self) -> list[str]:
         """The tensors of the merged model, in name order."""
-        return sorted(self._stored.pieces.keys() - {self.copied_head})
+        return sorted({*self._stored.stored} - {self.copied_head})
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that a tensor gets."""
@@ -98,12 +117,20 @@ class Merged:
 
     def _tensor(self, name: str) -> torch.Tensor:
         out = torch.empty(self._stored.shapes[name], dtype=self.dtype_of(name))
-        if name in self._trained.pieces or name in self._replaced:
-            self._trained.fill(out, self._replaced.get(name, name))
-        elif name in self._adapted:
-            self._add_adapter(out, name, self._adapted[name])
-        else:
+        whole, part = self._parts.get(name, (name, None))
+        if whole in self._trained.pieces or whole in self._replaced:
+            box = Box.whole(tuple(out.shape)) if part is None else part.box
+            values = out if part is None else torch.empty(box.shape, dtype=out.dtype)
+            self._trained.fill(values, self._replaced.get(whole, whole), box.offset)
+            if part is not None:
+                out.copy_(part.view(values))
+        elif (layer := self._adapted.get(whole)) is None:
             self._stored.fill(out, name)
+        elif (stack := self._stacks.get(layer.removeprefix(ADAPTER_PREFIX))) is not None:
+            self._stored.fill(out, name)
+            self._add_to_experts(out, layer, stack, part)
+        else:
+            self._add_adapter(out, name, layer)
         if name in self._rows:
             rows = read_tensor(self._trained, self._rows[name])
             out[token_ids(self._base, self._tune.trainable_tokens)] = rows.to(out.dtype)
@@ -117,7 +144,31 @@ class Merged:
 
     def _is_changed(self, name: str) -> bool:
         changed = (self._trained.pieces, self._adapted, self._replaced, self._rows)
-        return self._dtype is not None or any(name in names for names in changed)
+        whole, _ = self._parts.get(name, (name, None))
+        return self._dtype is not None or any(whole in names for names in changed)
+
+    def _add_to_experts(
+        self, out: torch.Tensor, layer: str, stack: Adapted, part: Part | None
+    ) -> None:
+        """W_e + scale B_e A_e for each expert e of a stack, or of the part of it that ``out`` is.
+
+        As peft has them: A is expert-major, E R x inputs; of B's columns, outputs x R E, each
+        expert has every E-th.
+        """
+        a, b = (read_tensor(self._trained, f"{layer}.lora_{x}.weight").float() for x in "AB")
+        a_ERI = a.view(stack.num_experts, -1, a.shape[1])
+        b_ORE = b.view(b.shape[0], -1, stack.num_experts)
+        box = Box.whole(tuple(out.shape)) if part is None else part.box
+        _, rows, columns = box.slices()
+        stacked = torch.empty(box.shape, dtype=torch.float32)
+        values = stacked if part is None else part.view(stacked)
+        values.copy_(out)
+        for number in range(box.shape[0]):
+            expert = box.offset[0] + number
+            delta = b_ORE[..., expert] @ a_ERI[expert]
+            delta = delta.t() if stack.is_transposed else delta
+            stacked[number].add_(delta[rows, columns], alpha=self._tune.scale_of(stack.tensor))
+        out.copy_(values)
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
         """W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.

@@ -110,6 +110,12 @@ class TuneConfig(Section):
         description="As rank_pattern, for alpha: a layer of another rank keeps tune.alpha unless a "
         "pattern says otherwise.",
     )
+    expert_rank: PositiveInt | None = Field(
+        None,
+        description="The rank of adapters on the routed experts of a mixture, of each expert, "
+        "where tune.targets names them; they have the scale of the others. Unset: tune.rank / "
+        "experts per token.",
+    )
     rslora: bool = Field(
         False,
         description="Scale the adapter's output by alpha / sqrt(rank) in place of alpha / rank "
@@ -132,7 +138,9 @@ class TuneConfig(Section):
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear",
         description="Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
-        "all-linear: every one but the output head; fewer take less memory and learn less.",
+        "all-linear: every one but the output head; fewer take less memory and learn less. Of a "
+        "mixture of experts it leaves out routed experts and routers, which are named beside it: "
+        "[all-linear, experts].",
     )
     modules_to_save: list[str] = Field(
         [],

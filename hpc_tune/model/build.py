@@ -4,23 +4,21 @@ build   the module tree with adapters, no byte of weights
 (the engine shards it; then see load.py)
 """
 
-import difflib
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hpc_tune.config.tune import TuneConfig, patterns_of
-from hpc_tune.errors import ConfigError, DataError, first_line
-from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.errors import ConfigError, DataError
+from hpc_tune.model.adapters import with_adapters
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.box import Box
 from hpc_tune.model.dropout import without_dropout
-from hpc_tune.model.experts import routers_of, without_noise
+from hpc_tune.model.experts import without_noise
 from hpc_tune.model.identity import identity_of, sample_of
 from hpc_tune.model.language import (
     LanguageModel,
@@ -32,13 +30,12 @@ from hpc_tune.model.language import (
     stored_tensors,
 )
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.modules_to_save import train_modules
 from hpc_tune.model.objective import objective_of
 from hpc_tune.model.packed_attention import tell_masks_positions, use_document_attention
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
-from hpc_tune.model.token_rows import TokenRows, token_ids, train_rows
+from hpc_tune.model.token_rows import TokenRows
 from hpc_tune.model.weights import TensorIndex, index_model_directory
 
 _ADAPTERS = "base_model.model."  # before the names of adapters in peft's files
@@ -86,10 +83,11 @@ class BuiltModel:
     peft's for adapters, the model directory's for full fine-tuning. ``slices`` names the parameters
     of which this rank has only a slice, beside those that are DTensors. ``tied`` is the stored name
     of the weight that is both the embedding and the output head. ``start`` holds the first values
-    of adapters, where they are not new. ``dropout`` holds config.json's dropout rates by name,
-    which are not applied; ``noise``, routers' noise in training, neither. Rotary positions that are scaled by a text's length are scaled for
-    ``seq_len`` tokens in every text. ``names`` maps the language model's tensors to their names in
-    the whole model of the directory; ``others`` are parts of its files that are not trained.
+    of adapters, where they are not new. ``dropout`` holds config.json's dropout rates by name, and
+    ``noise`` the routers' noise in training: neither is applied. Rotary positions that are scaled
+    by a text's length are scaled for ``seq_len`` tokens in every text. ``names`` maps the language
+    model's tensors to their names in the whole model of the directory; ``others`` are parts of its
+    files that are not trained.
     """
 
     module: LossModel
@@ -180,7 +178,7 @@ def build(
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
     # Before peft allocates by the sizes of a config.json that may be wrong.
     stored = _stored_names(directory, language, index, shapes, tied)
-    root: nn.Module = model if full else _with_adapters(language, tune, dtype, directory)
+    root: nn.Module = model if full else with_adapters(language, tune, dtype, directory)
     module = LossModel(root, language.config, within_documents)
     module.objective = objective_of(tune)
     module.train()
@@ -272,129 +270,3 @@ def _peft_name(name: str, names: Names) -> str:
     inside = names.of_whole(name.removeprefix(f"model.{_ADAPTERS}"))
     plain = inside.replace("_magnitude_vector.default.weight", "_magnitude_vector")
     return _ADAPTERS + plain.replace(".default", "")
-
-
-def _with_adapters(
-    language: LanguageModel, tune: TuneConfig, dtype: torch.dtype, directory: Path
-) -> nn.Module:
-    with lazy_imports():
-        from peft import get_peft_model
-
-    from transformers.pytorch_utils import Conv1D
-
-    model, kinds = language.model, (nn.Linear, Conv1D)
-    linear = sorted(
-        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
-    )
-    _require_targets(tune, [name for name, _ in model.named_modules()], linear)
-    # A router that is a linear layer as others are learns only where it is named.
-    is_linear = {n: isinstance(m, kinds) for n, m in routers_of(model).items()}
-    routers = [n for n, found in is_linear.items() if found and tune.targets == "all-linear"]
-    try:
-        with warnings.catch_warnings(), lazy_imports():
-            # peft asks transformers for an attribute that has a new name, once per rank.
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
-            warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused below
-            wrapped = get_peft_model(
-                model,
-                replace(lora_config(tune), modules_to_save=None, exclude_modules=routers or None),
-                low_cpu_mem_usage=True,
-                autocast_adapter_dtype=True,
-            )
-    except ValueError as error:
-        raise ConfigError(
-            f"tune.targets={tune.targets}: {first_line(error)} "
-            f"Linear layers of this model: {', '.join(linear)}"
-        ) from None
-    _require_patterns(tune, [name for name, m in model.named_modules() if hasattr(m, "lora_A")])
-    transposed = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
-    if transposed and tune.method != "lora":
-        raise ConfigError(
-            f"tune.method={tune.method}: this model keeps its weights transposed (Conv1D); use "
-            "tune.method=lora or full"
-        )
-    if others := [n for n, _ in wrapped.named_parameters() if "lora_embedding_A" in n]:
-        raise ConfigError(
-            f"tune.targets={tune.targets}: {others[0].partition('.lora_')[0]} is an embedding; "
-            "adapters are for linear layers"
-        )
-    if hasattr(model.get_output_embeddings(), "lora_A"):
-        _require_head_of_its_own(language, tune)
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(DTYPES[tune.param_dtype])
-    train_modules(model, tune, language.is_tied, DTYPES[tune.param_dtype], dtype)
-    if tokens := token_ids(directory, tune.trainable_tokens):
-        train_rows(model, tokens, language.is_tied, DTYPES[tune.param_dtype])
-    return wrapped
-
-
-def _require_head_of_its_own(language: LanguageModel, tune: TuneConfig) -> None:
-    """Refuse adapters on an output head that cannot have them."""
-    if language.is_tied:
-        raise ConfigError(
-            f"tune.targets={tune.targets}: the output head of this model is its embedding, which "
-            "an adapter would change too; leave it out of tune.targets"
-        )
-    if tune.dropout:
-        raise ConfigError(
-            f"tune.dropout={tune.dropout:g} with the output head in tune.targets={tune.targets}: "
-            "dropout is drawn row by row, and the head sees the learned tokens of all rows "
-            "together; set tune.dropout=0, or leave the head out of tune.targets"
-        )
-
-
-def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) -> None:
-    """Refuse a target that is no module's name, which peft passes over beside one that is."""
-    named = [] if isinstance(tune.targets, str) else tune.targets
-    unknown = [
-        name
-        for name in named
-        if not any(module == name or module.endswith(f".{name}") for module in modules)
-    ]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], linear, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        raise ConfigError(
-            f"tune.targets={tune.targets}: no layer of this model is called "
-            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}"
-        )
-
-
-def _require_patterns(tune: TuneConfig, layers: list[str]) -> None:
-    """Refuse a pattern that is no adapted layer's, and two of one: their order is not kept."""
-    for setting in ("rank_pattern", "alpha_pattern"):
-        patterns = getattr(tune, setting)
-        found = {layer: patterns_of(patterns, layer) for layer in layers}
-        used = {key for keys in found.values() for key in keys}
-        if unused := [key for key in patterns if key not in used]:
-            raise ConfigError(
-                f"tune.{setting}: {unused[0]} matches no layer with an adapter; their paths are "
-                f"such as {', '.join(layers[:2])}"
-            )
-        for layer, keys in found.items():
-            if len(keys) > 1:
-                raise ConfigError(
-                    f"tune.{setting}: {' and '.join(keys)} both match {layer}; write them so that "
-                    "one matches"
-                )
-
-
-def lora_config(tune: TuneConfig) -> Any:
-    """Return the peft configuration of these adapters."""
-    with lazy_imports():
-        from peft import LoraConfig
-
-    return LoraConfig(
-        r=tune.rank,
-        lora_alpha=tune.alpha,
-        rank_pattern=dict(tune.rank_pattern),
-        alpha_pattern=dict(tune.alpha_pattern),
-        use_rslora=tune.rslora,
-        lora_dropout=tune.dropout,
-        target_modules=tune.targets,
-        use_dora=tune.method == "dora",
-        task_type="CAUSAL_LM",
-        modules_to_save=tune.modules_to_save or None,
-    )

@@ -7,6 +7,7 @@ each token a few of them. Families differ in where both are, so they are found b
 import re
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,57 @@ def stacks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         own = module.parameters(recurse=False)
         if not isinstance(module, nn.Conv1d) and any(p.dim() == 3 for p in own):
             yield path, module
+
+
+def stacked_tensors(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of the stacks that a module of ``stacks_of`` holds, in its order."""
+    own = model.get_submodule(path).named_parameters(recurse=False)
+    return [f"{path}.{name}" for name, parameter in own if parameter.dim() == 3]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A tensor that peft adapts by itself: a stack of experts, or a matrix (``num_experts`` 1).
+
+    ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs.
+    """
+
+    tensor: str
+    num_experts: int = 1
+    is_transposed: bool = False
+
+
+def adapted_tensors(model: nn.Module) -> dict[str, Adapted]:
+    """Return, for each stack of experts, by the path that peft gives its adapter's layer.
+
+    It wraps a module once for each tensor, the first one inside.
+    """
+    found = {}
+    for path, module in stacks_of(model):
+        names = stacked_tensors(model, path)
+        for number, name in enumerate(names):
+            layer = path + ".base_layer" * (len(names) - 1 - number)
+            num_experts = model.get_parameter(name).shape[0]
+            found[layer] = Adapted(name, num_experts, getattr(module, "is_transposed", False))
+    return found
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model's configuration has a number of experts above one."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    counts = [getattr(config, name, None) for name in names]
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def chosen_experts(config: Any) -> int:
+    """Return how many experts a router gives a token, by a model's configuration; 1 if unknown."""
+    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
+        value = getattr(config, name, None)
+        if isinstance(value, list) and value:
+            value = max(value)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1
 
 
 def is_mixture(model: nn.Module) -> bool:

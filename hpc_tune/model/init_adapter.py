@@ -1,6 +1,7 @@
 """Adapters that go on from ones that peft, or the Hugging Face Trainer, has saved."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     tune = built.tune
     wanted: dict[str, Any] = {"r": tune.rank, "lora_alpha": tune.alpha, "use_rslora": tune.rslora}
     wanted |= {"use_dora": tune.method == "dora"}
-    wanted |= {"rank_pattern": tune.rank_pattern, "alpha_pattern": tune.alpha_pattern}
+    model: Any = built.module.model
+    for key in ("rank_pattern", "alpha_pattern"):
+        wanted[key] = getattr(model.peft_config["default"], key)  # with those of experts
+        fields[key] = _in_full(fields[key], wanted[key])
     problems = [
         f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
         for key in _FIELDS
@@ -86,6 +90,15 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
     return replace(built, start=index)
+
+
+def _in_full(patterns: Any, paths: Iterable[str]) -> Any:
+    """Return patterns with the paths among ``paths`` in place of those that are the end of some."""
+    found: dict[str, Any] = {}
+    for key, value in patterns.items():
+        ends = [path for path in paths if path.endswith(f".{key}")]
+        found |= dict.fromkeys(ends or [key], value)
+    return found
 
 
 def _other_tokens(there: Any, here: list[int]) -> list[str]:

@@ -10,11 +10,10 @@ in a merged export. Files and adapters name its tensors as parts of the whole mo
 (``model.language_model.layers.0...``), and so do checkpoints and exports here.
 """
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import nn
 from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.config_json import config_json
+from hpc_tune.model.experts import Adapted, adapted_tensors
 from hpc_tune.model.joined import Part, joined_tensors, renamed_tensors
 from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
@@ -264,7 +264,7 @@ def language_model(
     if index is None or not language.is_tied or not _head_is_another(language, index):
         return language
     text.tie_word_embeddings = False
-    return dataclasses.replace(language, model=_text_model(config, text, dtype))
+    return replace(language, model=_text_model(config, text, dtype))
 
 
 def _on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -354,12 +354,13 @@ class Storage:
     """How the tensors of a directory's language model lie in its files.
 
     ``transposed``: those that are stored transposed (Conv1D). ``copied_head``: an output head that
-    is stored beside the embedding that it is.
+    is stored beside the embedding that it is. ``stacks``: of experts, by an adapter's layer.
     """
 
     names: Names
     transposed: frozenset[str]
     copied_head: str | None
+    stacks: Mapping[str, Adapted]
 
 
 def storage_of(directory: Path, index: TensorIndex) -> Storage:
@@ -374,4 +375,8 @@ def storage_of(directory: Path, index: TensorIndex) -> Storage:
     (path,) = (n for n, m in language.model.named_modules() if m is embedding)
     if head == names.stored(f"{path}.weight", index, tied=True):
         head = None
-    return Storage(names, frozenset(name for name in transposed if name), head)
+    stacks = {
+        names.of_whole(layer): replace(one, tensor=names.stored(one.tensor, index) or one.tensor)
+        for layer, one in adapted_tensors(language.model).items()
+    }
+    return Storage(names, frozenset(name for name in transposed if name), head, stacks)

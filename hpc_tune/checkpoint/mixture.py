@@ -1,0 +1,59 @@
+"""What adapter_config.json says of adapters on a mixture of experts, so that stock peft loads them.
+
+Stacks of experts are no linear layers: peft adapts their tensors (target_parameters). For families
+whose experts were linear layers in transformers 4 it takes the names of those for the stacks, and
+so passes over a shared expert's gate_proj: such layers are named by their tensor, too.
+"""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpc_tune.model.experts import Adapted, adapted_tensors, has_experts
+from hpc_tune.model.language import language_model, read_config, read_shape
+from hpc_tune.model.weights import TensorIndex
+
+if TYPE_CHECKING:
+    from hpc_tune.model.adapters import Targets
+
+_ADAPTERS = "base_model.model."
+_TAKEN_FOR_STACKS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+_BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
+
+
+@functools.cache
+def stacks_in(base: Path) -> Mapping[str, Adapted]:
+    """Return the stacks of experts in the model of a directory, by the layer of an adapter on each.
+
+    Empty for a dense model. The layers are named as in the whole model.
+    """
+    if not has_experts(read_shape(base)):
+        return {}
+    language = language_model(read_config(base), base, torch.float32, None)
+    of_whole = language.names.of_whole
+    return {of_whole(layer): one for layer, one in adapted_tensors(language.model).items()}
+
+
+def of_mixture(
+    index: TensorIndex, layers: Sequence[str], stacks: Mapping[str, Adapted]
+) -> "Targets":
+    """Return what has adapters, by names that mean just these ``layers`` to peft."""
+    from hpc_tune.model.adapters import Targets
+
+    modules, parameters, adapted, rank = set(), set(), set(), 0
+    for layer in layers:
+        own = _BLOCK.sub("", layer)
+        if (stack := stacks.get(layer)) is not None:
+            tensor = _BLOCK.sub("", stack.tensor)
+            parameters.add(tensor)
+            adapted.add(tensor.rpartition(".")[0])
+            rank = index.shapes[f"{_ADAPTERS}{layer}.lora_A.weight"][0] // stack.num_experts
+        elif own.rpartition(".")[2] in _TAKEN_FOR_STACKS:
+            parameters.add(f"{own}.weight")
+        else:
+            modules.add(own.rpartition(".")[2])
+    return Targets(sorted(modules), tuple(sorted(parameters)), tuple(adapted), rank)

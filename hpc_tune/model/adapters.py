@@ -1,0 +1,272 @@
+"""peft's adapters in a language model on the meta device: on which layers, and of what rank.
+
+tune.targets -> linear layers, and the tensors of experts and routers that are no layers
+-> peft puts an adapter on each -> in the dtype of what is trained
+"""
+
+import difflib
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_tune.config.tune import TuneConfig, patterns_of
+from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.model.experts import chosen_experts, routers_of, stacked_tensors, stacks_of
+from hpc_tune.model.language import LanguageModel
+from hpc_tune.model.modules_to_save import train_modules
+from hpc_tune.model.token_rows import token_ids, train_rows
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What of a model gets adapters: linear layers by name, and tensors by path.
+
+    ``parameters``: stacks of experts, and routers that are no linear layers. ``stacks``: the paths
+    of modules with adapters on stacks, ``expert_rank``: their rank.
+    """
+
+    modules: list[str] | str
+    parameters: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
+    expert_rank: int = 0
+
+
+def with_adapters(
+    language: LanguageModel, tune: TuneConfig, dtype: torch.dtype, directory: Path
+) -> nn.Module:
+    """Return the peft model around a language model: its adapters, and what is trained beside them.
+
+    Raises:
+        ConfigError: if tune.targets match no layer, or one that can have no adapter.
+    """
+    with lazy_imports():
+        from peft import get_peft_model
+
+    from transformers.pytorch_utils import Conv1D
+
+    model, kinds = language.model, (nn.Linear, Conv1D)
+    linear = sorted(
+        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
+    )
+    _require_targets(tune, [name for name, _ in model.named_modules()], linear)
+    targets = targets_of(model, tune)
+    try:
+        with warnings.catch_warnings(), lazy_imports(), _names_as_they_are():
+            # peft asks transformers for an attribute that has a new name, once per rank.
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
+            warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused below
+            wrapped = get_peft_model(
+                model,
+                replace(lora_config(tune, targets), modules_to_save=None),
+                low_cpu_mem_usage=True,
+                autocast_adapter_dtype=True,
+            )
+    except ValueError as error:
+        raise ConfigError(
+            f"tune.targets={tune.targets}: {first_line(error)} "
+            f"Linear layers of this model: {', '.join(linear)}"
+        ) from None
+    layers = [name for name, m in model.named_modules() if hasattr(m, "lora_A")]
+    _require_patterns(tune, layers, targets.stacks)
+    transposed = any(getattr(module, "fan_in_fan_out", False) for module in wrapped.modules())
+    if transposed and tune.method != "lora":
+        raise ConfigError(
+            f"tune.method={tune.method}: this model keeps its weights transposed (Conv1D); use "
+            "tune.method=lora or full"
+        )
+    if others := [n for n, _ in wrapped.named_parameters() if "lora_embedding_A" in n]:
+        raise ConfigError(
+            f"tune.targets={tune.targets}: {others[0].partition('.lora_')[0]} is an embedding; "
+            "adapters are for linear layers"
+        )
+    if hasattr(model.get_output_embeddings(), "lora_A"):
+        _require_head_of_its_own(language, tune)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(_dtype(tune))
+    train_modules(model, tune, language.is_tied, _dtype(tune), dtype)
+    if tokens := token_ids(directory, tune.trainable_tokens):
+        train_rows(model, tokens, language.is_tied, _dtype(tune))
+    return wrapped
+
+
+def _dtype(tune: TuneConfig) -> torch.dtype:
+    return torch.bfloat16 if tune.param_dtype == "bf16" else torch.float32
+
+
+def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
+    """Return what ``tune.targets`` means in a model, before it has adapters.
+
+    In a mixture of experts all-linear means attention, dense layers and shared experts; stacks of
+    experts and routers are adapted where they are named.
+
+    Raises:
+        ConfigError: if experts are named that cannot have adapters with these settings.
+    """
+    routers, stacks = routers_of(model), [path for path, _ in stacks_of(model)]
+    if not stacks:
+        return Targets(tune.targets)
+    named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
+    modules = [name for name in named if name != ALL_LINEAR]
+    adapted = tuple(path for path in stacks if _is_named(path, modules))
+    bare = [path for path, router in routers.items() if _is_bare(router)]
+    chosen = [path for path in bare if _is_named(path, modules)]
+    rest = [n for n in modules if not any(_is_named(path, [n]) for path in (*stacks, *bare))]
+    if ALL_LINEAR in named:
+        rest += _all_linear(model, set(routers))
+    if adapted:
+        _require_plain(tune)
+    parameters = [name for path in adapted for name in stacked_tensors(model, path)]
+    parameters += [f"{path}.weight" for path in chosen]
+    chosen_each = chosen_experts(getattr(model, "config", None))
+    rank = tune.expert_rank or max(1, tune.rank // chosen_each)
+    return Targets(rest, tuple(parameters), adapted, rank)
+
+
+def _is_named(path: str, names: list[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _is_bare(router: nn.Module) -> bool:
+    """Whether a router is no linear layer but holds a matrix as one."""
+    weight = getattr(router, "weight", None)
+    return type(router) is not nn.Linear and isinstance(weight, nn.Parameter) and weight.dim() == 2
+
+
+def _all_linear(model: Any, routers: set[str]) -> list[str]:
+    """Return the paths of all linear layers but routers and the output head."""
+    head = model.get_output_embeddings()
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and path not in routers
+    ]
+
+
+def _require_plain(tune: TuneConfig) -> None:
+    """Refuse adapters on stacks of experts in a form that they do not have."""
+    if tune.method == "dora":
+        raise ConfigError(
+            f"tune.method=dora with experts in tune.targets={tune.targets}: DoRA's magnitudes are "
+            "for linear layers; use tune.method=lora, or leave the experts out"
+        )
+    if tune.dropout:
+        raise ConfigError(
+            f"tune.dropout={tune.dropout:g} with experts in tune.targets={tune.targets}: their "
+            "adapters have none, as peft's; set tune.dropout=0, or leave the experts out"
+        )
+
+
+@contextmanager
+def _names_as_they_are() -> Iterator[None]:
+    """Let peft take target names as they are.
+
+    For families whose experts were linear layers in transformers 4 it takes gate_proj for the
+    stacks of experts and all-linear for routers too, and passes over layers of these names.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # of before it did
+        yield
+        return
+    theirs = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = theirs
+
+
+def _require_head_of_its_own(language: LanguageModel, tune: TuneConfig) -> None:
+    """Refuse adapters on an output head that cannot have them."""
+    if language.is_tied:
+        raise ConfigError(
+            f"tune.targets={tune.targets}: the output head of this model is its embedding, which "
+            "an adapter would change too; leave it out of tune.targets"
+        )
+    if tune.dropout:
+        raise ConfigError(
+            f"tune.dropout={tune.dropout:g} with the output head in tune.targets={tune.targets}: "
+            "dropout is drawn row by row, and the head sees the learned tokens of all rows "
+            "together; set tune.dropout=0, or leave the head out of tune.targets"
+        )
+
+
+def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) -> None:
+    """Refuse a target that is no module's name, which peft passes over beside one that is."""
+    named = [] if isinstance(tune.targets, str) else tune.targets
+    unknown = [
+        name
+        for name in named
+        if name != ALL_LINEAR and not any(_is_named(module, [name]) for module in modules)
+    ]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], linear, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise ConfigError(
+            f"tune.targets={tune.targets}: no layer of this model is called "
+            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}"
+        )
+
+
+def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ...]) -> None:
+    """Refuse a pattern that is no adapted layer's, and two of one: their order is not kept."""
+    plain = [layer for layer in layers if layer.replace(".base_layer", "") not in stacks]
+    for setting in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(tune, setting)
+        if of_experts := [key for path in stacks for key in patterns_of(patterns, path)]:
+            raise ConfigError(
+                f"tune.{setting}: {of_experts[0]} matches {stacks[0]}; the rank of experts is "
+                "tune.expert_rank, and their scale that of the other adapters"
+            )
+        found = {layer: patterns_of(patterns, layer) for layer in plain}
+        used = {key for keys in found.values() for key in keys}
+        if unused := [key for key in patterns if key not in used]:
+            raise ConfigError(
+                f"tune.{setting}: {unused[0]} matches no layer with an adapter; their paths are "
+                f"such as {', '.join(plain[:2])}"
+            )
+        for layer, keys in found.items():
+            if len(keys) > 1:
+                raise ConfigError(
+                    f"tune.{setting}: {' and '.join(keys)} both match {layer}; write them so that "
+                    "one matches"
+                )
+
+
+def lora_config(tune: TuneConfig, targets: Targets) -> Any:
+    """Return the peft configuration of these adapters."""
+    with lazy_imports():
+        from peft import LoraConfig
+
+    ranks, alphas = dict(tune.rank_pattern), dict(tune.alpha_pattern)
+    if targets.stacks:
+        grown = targets.expert_rank / tune.rank
+        alpha = tune.alpha * (math.sqrt(grown) if tune.rslora else grown)  # the scale of the others
+        for name in targets.parameters:
+            if name.rpartition(".")[0] in targets.stacks:
+                ranks[name], alphas[name] = targets.expert_rank, alpha
+    return LoraConfig(
+        r=tune.rank,
+        lora_alpha=tune.alpha,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        use_rslora=tune.rslora,
+        lora_dropout=tune.dropout,
+        target_modules=targets.modules,
+        target_parameters=list(targets.parameters) or None,
+        use_dora=tune.method == "dora",
+        task_type="CAUSAL_LM",
+        modules_to_save=tune.modules_to_save or None,
+    )

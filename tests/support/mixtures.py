@@ -1,0 +1,66 @@
+"""Small mixtures of experts, as directories that stock transformers loads and trains."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.stock import write_small
+
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "vocab_size": 320,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 6},
+    "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "gpt_oss": {"num_local_experts": 6, "sliding_window": 32},
+    "granitemoe": {"num_local_experts": 6},
+    "deepseek_v3": {
+        **{"n_routed_experts": 8, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1},
+        **{"first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "head_dim": 8},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        "num_key_value_heads": 4,
+    },
+}
+
+
+def write_mixture(family: str, directory: Path) -> Path:
+    """Write a mixture with random values and a tokenizer of bytes into ``directory``."""
+    with lazy_imports():
+        from transformers import AutoConfig
+
+    write_tiny(directory)
+    config = AutoConfig.for_model(family, **_SHAPE | _FAMILIES[family])
+    (directory / "model.safetensors").unlink()
+    write_small(config, directory)
+    return directory
+
+
+def spread_experts(directory: Path) -> None:
+    """Make routers choose more evenly: their values are larger than first values are."""
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "gate.weight" in name or "router" in name:
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
+    save_file(tensors, file, metadata={"format": "pt"})

@@ -1,0 +1,82 @@
+"""Exports of mixtures of experts: what stock transformers and peft make of them."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hpc_tune.checkpoint.export import export_adapter, export_merged
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.model.weights import index_model_directory
+from tests.support.mixtures import write_mixture
+from tests.unit.checkpoint.test_export import TOKENS_BT, stock, trained
+
+ATTENTION = TuneConfig(method="lora", rank=4, alpha=6.0)
+EXPERTS = TuneConfig(method="lora", rank=4, alpha=6.0, targets=["all-linear", "experts"])
+ROUTERS = TuneConfig(
+    method="lora", rank=4, alpha=6.0, targets=["q_proj", "experts", "gate"], expert_rank=3
+)
+FULL = TuneConfig(method="full")
+FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss", "granitemoe", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtures")
+    return {family: write_mixture(family, folder / family) for family in FAMILIES}
+
+
+@torch.no_grad()
+def logits(model):
+    lm = model.causal_lm() if hasattr(model, "causal_lm") else model
+    return lm(input_ids=TOKENS_BT, use_cache=False).logits
+
+
+@pytest.mark.parametrize("tune", [ATTENTION, EXPERTS, ROUTERS], ids=["linear", "experts", "router"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_peft_loads_the_adapter_to_the_same_logits(mixtures, tmp_path, family, tune):
+    if tune is ROUTERS and family in ("gpt_oss", "granitemoe"):
+        pytest.skip("its router has another name")
+    if tune is ROUTERS and family == "deepseek_v3":
+        tune = tune.model_copy(update={"targets": ["q_a_proj", "experts", "gate"]})
+    module = trained(mixtures[family], tune, tmp_path / "step")
+    out = export_adapter(tmp_path / "step", tune, mixtures[family], tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(stock(mixtures[family]), out).eval()
+    named = {n for n, _ in loaded.named_parameters() if "lora_" in n}
+    ours = {n.removeprefix("model.") for n, p in module.named_parameters() if p.requires_grad}
+    assert named == ours  # nothing is adapted that we have not trained
+    assert torch.allclose(logits(loaded), logits(module), atol=1e-5)
+    assert not torch.allclose(logits(stock(mixtures[family])), logits(module), atol=1e-3)
+
+
+@pytest.mark.parametrize("tune", [EXPERTS, FULL], ids=["experts", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_model_has_the_files_own_names_and_our_logits(mixtures, tmp_path, family, tune):
+    base = mixtures[family]
+    module = trained(base, tune, tmp_path / "step")
+    out = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
+    stored, merged = (index_model_directory(folder) for folder in (base, out))
+    assert merged.shapes == stored.shapes
+    assert merged.dtypes == stored.dtypes
+    model, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.allclose(logits(model.eval()), logits(module), atol=1e-5)
+    assert not torch.allclose(logits(stock(base)), logits(module), atol=1e-3)
+
+
+def test_experts_have_a_rank_of_their_own_and_the_scale_of_the_others(mixtures, tmp_path):
+    trained(mixtures["mixtral"], EXPERTS, tmp_path / "step")
+    out = export_adapter(tmp_path / "step", EXPERTS, mixtures["mixtral"], tmp_path / "adapter")
+    config = json.loads((out / "adapter_config.json").read_text())
+    stacks = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert config["target_parameters"] == stacks
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert config["rank_pattern"] == dict.fromkeys(stacks, 2)  # 4 / 2 experts per token
+    assert config["alpha_pattern"] == dict.fromkeys(stacks, 3.0)
+    shapes = {n: tuple(t.shape) for n, t in load_file(out / "adapter_model.safetensors").items()}
+    layer = "base_model.model.model.layers.0.mlp.experts"
+    assert shapes[f"{layer}.lora_A.weight"][0] == shapes[f"{layer}.lora_B.weight"][1] == 2 * 6
