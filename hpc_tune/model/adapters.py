@@ -49,29 +49,14 @@ def with_adapters(
     Raises:
         ConfigError: if tune.targets match no layer, or one that can have no adapter.
     """
-    with lazy_imports():
-        from peft import get_peft_model
-
-    from transformers.pytorch_utils import Conv1D
-
-    model, kinds = language.model, (nn.Linear, Conv1D)
+    model, kinds = language.model, (nn.Linear, _conv1d())
     linear = sorted(
         {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
     _require_targets(tune, [name for name, _ in model.named_modules()], linear)
     targets = targets_of(model, tune)
     try:
-        with warnings.catch_warnings(), lazy_imports(), _names_as_they_are():
-            # peft asks transformers for an attribute that has a new name, once per rank.
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
-            warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused below
-            wrapped = get_peft_model(
-                model,
-                replace(lora_config(tune, targets), modules_to_save=None),
-                low_cpu_mem_usage=True,
-                autocast_adapter_dtype=True,
-            )
+        wrapped = _wrapped(model, replace(lora_config(tune, targets), modules_to_save=None))
     except ValueError as error:
         raise ConfigError(
             f"tune.targets={tune.targets}: {first_line(error)} "
@@ -98,6 +83,28 @@ def with_adapters(
     train_modules(model, tune, language.is_tied, _dtype(tune), dtype)
     if tokens := token_ids(directory, tune.trainable_tokens):
         train_rows(model, tokens, language.is_tied, _dtype(tune))
+    return wrapped
+
+
+def _conv1d() -> type[nn.Module]:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D
+
+
+def _wrapped(model: Any, config: Any) -> nn.Module:
+    """Return peft's model around ``model``, without what it warns of in vain."""
+    with lazy_imports():
+        from peft import get_peft_model
+
+    with warnings.catch_warnings(), lazy_imports(), _names_as_they_are():
+        # peft asks transformers for an attribute that has a new name, once per rank.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
+        warnings.filterwarnings("ignore", "The following .*_pattern keys")  # refused below
+        wrapped: nn.Module = get_peft_model(
+            model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True
+        )
     return wrapped
 
 

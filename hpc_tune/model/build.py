@@ -18,7 +18,7 @@ from hpc_tune.model.adapters import with_adapters
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.box import Box
 from hpc_tune.model.dropout import without_dropout
-from hpc_tune.model.experts import without_noise
+from hpc_tune.model.experts import settle_routers
 from hpc_tune.model.identity import identity_of, sample_of
 from hpc_tune.model.language import (
     LanguageModel,
@@ -31,7 +31,7 @@ from hpc_tune.model.language import (
 )
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.objective import objective_of
-from hpc_tune.model.packed_attention import tell_masks_positions, use_document_attention
+from hpc_tune.model.packed_attention import use_document_attention
 from hpc_tune.model.quantize import quantize_linears
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
@@ -83,11 +83,11 @@ class BuiltModel:
     peft's for adapters, the model directory's for full fine-tuning. ``slices`` names the parameters
     of which this rank has only a slice, beside those that are DTensors. ``tied`` is the stored name
     of the weight that is both the embedding and the output head. ``start`` holds the first values
-    of adapters, where they are not new. ``dropout`` holds config.json's dropout rates by name, and
-    ``noise`` the routers' noise in training: neither is applied. Rotary positions that are scaled
-    by a text's length are scaled for ``seq_len`` tokens in every text. ``names`` maps the language
-    model's tensors to their names in the whole model of the directory; ``others`` are parts of its
-    files that are not trained.
+    of adapters, where they are not new. ``dropout`` holds config.json's rates of dropout and of
+    routers' noise by name, which are not applied. Rotary positions that are scaled by a text's
+    length are scaled for ``seq_len`` tokens in every text. ``names`` maps the language model's
+    tensors to their names in the whole model of the directory; ``others`` are parts of its files
+    that are not trained.
     """
 
     module: LossModel
@@ -103,7 +103,6 @@ class BuiltModel:
     slices: Mapping[str, Slice] = field(default_factory=dict)
     start: TensorIndex | None = None
     dropout: Mapping[str, float] = field(default_factory=dict)
-    noise: Mapping[str, float] = field(default_factory=dict)
     seq_len: int | None = None
     names: Names = Names()
     others: tuple[str, ...] = ()
@@ -163,13 +162,12 @@ def build(
     dropout = without_dropout(language_config(whole, directory))
     stored_index = index_model_directory(directory) if weights else None
     full = tune.method == "full"
-    base_dtype = DTYPES[tune.param_dtype] if full else dtype
-    language = language_model(whole, directory, base_dtype, stored_index)
+    of_base = DTYPES[tune.param_dtype] if full else dtype
+    language = language_model(whole, directory, of_base, stored_index)
     model, names = language.model, language.names
     model.config.use_cache = False
     within_documents = use_document_attention(model)
-    tell_masks_positions(model)
-    noise = without_noise(model)
+    dropout |= settle_routers(model)
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if tune.method == "qlora":
@@ -188,11 +186,8 @@ def build(
         if id(tensor) in own_names
     }
     used = {*base_names.values(), names.stored(names.head, index) or ""}
-    saved_names = {
-        name: base_names[name] if full else _peft_name(name, names)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    saved_names = {n: base_names[n] if full else _peft_name(n, names) for n in trained}
     return BuiltModel(
         module,
         language.config,
@@ -205,7 +200,6 @@ def build(
         seed,
         stored[tied] if tied else None,
         dropout=dropout,
-        noise=noise,
         names=names,
         others=parts_beside(stored_index, used) if stored_index is not None else (),
     )

@@ -15,6 +15,7 @@ from torch import nn
 # The module between a stack of experts and the tokens, or a part of it, in its path.
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
 _SHARED = re.compile(r"shared_(expert|mlp)")
+_CORRECTIONS = {"e_score_correction_bias", "expert_bias"}
 _NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
 
 
@@ -92,14 +93,19 @@ def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules() if _ROUTER.search(path)}
 
 
-def without_noise(model: nn.Module) -> dict[str, float]:
+def settle_routers(model: nn.Module) -> dict[str, float]:
     """Let routers choose in training as they do in evaluation; return what was drawn, by name.
 
     Some families multiply a router's input with noise or draw experts at random, anew in each
-    micro-batch: losses would depend on the number of ranks, and a resumed run would differ.
+    micro-batch: losses would depend on the number of ranks, and a resumed run would differ. The
+    biases that correct a router's choice get no gradient: they are made buffers, and stay.
     """
     removed: dict[str, float] = {}
     for module in model.modules():
+        for name in _CORRECTIONS & module._parameters.keys():
+            values = module._parameters.pop(name)
+            assert values is not None
+            module.register_buffer(name, values.detach())
         noise = {name: value for name in _NOISE if (value := getattr(module, name, None))}
         if noise:
             module.training = False

@@ -52,12 +52,9 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
         fields = {key: saved.get(key, {} if "pattern" in key else False) for key in _FIELDS}
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
-    tune = built.tune
-    wanted: dict[str, Any] = {"r": tune.rank, "lora_alpha": tune.alpha, "use_rslora": tune.rslora}
-    wanted |= {"use_dora": tune.method == "dora"}
     model: Any = built.module.model
+    wanted = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
-        wanted[key] = getattr(model.peft_config["default"], key)  # with those of experts
         fields[key] = _in_full(fields[key], wanted[key])
     problems = [
         f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"

@@ -45,6 +45,7 @@ def use_document_attention(model: Any) -> bool:
     """Let a transformers model attend within documents, if its attention can be replaced."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    _tell_masks_positions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False
     AttentionInterface.register(NAME, _attend)
@@ -76,7 +77,7 @@ def _ask_no_device_for_documents() -> None:
     masking_utils.find_packed_sequence_indices = find
 
 
-def tell_masks_positions(model: Any) -> None:
+def _tell_masks_positions(model: Any) -> None:
     """Let a family that makes its masks without positions (gpt-oss) make them with those.
 
     From them transformers sees where documents begin. Only where it has no cache and no mask yet.

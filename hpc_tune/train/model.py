@@ -70,15 +70,9 @@ def build_model(job: Job, fresh: bool) -> Model:
     built = comm.run_and_agree("building the model", make)
     if built.dropout:
         log.warning(
-            "the model's own dropout is off (%s in its config.json): it would differ with the "
-            "number of ranks; tune.dropout is for adapters",
+            "the model's own dropout and noise are off (%s in its config.json): they would differ "
+            "with the number of ranks; tune.dropout is for adapters",
             ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
-        )
-    if built.noise:
-        log.warning(
-            "routers draw no noise in training (%s by config.json): losses would differ with the "
-            "number of ranks",
-            ", ".join(f"{name}={value:g}" for name, value in sorted(built.noise.items())),
         )
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and config.data.seq_len > longest:

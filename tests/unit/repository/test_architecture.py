@@ -62,7 +62,7 @@ OWNERS = {
     "h5py": ("data/",),
     "torch.distributed.fsdp": ("engine/fsdp.py",),
     "transformers": ("model/",),
-    "peft": ("model/build.py",),
+    "peft": ("model/adapters.py",),
     "safetensors": ("model/",),
     "bitsandbytes": ("model/quantize.py",),
     "torchao": ("engine/float8.py",),
