@@ -26,10 +26,11 @@ from matrix_models import MODELS, config_of
 from matrix_ranks import LENGTHS, LR, SEED, STEPS, documents
 
 from hpc_tune.errors import HpcTuneError
+from hpc_tune.model.adapters import names_as_they_are, targets_of
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout
-from hpc_tune.model.experts import routers_of
+from hpc_tune.model.experts import has_experts, routers_of
 from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import decoder_of
@@ -39,7 +40,7 @@ from hpc_tune.step.stages import staging_problems
 from hpc_tune.train.startup.proof import Proof, try_out
 
 ROOT = Path(__file__).resolve().parent.parent
-METHODS = ("lora", "full", "dora", "qlora")
+METHODS = ("lora", "experts", "full", "dora", "qlora")
 LAYOUTS = ("one", "shard", "tensor", "pipeline", "zero3")
 JITTER = 1e-7
 TOLERANCE = 1e-4  # after steps of AdamW, which makes much of little gradients
@@ -118,18 +119,17 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
     load_weights(ours)
     parameters = dict(ours.module.named_parameters())
     values = {saved: parameters[name].detach() for name, saved in ours.saved_names.items()}
+    targets = targets_of(model, settings(row).tune)
     adapters = LoraConfig(
         r=8,
         lora_alpha=16,
-        target_modules="all-linear",
-        exclude_modules=[
-            name for name, part in routers_of(model).items() if isinstance(part, torch.nn.Linear)
-        ]
-        or None,
+        target_modules=targets.modules,
+        target_parameters=list(targets.parameters) or None,
         use_dora=method == "dora",
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(model, adapters)
+    with names_as_they_are():
+        model = get_peft_model(model, adapters)
     assert not set_peft_model_state_dict(model, values).unexpected_keys
     return model
 
@@ -177,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, proof in proofs.items()
             if not proof.loss
             for method in options.methods
+            if method != "experts" or has_experts(read_shape(work / name))  # lora, on experts too
             for layout in LAYOUTS
             if not _refused(name, proof, layout, work / name)
             and not (method == "qlora" and proof.four_bits)
@@ -290,7 +291,8 @@ def _table(
         if proof.loss:
             notes.append(f"- **{name}** is refused: {_short(proof.loss)}.")
             continue
-        for method in methods:
+        is_mixture = has_experts(read_shape(work / name))
+        for method in (m for m in methods if is_mixture or m != "experts"):
             row = [cells.get((name, method, layout), "-") for layout in LAYOUTS]
             for layout, text in zip(LAYOUTS, row, strict=True):
                 if text.startswith("refused: "):

@@ -30,7 +30,7 @@ from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
 LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
-LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3}
+LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3, "experts": 5e-3}
 
 
 def documents() -> list[torch.Tensor]:
@@ -42,9 +42,12 @@ def documents() -> list[torch.Tensor]:
 def settings(row: dict[str, Any]) -> RunConfig:
     """Return a row's configuration."""
     layout = row["layout"]
-    words = [f"tune.method={row['method']}", "tune.rank=8", "tune.alpha=16", "data.eval_path=null"]
+    method = "lora" if row["method"] == "experts" else row["method"]
+    words = [f"tune.method={method}", "tune.rank=8", "tune.alpha=16", "data.eval_path=null"]
     words += [f"model.path={row['directory']}", "data.path=unused.jsonl", f"train.seed={SEED}"]
     words += [f"optim.lr={LR[row['method']]}", "parallel.reshard=micro"]
+    if row["method"] == "experts":
+        words += ["tune.targets=[all-linear, experts]", "tune.expert_rank=8"]
     if layout == "zero3":
         words += ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.reshard=auto"]
     elif layout != "one":

@@ -97,7 +97,7 @@ def _wrapped(model: Any, config: Any) -> nn.Module:
     with lazy_imports():
         from peft import get_peft_model
 
-    with warnings.catch_warnings(), lazy_imports(), _names_as_they_are():
+    with warnings.catch_warnings(), lazy_imports(), names_as_they_are():
         # peft asks transformers for an attribute that has a new name, once per rank.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # and it sets it
@@ -176,7 +176,7 @@ def _require_plain(tune: TuneConfig) -> None:
 
 
 @contextmanager
-def _names_as_they_are() -> Iterator[None]:
+def names_as_they_are() -> Iterator[None]:
     """Let peft take target names as they are.
 
     For families whose experts were linear layers in transformers 4 it takes gate_proj for the
