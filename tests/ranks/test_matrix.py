@@ -30,13 +30,17 @@ def table_of(*words, limit_s=HANG_S):
 
 
 def test_a_sample_of_architectures_has_the_losses_of_stock_tools_in_every_layout():
-    table, shown = table_of("--only", "lfm2", "mixtral", "--methods", "lora")
-    assert set(table) == {("lfm2", "lora")}
+    table, shown = table_of("--only", "lfm2", "mixtral", "bert", "--methods", "lora", "experts")
+    assert set(table) == {("lfm2", "lora"), ("mixtral", "lora"), ("mixtral", "experts")}
+    for method in ("lora", "experts"):
+        of_mixture = [cell for cell in table["mixtral", method] if cell != "-"]
+        assert len(of_mixture) >= 4
+        assert max(map(float, of_mixture)) < 1e-5
     one, shard, tensor, pipeline, zero3 = table["lfm2", "lora"]
     assert max(map(float, (one, shard, zero3))) < 1e-5
     assert (tensor, pipeline) == ("-", "-")
     assert "lfm2, packed: three documents in one row have the loss" in shown
-    assert "**mixtral** is refused: " in shown
+    assert "**bert** is refused: " in shown
 
 
 @pytest.mark.full

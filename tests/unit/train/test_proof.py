@@ -84,8 +84,35 @@ def test_what_transformers_cannot_train_itself_is_refused_with_its_words():
     assert found.loss.startswith("no small model of this kind could be tried: ValueError: embed_")
 
 
-def test_experts_that_are_too_many_to_be_tried_are_named():
-    assert "a mixture of experts" in try_out(config_of("gpt_oss")).loss
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("mixtral", "gpt_oss", "deepseek_v3", "phimoe"),
+        *(
+            pytest.param(kind, marks=pytest.mark.full)
+            for kind in (
+                "qwen2_moe",
+                "qwen3_moe",
+                "olmoe",
+                "granitemoe",
+                "ernie4_5_moe",
+                "glm4_moe",
+            )
+        ),
+    ],
+)
+def test_mixtures_of_experts_are_trained_as_transformers_does_and_packed(kind):
+    fields = {"head_dim": 128} if kind == "glm4_moe" else {}
+    found = try_out(config_of(kind, **fields))
+    assert (found.loss, found.packing, found.kernel) == ("", "", "")
+
+
+@pytest.mark.parametrize("kind", ["lfm2_moe", "jamba"])
+def test_mixtures_with_layers_that_have_a_state_are_trained_row_by_row(kind):
+    fields = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}
+    found = try_out(config_of(kind, **fields if kind == "lfm2_moe" else {}))
+    assert not found.loss
+    assert "three documents in one row" in found.packing
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "qwen3_vl"])
