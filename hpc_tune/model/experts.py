@@ -14,6 +14,7 @@ from torch import nn
 
 # The module between a stack of experts and the tokens, or a part of it, in its path.
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
+ROUTED, OTHERS = "routed experts", "norms, embeddings and the rest"
 _SHARED = re.compile(r"shared_(expert|mlp)")
 _CORRECTIONS = {"e_score_correction_bias", "expert_bias"}
 _NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
@@ -62,9 +63,18 @@ def adapted_tensors(model: nn.Module) -> dict[str, Adapted]:
 
 def has_experts(config: Any) -> bool:
     """Whether a model's configuration has a number of experts above one."""
+    return bool(_counts(config))
+
+
+def _counts(config: Any) -> list[int]:
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     counts = [getattr(config, name, None) for name in names]
-    return any(isinstance(count, int) and count > 1 for count in counts)
+    return [count for count in counts if isinstance(count, int) and count > 1]
+
+
+def chosen_share(config: Any) -> float:
+    """Return which share of a layer's routed experts a token goes through; 1 in a dense model."""
+    return chosen_experts(config) / max(counts) if (counts := _counts(config)) else 1.0
 
 
 def chosen_experts(config: Any) -> int:
@@ -120,17 +130,21 @@ def _always_evaluate(self: Any, mode: bool = True) -> Any:
     return self
 
 
-def kind_of(path: str, parameter: nn.Parameter, is_stack: bool) -> str:
-    """Return what a parameter belongs to, in words: routers, routed or shared experts, ...
+def kinds_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return what each parameter of a mixture belongs to, in words; empty for a dense model.
 
-    ``is_stack``: the module around it holds stacks of experts.
+    Adapters belong to what they are on.
     """
-    if is_stack:
-        return "routed experts"
-    if _SHARED.search(path) and not _ROUTER.search(path):
-        return "shared experts"
-    if _ROUTER.search(path):
-        return "routers"
-    if parameter.dim() < 2:
-        return "norms and biases"
-    return "attention" if "attn" in path or "attention" in path else "dense layers"
+    roots = {path.replace(".base_layer", "") for path, _ in stacks_of(model)}
+    kinds = {}
+    for name, parameter in model.named_parameters() if roots else ():
+        path = name.replace(".base_layer", "")
+        if any(path.startswith(f"{root}.") for root in roots):
+            kinds[parameter] = ROUTED
+        elif _ROUTER.search(path):
+            kinds[parameter] = "routers"
+        elif _SHARED.search(path):
+            kinds[parameter] = "shared experts"
+        else:
+            kinds[parameter] = "attention" if "att" in path else OTHERS
+    return kinds

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.experts import ROUTED, chosen_share, kinds_of
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import four_bit_layers, scale_bytes
@@ -27,7 +28,8 @@ class Weights:
     ``part``: of the decoder blocks; the input embedding, with the head where they are tied; or
     what is behind the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
     all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms and
-    biases, of fewer than two dims. ``num_values`` counts two 4-bit values as one.
+    biases, of fewer than two dims. ``num_values`` counts two 4-bit values as one. ``kind``: what
+    they are in a mixture of experts (``experts.kinds_of``).
     """
 
     part: Part
@@ -36,6 +38,7 @@ class Weights:
     is_vector: bool
     num_values: int = 0
     num_bytes: int = 0
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,13 @@ def measure(module: nn.Module) -> ModelSize:
 def _weights_of(module: LossModel) -> tuple[Weights, ...]:
     roles, blocks = roles_of(module), set(block_list(module).parameters())
     embedding = set(module.causal_lm().get_input_embeddings().parameters())
+    kinds = kinds_of(module)
     groups: dict[Weights, list[nn.Parameter]] = {}
     for p in module.parameters():
         part: Part = "blocks" if p in blocks else "embedding" if p in embedding else "end"
-        alike = Weights(part, roles.get(p, "whole"), p.requires_grad, p.dim() < 2)
+        alike = Weights(
+            part, roles.get(p, "whole"), p.requires_grad, p.dim() < 2, kind=kinds.get(p, "")
+        )
         groups.setdefault(alike, []).append(p)
     return tuple(
         replace(
@@ -172,13 +178,16 @@ def weight_flops(size: ModelSize, model: Any) -> float:
 
     Without recomputation. Two per weight forward and two backward for the gradient of the input,
     two more for the gradient of a trained weight: 4 x frozen + 6 x trained, where the input
-    embedding counts only if it is also the head.
+    embedding counts only if it is also the head, and of routed experts those that a token has.
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = 4.0 * size.num_frozen + 6.0 * size.num_trained
     of_input = [w for w in size.weights if w.part == "embedding" and w.is_trained]
     is_whole = size.is_full or sum(w.num_values for w in of_input) >= embedding > 0
-    return weights - (6.0 if is_whole else 4.0) * embedding
+    routed = [w for w in size.weights if w.kind == ROUTED]
+    idle = sum((6.0 if w.is_trained else 4.0) * w.num_values for w in routed)
+    idle *= 1 - chosen_share(model)
+    return weights - (6.0 if is_whole else 4.0) * embedding - idle
 
 
 def attention_flops(model: Any, lengths: Sequence[int]) -> float:

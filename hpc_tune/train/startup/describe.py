@@ -19,6 +19,7 @@ from hpc_tune.data.files import shown
 from hpc_tune.data.mixture import reached
 from hpc_tune.engine.adamw import for_batch, learning_rate
 from hpc_tune.log import log
+from hpc_tune.model.experts import OTHERS, chosen_experts, chosen_share
 from hpc_tune.model.tf32 import capability_of, multiplies_in_tf32
 from hpc_tune.plan.resolve import Resolved
 from hpc_tune.probe.software import git_commit, versions
@@ -51,6 +52,7 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         "model": f"{config.model.path}: {format_count(model.size.num_parameters)} parameters, "
         + arithmetic_of(config.train, model.built.dtype, capability_of(comm.device)),
         "method": method_of(config.tune, model.size),
+        **({"experts": said} if (said := experts_of(model.size, model.built.config)) else {}),
         "data": _data(config.data, data),
         **_evals(data, config.checkpoint.keep_best),
         "layout": f"{layout}: {resolved.why}",
@@ -212,6 +214,23 @@ def method_of(tune: TuneConfig, size: ModelSize) -> str:
     share = "" if is_full else f" ({size.num_trained / size.num_parameters:.2%})"
     each = ", ".join(f"{format_count(num)} in {kind}" for kind, num in kinds.most_common() if num)
     return f"{tune.method}{adapter}: {format_count(size.num_trained)} trained{share}, {each}"
+
+
+def experts_of(size: ModelSize, model: Any) -> str:
+    """Return how many experts a token has, and which parts of a mixture are trained.
+
+    Nothing for a dense model.
+    """
+    trained: Counter[str] = Counter()
+    for weights in size.weights:
+        if weights.kind:
+            trained[weights.kind] += weights.num_values if weights.is_trained else 0
+    parts = [
+        f"{kind}: {format_count(num) + ' trained' if num else 'frozen'}"
+        for kind, num in sorted(trained.items(), key=lambda item: (item[0] == OTHERS, item[0]))
+    ]
+    each = f"{chosen_experts(model)} of {round(chosen_experts(model) / chosen_share(model))}"
+    return f"{each} for a token; {', '.join(parts)}" if parts else ""
 
 
 def _data(config: DataConfig, data: Data) -> str:
