@@ -59,7 +59,9 @@ class Merged:
     @functools.cached_property
     def _stacks(self) -> Mapping[str, Adapted]:
         """Stacks of experts by an adapter's layer."""
-        return self._storage.stacks if has_experts(read_shape(self._base)) else {}
+        stored = self._stored.shapes.items()
+        may_be = any(len(shape) == 3 or ".experts." in name for name, shape in stored)
+        return self._storage.stacks if may_be and has_experts(read_shape(self._base)) else {}
 
     @functools.cached_property
     def _parts(self) -> Mapping[str, tuple[str, Part]]:

@@ -25,14 +25,16 @@ _TAKEN_FOR_STACKS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_pro
 _BLOCK = re.compile(r".*\.\d+\.")  # up to a block's number
 
 
-@functools.cache
 def stacks_in(base: Path) -> Mapping[str, Adapted]:
     """Return the stacks of experts in the model of a directory, by the layer of an adapter on each.
 
     Empty for a dense model. The layers are named as in the whole model.
     """
-    if not has_experts(read_shape(base)):
-        return {}
+    return _stacks_in(base) if has_experts(read_shape(base)) else {}
+
+
+@functools.cache
+def _stacks_in(base: Path) -> Mapping[str, Adapted]:
     language = language_model(read_config(base), base, torch.float32, None)
     of_whole = language.names.of_whole
     return {of_whole(layer): one for layer, one in adapted_tensors(language.model).items()}

@@ -34,6 +34,7 @@ MUST_MATCH = (
     "tune.alpha",
     "tune.rank_pattern",
     "tune.alpha_pattern",
+    "tune.expert_rank",
     "tune.rslora",
     "tune.dropout",
     "tune.targets",

@@ -229,7 +229,10 @@ def _tune(tune: TuneConfig) -> Iterator[str]:
         return
     if tune.dropout:
         yield "tune.dropout has no effect with tune.method=full; leave it out"
-    for name in ("modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"):
+    for name in (
+        *("modules_to_save", "trainable_tokens", "rank_pattern", "alpha_pattern"),
+        "expert_rank",
+    ):
         if getattr(tune, name):
             yield f"tune.{name} has no effect with tune.method=full; leave it out"
     if tune.rslora:

@@ -11,7 +11,6 @@ reduce-scatter runs in each backward pass, or with reshard=step in the last.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -47,7 +46,7 @@ from hpc_tune.model.dropout import use_row_dropout
 from hpc_tune.model.load import allocate, finish_dora, load_weights
 from hpc_tune.model.neftune import use_neftune
 from hpc_tune.model.objective import Objective
-from hpc_tune.model.regions import Region, local_region
+from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.layout import Layout
 
@@ -160,10 +159,11 @@ class NativeEngine:
         """Return what this rank holds and no rank before it does; see ``base.Engine``."""
         regions = []
         for trained in self._trained:
-            for name, region in self._state_of(trained) if trained.writes else ():
+            for name, number, region in self._state_of(trained) if trained.writes else ():
                 if (local := region.local).numel():
                     what = name, local.dtype, region.box, region.full_shape
-                    regions.append(Region(*what, local.contiguous))
+                    key = f"{name}#{number}" if number else ""
+                    regions.append(Region(*what, local.contiguous, key))
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:
@@ -173,7 +173,7 @@ class NativeEngine:
             CheckpointError: if a tensor is missing or has another shape.
         """
         for trained in self._trained:
-            for name, region in self._state_of(trained):
+            for name, _, region in self._state_of(trained):
                 index.require([name])
                 if region.local.numel():
                     index.fill(region.local, name, region.offset, self._settings.reserve)
@@ -258,12 +258,13 @@ class NativeEngine:
             tied = next(t for t in self._trained if t.saved_name == t.stage.tied)
             self._collectives.all_reduce(tied.local_grad, self._tied_group)
 
-    def _state_of(self, trained: Trained) -> Iterator[tuple[str, LocalRegion]]:
-        region = trained.stage.region(trained.name, trained.parameter)
-        yield trained.saved_name, region
-        for part in MOMENTS:
-            moment, _ = local_region(self._adamw.state[trained.parameter][part])
-            yield f"{part}.{trained.saved_name}", replace(region, local=moment)
+    def _state_of(self, trained: Trained) -> Iterator[tuple[str, int, LocalRegion]]:
+        """Yield names in checkpoints, the numbers of regions of each, and the regions."""
+        state = self._adamw.state[trained.parameter]
+        named = [("", trained.parameter), *((f"{part}.", state[part]) for part in MOMENTS)]
+        for prefix, tensor in named:
+            for number, region in enumerate(trained.stage.regions(trained.name, tensor)):
+                yield f"{prefix}{trained.saved_name}", number, region
 
     def _zero_grad(self) -> None:
         for bucket in self._buckets:

@@ -29,7 +29,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.loss import decoder_of, scale_logits
-from hpc_tune.step.slices import parts_of, style_of
+from hpc_tune.step.slices import EXPERTS, parts_of, stack_cuts, style_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
         style = style_of(name, built.config.base_model_tp_plan)
         if style == "replicated_with_grad_allreduce":
             slicer.partial |= set(module.parameters())
+        elif style == EXPERTS:
+            slicer.experts(module, built.config, name)
         elif style is not None and style.startswith("colwise"):
             slicer.columns(module, gather=style == "colwise_gather_output")
             parent = decoder.get_submodule(name.rpartition(".")[0])
@@ -133,6 +135,28 @@ class _Slicer:
             base.forward = lambda x: F.linear(x, base.weight)
             _after(layer, lambda y: _Sum.apply(y, self._axis) + base.bias.to(y.dtype))
 
+    def experts(self, layer: Any, config: Any, path: str) -> None:
+        """Each expert's inner features are split; the outputs are partial sums.
+
+        So is what routers get back for the weight of an expert's output.
+        """
+        for stack, dim, parts in stack_cuts(layer, config, path):
+            self._cut(stack.owner, stack.name, dim, parts)
+            for a, b in stack.adapters:
+                sliced, whole, of_adapter = (b, a, 0) if parts == 2 else (a, b, 1)
+                self._cut(sliced, "weight", of_adapter, parts)
+                self.partial.add(whole.weight)
+
+        def sum_gradients(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            floats = (isinstance(a, torch.Tensor) and a.is_floating_point() for a in args)
+            return tuple(
+                _SumGradient.apply(a, self._axis) if is_float else a
+                for a, is_float in zip(args, floats, strict=True)
+            )
+
+        layer.register_forward_pre_hook(sum_gradients)
+        _after(layer, lambda y: _Sum.apply(y, self._axis))
+
     def embedding(self, layer: Any) -> None:
         """Each rank holds some tokens' vectors and gives zeros for the others."""
         self._cut(layer, "weight", 0)
@@ -156,16 +180,16 @@ class _Slicer:
         self.columns(layer, gather=False)
         layer.first_token = self.slices[parts_of(layer)[0].weight].start
 
-    def _cut(self, owner: Any, name: str, dim: int) -> None:
+    def _cut(self, owner: Any, name: str, dim: int, parts: int = 1) -> None:
         full = getattr(owner, name)
         if full is None:
             return
         if full not in self.slices and full not in self._cuts:
-            rank, size, length = self._axis.rank, self._axis.size, full.shape[dim]
+            rank, size, length = self._axis.rank, self._axis.size, full.shape[dim] // parts
             start, stop = length * rank // size, length * (rank + 1) // size
-            local = full.detach().narrow(dim, start, stop - start)
+            local = full.detach().narrow(dim, 0, parts * (stop - start))
             sliced = nn.Parameter(torch.empty_like(local), full.requires_grad)
-            self.slices[sliced] = Slice(dim, start, tuple(full.shape))
+            self.slices[sliced] = Slice(dim, start, tuple(full.shape), parts)
             self._cuts[full] = sliced
         setattr(owner, name, self._cuts.get(full, full))
 

@@ -52,11 +52,15 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a tensor-parallel slice lies in its full tensor: from ``start`` along ``dim``."""
+    """Where a slice lies in its full tensor: from ``start`` along ``dim``.
+
+    ``parts``: the full tensor is so many equal ones along ``dim``, and a slice is one of each.
+    """
 
     dim: int
     start: int
     full_shape: tuple[int, ...]
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,13 +128,23 @@ class BuiltModel:
         stored = self.base_names.get(name)
         return None if stored is None else (self.index, stored)
 
-    def region(self, name: str, tensor: torch.Tensor) -> LocalRegion:
-        """Return what this rank holds of ``tensor``, laid out as the parameter ``name`` is."""
+    def regions(self, name: str, tensor: torch.Tensor) -> list[LocalRegion]:
+        """Return what this rank holds of ``tensor``, laid out as the parameter ``name`` is.
+
+        One region, but for a slice of each of several parts. They are views of the tensor.
+        """
         local, offset = local_region(tensor.detach())
         if (cut := self.slices.get(name)) is None:
-            return LocalRegion(local, offset, tuple(tensor.shape))
-        moved = (*offset[: cut.dim], offset[cut.dim] + cut.start, *offset[cut.dim + 1 :])
-        return LocalRegion(local, moved, cut.full_shape)
+            return [LocalRegion(local, offset, tuple(tensor.shape))]
+        dim, width = cut.dim, cut.full_shape[cut.dim] // cut.parts
+        return [
+            LocalRegion(
+                part,
+                (*offset[:dim], offset[dim] + cut.start + number * width, *offset[dim + 1 :]),
+                cut.full_shape,
+            )
+            for number, part in enumerate(local.chunk(cut.parts, dim))
+        ]
 
     @property
     def identity(self) -> str:

@@ -75,20 +75,20 @@ def load_weights(
     for name, parameter in stored_tensors(built.module):
         if not parameters and isinstance(parameter, nn.Parameter):
             continue
-        region = built.region(name, parameter)
-        found = built.read_from(name)
-        if found is None or found[0] is built.start:
-            _init_adapter(built, name, region, reserve)
-            continue
-        _, stored = found
-        if name in packed:
-            start = region.offset[0]
-            fill_packed(packed[name], region.local, start, built.index, stored, reserve)
-        else:
+        for number, region in enumerate(built.regions(name, parameter)):
+            found = built.read_from(name)
+            if found is None or found[0] is built.start:
+                _init_adapter(built, name, region, reserve)
+                continue
+            _, stored = found
+            if name in packed:
+                start = region.offset[0]
+                fill_packed(packed[name], region.local, start, built.index, stored, reserve)
+                continue
             if not _map_pages(built.index, stored, parameter, region) and region.local.numel():
                 built.index.fill(region.local, stored, region.offset, reserve)
             if isinstance(parameter, nn.Parameter):  # a buffer may be inf, as Gemma 4's limits
-                own = built.region(name, parameter).local
+                own = built.regions(name, parameter)[number].local
                 built.index.require_finite(own, stored, region.offset)
     _init_buffers(built.module.causal_lm())
     for part in built.module.modules():
@@ -109,6 +109,8 @@ def _map_pages(
     pages = index.mapped(stored, parameter.dtype)
     if pages is None or tuple(pages.shape) != region.full_shape:
         return False
+    if region.local.shape != parameter.shape:  # one of several parts
+        return False
     parameter.data = pages[region.box.slices()]
     return True
 
@@ -122,8 +124,8 @@ def load_trained(built: BuiltModel, checkpoint: Path) -> None:
     index = index_checkpoint(checkpoint)
     for name, parameter in built.module.named_parameters():
         if saved := built.saved_names.get(name):
-            region = built.region(name, parameter)
-            index.fill(region.local, saved, region.offset)
+            for region in built.regions(name, parameter):
+                index.fill(region.local, saved, region.offset)
 
 
 def _init_adapter(built: BuiltModel, name: str, region: LocalRegion, reserve: Reserve) -> None:

@@ -5,6 +5,7 @@ See ``engine/tensor_parallel.py``, which cuts and connects the slices.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import gcd
 from typing import Any, Literal
 
@@ -13,10 +14,28 @@ from torch import nn
 from hpc_tune.model.loss import LossModel, decoder_of
 
 Role = Literal["slice", "partial"]
+EXPERTS = "moe_tp_experts"  # the style of a module with stacks of experts
 _STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
-    "replicated_with_grad_allreduce",
+    *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS),
 }
+_INNER = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
+_ALIGNED = 4  # inner features of an expert in a slice: products of experts want 16 bytes
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A stack of experts: its name in its module, the tensor, and the (A, B) of each adapter."""
+
+    name: str
+    owner: Any
+    adapters: list[tuple[Any, Any]]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The tensor."""
+        parameter: nn.Parameter = getattr(self.owner, self.name)
+        return parameter
 
 
 def slicing_problems(config: Any, ranks: int) -> list[str]:
@@ -29,11 +48,19 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
         ]
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    features = config.intermediate_size  # or those of each layer
-    counts = {"intermediate features": features if isinstance(features, int) else gcd(*features)}
-    if "colwise" in plan.values():
+    features = getattr(config, "intermediate_size", None)  # or those of each layer
+    features = [features or 0] if isinstance(features, int | None) else features
+    counts = {"intermediate features": gcd(*features)}  # none where all layers have experts
+    for name in _INNER:
+        if isinstance(width := getattr(config, name, None), int) and width:
+            counts[name] = width
+    if EXPERTS in plan.values():
+        width = counts.get("moe_intermediate_size", counts["intermediate features"])
+        counts[f"times {_ALIGNED} inner features of an expert"] = width // _ALIGNED
+    splits_attention = any("attn" in name or "attention" in name for name in plan)
+    if splits_attention and "colwise" in plan.values():
         counts |= {"attention heads": heads, "key-value heads": kv_heads}
-    else:  # gathered before they are split into heads
+    elif splits_attention:  # gathered before they are split into heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         counts |= {"fused projections": (heads + 2 * kv_heads) * head_dim}
     if all(count % ranks == 0 for count in counts.values()):
@@ -46,6 +73,24 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
     ]
 
 
+def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[Stacked, int, int]]:
+    """Return the stacks of an experts' module, the dimension of each that is cut, and its parts.
+
+    A rank has a share of each expert's inner features. Gate and up lie one after the other in one
+    stack, whose two parts are cut each by itself.
+    """
+    plan, cuts = config.base_model_tp_plan, []
+    stacks = stacked_in(layer)
+    is_turned = any(style_of(f"{path}.{s.name}", plan) == "packed_rowwise" for s in stacks)
+    for stack in stacks:
+        style = style_of(f"{path}.{stack.name}", plan) or ""
+        if style.startswith("packed"):
+            cuts.append((stack, 2 if is_turned else 1, 2))
+        else:
+            cuts.append((stack, 1 if is_turned else 2, 1))
+    return cuts
+
+
 def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
     """Return what ``slice_model`` would leave a rank of each parameter that it changes.
 
@@ -53,7 +98,10 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
     """
     roles: dict[nn.Parameter, Role] = {}
     head = module.causal_lm().get_output_embeddings()
-    for layer, style in [*_styled(module), (head, "colwise")]:
+    for path, layer, style in [*_styled(module), ("", head, "colwise")]:
+        if style == EXPERTS:
+            roles |= _roles_of_experts(layer, module.config, path)
+            continue
         base, adapters = parts_of(layer)
         if style == "replicated_with_grad_allreduce":
             roles |= {parameter: "partial" for parameter in layer.parameters()}
@@ -69,23 +117,33 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
     return roles | {embedding.weight: "slice"}
 
 
+def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, Role]:
+    roles: dict[nn.Parameter, Role] = {}
+    for stack, _, parts in stack_cuts(layer, config, path):
+        roles[stack.parameter] = "slice"
+        for a, b in stack.adapters:
+            sliced, whole = (b, a) if parts == 2 else (a, b)
+            roles[sliced.weight], roles[whole.weight] = "slice", "partial"
+    return roles
+
+
 def gathered_features(module: LossModel) -> tuple[int, int]:
     """Return the features of a token that the axis gathers in all blocks, forward and backward."""
-    layers = [(parts_of(layer)[0], style) for layer, style in _styled(module)]
+    layers = [(parts_of(layer)[0], style) for _, layer, style in _styled(module)]
     return (
         sum(layer.out_features for layer, style in layers if style == "colwise_gather_output"),
         sum(layer.in_features for layer, style in layers if style == "rowwise_split_input"),
     )
 
 
-def _styled(module: LossModel) -> Iterator[tuple[Any, str]]:
-    """Yield the layers that the model's plan names, and their styles; none without a plan."""
+def _styled(module: LossModel) -> Iterator[tuple[str, Any, str]]:
+    """Yield the layers that the model's plan names: paths and styles; none without a plan."""
     plan = getattr(module.config, "base_model_tp_plan", None) or {}
     if not set(plan.values()) <= _STYLES:
         return
     for name, layer in decoder_of(module.causal_lm()).named_modules():
         if (style := style_of(name, plan)) is not None:
-            yield layer, style
+            yield name, layer, style
 
 
 def style_of(name: str, plan: dict[str, str]) -> str | None:
@@ -98,3 +156,13 @@ def parts_of(layer: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     if not hasattr(layer, "base_layer"):
         return layer, []
     return layer.base_layer, [(layer.lora_A[name], layer.lora_B[name]) for name in layer.lora_A]
+
+
+def stacked_in(layer: Any) -> list[Stacked]:
+    """Return the stacks of an experts' module, which adapters may be wrapped around one by one."""
+    adapters: dict[str, list[tuple[Any, Any]]] = {}
+    while hasattr(layer, "base_layer"):
+        adapters[layer.parameter_name] = [(layer.lora_A[n], layer.lora_B[n]) for n in layer.lora_A]
+        layer = layer.base_layer
+    own = [name for name, p in layer.named_parameters(recurse=False) if p.dim() == 3]
+    return [Stacked(name, layer, adapters.get(name, [])) for name in own]

@@ -35,6 +35,7 @@ from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
+from hpc_tune.model.scoped import batch_context
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
@@ -299,10 +300,11 @@ class _Trial:
                 barrier.abort()
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with batch_context.of(batch_context.batch):  # which they leave as it may come
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if errors:
             raise errors[0]
         if any(_differ(loss, sum(self.losses)) for loss in losses):
@@ -361,7 +363,8 @@ def _joined(models: list[Any]) -> dict[str, torch.Tensor]:
         if first is None or second is None:
             continue
         if cut := one.slices.get(name):
-            joined[name] = torch.cat([first, second], dim=cut.dim)
+            parts = zip(*(g.chunk(cut.parts, cut.dim) for g in (first, second)), strict=True)
+            joined[name] = torch.cat([piece for pair in parts for piece in pair], dim=cut.dim)
         else:
             joined[name] = first + second if name in partial else first
             if name not in partial and not torch.allclose(first, second, rtol=1e-3, atol=1e-5):

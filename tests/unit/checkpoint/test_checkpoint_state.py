@@ -22,6 +22,7 @@ OTHER = {
     "tune.rank": 8,
     "tune.alpha": 1.0,
     "tune.rank_pattern": {"q_proj": 8},
+    "tune.expert_rank": 4,
     "tune.alpha_pattern": {"q_proj": 8.0},
     "tune.rslora": True,
     "tune.dropout": 0.5,

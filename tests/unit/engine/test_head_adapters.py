@@ -43,7 +43,7 @@ def loaded(built):
     load_weights(built)
     for name, parameter in built.module.named_parameters():
         if "lora_B" in name:
-            region = built.region(name, parameter)
+            (region,) = built.regions(name, parameter)
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             full = torch.randn(region.full_shape, generator=generator)
             box = zip(region.offset, region.local.shape, strict=True)

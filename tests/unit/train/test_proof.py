@@ -25,6 +25,7 @@ def config_of(kind, **said):
         ("gemma2", {}),
         ("opt", {}),
         ("gpt_neox", {}),
+        ("bloom", {}),
         # Scales of the embeddings and the logits: in a pipeline they must come once.
         ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}),
         ("hyperclovax", {"embedding_multiplier": 10.0, "logits_scaling": 0.125}),
@@ -39,7 +40,6 @@ def test_what_is_trained_right_is_found_right_in_every_way(kind, said):
     [
         ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
         ("qwen3_5_text", {}),
-        ("bloom", {}),
     ],
 )
 def test_a_model_that_mixes_the_documents_of_a_row_is_found(kind, said):
