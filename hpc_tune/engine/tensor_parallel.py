@@ -142,8 +142,7 @@ class _Slicer:
         """
         for stack, dim, parts in stack_cuts(layer, config, path):
             self._cut(stack.owner, stack.name, dim, parts)
-            for a, b in stack.adapters:
-                sliced, whole, of_adapter = (b, a, 0) if parts == 2 else (a, b, 1)
+            for sliced, whole, of_adapter in stack.cut_adapters(dim):
                 self._cut(sliced, "weight", of_adapter, parts)
                 self.partial.add(whole.weight)
 

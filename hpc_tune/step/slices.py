@@ -25,7 +25,7 @@ _ALIGNED = 4  # inner features of an expert in a slice: products of experts want
 
 @dataclass(frozen=True)
 class Stacked:
-    """A stack of experts: its name in its module, the tensor, and the (A, B) of each adapter."""
+    """A stack of experts: its name in its module, which is ``owner``, and the (A, B) of adapters."""
 
     name: str
     owner: Any
@@ -36,6 +36,12 @@ class Stacked:
         """The tensor."""
         parameter: nn.Parameter = getattr(self.owner, self.name)
         return parameter
+
+    def cut_adapters(self, dim: int) -> Iterator[tuple[Any, Any, int]]:
+        """Yield of each adapter what a cut of the stack along ``dim`` cuts, what not, and where."""
+        outputs = 2 if getattr(self.owner, "is_transposed", False) else 1  # to peft
+        for a, b in self.adapters:
+            yield (b, a, 0) if dim == outputs else (a, b, 1)
 
 
 def slicing_problems(config: Any, ranks: int) -> list[str]:
@@ -119,10 +125,9 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
 
 def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, Role]:
     roles: dict[nn.Parameter, Role] = {}
-    for stack, _, parts in stack_cuts(layer, config, path):
+    for stack, dim, _ in stack_cuts(layer, config, path):
         roles[stack.parameter] = "slice"
-        for a, b in stack.adapters:
-            sliced, whole = (b, a) if parts == 2 else (a, b)
+        for sliced, whole, _ in stack.cut_adapters(dim):
             roles[sliced.weight], roles[whole.weight] = "slice", "partial"
     return roles
 
