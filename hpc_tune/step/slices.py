@@ -25,7 +25,7 @@ _ALIGNED = 4  # inner features of an expert in a slice: products of experts want
 
 @dataclass(frozen=True)
 class Stacked:
-    """A stack of experts: its name in its module, which is ``owner``, and the (A, B) of adapters."""
+    """A stack of experts: its name in its module ``owner``, and the (A, B) of each adapter."""
 
     name: str
     owner: Any
