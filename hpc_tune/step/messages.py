@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpc_tune.config.parallel import AXES
+from hpc_tune.model.experts import chosen_experts
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
 from hpc_tune.step.plan import Micro, StepPlan
 from hpc_tune.step.rings import Kind, sent_bytes
+from hpc_tune.step.slices import Sums
 
 ENDS = ("ends of the pipeline",)
 # All-reduces of a block on the tensor axis (arXiv:1909.08053).
@@ -135,20 +137,27 @@ def tensor_messages(
     """Yield the messages of activations on the tensor axis.
 
     Per block two all-reduces of tokens x hidden forward, of products, and two backward, of what
-    flows between blocks (arXiv:1909.08053); one for the embedding. A frozen one, behind which no
-    norm is trained, needs no gradient from the first block. A block that runs again does its first
-    sum again, and stops before its last. The head, where the rank has it: the gradient of the
-    tokens with loss, and three numbers of each in fp32, again where their logits are computed
-    again. And what a plan gathers.
+    flows between blocks (arXiv:1909.08053), in a mixture of experts others; one for the embedding.
+    A frozen one, behind which no norm is trained, needs no gradient from the first block. A block
+    that runs again does its first sums again, and stops before its last. The head, where the rank
+    has it: the gradient of the tokens with loss, and three numbers of each in fp32, again where
+    their logits are computed again. And what a plan gathers.
     """
     model, over = plan.model, partial(_over, plan, "all_reduce", ("tensor",))
     values, wire = plan.values(computed), plan.wire_itemsize
     blocks, is_first = plan.blocks_of(place), place == 0
     recomputes = recomputes or plan.parallel.recompute != "none"
-    forward = blocks * (FORWARD_SUMS + recomputes)
-    backward = blocks * BACKWARD_SUMS - (is_first and not plan.size.trains_first)
+    layers = int(model.num_hidden_layers)
+    sums = plan.size.sums or Sums(FORWARD_SUMS * layers, BACKWARD_SUMS * layers)
+    forward = sums.forward * blocks // layers
+    forward += max(0, forward - blocks) if recomputes else 0
+    backward = sums.backward * blocks // layers
+    backward -= sums.of_input and is_first and not plan.size.trains_first
     yield over(values * plan.itemsize, forward)
     yield over(values * wire, backward)
+    if sums.routed:
+        weights = values // model.hidden_size * chosen_experts(model)
+        yield over(weights * wire, sums.routed * blocks // layers)
     if is_first:
         itemsize = plan.itemsize if plan.gathers_cast else wire
         yield over(values * itemsize)

@@ -13,7 +13,7 @@ from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import four_bit_layers, scale_bytes
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.slices import Role, gathered_features, roles_of
+from hpc_tune.step.slices import Role, Sums, gathered_features, roles_of, sums_of
 
 Part = Literal["blocks", "embedding", "end"]
 MOMENTS = 2  # of each trained value, which AdamW keeps
@@ -47,7 +47,7 @@ class ModelSize:
 
     ``scale_bytes`` are those that tell what a 4-bit base's codes mean. ``weights``: all parameters
     by what layouts do with them. ``gathered_features``: those of a token that the tensor axis
-    gathers in all blocks, forward and backward.
+    gathers in all blocks, forward and backward; ``sums``: what it adds up in them.
     """
 
     num_frozen: int
@@ -57,6 +57,7 @@ class ModelSize:
     scale_bytes: int = 0
     weights: tuple[Weights, ...] = ()
     gathered_features: tuple[int, int] = (0, 0)
+    sums: Sums | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -116,6 +117,7 @@ def measure(module: nn.Module) -> ModelSize:
         sum(map(scale_bytes, packed)),
         () if model is None else _weights_of(model),
         (0, 0) if model is None else gathered_features(model),
+        None if model is None else sums_of(model),
     )
 
 

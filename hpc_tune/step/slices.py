@@ -132,6 +132,32 @@ def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, 
     return roles
 
 
+@dataclass(frozen=True)
+class Sums:
+    """All-reduces of the tensor axis in all blocks of a model.
+
+    ``forward``: of products; ``backward``: of their inputs' gradients, a block's first of them that
+    of its input with ``of_input``; ``routed``: of the gradients of what routers give experts.
+    """
+
+    forward: int
+    backward: int
+    routed: int = 0
+    of_input: bool = True
+
+
+def sums_of(module: LossModel) -> Sums:
+    """Return the sums of ``slice_model``: one for each product that is split by its inputs, and one
+    for the input of all that are split by their outputs and share it.
+    """
+    styled = [(path, style) for path, _, style in _styled(module)]
+    experts = sum(style == EXPERTS for _, style in styled)
+    forward = sum(style.startswith("rowwise") for _, style in styled)
+    sharing = {path.rpartition(".")[0] for path, style in styled if style.startswith("colwise")}
+    of_input = not styled or any("attn" in path or "attention" in path for path in sharing)
+    return Sums(forward + experts, len(sharing) + experts, experts, of_input)
+
+
 def gathered_features(module: LossModel) -> tuple[int, int]:
     """Return the features of a token that the axis gathers in all blocks, forward and backward."""
     layers = [(parts_of(layer)[0], style) for _, layer, style in _styled(module)]
