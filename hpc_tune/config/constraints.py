@@ -22,6 +22,7 @@ def check(config: RunConfig) -> list[str]:
         *of_zero,
         *_offload_path(parallel),
         *_parallel(parallel, tune.method),
+        *(_experts(parallel, tune, train) if parallel.expert > 1 else ()),
         *(beside_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_float8(train, tune.method, config.model.dtype, config.run.device),
         *_beside_float8(train, tune),
@@ -60,6 +61,27 @@ def _without_zero(parallel: ParallelConfig) -> Iterator[str]:
         yield f"parallel.offload_params=nvme {needs}"
     if parallel.offload_optimizer != "none":
         yield f"parallel.offload_optimizer={parallel.offload_optimizer} {needs}"
+
+
+def _experts(parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
+    """Yield what is wrong with experts that are dealt over the shard axis."""
+    said = f"parallel.expert={parallel.expert}"
+    if parallel.shard != parallel.expert:
+        yield (
+            f"{said} deals experts over the ranks of parallel.shard, which is "
+            f"{parallel.shard or 'unset'}; set both to the same number"
+        )
+    others = {
+        "parallel.zero_stage": parallel.zero_stage is not None,
+        "parallel.tensor": (parallel.tensor or 1) > 1,
+        "parallel.offload_params": parallel.offload_params != "none",
+        "parallel.layout=auto": parallel.layout == "auto",
+        "tune.method=qlora": tune.method == "qlora",
+        "train.compile": train.compile,
+    }
+    for name, is_set in others.items():
+        if is_set:
+            yield f"{said} with {name} is not available; leave one of them out"
 
 
 def _zero(

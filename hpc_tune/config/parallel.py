@@ -48,6 +48,13 @@ class ParallelConfig(Section):
         "it suits slow links; give each rank several micro-batches per step, or it is idle for "
         "long. Unset: 1.",
     )
+    expert: PositiveInt = Field(
+        1,
+        description="Ranks over which the routed experts of a mixture are dealt: they stay where "
+        "they are, and tokens are sent to them (arXiv:2006.16668). It must be parallel.shard, "
+        "whose ranks else gather all experts' weights for their tokens. For few tokens per step "
+        "and many or large experts. 1: not dealt.",
+    )
     stages_per_rank: PositiveInt = Field(
         1,
         description="Pipeline stages that each rank holds. 1: the 1F1B schedule "

@@ -73,20 +73,24 @@ def parameter_groups(
     """Return AdamW's groups, each with the ``lr_ratio`` by which its rate is lr's.
 
     Matrices get weight decay, vectors (norms, biases, magnitudes) do not. The ratio of B and
-    vectors is optim.lora_b_ratio, as in peft's ``create_loraplus_optimizer``.
+    vectors is optim.lora_b_ratio, as in peft's ``create_loraplus_optimizer``. What FSDP2 shards is
+    apart from what it does not: the fused update takes no mixture of them.
     """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         is_vector = parameter.dim() < 2
         is_faster = optim.lora_b_ratio != 1 and (is_vector or ".lora_B." in name)
-        groups.setdefault((is_vector, is_faster), []).append(parameter)
+        key = (is_vector, is_faster, isinstance(parameter, DTensor))
+        groups.setdefault(key, []).append(parameter)
     return [
         {
             "params": parameters,
             "weight_decay": 0.0 if is_vector else optim.weight_decay,
             "lr_ratio": optim.lora_b_ratio if is_faster else 1.0,
         }
-        for (is_vector, is_faster), parameters in sorted(groups.items(), key=lambda item: item[0])
+        for (is_vector, is_faster, _), parameters in sorted(
+            groups.items(), key=lambda item: item[0]
+        )
     ]
 
 

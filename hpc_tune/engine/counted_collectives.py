@@ -66,6 +66,24 @@ class CountedCollectives:
             dist.all_gather(parts, tensor, group=group)
         return parts
 
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        receive: list[int] | None,
+        send: list[int] | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Send ``send[r]`` rows of ``x`` to rank r of the group, and fill ``out`` with what comes.
+
+        None: as many rows to each.
+        """
+        own = group.rank()
+        kept = x.shape[0] // group.size() if send is None else send[own]
+        row = x.nbytes // x.shape[0] if x.shape[0] else 0
+        with self.counted("all_to_all", (x.shape[0] - kept) * row):
+            dist.all_to_all_single(out, x, receive, send, group=group)
+
     def count(self, kind: str, num_bytes: int) -> None:
         """Count bytes that are sent elsewhere."""
         if num_bytes:

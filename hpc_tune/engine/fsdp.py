@@ -36,6 +36,8 @@ def shard(
     full, parallel = plan.size.is_full, plan.parallel
     parameters = built.module.parameters()
     whole = {p for p in parameters if plan.stays_whole(p.requires_grad, p.dim() < 2)}
+    if parallel.expert > 1:  # dealt, not sharded
+        whole |= {p for n, p in built.module.named_parameters() if n in built.slices}
     if plan.gathers_cast and built.module.first_stage:
         # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
         embedding = built.module.causal_lm().get_input_embeddings()

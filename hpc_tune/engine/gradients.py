@@ -28,7 +28,8 @@ class Trained:
 
     ``partial``: its gradient is a part of a sum over the tensor axis. ``copies``: how many ranks
     hold the same values. ``tied``: it is the last stage's copy of the embedding, which the first
-    stage owns. ``writes``: this rank writes it into checkpoints.
+    stage owns. ``writes``: this rank writes it into checkpoints. ``dealt``: it is of experts that
+    are dealt over the shard axis.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Trained:
     copies: int
     tied: bool
     writes: bool
+    dealt: bool = False
 
     @property
     def saved_name(self) -> str:
@@ -56,24 +58,31 @@ class Trained:
         return local_region(self.parameter.grad)[0]
 
 
-def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[Trained]:
-    """Describe the trained parameters of an allocated stage, in the model's order."""
+def trained_of(
+    stage: BuiltModel, mesh: Mesh, partial: frozenset[str], is_dealt: bool = False
+) -> list[Trained]:
+    """Describe the trained parameters of an allocated stage, in the model's order.
+
+    ``is_dealt``: its slices are experts, dealt over the shard axis.
+    """
     layout, coordinates, trained = mesh.layout, mesh.coordinates, []
     for name, parameter in stage.module.named_parameters():
         if not parameter.requires_grad:
             continue
         sharded, sliced = isinstance(parameter, DTensor), name in stage.slices
+        dealt = sliced and is_dealt
         copies = layout.replicate
-        copies *= 1 if sharded else layout.shard
+        copies *= 1 if sharded or dealt else layout.shard
         copies *= 1 if sliced else layout.tensor
         tied = not stage.module.first_stage and stage.saved_names[name] == stage.tied
         writes = (
             coordinates.replicate == 0
-            and (sharded or coordinates.shard == 0)
+            and (sharded or dealt or coordinates.shard == 0)
             and (sliced or coordinates.tensor == 0)
             and not tied
         )
-        trained.append(Trained(name, stage, parameter, name in partial, copies, tied, writes))
+        told = (name in partial, copies, tied, writes, dealt)
+        trained.append(Trained(name, stage, parameter, *told))
     return trained
 
 
@@ -150,13 +159,13 @@ def make_buckets(
     reserve: Reserve = reserve_nothing,
 ) -> list[Bucket]:
     """Make the flat buffers: one for the gradients that are all-reduced over the same ranks."""
-    groups: dict[tuple[bool, int, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, int, bool, bool], list[nn.Parameter]] = {}
     for weight in trained:
         if not weight.sharded:
-            key = weight.partial, weight.copies, weight.tied
+            key = weight.partial, weight.copies, weight.tied, weight.dealt
             groups.setdefault(key, []).append(weight.parameter)
     buckets = []
-    for (partial, copies, tied), parameters in groups.items():
+    for (partial, copies, tied, dealt), parameters in groups.items():
         num = sum(p.numel() for p in parameters)
         if device.type == "cpu":
             reserve(num * parameters[0].dtype.itemsize)
@@ -165,7 +174,7 @@ def make_buckets(
         for parameter in parameters:
             parameter.grad = flat[position : position + parameter.numel()].view_as(parameter)
             position += parameter.numel()
-        group = mesh.group(*plan.reducing_axes(partial))
+        group = mesh.group(*plan.reducing_axes(partial, dealt))
         buckets.append(Bucket(flat, group, copies, tied, parameters))
     return buckets
 

@@ -23,6 +23,7 @@ from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks
 from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.engine.expert_parallel import deal_experts, send_tokens
 from hpc_tune.engine.float8 import check_float8, use_float8
 from hpc_tune.engine.fsdp import before_backward, release_gathered, shard
 from hpc_tune.engine.gradients import (
@@ -319,7 +320,7 @@ def _load_stages(
     for cut in cuts:
         stage, partial = _load_stage(cut, settings, mesh, collectives)
         stages.append(stage)
-        trained += trained_of(stage, mesh, partial)
+        trained += trained_of(stage, mesh, partial, settings.parallel.expert > 1)
     return stages, trained
 
 
@@ -335,10 +336,16 @@ def _load_stage(
     partial: frozenset[str] = frozenset()
     if mesh.tensor is not None:
         stage, partial = slice_model(stage, Axis(mesh.tensor, collectives))
+    if parallel.expert > 1:
+        stage = deal_experts(stage, mesh.coordinates.shard, parallel.expert)
     if train.float8:
         check_float8(device)
         use_float8(blocks)
     use_own_layers(stage.module, blocks, train.compile, stage.dtype, device)
+    if parallel.expert > 1:
+        experts_group = mesh.group("shard")
+        assert experts_group is not None
+        send_tokens(stage.module, experts_group, collectives)
     checkpoint_blocks(blocks, parallel.recompute)
     if train.compile:
         compile_blocks(blocks)

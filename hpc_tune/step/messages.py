@@ -71,6 +71,7 @@ def step_messages(
     yield from gathered_weights(plan, len(computed), place)
     yield from summed_gradients(plan, len(computed), place)
     yield from tensor_messages(plan, computed, recomputes, place)
+    yield from expert_messages(plan, computed, recomputes, place)
     if layout.pipeline > 1:
         # Each stage's output forward, its input's gradient backward, but at the model's ends.
         hops = 2 * plan.parallel.stages_per_rank - (place in (0, layout.pipeline - 1))
@@ -114,7 +115,7 @@ def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
     held = plan.held_by(place)
     for weights in held:
         if weights.is_trained and not plan.is_sharded(weights):
-            axes = plan.reducing_axes(weights.role == "partial")
+            axes = plan.reducing_axes(weights.role == "partial", plan.deals(weights.kind))
             yield _over(plan, "all_reduce", axes, weights.num_bytes)
     if not plan.size.is_full:
         return
@@ -173,6 +174,25 @@ def tensor_messages(
     gathered = tokens * plan.itemsize * features * blocks // model.num_hidden_layers
     if gathered:
         yield _over(plan, "all_gather", ("tensor",), gathered)
+
+
+def expert_messages(
+    plan: StepPlan, computed: Sequence[Micro], recomputes: bool = False, place: int = 0
+) -> Iterator[Message]:
+    """Yield the messages of tokens to experts that are dealt over the shard axis, and back.
+
+    Where routers choose evenly: each of a token's experts gets its hidden values and sends as many
+    back, and so their gradients. A block that runs again sends them again, and a first block with
+    nothing trained in front of its experts sends back no gradients of its input: not counted off.
+    """
+    if plan.parallel.expert == 1:
+        return
+    recomputes = recomputes or plan.parallel.recompute != "none"
+    layers, chosen = int(plan.model.num_hidden_layers), chosen_experts(plan.model)
+    layers_of_experts = plan.size.num_mixtures * plan.blocks_of(place) // layers
+    rows = plan.values(computed) * chosen
+    times = layers_of_experts * (6 if recomputes else 4)
+    yield _over(plan, "all_to_all", ("shard",), rows * plan.wire_itemsize, times)
 
 
 def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Message]:

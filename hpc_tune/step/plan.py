@@ -13,6 +13,7 @@ from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.experts import ROUTED
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, Weights, measure
 from hpc_tune.step.stages import stage_blocks
@@ -97,7 +98,7 @@ class StepPlan:
     @property
     def spreads_gradients(self) -> bool:
         """Whether a rank has a part of the gradients, so that their norm is a sum over ranks."""
-        shards = self.size.is_full and self.uses_fsdp
+        shards = (self.size.is_full and self.uses_fsdp) or self.parallel.expert > 1
         return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
     def skips_empty(self, training: bool = True) -> bool:
@@ -127,8 +128,17 @@ class StepPlan:
         """
         return is_trained and (not self.size.is_full or (self.gathers_cast and is_vector))
 
-    def reducing_axes(self, is_partial: bool) -> tuple[str, ...]:
-        """Return the axes that add a gradient up; for a partial sum the tensor axis is one too."""
+    def deals(self, kind: str) -> bool:
+        """Whether weights of a kind are experts that are dealt over the shard axis."""
+        return self.parallel.expert > 1 and kind == ROUTED
+
+    def reducing_axes(self, is_partial: bool, is_dealt: bool = False) -> tuple[str, ...]:
+        """Return the axes that add a gradient up; for a partial sum the tensor axis is one too.
+
+        ``is_dealt``: of experts on the shard axis, where each rank has all of theirs.
+        """
+        if is_dealt:
+            return ("replicate",)
         return ("replicate", "shard", "tensor") if is_partial else ("replicate", "shard")
 
     def values(self, computed: Sequence[Micro]) -> int:
@@ -168,6 +178,7 @@ class StepPlan:
                 continue
             share = self.blocks_of(place) if weights.part == "blocks" else layers
             ways = layers * (layout.tensor if weights.role == "slice" else 1)
+            ways *= self.parallel.expert if weights.kind == ROUTED else 1
             num_values = weights.num_values * share // ways
             num_bytes = weights.num_bytes * share // ways
             held.append(replace(weights, num_values=num_values, num_bytes=num_bytes))
@@ -175,7 +186,11 @@ class StepPlan:
 
     def is_sharded(self, weights: Weights) -> bool:
         """Whether FSDP2 shards these."""
-        return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
+        return (
+            not self.deals(weights.kind)
+            and self.uses_fsdp
+            and not self.stays_whole(weights.is_trained, weights.is_vector)
+        )
 
     def units_of(self, place: int) -> int:
         """Return how many parts of a rank's weights FSDP2 gathers each by itself."""

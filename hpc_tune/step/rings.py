@@ -2,12 +2,13 @@
 
 The ring algorithms, which gloo and NCCL use for large messages: of g ranks each sends a g-th of the
 message to the next of its group, g - 1 times in an all-gather or a reduce-scatter and 2 (g - 1)
-times in an all-reduce (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+times in an all-reduce (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). In an all-to-all
+it sends a g-th to each of the others.
 """
 
 from typing import Literal
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "send"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "reduce", "send", "all_to_all"]
 
 
 def ring_steps(kind: Kind, ranks: int) -> int:
@@ -15,7 +16,7 @@ def ring_steps(kind: Kind, ranks: int) -> int:
     match kind:
         case "all_reduce":
             return 2 * (ranks - 1)
-        case "all_gather" | "reduce_scatter":
+        case "all_gather" | "reduce_scatter" | "all_to_all":
             return ranks - 1
         case _:  # along a chain, whole; of a reduction all but its last rank
             return ranks if ranks > 1 else 0

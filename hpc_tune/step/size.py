@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.experts import ROUTED, chosen_share, kinds_of
+from hpc_tune.model.experts import ROUTED, chosen_share, kinds_of, stacks_of
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import four_bit_layers, scale_bytes
@@ -48,6 +48,7 @@ class ModelSize:
     ``scale_bytes`` are those that tell what a 4-bit base's codes mean. ``weights``: all parameters
     by what layouts do with them. ``gathered_features``: those of a token that the tensor axis
     gathers in all blocks, forward and backward; ``sums``: what it adds up in them.
+    ``num_mixtures``: layers with routed experts.
     """
 
     num_frozen: int
@@ -58,6 +59,7 @@ class ModelSize:
     weights: tuple[Weights, ...] = ()
     gathered_features: tuple[int, int] = (0, 0)
     sums: Sums | None = None
+    num_mixtures: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -118,6 +120,7 @@ def measure(module: nn.Module) -> ModelSize:
         () if model is None else _weights_of(model),
         (0, 0) if model is None else gathered_features(model),
         None if model is None else sums_of(model),
+        len({path.rpartition(".experts")[0] for path, _ in stacks_of(module)}),
     )
 
 

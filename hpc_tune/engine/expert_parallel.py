@@ -1,0 +1,187 @@
+"""Expert parallelism: the experts of a layer are dealt over ranks, and tokens are sent to them.
+
+    deal_experts   stacks -> this rank's experts of each, whole, on the meta device
+    send_tokens    an experts' module sends each token to the ranks of its experts, and takes back
+
+Each rank has tokens of its own. Where experts are sharded, each rank would gather all of them for
+its tokens; here they stay, and tokens move: a token's hidden values, once for each of its experts,
+there and back, and their gradients likewise (GShard, arXiv:2006.16668). Gradients of experts are
+whole on their rank: all tokens of the group have been there.
+
+Shapes: N tokens of this rank, K experts of a token, S = N K rows that are sent, H hidden features,
+E experts of G ranks.
+"""
+
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_tune.engine.counted_collectives import CountedCollectives
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import BuiltModel, Slice
+from hpc_tune.step.slices import Stacked, stacked_in
+
+
+def deal_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
+    """Leave of each stack the experts of number ``rank`` of ``ranks``, and of their adapters.
+
+    Raises:
+        ConfigError: if the experts cannot be dealt, or sent tokens.
+    """
+    slices: dict[nn.Parameter, Slice] = {}
+    for path, layer in _experts_in(built.module):
+        for stack in stacked_in(layer):
+            num_experts = stack.parameter.shape[0]
+            if num_experts % ranks or not hasattr(stack.owner, "has_gate"):
+                why = (
+                    f"{num_experts} experts cannot be dealt over {ranks} ranks"
+                    if num_experts % ranks
+                    else f"{type(stack.owner).__name__} does not say which tokens it wants"
+                )
+                raise ConfigError(f"parallel.expert={ranks}: {path}: {why}; use parallel.shard")
+            _deal(stack, rank, ranks, slices)
+        while hasattr(layer, "base_layer"):
+            layer.num_experts //= ranks
+            layer = layer.base_layer
+    if not slices:
+        raise ConfigError(
+            f"parallel.expert={ranks}: a {built.config.model_type} model has no experts to deal; "
+            "leave it out"
+        )
+    named = built.module.named_parameters()
+    return replace(built, slices={name: slices[p] for name, p in named if p in slices})
+
+
+def send_tokens(
+    module: nn.Module, group: dist.ProcessGroup, collectives: CountedCollectives
+) -> None:
+    """Let each experts' module compute the tokens of all ranks of ``group`` that want its experts.
+
+    To be called when the module's own forward is what it will be. Each pass of it is collective.
+    """
+    for _, layer in list(_experts_in(module)):
+        owner = stacked_in(layer)[0].owner
+        local: Callable[..., torch.Tensor] = layer.forward
+        exchange = _Exchange(group, collectives, owner.num_experts)
+        layer.forward = types.MethodType(_dispatched(local, exchange), layer)
+
+
+def _experts_in(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules with stacks of experts, with adapters that are around them."""
+    found: list[tuple[str, Any]] = []
+    for path, part in module.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer, _ in found[-1:])
+        own = not isinstance(part, nn.Conv1d) and (
+            hasattr(part, "parameter_name")
+            or any(p.dim() == 3 for p in part.parameters(recurse=False))
+        )
+        if own and not inside and stacked_in(part):
+            found.append((path, part))
+    return found
+
+
+def _deal(stack: Stacked, rank: int, ranks: int, slices: dict[nn.Parameter, Slice]) -> None:
+    """Cut a stack, what has a row for each of its experts, and its adapters."""
+    num_experts, owner = stack.parameter.shape[0], stack.owner
+    each = num_experts // ranks
+
+    def cut(part: Any, name: str, dim: int, parts: int = 1, rows: int = 1) -> None:
+        full = getattr(part, name)
+        shape = list(full.shape)
+        shape[dim] //= ranks
+        dealt = nn.Parameter(full.detach().new_empty(shape), full.requires_grad)
+        slices[dealt] = Slice(dim, rank * each * rows, tuple(full.shape), parts)
+        setattr(part, name, dealt)
+
+    cut(owner, stack.name, 0)
+    if getattr(owner, bias := f"{stack.name}_bias", None) is not None:
+        cut(owner, bias, 0)
+    for a, b in stack.adapters:
+        rank_of_adapter = a.weight.shape[0] // num_experts
+        cut(a, "weight", 0, rows=rank_of_adapter)  # expert after expert
+        cut(b, "weight", 1, parts=rank_of_adapter)  # all experts' first column, their second, ...
+    owner.num_experts = each
+
+
+class _Exchange:
+    """Sends rows to the ranks of their experts, and back."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, collectives: CountedCollectives, each: int
+    ) -> None:
+        self.group, self.collectives, self.each = group, collectives, each
+
+    def rows_for(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Return how many rows come from whom for which expert (G x E / G), and as sums.
+
+        The sums, of what is sent and what comes, are read by the host: it allocates by them.
+        """
+        ranks = self.group.size()
+        sent = torch.zeros(ranks * self.each, dtype=torch.int64, device=ids_S.device)
+        sent.scatter_add_(0, ids_S, torch.ones_like(ids_S))
+        come = torch.empty_like(sent)
+        self.collectives.all_to_all(come, sent, None, None, self.group)
+        both = torch.stack([sent, come]).view(2, ranks, self.each)
+        send, receive = both.sum(2).tolist()
+        return both[1], send, receive
+
+    def __call__(self, x: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Return what comes when rows of ``x`` are sent; its gradient goes the other way."""
+        out: torch.Tensor = _AllToAll.apply(x, send, receive, self)
+        return out
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to their ranks; backward, their gradients to where they came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], exchange: _Exchange
+    ) -> torch.Tensor:
+        ctx.rows, ctx.exchange = (send, receive), exchange
+        return _swap(x, send, receive, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        send, receive = ctx.rows
+        return _swap(grad, receive, send, ctx.exchange), None, None, None
+
+
+def _swap(
+    x: torch.Tensor, send: list[int], receive: list[int], exchange: _Exchange
+) -> torch.Tensor:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    exchange.collectives.all_to_all(out, x.contiguous(), receive, send, exchange.group)
+    return out
+
+
+def _dispatched(local: Callable[..., torch.Tensor], exchange: _Exchange) -> Callable[..., Any]:
+    def forward(
+        _: Any, hidden_NH: torch.Tensor, chosen_NK: torch.Tensor, weights_NK: torch.Tensor
+    ) -> torch.Tensor:
+        num_tokens, num_chosen = chosen_NK.shape
+        ids_S, order_S = torch.sort(chosen_NK.reshape(-1).long(), stable=True)
+        rows, send, receive = exchange.rows_for(ids_S)
+        come_H = exchange(hidden_NH[order_S // num_chosen], send, receive)
+        own = torch.arange(exchange.each, device=rows.device).repeat(len(rows))
+        own = torch.repeat_interleave(own, rows.flatten(), output_size=sum(receive))
+        if not receive or not sum(receive):  # the products want a row, and weights their gradient
+            come_H, own = (
+                torch.cat([come_H, come_H.new_zeros(1, come_H.shape[1])]),
+                own.new_zeros(1),
+            )
+        ones = weights_NK.new_ones(len(own), 1)
+        out_H = local(come_H, own.unsqueeze(1), ones)[: sum(receive)]
+        back_SH = exchange(out_H, receive, send)
+        inverse_S = torch.empty_like(order_S)
+        inverse_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+        each_NKH = back_SH[inverse_S].view(num_tokens, num_chosen, -1)
+        summed_NH = (each_NKH * weights_NK.unsqueeze(-1)).sum(1)
+        return summed_NH.to(hidden_NH.dtype)
+
+    return forward

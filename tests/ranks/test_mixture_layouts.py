@@ -1,0 +1,70 @@
+"""Mixtures of experts: one loss in every layout, with adapters on experts and all trained."""
+
+import pytest
+
+from tests.support.mixtures import write_mixture
+from tests.support.training import SMALL, losses, many_runs, rows, worst_gap
+
+ON_TWO = {
+    "shard": ["parallel.shard=2"],
+    "tensor": ["parallel.tensor=2"],
+    "expert": ["parallel.shard=2", "parallel.expert=2"],
+}
+ON_TWO_TOO = {
+    "pipeline": ["parallel.pipeline=2", "batch.micro_size=1"],
+    "zero 3": ["parallel.zero_stage=3"],
+    "recomputed": ["parallel.shard=2", "parallel.expert=2", "parallel.recompute=full"],
+}
+ON_FOUR = {
+    "replicas": ["parallel.replicate=2", "parallel.shard=2", "parallel.expert=2"],
+    "stages": ["parallel.pipeline=2", "parallel.shard=2", "parallel.expert=2"],
+}
+EXPERTS = ["tune.targets=[all-linear,experts]", "tune.rank=4"]
+
+
+def words_of(tmp_path, family):
+    model = write_mixture(family, tmp_path / family)
+    words = [*SMALL, f"model.path={model}", "data.path=builtin:pydocs:heldout"]
+    words += ["batch.global_size=4", "train.max_steps=4", f"data.cache={tmp_path / 'data'}"]
+    return [*words, "optim.lr=1e-3"]
+
+
+def jobs_of(tmp_path, words, layouts):
+    return [{"overrides": [*words, f"run.dir={tmp_path / k}", *v]} for k, v in layouts.items()]
+
+
+def test_layouts_change_no_loss_and_experts_stop_and_go_on_elsewhere(tmp_path):
+    words = [*words_of(tmp_path, "qwen2_moe"), *EXPERTS]
+    assert many_runs(1, jobs_of(tmp_path, words, {"alone": ["batch.micro_size=4"]}), tmp_path) == [
+        0
+    ]
+    resumed = [*words, f"run.dir={tmp_path / 'resumed'}"]
+    jobs = jobs_of(tmp_path, words, ON_TWO)
+    jobs += [{"overrides": [*resumed, *ON_TWO["expert"]], "stop_after": 2}]
+    assert many_runs(2, jobs, tmp_path, timeout=600.0) == [0, 0, 0, 75]
+    assert many_runs(2, [{"overrides": [*resumed, "parallel.tensor=2"]}], tmp_path) == [0]
+    for name in (*ON_TWO, "resumed"):
+        assert worst_gap(losses(tmp_path / name), losses(tmp_path / "alone")) < 1e-5, name
+    sent, expected = (rows(tmp_path / "tensor", f"{k}_bytes") for k in ("sent", "expected"))
+    assert sent == expected
+    sent, expected = (rows(tmp_path / "expert", f"{k}_bytes") for k in ("sent", "expected"))
+    assert 0 < sent[2]["all_to_all"] < 2 * expected[2]["all_to_all"]  # as routers choose
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("trained", ["experts", "full"])
+def test_families_have_one_loss_in_more_layouts(tmp_path, family, trained):
+    words = words_of(tmp_path, family)
+    words += EXPERTS if trained == "experts" else ["tune.method=full"]
+    assert many_runs(1, jobs_of(tmp_path, words, {"alone": ["batch.micro_size=4"]}), tmp_path) == [
+        0
+    ]
+    on_two = {
+        k: v for k, v in (ON_TWO | ON_TWO_TOO).items() if (k, family) != ("tensor", "gpt_oss")
+    }
+    assert set(many_runs(2, jobs_of(tmp_path, words, on_two), tmp_path, timeout=900.0)) == {0}
+    assert set(many_runs(4, jobs_of(tmp_path, words, ON_FOUR), tmp_path, timeout=900.0)) == {0}
+    for name in (*on_two, *ON_FOUR):
+        assert worst_gap(losses(tmp_path / name), losses(tmp_path / "alone")) < 1e-5, name
