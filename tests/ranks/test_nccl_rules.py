@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.ranks.test_layouts import LAYOUTS, METHODS, SETTINGS
+from tests.support.mixtures import write_mixture
 from tests.support.nccl_rules import LIMIT, MODE
 from tests.support.ranks import mpirun
 from tests.support.training import events, launch_runs, losses, many_runs, worst_gap
@@ -21,6 +22,7 @@ START = """
 import torch, torch.distributed as dist
 from hpc_tune.config.schema import RunSettings
 from hpc_tune.world.bootstrap import bootstrap
+from tests.support.mixtures import write_mixture
 from tests.support.nccl_rules import install, is_eager
 install(is_eager())
 comm = bootstrap(RunSettings(device="cpu"))
@@ -211,3 +213,21 @@ def test_the_doctor_measures_the_links_of_three_ranks(tmp_path, mode):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [pair["ranks"] for pair in told["links"]["pairs"]] == [[0, 1], [0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
+def test_tokens_are_sent_to_experts_and_back_on_four_ranks(tmp_path, monkeypatch, mode):
+    monkeypatch.setenv(MODE, mode)
+    model = write_mixture("qwen2_moe", tmp_path / "model")
+    axes = ["replicate=2", "shard=2", "expert=2"]
+    overrides = words(tmp_path, "experts", "lora", axes, "tune.targets=[all-linear,experts]")
+    # Of three rows one rank has none in the end, and computes and sends all the same.
+    overrides = [
+        *overrides,
+        f"model.path={model}",
+        "batch.global_size=3",
+        "parallel.recompute=full",
+    ]
+    [ended] = launch_runs(4, [{"overrides": overrides}], tmp_path, program=PROGRAM)
+    assert ended.code == 0, ended.output
+    assert len(losses(tmp_path / "experts")) == 3
