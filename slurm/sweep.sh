@@ -32,6 +32,9 @@ launch=${HPC_TUNE_LAUNCH:-srun --kill-on-bad-exit=1}  # or: "mpirun -np $SLURM_N
 setting=${HPC_TUNE_SWEEP:-optim.lr}
 read -ra values <<< "${HPC_TUNE_VALUES:-5e-5 1e-4 2e-4 4e-4}"
 value=${values[${SLURM_ARRAY_TASK_ID:?it is a job array}]:?the array has more tasks than values}
+if [ "$SLURM_ARRAY_TASK_COUNT" -lt ${#values[@]} ]; then
+    echo "$SLURM_ARRAY_TASK_COUNT tasks for ${#values[@]} values of $setting: not all are tried"
+fi
 
 # Each task starts its ranks again after a stop for memory, requeues itself when its time ends, and
 # gives up what crashes twice at the same step.

@@ -9,9 +9,9 @@ import pytest
 
 from hpc_tune.data.content import HASHED, joined, new_hash
 from hpc_tune.data.seal import seal
-from tests.support.jobs import SETTINGS, Job, clone, starts
-from tests.support.ranks import HANG_S, rank_environment
-from tests.support.training import outcome, train
+from tests.support.jobs import SETTINGS, STEPS, Job, clone, starts, wait_for_step
+from tests.support.ranks import HANG_S
+from tests.support.training import losses, outcome, train
 
 pytestmark = pytest.mark.full
 
@@ -46,23 +46,33 @@ def test_a_job_that_cannot_work_is_started_a_few_times_and_not_for_ever(cluster,
     assert outcome(crashing.run_dir)["status"] == "failed"
 
 
-def test_each_job_of_an_array_has_its_own_run(cluster, tmp_path, monkeypatch):
+def test_each_job_of_an_array_has_its_own_run_and_comes_back_alone(cluster, tmp_path, monkeypatch):
     here = clone(tmp_path / "clone")
     monkeypatch.setitem(cluster.environment, "SCRATCH", str(tmp_path))
+    monkeypatch.setitem(cluster.environment, "HPC_TUNE_SWEEP", "tune.rank")
+    monkeypatch.setitem(cluster.environment, "HPC_TUNE_VALUES", "2 4 8")
     words = [*SETTINGS, "model.path=builtin:tiny", "run.device=cpu", "parallel.replicate=1"]
     options = ["--array=0-1", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=2G"]
     number = cluster.submit(*options, "slurm/sweep.sh", *words, cwd=here)
-    for task in (0, 1):
-        said = cluster.wait(f"{number}_{task}")
-        output = (here / f"hpc_tune-sweep-{number}_{task}.out").read_text()
-        assert said["JobState"] == "COMPLETED", output
     sweep = here / "runs" / f"sweep-{number}"
+    first, second = f"{number}_0", f"{number}_1"
+    outputs = [here / f"hpc_tune-sweep-{task}.out" for task in (first, second)]
+    wait_for_step(cluster, first, sweep / "rank-2", outputs[0], 6)
+    cluster.run("scancel", "-s", "USR1", "-b", first)  # as its time limit does
+    wait_for_step(cluster, first, sweep / "rank-2", outputs[0], 12)
+    cluster.run("scontrol", "requeue", first)  # Slurm kills it
+    for task, output, restarts in zip((first, second), outputs, ("2", "0"), strict=True):
+        said = cluster.wait(task)
+        assert (said["JobState"], said["Restarts"]) == ("COMPLETED", restarts), output.read_text()
+        assert "2 tasks for 3 values of tune.rank" in output.read_text()
     runs = sorted(sweep.iterdir())
-    assert [run.name for run in runs] == ["lr-1e-4", "lr-5e-5"]
+    assert [run.name for run in runs] == ["rank-2", "rank-4"]
     assert {outcome(run)["status"] for run in runs} == {"done"}
-    argv = [sys.executable, "-m", "hpc_tune", "inspect", str(runs[0]), "--against", str(runs[1])]
-    told = subprocess.run(argv, env=rank_environment(1), capture_output=True, text=True).stdout
-    assert f"optim.lr: 0.0001 in {runs[0]}, 5e-05 in {runs[1]}" in told
+    assert [len(losses(run)) for run in runs] == [STEPS, STEPS]
+    page = tmp_path / "sweep.html"
+    done = train(["report", *map(str, runs), "--out", str(page)])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"tune\.rank\D+2\D+4\D", page.read_text())
 
 
 def test_submit_gives_slurm_a_script_that_runs(cluster, tmp_path):

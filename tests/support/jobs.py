@@ -90,16 +90,7 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the run has done so many steps."""
-        until_s = time.monotonic() + JOB_S
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                if step in rows(self.run_dir, "loss"):
-                    return
-            said = self.cluster.show(self.number)
-            assert said["JobState"] in STILL_THERE, self.text
-            assert time.monotonic() < until_s, self.text
-            self.cluster.hurry(said)
-            time.sleep(0.2)
+        wait_for_step(self.cluster, self.number, self.run_dir, self.output, step)
 
     def signal(self, name: str, *options: str) -> None:
         """Send a signal by scancel: ``-b`` to the batch script alone, ``-f`` to the ranks too."""
@@ -112,7 +103,25 @@ class Job:
     @property
     def text(self) -> str:
         """What the job printed, of all its starts."""
-        return self.output.read_text() if self.output.exists() else "it has printed nothing"
+        return _text(self.output)
+
+
+def wait_for_step(cluster: Slurm, number: str, run_dir: Path, output: Path, step: int) -> None:
+    """Wait until the run of a job, or of one task of an array, has done so many steps."""
+    until_s = time.monotonic() + JOB_S
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if step in rows(run_dir, "loss"):
+                return
+        said = cluster.show(number)
+        assert said["JobState"] in STILL_THERE, _text(output)
+        assert time.monotonic() < until_s, _text(output)
+        cluster.hurry(said)
+        time.sleep(0.2)
+
+
+def _text(output: Path) -> str:
+    return output.read_text() if output.exists() else "it has printed nothing"
 
 
 def adapter(run_dir: Path, steps: int = STEPS) -> bytes:
