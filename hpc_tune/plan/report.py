@@ -91,10 +91,11 @@ def make_plan(
         built = shape.build()
         size = measure(built.module)
         resolved = resolve(config.parallel, size, built.config, machine)
+        own_rows = rows_per_rank(batch, resolved.layout)
         settings = MemorySettings(
             resolved.parallel,
             config.checkpoint,
-            rows_per_rank(batch, resolved.layout) * seq_len,
+            own_rows * seq_len,
             threads if config.train.compile else None,
             config.memory.governor == "on",
             save,
@@ -108,15 +109,14 @@ def make_plan(
         report = _of_zero(of_worst_rank(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size)
         phases = memory_by_phase(report, machine, model_bytes, settings)
-        peak = "peak_bytes" if on_gpu else "heap_peak_bytes"
 
-        def peak_at(rows: int, length: int) -> int:
+        def left_at(rows: int, length: int, of_step: int) -> int:
             other = replace(step, micro_rows=rows, seq_len=length, rank=report.rank)
-            peak_bytes: int = getattr(_of_zero(trace(other), resolved), peak)
-            return peak_bytes
+            waiting = replace(settings, step_tokens=own_rows * of_step)
+            traced = _of_zero(trace(other), resolved)
+            return _left_in_steady(memory_by_phase(traced, machine, model_bytes, waiting), machine)
 
-        left = _left_in_steady(phases, machine)
-        tokens = _tokens_that_fit(peak_at, getattr(report, peak), left, micro_rows, seq_len)
+        tokens = _tokens_that_fit(left_at, _left_in_steady(phases, machine), micro_rows, seq_len)
     plan = Plan(
         f"{model.path}: {format_count(size.num_parameters)} parameters, "
         f"{format_count(size.num_trained)} trained ({tune.method})",
@@ -267,47 +267,52 @@ def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:
 
 
 def _tokens_that_fit(
-    peak_at: Callable[[int, int], int], peak_bytes: int, left_bytes: int, rows: int, seq_len: int
+    left_at: Callable[[int, int, int], int], left_bytes: int, rows: int, seq_len: int
 ) -> int:
     """Return about how many tokens a micro-batch may have.
 
-    ``peak_bytes`` are those of ``rows`` of ``seq_len``; ``peak_at(rows, seq_len)`` traces others.
+    ``left_bytes`` are those of ``rows`` of ``seq_len``; ``left_at(rows, length, of_step)`` traces
+    others, where rows of ``of_step`` tokens wait in the loader.
     Masks grow with the square of the length: what another row takes is at most what the second half
     of the rows takes twice.
     """
-    allowed = peak_bytes + left_bytes
     if left_bytes >= 0:
         half_len = max(1, seq_len // 2)
-        per_token = (peak_bytes - peak_at(rows, half_len)) / max(1, rows * (seq_len - half_len))
+        grown = left_at(rows, half_len, seq_len) - left_bytes
+        per_token = grown / max(1, rows * (seq_len - half_len))
         return rows * seq_len + int(left_bytes / per_token if per_token > 0 else 0)
-    one_row = peak_at(1, seq_len) if rows > 1 else peak_bytes
-    if one_row <= allowed:
-        return seq_len * (1 + (allowed - one_row) * (rows - 1) // (peak_bytes - one_row))
-    return _longest_row(partial(peak_at, 1), {seq_len: one_row}, allowed)
+    of_one_row = left_at(1, seq_len, seq_len) if rows > 1 else left_bytes
+    if of_one_row >= 0:
+        return seq_len * (1 + of_one_row * (rows - 1) // (of_one_row - left_bytes))
+    return _longest_row(lambda length: left_at(1, length, length), {seq_len: of_one_row})
 
 
-def _longest_row(peak_at: Callable[[int], int], peaks: dict[int, int], allowed: int) -> int:
-    """Return a length that fits of which 1.05 times as much does not.
+def _longest_row(left_at: Callable[[int], int], left: dict[int, int]) -> int:
+    """Return a length that fits of which 1.1 times as much does not.
 
-    ``peaks``: the bytes of one length, which does not fit. 0: not even a 64th of it fits, so it is
+    Where more tokens always take more, 1.05 times as much does not either.
+    ``left``: the bytes that one length leaves, less than 0. 0: not even a 64th of it fits, so it is
     not the tokens that need so much. Long rows take long to trace: the search goes along straight
-    lines, and by halves where these come nearer from one side alone.
+    lines, and by halves where these come nearer from one side alone. A heap is a matter of chance:
+    above a length that does not fit, longer ones may.
     """
-    longer = max(peaks)
+    most = longer = max(left)
     shorter = longer // 64
-    if shorter == 0 or peak_at(shorter) > allowed:
+    if shorter == 0 or left_at(shorter) < 0:
         return 0
-    peaks[shorter] = peak_at(shorter)
+    left[shorter] = left_at(shorter)
     fit: list[bool] = []
     while longer > max(1.05 * shorter, shorter + 1):
-        share = (allowed - peaks[shorter]) / (peaks[longer] - peaks[shorter])
+        share = left[shorter] / (left[shorter] - left[longer])
         tried = (shorter + share * (longer - shorter)) * (0.98 if fit[-1:] == [False] else 1.02)
         if fit[-2:] in ([True, True], [False, False]):
             tried, fit = math.sqrt(shorter * longer), []
         length = min(max(int(tried), shorter + 1), longer - 1)
-        peaks[length] = peak_at(length)
-        fit.append(peaks[length] <= allowed)
+        left[length] = left_at(length)
+        fit.append(left[length] >= 0)
         shorter, longer = (length, longer) if fit[-1] else (shorter, length)
+    while longer < (above := shorter * 11 // 10) < most and left_at(above) >= 0:
+        shorter = above
     return shorter
 
 
