@@ -80,7 +80,7 @@ def shared(tmp_path_factory):
 
 
 def job(shared, name, method, axes=(), *more, stop_after=None):
-    words = [*SETTINGS, f"run.dir={shared / name}", f"data.cache={shared}", *METHODS[method]]
+    words = [*SETTINGS, f"run.dir={shared / name}", *METHODS[method]]
     words += [f"parallel.{axis}" for axis in axes]
     if "offload_optimizer=nvme" in axes:
         (shared / "disk").mkdir(exist_ok=True)
@@ -316,7 +316,7 @@ def test_a_run_goes_from_native_to_nvme_to_zero_2(shared, references):
 
 def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_path):
     nvme = [*(f"parallel.{axis}" for axis in NVME), "parallel.offload_path=/nowhere/at/all"]
-    done = train([*SETTINGS, f"run.dir={tmp_path}", f"data.cache={shared}", *nvme], n=2)
+    done = train([*SETTINGS, f"run.dir={tmp_path}", *nvme], n=2)
     assert done.returncode != 0
     assert "parallel.offload_path=/nowhere/at/all: no such folder" in done.stderr
     assert done.stderr.count("parallel.offload_path") == 1

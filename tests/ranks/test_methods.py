@@ -29,8 +29,8 @@ def shared(tmp_path_factory):
 
 
 def settings(shared, name, *overrides):
-    caches = [f"data.cache={shared}", f"run.compile_cache={shared / 'compiled'}"]
-    return [*SMALL, "optim.lr=1e-2", *caches, f"run.dir={shared / name}", *overrides]
+    compiled = f"run.compile_cache={shared / 'compiled'}"
+    return [*SMALL, "optim.lr=1e-2", compiled, f"run.dir={shared / name}", *overrides]
 
 
 def gaps(shared, n, runs, reference):

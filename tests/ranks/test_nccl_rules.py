@@ -114,7 +114,7 @@ def shared(tmp_path_factory):
 
 def words(shared, name, method, axes, *more):
     own = [*SETTINGS, *FEW_STEPS, *METHODS[method], f"run.dir={shared / name}", *more]
-    return [*own, f"data.cache={shared}", *(f"parallel.{axis}" for axis in axes)]
+    return [*own, *(f"parallel.{axis}" for axis in axes)]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ OPTIONS = {
 def test_layouts_change_no_loss_and_send_the_predicted_bytes(option, tmp_path):
     model = write_untied(tmp_path / "untied")
     words = [*SMALL, f"model.path={model}", "data.path=builtin:pydocs:heldout", OPTIONS[option]]
-    words += ["batch.global_size=4", "train.max_steps=4", f"data.cache={tmp_path / 'data'}"]
+    words += ["batch.global_size=4", "train.max_steps=4"]
     words += ["optim.lr=1e-3", "tune.rank=4"]
     jobs = [{"overrides": [*words, f"run.dir={tmp_path / 'alone'}", "batch.micro_size=4"]}]
     assert many_runs(1, jobs, tmp_path) == [0]
