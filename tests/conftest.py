@@ -1,7 +1,12 @@
 """What all tests share."""
 
+import atexit
+import gc
 import os
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +17,17 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Ten thousand lines of tests are rewritten for their asserts, and each Python that a test starts
+# compiles hpc_tune: once, whatever the shell that starts them says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Prepared data that all tests and workers share (tests/support/training.py). The first process
+# makes the folder, its workers have its environment.
+if "HPC_TUNE_TEST_DATA" not in os.environ:
+    os.environ["HPC_TUNE_TEST_DATA"] = tempfile.mkdtemp(prefix="hpc-tune-data-")
+    atexit.register(shutil.rmtree, os.environ["HPC_TUNE_TEST_DATA"], ignore_errors=True)
+
 # Under nohup, or in the background of a shell, these are ignored, and so they would be by each
 # program that a test starts.
 for number in (signal.SIGHUP, signal.SIGINT):
@@ -19,6 +35,16 @@ for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 SHOWN_LINES = 30
+
+# What is imported stays; looking through it for garbage again and again is a tenth of collecting
+# the tests, and a second of each gc.collect() in one.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Begin to collect garbage, of what tests make alone."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,6 +24,6 @@ def tuned(tmp_path_factory):
     write_random_model(folder / "model", **SHAPE_SMALL)
     words = [*SMALL, f"model.path={folder / 'model'}", "train.max_steps=1", "tune.method=lora"]
     argv = [*python(), "-m", "hpc_tune", *words, f"run.dir={folder / 'run'}"]
-    done = run_ranks([*argv, f"data.cache={folder / 'data'}"], rank_environment(1), 180.0)
+    done = run_ranks(argv, rank_environment(1), 180.0)
     assert done.returncode == 0, done.stderr
     return folder

@@ -97,7 +97,7 @@ def test_the_choice_is_as_fast_as_the_best_layout(tmp_path, model, links, base):
 
 
 def test_auto_says_what_it_chose_and_how_far_off_it_was_and_the_losses_are_those_of_one(tmp_path):
-    words = [*SMALL, "tune.method=lora", f"data.cache={tmp_path / 'data'}"]
+    words = [*SMALL, "tune.method=lora"]
     done = train([*words, "parallel=auto", f"run.dir={tmp_path / 'auto'}"], n=2)
     assert done.returncode == 0, done.stderr
     [layout] = events(tmp_path / "auto", "layout")

@@ -27,7 +27,7 @@ SAVES = [*SMALL, "checkpoint.every_steps=2", "checkpoint.keep=1", "train.max_ste
 
 def points_of(folder, run_dir, way, method, every):
     """Return what was found at the points of the second save of a run (see crash_points.py)."""
-    settings = [*SAVES, f"tune.method={method}", f"data.cache={folder / 'data'}"]
+    settings = [*SAVES, f"tune.method={method}"]
     out = folder / "points.json"
     program = ["-m", "tests.support.crash_points", str(out), way, str(every), "4"]
     command = [*python(), *program, *settings, f"run.dir={run_dir}"]
@@ -163,7 +163,7 @@ def test_a_run_that_is_killed_a_hundred_times_ends_with_the_same_bits(tmp_path):
 def test_an_elastic_run_with_dropout_loses_nothing(tmp_path):
     """1 -> 4 -> 2 -> 3 ranks, ddp -> fsdp -> zero2 -> zero3, each sample once per epoch."""
     legs = [(1, []), (4, ["shard=4"]), (2, ["zero_stage=2"]), (3, ["zero_stage=3"])]
-    settings = [*SMALL, "tune.dropout=0.1", "tune.method=lora", f"data.cache={tmp_path}"]
+    settings = [*SMALL, "tune.dropout=0.1", "tune.method=lora"]
     whole = [*settings, f"run.dir={tmp_path / 'whole'}", "batch.micro_size=8"]
     assert many_runs(1, [{"overrides": whole}], tmp_path) == [0]
     for n, axes in legs:
@@ -189,7 +189,7 @@ def flip(file, bit):
 @pytest.mark.full
 def test_100_flipped_bits_are_all_found_and_none_is_resumed_from(tmp_path):
     random, run_dir = Random(0), tmp_path / "run"
-    settings = [*SAVES, "checkpoint.keep=2", "tune.method=lora", f"data.cache={tmp_path}"]
+    settings = [*SAVES, "checkpoint.keep=2", "tune.method=lora"]
     settings += [f"run.dir={run_dir}"]
     assert train(settings).returncode == 0
     before = losses(run_dir)

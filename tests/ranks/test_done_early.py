@@ -28,7 +28,7 @@ def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("early")
 
     def job(name, *more, stop_after=None):
-        words = [*SETTINGS, f"run.dir={folder / name}", f"data.cache={folder}", *more]
+        words = [*SETTINGS, f"run.dir={folder / name}", *more]
         return {"overrides": words, "stop_after": stop_after}
 
     jobs = {

@@ -18,7 +18,7 @@ PROGRAM = "tests.support.full_device"
 
 
 def jobs_of(folder, layout, *ways):
-    common = [*SETTINGS, f"parallel.{layout}", f"data.cache={folder / 'data'}"]
+    common = [*SETTINGS, f"parallel.{layout}"]
     return [
         {"overrides": [*common, f"run.dir={folder / layout / name}"], "where": where}
         for name, where in ways

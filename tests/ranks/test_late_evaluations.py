@@ -32,7 +32,7 @@ def launched(tmp_path_factory):
     data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
 
     def job(name, *more, cut_after=None):
-        words = [*SETTINGS, f"run.dir={folder / name}", f"data.cache={folder}", *more]
+        words = [*SETTINGS, f"run.dir={folder / name}", *more]
         return {"overrides": words, "cut_after": cut_after}
 
     epochs = [f"data.path={data}", "data.eval_path=null", "data.packing=false"]

@@ -57,12 +57,23 @@ LAYOUTS = {
     "pipeline x shard": (4, ["pipeline=2", "shard=2"]),
     "pipeline x tensor x shard": (8, ["pipeline=2", "tensor=2", "shard=2"]),
 }
-# One of each engine and axis; the others differ from them in when they gather or where they store.
-SAMPLE = ("ddp", "fsdp", "fsdp+cpu", "zero2", "zero3", "tensor", "pipeline interleaved")
+# One of each engine and axis, each with the method that sends or cuts more in it; the others differ
+# from them in when they gather or where they store.
+SAMPLE = {
+    ("ddp", "full"),
+    ("fsdp", "full"),
+    ("fsdp", "lora"),
+    ("fsdp+cpu", "full"),
+    ("zero2", "lora"),
+    ("zero3", "full"),
+    ("tensor", "lora"),
+    ("pipeline interleaved", "lora"),
+}
 MARKS = {2: pytest.mark.full, 4: pytest.mark.full, 8: pytest.mark.soak}
 MARKED = [
-    pytest.param(layout, marks=() if layout in SAMPLE else MARKS[n])
+    pytest.param(layout, method, marks=() if (layout, method) in SAMPLE else MARKS[n])
     for layout, (n, _) in LAYOUTS.items()
+    for method in METHODS
 ]
 ON_TWO_RANKS = [row for row in MARKED if LAYOUTS[row.values[0]][0] == 2]
 
@@ -80,7 +91,7 @@ def shared(tmp_path_factory):
 
 
 def job(shared, name, method, axes=(), *more, stop_after=None):
-    words = [*SETTINGS, f"run.dir={shared / name}", f"data.cache={shared}", *METHODS[method]]
+    words = [*SETTINGS, f"run.dir={shared / name}", *METHODS[method]]
     words += [f"parallel.{axis}" for axis in axes]
     if "offload_optimizer=nvme" in axes:
         (shared / "disk").mkdir(exist_ok=True)
@@ -99,22 +110,22 @@ def references(shared):
     return {m: shared / named("one", m) for m in METHODS}
 
 
-def together(layout):
-    """Return what the layouts that one launch trains have in common."""
+def together(layout, method):
+    """Return what the runs that one launch does have in common."""
     num_ranks, axes = LAYOUTS[layout]
-    return num_ranks, layout in SAMPLE, axes == NVME
+    return num_ranks, (layout, method) in SAMPLE, axes == NVME
 
 
 @pytest.fixture(scope="module")
 def launched(shared, references):
-    """Return a function that trains a layout and those that go together with it, once.
+    """Return a function that does a run and those that go together with it, once.
 
     It returns how each ended by layout and method; the run directories are ``named`` so.
     """
     ended = {}
 
-    def launch(wanted, dtype="fp32"):
-        key = together(wanted), dtype
+    def launch(*wanted, dtype="fp32"):
+        key = together(*wanted), dtype
         if key not in ended:
             runs = {
                 (layout, method): job(
@@ -122,11 +133,11 @@ def launched(shared, references):
                 )
                 for layout, (_, axes) in LAYOUTS.items()
                 for method in METHODS
-                if together(layout) == together(wanted)
+                if together(layout, method) == together(*wanted)
             }
             program = "tests.support.many_small_swaps"
             jobs = list(runs.values())
-            num_ranks = LAYOUTS[wanted][0]
+            num_ranks = LAYOUTS[wanted[0]][0]
             done = launch_runs(num_ranks, jobs, shared, timeout=850, program=program)
             ended[key] = dict(zip(runs, done, strict=True))
         return ended[key]
@@ -134,13 +145,12 @@ def launched(shared, references):
     return launch
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", MARKED)
+@pytest.mark.parametrize(("layout", "method"), MARKED)
 @pytest.mark.timeout(900)  # the first of a number of ranks waits for all of them
 def test_a_layout_gives_what_one_process_gives(shared, references, launched, layout, method):
     if LAYOUTS[layout][1] == NVME and not has_async_io():
         pytest.skip(NO_ASYNC_IO)
-    ended = launched(layout)[layout, method]
+    ended = launched(layout, method)[layout, method]
     assert ended.code == 0, ended.output
     one, run = references[method], shared / named(layout, method)
     gaps = {
@@ -182,7 +192,8 @@ def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, referenc
     ]
     assert many_runs(1, jobs, shared, timeout=500) == [0] * len(jobs)
     layouts = [name for name, (_, axes) in LAYOUTS.items() if axes != NVME or has_async_io()]
-    codes = {key: end.code for name in layouts for key, end in launched(name, "bf16").items()}
+    runs = itertools.product(layouts, METHODS)
+    codes = {run: launched(*run, dtype="bf16")[run].code for run in runs}
     assert set(codes.values()) == {0}, codes
     spread, gaps = dict.fromkeys(METHODS, 0.0), {}
     for (_, method), (exact, one) in ones.items():
@@ -247,14 +258,13 @@ DEEPSPEEDS_SCALARS = 32  # bytes: the loss, the norm and more of the kind
 STEP = 3
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("layout", ON_TWO_RANKS)
+@pytest.mark.parametrize(("layout", "method"), ON_TWO_RANKS)
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, dtype, layout, method):
     if LAYOUTS[layout][1] == NVME and not has_async_io():
         pytest.skip(NO_ASYNC_IO)
-    ended = launched(layout, dtype)[layout, method]
+    ended = launched(layout, method, dtype=dtype)[layout, method]
     assert ended.code == 0, ended.output
     run = shared / named(layout, method, dtype)
     sent, expected = (rows(run, key) for key in ("sent_bytes", "expected_bytes"))
@@ -316,7 +326,7 @@ def test_a_run_goes_from_native_to_nvme_to_zero_2(shared, references):
 
 def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_path):
     nvme = [*(f"parallel.{axis}" for axis in NVME), "parallel.offload_path=/nowhere/at/all"]
-    done = train([*SETTINGS, f"run.dir={tmp_path}", f"data.cache={shared}", *nvme], n=2)
+    done = train([*SETTINGS, f"run.dir={tmp_path}", *nvme], n=2)
     assert done.returncode != 0
     assert "parallel.offload_path=/nowhere/at/all: no such folder" in done.stderr
     assert done.stderr.count("parallel.offload_path") == 1

@@ -58,7 +58,7 @@ def test_a_run_that_cannot_pack_says_so_trains_row_by_row_and_goes_on(tmp_path):
     layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     write_small(AutoConfig.for_model("lfm2", **layers), model)
     words = [*SMALL, f"model.path={model}", "data.path=builtin:pydocs:heldout"]
-    words += ["batch.global_size=2", f"data.cache={tmp_path / 'data'}", "train.max_steps=4"]
+    words += ["batch.global_size=2", "train.max_steps=4"]
     words += ["checkpoint.every_steps=2", "tune.method=lora", f"run.dir={tmp_path / 'run'}"]
     jobs = [{"overrides": words, "stop_after": 2}, {"overrides": words}]
     stopped, ended = launch_runs(2, jobs, tmp_path)

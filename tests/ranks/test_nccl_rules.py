@@ -114,7 +114,7 @@ def shared(tmp_path_factory):
 
 def words(shared, name, method, axes, *more):
     own = [*SETTINGS, *FEW_STEPS, *METHODS[method], f"run.dir={shared / name}", *more]
-    return [*own, f"data.cache={shared}", *(f"parallel.{axis}" for axis in axes)]
+    return [*own, *(f"parallel.{axis}" for axis in axes)]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def train_in(layouts, num, mode, shared, references, legs):
         assert worst_gap(found, references[method]) < 1e-5, (layout, method)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
 def test_each_kind_of_message_reaches_its_rank(shared, references, monkeypatch, mode):
     """The stages' messages, FSDP's, a tensor's; training, evaluation and a save."""
     monkeypatch.setenv(MODE, mode)
@@ -194,7 +194,8 @@ def test_the_governors_actions_wait_for_nobody(shared, references, monkeypatch, 
     assert {"trim", "split_micro_batches", "recompute"} <= set(done), done
 
 
-@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
 def test_auto_measures_and_trains_on_three_ranks(shared, monkeypatch, mode):
     monkeypatch.setenv(MODE, mode)
     name = f"auto {mode}"

@@ -36,8 +36,8 @@ def shared(tmp_path_factory):
 
 
 def job(shared, name, *overrides):
-    where = [f"data.cache={shared}", f"run.dir={shared / name}"]
-    return {"overrides": [*SMALL, "tune.method=lora", "optim.lr=2e-3", *where, *overrides]}
+    where = f"run.dir={shared / name}"
+    return {"overrides": [*SMALL, "tune.method=lora", "optim.lr=2e-3", where, *overrides]}
 
 
 @pytest.fixture(scope="module")

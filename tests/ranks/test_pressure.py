@@ -33,7 +33,7 @@ SETTINGS.append("tune.dropout=0.1")
 
 @pytest.mark.parametrize(("n", "layouts"), LAYOUTS)
 def test_a_run_that_is_pushed_down_the_ladder_has_the_same_losses(tmp_path, n, layouts):
-    common = [*SETTINGS, "checkpoint.every_steps=5", f"data.cache={tmp_path / 'data'}"]
+    common = [*SETTINGS, "checkpoint.every_steps=5"]
     jobs = []
     for layout in layouts:
         axis = [] if layout == "single" else [f"parallel.{layout}"]
@@ -80,7 +80,7 @@ REPEATS = 10
 
 
 def train_in(group, run_dir, way, num_bytes, *overrides, n=1, timeout=HANG_S, neighbour=None):
-    words = [*HUNGRY, f"run.dir={run_dir}", f"data.cache={run_dir.parent / 'data'}", *overrides]
+    words = [*HUNGRY, f"run.dir={run_dir}", *overrides]
     argv = [sys.executable, "-m", "tests.support.memory_hog", way, str(num_bytes), *words]
     if n > 1:
         argv = [find_mpirun(), "-np", str(n), *argv]

@@ -14,7 +14,6 @@ LAYOUTS = ("shard=2", "pipeline=2", "zero_stage=3")
 @pytest.mark.full
 def test_a_checkpoint_is_the_adapter_and_its_optimizer_state(tmp_path):
     settings = [*SMALL, "tune.method=lora", "tune.rank=64", "train.max_steps=1"]
-    settings.append(f"data.cache={tmp_path / 'data'}")
     jobs = [
         {"overrides": [*settings, f"parallel.{layout}", f"run.dir={tmp_path / layout}"]}
         for layout in LAYOUTS

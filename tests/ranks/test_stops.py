@@ -15,7 +15,7 @@ LEAVES_WITHIN_S = 20
 EVALUATING = ["data.eval_path=builtin:pydocs:heldout", "batch.micro_size=1", "train.eval_rows=4000"]
 # What is printed when a phase begins, and what makes it last.
 PHASES = {
-    "reading the data": ("tokenizing", ["data.path=builtin:pydocs"]),
+    "reading the data": ("tokenizing", ["data.path=builtin:pydocs", "data.cache=null"]),
     "loading": ("micro-batches of", []),
     "evaluating": ("step 0: evaluating", EVALUATING),
     "compiling": ("compile one decoder block", ["train.compile=true"]),

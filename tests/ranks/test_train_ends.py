@@ -16,6 +16,7 @@ import pytest
 from hpc_tune.world.processes import is_alive
 from tests.support.ranks import HANG_S, descendants, find_mpirun, rank_environment, started
 from tests.support.training import (
+    PREPARED,
     SMALL,
     STEPS,
     events,
@@ -35,6 +36,7 @@ ENDLESS = [
     "run.report=false",
     "run.threads=1",
     "data.path=builtin:pydocs:heldout",
+    f"data.cache={PREPARED}",
 ]
 
 
@@ -264,11 +266,10 @@ def test_an_exception_on_one_rank_ends_the_job_with_one_line_that_names_its_trac
 
 def test_the_same_command_goes_on_whatever_it_began_from(tmp_path):
     """checkpoint.resume says where the first start begins, not each of them."""
-    words = [*SMALL, f"data.cache={tmp_path}"]
     point = tmp_path / "first" / "checkpoints" / "step-00000002"
     jobs = []
     for name, resume in (("first", "auto"), ("next", str(point)), ("fresh", "none")):
-        overrides = [*words, f"run.dir={tmp_path / name}", f"checkpoint.resume={resume}"]
+        overrides = [*SMALL, f"run.dir={tmp_path / name}", f"checkpoint.resume={resume}"]
         jobs.append({"overrides": overrides, "stop_after": 2})
         jobs += [{"overrides": overrides}] if name != "first" else []
     assert many_runs(1, jobs, tmp_path) == [75, 75, 0, 75, 0]

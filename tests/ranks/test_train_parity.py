@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.training import SMALL, STEPS, events, losses, many_runs, rows, worst_gap
 
-# Each run prepares builtin:pydocs into its own folder unless they share one.
 METHODS = {
     "full": ["tune.method=full", "optim.lr=1e-3"],
     "lora": ["tune.method=lora", "optim.lr=1e-2"],
@@ -26,7 +25,7 @@ def shared(tmp_path_factory):
 
 
 def job(shared, name, *overrides, stop_after=None):
-    words = [*SMALL, "train.deterministic=true", f"run.dir={shared / name}", f"data.cache={shared}"]
+    words = [*SMALL, "train.deterministic=true", f"run.dir={shared / name}"]
     return {"overrides": [*words, *overrides], "stop_after": stop_after}
 
 

@@ -13,6 +13,7 @@ from tests.support.ranks import (
     HANG_S,
     find_mpirun,
     mpirun,
+    python,
     rank_environment,
     run_ranks,
     started,
@@ -144,7 +145,7 @@ def torch_variables(n):
 def test_variables_alone_make_a_world(variables, launcher):
     """Under srun without MPI, and under a launcher that is not known."""
     n = 3
-    command = [sys.executable, "-c", PROGRAM]
+    command = [*python(), "-c", PROGRAM]
     processes = [
         subprocess.Popen(
             command,

@@ -1,10 +1,11 @@
 """A program: steps of each layout, method and recompute on a CUDA device that is not there.
 
-    python -m tests.support.fake_cuda_steps FOLDER [LAYOUT ...]
+    python -m tests.support.fake_cuda_steps FOLDER [LAYOUT ... | more]
 
-Prints a JSON object per case: where the host waited in a step, in an evaluation and in the copies
-of a save, what was used before it was there, and where optimizer state lay before, while and after
-it was moved. One rank of each world is run; the process group is torch's fake one.
+Prints a JSON object per case, of a sample or of those that are not in it (more): where the host
+waited in a step, in an evaluation and in the copies of a save, what was used before it was there,
+and where optimizer state lay before, while and after it was moved. One rank of each world is run;
+the process group is torch's fake one.
 """
 
 import json
@@ -53,26 +54,36 @@ LAYOUTS = {
 AXES = ("replicate", "shard", "tensor", "pipeline")
 
 
+# The method of which a layout cuts, gathers or moves more; the other one is for make test-all.
+IN_FULL = ("single", "shard 2", "shard 2, kept a step", "hsdp 2x2", "offload_params=cpu")
+
+
 def cases():
     """(layout, method, recompute, dtype): of recompute what layouts do not change."""
     for layout in LAYOUTS:
-        for method in ("lora", "full"):
-            yield layout, method, "none", "bf16"
+        yield layout, "full" if layout in IN_FULL else "lora", "none", "bf16"
     yield "single", "lora", "selective", "bf16"
     yield "shard 2", "full", "full", "bf16"
     yield "single", "lora", "full", "fp32"  # attention takes a mask
 
 
+def more_cases():
+    """Each layout with the other method."""
+    for layout in LAYOUTS:
+        yield layout, "lora" if layout in IN_FULL else "full", "none", "bf16"
+
+
 def main() -> None:
     folder, chosen = Path(sys.argv[1]), sys.argv[2:] or LAYOUTS
+    more = chosen == ["more"]
     model, data = make_inputs(folder)
     (small := folder / "two blocks").mkdir()
     config = json.loads((model / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     store = TokenStore.open(data)
     varlen_attention.kernel_fault = lambda *_: ""  # its check computes
-    for layout, method, recompute, dtype in cases():
-        if layout not in chosen:
+    for layout, method, recompute, dtype in more_cases() if more else cases():
+        if layout not in chosen and not more:
             continue
         axes = LAYOUTS[layout]
         parallel = ParallelConfig(**{"recompute": recompute, "reshard": "block", **axes})

@@ -1,4 +1,4 @@
-"""Tests that try what hypothesis draws: few examples in make test, eight times as many in soak.
+"""Tests that try what hypothesis draws: few examples in make test, twenty times as many in soak.
 
 HPC_TUNE_FUZZ=N makes N the number of examples of the latter.
 """
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-FEW = 150
+FEW = 60
 MANY = int(os.environ.get("HPC_TUNE_FUZZ", "0"))
 SCALARS = (
     st.none()
@@ -39,7 +39,9 @@ def fuzz(strategy: st.SearchStrategy, few: int = FEW):
     def decorate(check):
         @pytest.mark.timeout(1800)
         @pytest.mark.parametrize(
-            "num", [few, pytest.param(MANY or 8 * few, marks=pytest.mark.soak)], ids=["few", "many"]
+            "num",
+            [few, pytest.param(MANY or 20 * few, marks=pytest.mark.soak)],
+            ids=["few", "many"],
         )
         def test(num, tmp_path):
             quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -5,16 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM
 
 from hpc_tune.checkpoint import store
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.data.hdf5_format import TokenStore
 from hpc_tune.data.sampler import PackedSampler, SampleOrder
 from hpc_tune.engine.adamw import learning_rate
+from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
+
+with lazy_imports():
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
 
 _Document = tuple[np.ndarray, np.ndarray]  # tokens and loss mask, or weights
 
@@ -23,7 +26,8 @@ def steps_of(config: RunConfig, run_dir: Path) -> list[list[_Document]]:
     """Return the documents of each step of a run that has ended, cut as documented."""
     newest = max((run_dir / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
     state = store.read_state(newest)
-    stores = map(TokenStore.open, sorted((run_dir / "data").glob("*.h5")))
+    folder = Path(config.data.cache or run_dir / "data")
+    stores = map(TokenStore.open, sorted(folder.glob("*.h5")))
     data = next(s for s in stores if s.attributes.content == state["loader"]["content"])
     seq_len, rows = config.data.seq_len, config.batch.global_size
     order = PackedSampler(

@@ -1,6 +1,7 @@
 """Starts training runs for the tests and reads what they wrote."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from tests.support.ranks import HANG_S, mpirun, python, rank_environment, run_ra
 
 TRAIN = ["-m", "hpc_tune"]
 STEPS = 10
+# Where tests find data that one of them has prepared (tests/conftest.py makes the folder).
+PREPARED = os.environ.get("HPC_TUNE_TEST_DATA", "null")
 # Seconds of training of builtin:tiny.
 SMALL = [
     "data.seq_len=128",
@@ -26,6 +29,7 @@ SMALL = [
     "run.report=false",
     "run.threads=1",
     "optim.warmup_steps=2",
+    f"data.cache={PREPARED}",
 ]
 
 

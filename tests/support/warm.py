@@ -7,9 +7,11 @@ group. A shim stands where the launcher wants a rank: it hands its arguments, en
 cores and open files to the server and lives as long as the rank does. Signals that it gets are
 passed on; where it dies its rank is killed, and it ends as its rank ends.
 
-What a rank does is what ``python argv`` would do, from MPI_Init on. What this cannot stand for is
-started cold: the imports and their order, the command line of a process, its parent and its memory,
-what a namespace, a cgroup or a limit gives it, and other MPI libraries.
+What a rank does is what ``python argv`` would do, from MPI_Init on to the last function of atexit
+and MPI_Finalize; its modules are not taken apart then, which would copy all of the server's memory.
+What this cannot stand for is started cold: the imports and their order, the command line of a
+process, its parent and its memory, what a namespace, a cgroup or a limit gives it, and other MPI
+libraries.
 """
 
 import array
@@ -213,9 +215,36 @@ def import_all() -> None:
     with lazy_imports():
         for name in _IMPORTED:
             importlib.import_module(name)
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")  # compiles a thousand regular expressions
 
 
-def main() -> Any:
+def run(program: types.CodeType, namespace: dict[str, Any]) -> int:
+    """Run a rank's program; return its exit code. Other errors are the interpreter's to tell."""
+    try:
+        exec(program, namespace)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def leave(codes: list[int]) -> None:
+    """End this process as the interpreter would, but for its modules; without a code leave it."""
+    if not codes:
+        return
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit(codes[0])
+
+
+def main() -> tuple[types.CodeType, dict[str, Any]]:
     """Serve; in each child, return the program and its namespace."""
     path = sys.argv[1]
     import_all()
@@ -225,5 +254,6 @@ def main() -> Any:
 
 
 if __name__ == "__main__":
-    # At the top, so that a rank ends as a process does: by the interpreter's own end.
-    exec(*main())
+    ended: list[int] = []
+    atexit.register(leave, ended)  # the first that is registered is the last that is called
+    ended.append(run(*main()))

@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pytest
 
 from hpc_tune.data.files import find
@@ -54,6 +53,8 @@ CARDS = {
 
 @pytest.mark.parametrize("kind", CARDS)
 def test_the_training_split_is_that_of_the_datasets_library(tmp_path, kind):
+    import datasets
+
     path = card(tmp_path / "data", CARDS[kind])
     theirs = datasets.load_dataset(path, cache_dir=str(tmp_path / "cache"), split="train")
     found = find(path)
@@ -65,6 +66,8 @@ def test_the_training_split_is_that_of_the_datasets_library(tmp_path, kind):
 
 
 def test_of_several_configurations_of_a_card_one_has_to_be_named(tmp_path):
+    import datasets
+
     text = "configs:\n- config_name: x\n  data_files: a/*\n- config_name: y\n  data_files: b/*"
     path = card(tmp_path, text)
     with pytest.raises(DataError, match=r"several configurations by its card.* x \(.*y \("):

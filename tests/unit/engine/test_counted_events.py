@@ -71,7 +71,7 @@ def test_the_first_step_after_a_row_was_tried_reads_nothing_of_it(events, tmp_pa
 
     monkeypatch.setattr(NativeEngine, "_forward", gathering)
     settings = [*SMALL, "data.path=builtin:pydocs:heldout", "train.max_steps=2"]
-    settings += ["batch.micro_size=auto", f"data.cache={tmp_path / 'data'}"]
+    settings += ["batch.micro_size=auto"]
     settings.append(f"run.dir={tmp_path / 'run'}")
     assert run(load_config(None, settings), StopAfter(None)) == 0
     assert len(losses(tmp_path / "run")) == 2

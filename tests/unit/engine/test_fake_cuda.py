@@ -10,36 +10,51 @@ attention. Not run at all: DeepSpeed's ZeRO, torch.compile, float8 and 4-bit wei
 libraries want real memory, and the thread of a checkpoint's writer, which has no fake tensors.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.fake_cuda_steps import LAYOUTS, cases
+from tests.support.fake_cuda_steps import LAYOUTS, cases, more_cases
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3]
-CASES = [*cases()]
+CASES, MORE = [*cases()], [*more_cases()]
 NAMED = [pytest.param(case, id=" ".join(case)) for case in CASES]
+NAMED += [pytest.param(case, id=" ".join(case), marks=pytest.mark.full) for case in MORE]
 OFFLOADED = ("offload_params=cpu", "full", "none", "bf16")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
-def noted(tmp_path_factory):
-    """What was noted, by case."""
-    folder = tmp_path_factory.mktemp("fake-cuda")
-    words = [*python(cold=True), "-m", "tests.support.fake_cuda_steps", str(folder)]
-    done = run_ranks(words, rank_environment(1), HANG_S, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {tuple(row["case"]): row for row in rows}
+def run_cases(tmp_path_factory):
+    """Return a function that runs the sample or the other cases once: what was noted, by case."""
+
+    @functools.cache
+    def run(*more):
+        folder = tmp_path_factory.mktemp("fake-cuda")
+        words = [*python(cold=True), "-m", "tests.support.fake_cuda_steps", str(folder), *more]
+        done = run_ranks(words, rank_environment(1), HANG_S, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return {tuple(row["case"]): row for row in rows}
+
+    return run
+
+
+@pytest.fixture
+def noted(run_cases, request):
+    """What was noted, of a test's case among others."""
+    case = request.node.callspec.params["case"] if hasattr(request.node, "callspec") else None
+    return run_cases("more") if case in MORE else run_cases()
 
 
 def test_every_layout_is_among_the_cases(noted):
     assert list(noted) == CASES
     assert {case[0] for case in CASES} == LAYOUTS.keys()
+    assert {case[1] for case in CASES} == {"lora", "full"}
     assert {case[2] for case in CASES} == {"none", "selective", "full"}
 
 

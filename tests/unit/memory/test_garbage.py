@@ -10,6 +10,7 @@ import pytest
 
 from hpc_tune.memory import garbage
 from hpc_tune.train.control import StepStatus
+from tests.support.training import PREPARED
 
 
 class Node:
@@ -100,6 +101,7 @@ def test_a_run_collects_between_steps_alone(tmp_path):
     settings = ["data.seq_len=128", "data.eval_path=null", "batch.global_size=4"]
     settings += ["batch.micro_size=1", "train.max_steps=12", "run.report=false"]
     settings += ["parallel.recompute=selective", "run.tensorboard=false", f"run.dir={tmp_path}"]
+    settings += [f"data.cache={PREPARED}"]
     done = subprocess.run(
         [sys.executable, "-c", STEPS, *settings, "run.threads=1"],
         capture_output=True,

@@ -1,4 +1,5 @@
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -79,6 +80,22 @@ LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for packag
 FILES = sorted(ROOT.rglob("*.py"))
 
 
+@functools.cache
+def imports() -> dict[Path, set[str]]:
+    """What each file imports."""
+    return {file: imports_of(file) for file in FILES}
+
+
+@functools.cache
+def trees():
+    return {path: ast.parse(text) for path, text in read(ROOT).items()}
+
+
+@functools.cache
+def functions():
+    return functions_in(trees())
+
+
 def package_of(file: Path) -> str:
     return file.relative_to(ROOT).with_suffix("").parts[0]
 
@@ -86,8 +103,8 @@ def package_of(file: Path) -> str:
 def edges() -> set[tuple[str, str, str]]:
     """(file, its package, the package it imports) over the whole package."""
     found = set()
-    for file in FILES:
-        for name in imports_of(file):
+    for file, names in imports().items():
+        for name in names:
             top, *rest = name.split(".")
             if top == "hpc_tune" and rest and rest[0] != "__version__":
                 found.add((str(file.relative_to(ROOT)), package_of(file), rest[0]))
@@ -149,8 +166,8 @@ def test_a_circle_of_three_files_is_found(tmp_path, last, closes):
 def users_of(third_party: str) -> set[str]:
     return {
         str(file.relative_to(ROOT))
-        for file in FILES
-        for name in imports_of(file)
+        for file, names in imports().items()
+        for name in names
         if f"{name}.".startswith(f"{third_party}.")
     }
 
@@ -206,32 +223,30 @@ def test_no_file_is_over_400_lines():
     assert not {f: n for f in FILES if (n := len(f.read_text().splitlines())) > 400}
 
 
-TREES = {path: ast.parse(text) for path, text in read(ROOT).items()}
-FUNCTIONS = functions_in(TREES)
 # What layers must know of the micro-batch, and the log: the documented seams.
 MODULE_STATE = ["log.py log", "model/scoped.py batch_context"]
 MAX_TAKERS = 15
 
 
 def test_no_function_is_over_60_lines():
-    assert not [f for f in FUNCTIONS if f.num_lines > MAX_LINES]
+    assert not [f for f in functions() if f.num_lines > MAX_LINES]
 
 
 def test_no_function_has_more_than_8_parameters():
-    assert not [f for f in FUNCTIONS if f.num_parameters > MAX_PARAMETERS]
+    assert not [f for f in functions() if f.num_parameters > MAX_PARAMETERS]
 
 
 def test_few_functions_at_the_top_take_the_whole_configuration():
-    takers = [f"{f.file} {f.name}" for f in FUNCTIONS if f.takes_config]
+    takers = [f"{f.file} {f.name}" for f in functions() if f.takes_config]
     assert len(takers) < MAX_TAKERS, takers
 
 
 def test_state_of_a_module_is_one_of_the_documented_seams():
-    assert module_state(TREES) == MODULE_STATE
+    assert module_state(trees()) == MODULE_STATE
 
 
 def test_input_is_refused_by_errors_and_not_by_asserts():
-    kinds = Counter(type(node) for tree in TREES.values() for node in ast.walk(tree))
+    kinds = Counter(type(node) for tree in trees().values() for node in ast.walk(tree))
     assert 10 * kinds[ast.Assert] < kinds[ast.Raise]
 
 

@@ -1,6 +1,7 @@
 """What docs/troubleshooting.md quotes is what the code says: a reader searches for it there."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -23,11 +24,14 @@ def texts_of(tree):
             yield "".join(map(str, parts))
 
 
-SAID = "\n\n".join(
-    text
-    for file in sorted((ROOT / "hpc_tune").rglob("*.py"))
-    for text in texts_of(ast.parse(file.read_text(encoding="utf-8")))
-)
+@functools.cache
+def said():
+    """All texts of the package."""
+    return "\n\n".join(
+        text
+        for file in sorted((ROOT / "hpc_tune").rglob("*.py"))
+        for text in texts_of(ast.parse(file.read_text(encoding="utf-8")))
+    )
 
 
 def quoted(page):
@@ -39,7 +43,7 @@ def quoted(page):
 def missing(message):
     """Return what of a message no text of the code has; ... stands for what is filled in."""
     parts = (part.strip() for part in message.split("..."))
-    return [part for part in parts if len(part) > 3 and part not in SAID]
+    return [part for part in parts if len(part) > 3 and part not in said()]
 
 
 def test_the_page_quotes_messages():

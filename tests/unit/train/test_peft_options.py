@@ -22,7 +22,7 @@ from hpc_tune.train.model import _require_one_embedding
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
 from tests.support.stock_run import stock_losses
-from tests.support.training import losses, rows, worst_gap
+from tests.support.training import PREPARED, losses, rows, worst_gap
 from tests.support.untied import write_untied
 
 IDS_BT = torch.arange(40, 80).reshape(2, 20)
@@ -42,6 +42,7 @@ def settings(run_dir, model_dir, *more):
             *("batch.micro_size=2", "train.max_steps=5", "train.seed=3", "optim.lr=1e-3"),
             *("optim.warmup_steps=1", "optim.weight_decay=0.1", "tune.rank=4"),
             *("run.tensorboard=false", "run.report=false", "run.threads=1"),
+            f"data.cache={PREPARED}",
             *more,
         ],
     )

@@ -5,6 +5,7 @@ cuts the rows into micro-batches.
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,8 +27,14 @@ LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3}
 QUANTISED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder for the data, which are the same for each method."""
+    return tmp_path_factory.mktemp("data")
+
+
 @pytest.fixture(scope="module", params=list(LR))
-def trained(request, tmp_path_factory):
+def trained(request, tmp_path_factory, prepared):
     """Run hpc_tune in this process; return (method, its config, its run directory)."""
     if request.param == "qlora":
         pytest.importorskip("bitsandbytes")
@@ -36,6 +43,7 @@ def trained(request, tmp_path_factory):
         None,
         [
             f"run.dir={run_dir}",
+            f"data.cache={prepared}",
             f"tune.method={request.param}",
             f"tune.rank={RANK}",
             f"tune.alpha={ALPHA}",
@@ -58,9 +66,9 @@ def trained(request, tmp_path_factory):
     return request.param, config, run_dir
 
 
-def documents_of_each_step(run_dir):
+def documents_of_each_step(config):
     """Return the (tokens, loss mask) pairs of each step, cut at SEQ_LEN as documented."""
-    store = TokenStore.open(next((run_dir / "data").glob("*.h5")))
+    store = TokenStore.open(next(Path(config.data.cache).glob("*.h5")))
     order = PackedSampler(
         store.length_values,
         store.length_counts,
@@ -120,7 +128,7 @@ def plain_loop(method, config, run_dir):
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=LR[method], foreach=False)
-    for step, documents in enumerate(documents_of_each_step(run_dir)):
+    for step, documents in enumerate(documents_of_each_step(config)):
         num_learned = sum(int(mask[1:].sum()) for _, mask in documents)
         total = 0.0
         for tokens, mask in documents:
@@ -150,8 +158,8 @@ def test_losses_and_gradient_norms_equal_a_plain_loop(trained):
 
 
 def test_the_documents_are_ragged_and_some_rows_hold_several(trained):
-    _, _, run_dir = trained
-    steps = list(documents_of_each_step(run_dir))
+    _, config, _ = trained
+    steps = list(documents_of_each_step(config))
     lengths = {len(tokens) for documents in steps for tokens, _ in documents}
     assert len(lengths) > 20
     assert max(len(documents) for documents in steps) > GLOBAL

@@ -35,7 +35,7 @@ def train(tmp_path, monkeypatch):
         run_dir = tmp_path / name
         settings = [*SMALL, "data.path=builtin:pydocs:heldout", "tune.method=lora"]
         settings += ["tune.dropout=0.1", "train.max_steps=4", "batch.micro_size=8", *overrides]
-        settings += [f"run.dir={run_dir}", f"data.cache={tmp_path / 'data'}"]
+        settings += [f"run.dir={run_dir}"]
         return run(load_config(None, settings), StopAfter(None), faults=faults), run_dir
 
     yield start

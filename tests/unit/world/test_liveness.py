@@ -1,6 +1,7 @@
 """The table of who watches what is that of the code, and what the watchers share."""
 
 import ast
+import functools
 import re
 import threading
 from pathlib import Path
@@ -33,14 +34,17 @@ LIMITS = {
 }
 
 
+@functools.cache
 def definitions():
     """(file, name, source) of all that is defined at the top of a file."""
+    found = []
     for file in ROOT.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 source = ast.get_source_segment(text, node)
-                yield file.relative_to(ROOT).as_posix(), node.name, source
+                found.append((file.relative_to(ROOT).as_posix(), node.name, source))
+    return found
 
 
 def test_each_row_of_the_table_names_what_is_there():
