@@ -108,7 +108,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
     sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
-    return Model(built, measure(built.module), config, sample)
+    return Model(built, measure(built.module, config.optim.is_8bit), config, sample)
 
 
 def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_bits: bool) -> None:
