@@ -1,6 +1,9 @@
-"""AdamW whose moments are kept in 8 bits (arXiv:2110.02861), in torchao's blocks and codes.
+"""AdamW whose moments are kept in 8 bits (arXiv:2110.02861), with torchao's blocks, codes and step.
 
-    256 values of a moment as codes and one scale -> fp32 -> torch's fused AdamW -> codes, scale
+    256 values of a moment as codes and one scale -> fp32 -> a step of AdamW -> codes and a scale
+
+torchao compiles all of that for each shape of a parameter. Here a look-up finds the codes, a few
+blocks at a time, so that nothing is compiled and nothing as large as a parameter is made.
 
 Blocks are cut from this rank's part of a parameter, one after the other. Where the rows of a matrix
 are a multiple of 256 values, as in most models, no block reaches over two rows, so that shards of
@@ -19,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.activation_checkpoint import outside_modes
@@ -42,7 +44,7 @@ def require_torchao() -> None:
         ConfigError: if they are not installed or cannot be imported.
     """
     try:
-        import torchao.optim.quant_utils  # noqa: F401
+        import torchao.optim.adam  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"optim.name=adamw_8bit needs torchao, which cannot be imported ({first_line(error)}); "
@@ -116,9 +118,9 @@ class Quantized:
         """What it holds in memory."""
         return self.codes, self.scales
 
-    def blocks(self, start: int, stop: int) -> "Quantized":
+    def blocks(self, some: slice) -> "Quantized":
         """Return a view of some blocks."""
-        return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop])
+        return replace(self, codes=self.codes[some], scales=self.scales[some])
 
     def values(self) -> torch.Tensor:
         """Return the fp32 values."""
@@ -200,45 +202,36 @@ def _first_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
 def _update(
     group: dict[str, Any], state: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor
 ) -> None:
+    state["step"] += 1
     average, squares = (state[name] for name in MOMENTS)
     weights, grads, step = _local(parameter), _local(grad), state["step"]
     if not isinstance(average, Quantized):
-        _adamw(group, step, weights, grads, _local(average), _local(squares))
+        _take_step(group, step, weights, grads, _local(average), _local(squares))
         return
     weights, grads = weights.view(-1, BLOCK_8BIT), grads.view(-1, BLOCK_8BIT)
     for start in range(0, len(weights), _BLOCKS_AT_ONCE):
-        stop = min(start + _BLOCKS_AT_ONCE, len(weights))
-        held = [moment.blocks(start, stop) for moment in (average, squares)]
+        some = slice(start, start + _BLOCKS_AT_ONCE)
+        held = [moment.blocks(some) for moment in (average, squares)]
         values = [moment.values() for moment in held]
-        some = weights[start:stop]
-        exact = some.float()  # itself, if it is fp32
-        _adamw(group, step.clone(), exact, grads[start:stop].float(), *values)
-        if exact is not some:
-            some.copy_(exact)
+        _take_step(group, step, weights[some], grads[some], *values)
         for moment, updated in zip(held, values, strict=True):
             moment.store(updated)
-    step += 1
 
 
-def _adamw(
+def _take_step(
     group: dict[str, Any],
     step: torch.Tensor,
     weights: torch.Tensor,
     grads: torch.Tensor,
-    average: torch.Tensor,
-    squares: torch.Tensor,
+    *moments: torch.Tensor,
 ) -> None:
-    beta1, beta2 = group["betas"]
-    adamw(
-        *([weights], [grads], [average], [squares], [], [step]),
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
+    """Update weights and moments in place, by torchao's arithmetic in fp32."""
+    from torchao.optim.adam import single_param_adam
+
+    lr, (beta1, beta2) = torch.tensor(group["lr"], dtype=torch.float32), group["betas"]
+    rates = lr, beta1, beta2, group["weight_decay"], group["eps"]
+    single_param_adam(
+        weights, grads, step, *moments, None, *rates, IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False
     )
 
 
@@ -278,7 +271,8 @@ def _pieces(moment: Quantized, held: Box) -> Iterator[tuple[Box, Quantized]]:
     for start in range(0, rows, num):
         stop = min(start + num, rows)
         box = Box((held.offset[0] + start, *held.offset[1:]), (stop - start, *held.shape[1:]))
-        yield box, moment.blocks(start * width // BLOCK_8BIT, stop * width // BLOCK_8BIT)
+        some = slice(start * width // BLOCK_8BIT, stop * width // BLOCK_8BIT)
+        yield box, moment.blocks(some)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
