@@ -238,8 +238,13 @@ def _take_step(
 def regions_of(name: str, moment: Quantized, where: LocalRegion) -> Iterator[Region]:
     """Yield the regions of a moment of what ``where`` tells, in fp32: some rows each."""
     for number, (box, blocks) in enumerate(_pieces(moment, where.box)):
-        full_shape, stored = where.full_shape, f"{name}:{number}"
-        yield Region(name, torch.float32, box, full_shape, blocks.values, stored)
+        values = functools.partial(_shaped, blocks, box.shape)
+        stored = f"{name}:{number}"
+        yield Region(name, torch.float32, box, where.full_shape, values, stored)
+
+
+def _shaped(blocks: Quantized, shape: tuple[int, ...]) -> torch.Tensor:
+    return blocks.values().view(shape)
 
 
 def fill(

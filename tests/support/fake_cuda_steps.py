@@ -48,6 +48,7 @@ LAYOUTS = {
     "tensor 2": {"tensor": 2},
     "pipeline 2": {"pipeline": 2},
     "pipeline 2, interleaved": {"pipeline": 2, "stages_per_rank": 2},
+    "shard 2, 8 bits": {"shard": 2, "reshard": "block"},
     "offload_params=cpu": {"shard": 2, "reshard": "block", "offload_params": "cpu"},
 }
 AXES = ("replicate", "shard", "tensor", "pipeline")
@@ -56,7 +57,7 @@ AXES = ("replicate", "shard", "tensor", "pipeline")
 def cases():
     """(layout, method, recompute, dtype): of recompute what layouts do not change."""
     for layout in LAYOUTS:
-        for method in ("lora", "full"):
+        for method in ("full",) if "8 bits" in layout else ("lora", "full"):
             yield layout, method, "none", "bf16"
     yield "single", "lora", "selective", "bf16"
     yield "shard 2", "full", "full", "bf16"
@@ -82,7 +83,8 @@ def main() -> None:
         built = build(shape, DTYPES[dtype], TuneConfig(method=method), 0, weights=False)
         with _fake_world(rank, world.size), fake_cuda() as watch:
             plan = StepPlan.of(built, world, parallel)
-            settings = EngineSettings(plan, DEVICE, OptimConfig(lr=1e-3))
+            optim = OptimConfig(lr=1e-3, name="adamw_8bit" if "8 bits" in layout else "adamw")
+            settings = EngineSettings(plan, DEVICE, optim)
             noted = run(NativeEngine(built, settings), store, world, rank, watch)
         print(json.dumps({"case": [layout, method, recompute, dtype], **noted}), flush=True)
 
