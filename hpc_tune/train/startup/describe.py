@@ -35,7 +35,7 @@ from hpc_tune.world.comm import Comm
 from hpc_tune.world.device import cpu_has_bf16
 
 _FEW_STEPS = 5  # updates in an epoch
-_QUANTISING_S = 90e-9  # of a core, for a trained value in a step (2.5 GHz)
+_QUANTISING_S = 100e-9  # of a core, for a trained value in a step (2.5 GHz)
 
 
 def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, data: Data) -> None:
