@@ -28,7 +28,7 @@ from hpc_tune.engine.activation_checkpoint import outside_modes
 from hpc_tune.engine.adamw import MOMENTS, first_state, make_adamw, parameter_groups
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.box import Box
-from hpc_tune.model.build import LocalRegion
+from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 from hpc_tune.step.size import BLOCK_8BIT, is_in_8_bits
@@ -50,6 +50,22 @@ def require_torchao() -> None:
             f"optim.name=adamw_8bit needs torchao, which cannot be imported ({first_line(error)}); "
             "install it with pip install 'hpc_tune[adamw8bit]', or use optim.name=adamw"
         ) from None
+
+
+def require_whole_slices(stage: BuiltModel) -> None:
+    """Check that what a rank has of each trained tensor is one region, whose blocks can be saved.
+
+    Raises:
+        ConfigError: for fused experts, of which a rank of parallel.tensor has two slices.
+    """
+    for name, parameter in stage.module.named_parameters():
+        cut = stage.slices.get(name)
+        if cut is not None and cut.parts > 1 and parameter.requires_grad:
+            raise ConfigError(
+                f"optim.name=adamw_8bit with parallel.tensor > 1: {stage.saved_names[name]} is cut "
+                f"into {cut.parts} slices for each rank, and moments in 8 bits into one; use "
+                "parallel.shard or parallel.pipeline, or optim.name=adamw"
+            )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
 from hpc_tune.engine.adamw import MOMENTS, set_rate
-from hpc_tune.engine.adamw_8bit import Quantized, fill, make_optimizer, regions_of, require_torchao
+from hpc_tune.engine.adamw_8bit import (
+    Quantized,
+    fill,
+    make_optimizer,
+    regions_of,
+    require_torchao,
+    require_whole_slices,
+)
 from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks
@@ -360,6 +367,8 @@ def _load_stage(
         stage, partial = slice_model(stage, Axis(mesh.tensor, collectives))
     if parallel.expert > 1:
         stage = deal_experts(stage, mesh.coordinates.shard, parallel.expert)
+    if settings.optim.is_8bit:
+        require_whole_slices(stage)
     if train.float8:
         check_float8(device)
         use_float8(blocks)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from hpc_tune.engine.adamw_8bit import (
     make_optimizer,
     regions_of,
     require_torchao,
+    require_whole_slices,
 )
 from hpc_tune.errors import ConfigError
-from hpc_tune.model.build import LocalRegion
+from hpc_tune.model.build import LocalRegion, Slice
 from hpc_tune.model.regions import write_regions
 from hpc_tune.model.weights import index_checkpoint
 from hpc_tune.step.layout import Layout
@@ -184,3 +186,14 @@ def test_what_it_cannot_be_combined_with_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
     with pytest.raises(ConfigError, match=r"needs torchao.*pip install 'hpc_tune\[adamw8bit\]'"):
         require_torchao()
+
+
+def test_a_tensor_of_which_a_rank_has_several_slices_is_refused():
+    module = nn.Linear(512, 16)
+    for parts in (1, 2):
+        cut = {"weight": Slice(0, 0, (32, 512), parts)}
+        stage = SimpleNamespace(module=module, slices=cut, saved_names={"weight": "experts.up"})
+        if parts == 1:
+            require_whole_slices(stage)
+    with pytest.raises(ConfigError, match="experts.up is cut into 2 slices"):
+        require_whole_slices(stage)
