@@ -86,12 +86,8 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
         versions=versions(),
         commit=git_commit(),
     )
-    if comm.device.type == "cpu" and model.built.dtype == torch.bfloat16 and not cpu_has_bf16():
-        log.warning(
-            "model.dtype=bf16: this CPU has no bf16 instructions (AVX512-BF16, AMX): a step may "
-            "take tens of times as long as with model.dtype=fp32"
-        )
     for warning in (
+        *slow_bf16(comm.device, model.built.dtype),
         *idle_ranks(rows, resolved.layout),
         *few_steps(config.train, config.optim, rows, total_steps, data.loader.num_rows_per_epoch),
         *lost_best(config.train, config.checkpoint),
@@ -99,6 +95,15 @@ def describe(job: Job, model: Model, resolved: Resolved, forecast: Forecast, dat
     ):
         log.warning("%s", warning)
     log.info("files   %s", config.run.dir)
+
+
+def slow_bf16(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """Yield a warning where a CPU has to emulate the dtype."""
+    if device.type == "cpu" and dtype == torch.bfloat16 and not cpu_has_bf16():
+        yield (
+            "model.dtype=bf16: this CPU has no bf16 instructions (AVX512-BF16, AMX): a step may "
+            "take tens of times as long as with model.dtype=fp32"
+        )
 
 
 def idle_ranks(rows: int, layout: Layout) -> Iterator[str]:
