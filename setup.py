@@ -42,6 +42,7 @@ setup(
         "transformers>=5.17,<6",
     ],
     extras_require={
+        "adamw8bit": ["torchao>=0.10"],
         "demo": ["gguf>=0.10"],
         "float8": ["torchao>=0.10"],
         "qlora": ["bitsandbytes>=0.45"],

@@ -20,6 +20,7 @@ from hpc_tune.autotune.candidates import legal_layouts
 from hpc_tune.batch import Batch, full_batch
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.engine.adamw_8bit import make_optimizer
 from hpc_tune.engine.base import EngineSettings
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
@@ -61,7 +62,7 @@ class BlockModels:
     ) -> None:
         """Measure on the ranks of ``comm``, each of which has ``room`` bytes."""
         self.comm, self.parallel, self._seq_len = comm, parallel, seq_len
-        self._shape, self._optim, self._room = shape, optim, room
+        self._shape, self.optim, self._room = shape, optim, room
 
     def engine(self, num_blocks: int, layout: Layout) -> NativeEngine:
         """Return an engine of ``num_blocks`` blocks. Collective.
@@ -76,7 +77,7 @@ class BlockModels:
             built = self.comm.run_and_agree("measuring a decoder block", make)
             self.plan = StepPlan.of(built, layout, parallel)
             settings = EngineSettings(
-                self.plan, self.comm.device, self._optim, run_and_agree=self.comm.run_and_agree
+                self.plan, self.comm.device, self.optim, run_and_agree=self.comm.run_and_agree
             )
             engine = NativeEngine(built, settings)
         for parameter in built.module.parameters():
@@ -138,7 +139,7 @@ def measure_compute(
     return Compute(
         block_s / tokens,
         max(0.0, seconds[FEW] - FEW * block_s) / tokens,
-        _update_s(comm),
+        _update_s(comm, models.optim),
         unshard_s,
         sync_s,
         max(1.0, seconds[MORE] / alone_s),
@@ -180,11 +181,12 @@ def _time_of(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began_s
 
 
-def _update_s(comm: Comm) -> float:
+def _update_s(comm: Comm, optim: OptimConfig) -> float:
     """Return the seconds of the optimizer per trained value."""
     values = nn.Parameter(torch.zeros(_VALUES, device=comm.device))
     values.grad = torch.zeros_like(values)
-    return _slowest_s(torch.optim.AdamW([values], fused=True).step, comm) / _VALUES
+    optimizer = make_optimizer([("values", values)], optim)
+    return _slowest_s(optimizer.step, comm) / _VALUES
 
 
 def _copy_s(comm: Comm) -> float:

@@ -94,7 +94,7 @@ def choose(
     dtype = planned_dtype(config.model.dtype, machine.device_bytes is not None)
     with shape_of(config.model.path, dtype, config.tune, config.train.seed) as shape:
         built = shape.build()
-        size = measure(built.module)
+        size = measure(built.module, config.optim.is_8bit)
     compute = measured.compute
     if compute is None and cluster is not None:
         recomputes = asked.recompute == "full"

@@ -49,6 +49,7 @@ WARN = (
     "model.dtype",
     "tune.param_dtype",
     "tune.neftune_alpha",
+    "optim.name",
     "optim.lr",
     "optim.reference_batch",
     "optim.batch_scaling",

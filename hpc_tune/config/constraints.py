@@ -29,6 +29,7 @@ def check(config: RunConfig) -> list[str]:
         *_objective(tune, config.data),
         *_tune(tune),
         *_optim(config.optim, tune.method),
+        *(beside_8bit(parallel) if config.optim.is_8bit else ()),
         *_data(config.data, train),
         *_slurm(config.slurm),
     ]
@@ -288,6 +289,20 @@ def _optim(optim: OptimConfig, method: str) -> Iterator[str]:
     if optim.batch_scaling != "sqrt" and optim.reference_batch is None:
         yield (
             f"optim.batch_scaling={optim.batch_scaling} has no effect without optim.reference_batch"
+        )
+
+
+def beside_8bit(parallel: ParallelConfig) -> Iterator[str]:
+    """Yield what these settings say against optim.name=adamw_8bit."""
+    if parallel.zero_stage is not None:
+        yield (
+            f"optim.name=adamw_8bit with parallel.zero_stage={parallel.zero_stage}: ZeRO keeps its "
+            "own state in fp32; use parallel.shard, or optim.name=adamw"
+        )
+    if parallel.zero_stage is None and parallel.offload_params == "cpu":
+        yield (
+            "optim.name=adamw_8bit with parallel.offload_params=cpu: a CPU takes about 100 times "
+            "as long to quantise as to update; leave one of them out"
         )
 
 

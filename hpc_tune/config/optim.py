@@ -22,6 +22,14 @@ def auto_lr(tune: TuneConfig) -> float:
 class OptimConfig(Section):
     """AdamW (arXiv:1711.05101) and its learning rate."""
 
+    name: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw",
+        description="adamw: AdamW with two moments of each trained value, of tune.param_dtype. "
+        "adamw_8bit: the moments in 8 bits with a scale for each 256 (arXiv:2110.02861), as "
+        "torchao keeps them, but for parameters of less than 4,096 values; 2 bytes of a trained "
+        "value in place of 8, for tune.method=full where it does not fit. Losses differ a little. "
+        "It needs pip install 'hpc_tune[adamw8bit]'.",
+    )
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
         description="The peak learning rate. auto: 2e-4 for adapters, and 1e-5 with "
@@ -107,6 +115,11 @@ class OptimConfig(Section):
         description="The global L2 norm to which a larger gradient is scaled down. 1.0 is the "
         "common choice and takes the force out of single bad batches; 0 never clips.",
     )
+
+    @property
+    def is_8bit(self) -> bool:
+        """Whether moments are kept in 8 bits."""
+        return self.name == "adamw_8bit"
 
     @property
     def peak_lr(self) -> float:

@@ -26,7 +26,7 @@ from hpc_tune.convert.preferences import no_dropout, seq_len
 from hpc_tune.convert.torchtune_data import DATA, last_name
 from hpc_tune.convert.torchtune_preferences import PREFERENCES, objective, preference_defaults
 from hpc_tune.convert.torchtune_preferences import loss as preference_loss
-from hpc_tune.convert.trainer import ONE_SCHEDULE, falling, only
+from hpc_tune.convert.trainer import ONE_SCHEDULE, adamw_8bit, falling, only
 
 _ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -111,8 +111,13 @@ def _length(value: Any, theirs: ForeignConfig) -> Outcome:
 def _optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
     if str(value) == "torch.optim.AdamW":
         return Automatic("AdamW is the only optimizer")
+    if "AdamW8bit" in str(value):
+        return adamw_8bit(theirs, "", "Paged" in str(value))
     if "AdamW" in str(value):
-        return Unsupported("AdamW's state is not in 8 bits; plan says whether it fits")
+        return Unsupported(
+            "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit; plan says whether "
+            "it fits"
+        )
     return Unsupported("AdamW is the only optimizer; find optim.lr again", to_do=True)
 
 

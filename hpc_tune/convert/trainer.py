@@ -25,6 +25,13 @@ _KWARGS = "lr_scheduler_kwargs"
 _ENDS = "its end is reached in the last step here, and one step after it there"
 NF4 = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
+_BNB = "embeddings too, whose state theirs keeps in fp32"
+_OFFLOADS = (
+    "fsdp_config.offload_params",
+    "fsdp_config.fsdp_offload_params",
+    "fsdp_cpu_offload",
+    "fsdp.cpu_offload",
+)
 _PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
@@ -210,14 +217,30 @@ def _of(theirs: ForeignConfig) -> int:
 
 
 def optimizer(value: Any, theirs: ForeignConfig) -> Outcome:
-    """Rule for the optimizer, of which there is one."""
+    """Rule for the optimizer, which is AdamW."""
     if str(value) in _PLAIN_ADAMW:
         return Automatic("AdamW is the only optimizer")
-    if "adamw" in str(value) and re.search("bit|fp8|paged", str(value)):
+    name = str(value)
+    if "adamw" in name and "8bit" in name:
+        return adamw_8bit(theirs, "" if "torch" in name else _BNB, "paged" in name)
+    if "adamw" in name and re.search("bit|fp8|paged", name):
         return Unsupported(
-            "AdamW's state is neither in 8 bits nor paged; plan says whether it fits"
+            "AdamW's state is in fp32, or in 8 bits with optim.name=adamw_8bit, and not paged; "
+            "plan says whether it fits"
         )
     return Unsupported("AdamW is the only optimizer; find optim.lr again", to_do=True)
+
+
+def adamw_8bit(theirs: ForeignConfig, remark: str, is_paged: bool) -> Outcome:
+    """Return AdamW with moments in 8 bits, if that goes together with the rest.
+
+    ``remark``: what is different here.
+    """
+    if any(theirs.is_on(key) for key in _OFFLOADS):
+        return Unsupported("its state is in fp32 on the host, with parallel.offload_params=cpu")
+    remarks = [remark] if remark else []
+    remarks += ["not paged: it stays on the device"] if is_paged else []
+    return Mapped({"optim.name": "adamw_8bit"}, "; ".join(remarks))
 
 
 def deepspeed(value: Any, theirs: ForeignConfig) -> Outcome:

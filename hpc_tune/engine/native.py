@@ -18,7 +18,15 @@ import torch.distributed as dist
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
-from hpc_tune.engine.adamw import MOMENTS, make_adamw, set_rate
+from hpc_tune.engine.adamw import MOMENTS, set_rate
+from hpc_tune.engine.adamw_8bit import (
+    Quantized,
+    fill,
+    make_optimizer,
+    regions_of,
+    require_torchao,
+    require_whole_slices,
+)
 from hpc_tune.engine.base import EngineSettings, StepResult
 from hpc_tune.engine.batch_copies import BatchCopies
 from hpc_tune.engine.compile import compile_blocks
@@ -94,7 +102,8 @@ class NativeEngine:
         ]
         self._offloaded: OffloadedState | None = None
         has_device = device.type == "cuda" or settings.faults.moves_on_host
-        if has_device and parallel.offload_params != "cpu":
+        moves = parallel.offload_params != "cpu" and not settings.optim.is_8bit
+        if has_device and moves:
             self.levers[Action.MOVE_OPTIMIZER] = Lever(self._move_optimizer)
         self._pipeline = None
         if layout.pipeline > 1:
@@ -158,13 +167,15 @@ class NativeEngine:
 
     def regions(self) -> list[Region]:
         """Return what this rank holds and no rank before it does; see ``base.Engine``."""
-        regions = []
-        for trained in self._trained:
-            for name, number, region in self._state_of(trained) if trained.writes else ():
+        regions: list[Region] = []
+        for trained in (t for t in self._trained if t.writes):
+            for name, number, region in self._state_of(trained):
                 if (local := region.local).numel():
                     what = name, local.dtype, region.box, region.full_shape
                     key = f"{name}#{number}" if number else ""
                     regions.append(Region(*what, local.contiguous, key))
+            for name, moment, where in self._quantized(trained):
+                regions += regions_of(name, moment, where)
         return regions
 
     def load(self, index: TensorIndex, step: int) -> None:
@@ -178,6 +189,9 @@ class NativeEngine:
                 index.require([name])
                 if region.local.numel():
                     index.fill(region.local, name, region.offset, self._settings.reserve)
+            for name, moment, where in self._quantized(trained):
+                index.require([name])
+                fill(moment, where, index, name, self._settings.reserve)
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
 
@@ -192,6 +206,7 @@ class NativeEngine:
     def _move_optimizer(self, times: int) -> str:
         if self._offloaded is not None:
             self._offloaded.close()
+        assert isinstance(self._adamw, torch.optim.AdamW), "moments in 8 bits stay on the device"
         self._offloaded = OffloadedState(self._adamw) if times else None
         return f"optimizer state is on the {'host' if times else 'device'}"
 
@@ -264,8 +279,20 @@ class NativeEngine:
         state = self._adamw.state[trained.parameter]
         named = [("", trained.parameter), *((f"{part}.", state[part]) for part in MOMENTS)]
         for prefix, tensor in named:
-            for number, region in enumerate(trained.stage.regions(trained.name, tensor)):
-                yield f"{prefix}{trained.saved_name}", number, region
+            if not isinstance(tensor, Quantized):
+                for number, region in enumerate(trained.stage.regions(trained.name, tensor)):
+                    yield f"{prefix}{trained.saved_name}", number, region
+
+    def _quantized(self, trained: Trained) -> Iterator[tuple[str, Quantized, LocalRegion]]:
+        """Yield names in checkpoints of moments in 8 bits, these, and what this rank has of them.
+
+        That is one region: see ``require_whole_slices``.
+        """
+        for part in MOMENTS:
+            moment = self._adamw.state[trained.parameter][part]
+            if isinstance(moment, Quantized):
+                [where] = trained.stage.regions(trained.name, trained.parameter)
+                yield f"{part}.{trained.saved_name}", moment, where
 
     def _zero_grad(self) -> None:
         for bucket in self._buckets:
@@ -293,12 +320,14 @@ class NativeEngine:
 
 def _load(
     built: BuiltModel, settings: EngineSettings, mesh: Mesh, collectives: CountedCollectives
-) -> tuple[list[BuiltModel], list[Trained], list[Bucket], torch.optim.AdamW]:
+) -> tuple[list[BuiltModel], list[Trained], list[Bucket], torch.optim.Optimizer]:
     """Read and allocate what this rank holds. No messages: a rank may fail by itself."""
+    if settings.optim.is_8bit:
+        require_torchao()
     stages, trained = _load_stages(built, settings, mesh, collectives)
     buckets = make_buckets(trained, settings.plan, mesh, settings.device, settings.reserve)
     named = [(t.name, t.parameter) for t in trained]
-    return stages, trained, buckets, make_adamw(named, settings.optim, settings.reserve)
+    return stages, trained, buckets, make_optimizer(named, settings.optim, settings.reserve)
 
 
 def _load_stages(
@@ -338,6 +367,8 @@ def _load_stage(
         stage, partial = slice_model(stage, Axis(mesh.tensor, collectives))
     if parallel.expert > 1:
         stage = deal_experts(stage, mesh.coordinates.shard, parallel.expert)
+    if settings.optim.is_8bit:
+        require_whole_slices(stage)
     if train.float8:
         check_float8(device)
         use_float8(blocks)

@@ -196,7 +196,7 @@ def _file_blocks(
     metadata = {
         OFFSETS_KEY: {r.key: r.box.offset for r in parts},
         FULL_SHAPES_KEY: {r.key: r.full_shape for r in parts},
-        NAMES_KEY: {r.key: r.name for r in parts if r.key != r.name},
+        NAMES_KEY: {r.key: r.name for r in regions if r.key != r.name},
     }
     header["__metadata__"] = {
         "format": "pt",

@@ -158,6 +158,10 @@ def _smaller_state(parallel: ParallelConfig, method: str, machine: Machine) -> I
         yield Remedy(text, {"parallel.offload_params": "cpu"})
     if method == "full":
         yield Remedy("state: tune.param_dtype=bf16 halves it", {"tune.param_dtype": "bf16"})
+        if parallel.zero_stage is None:
+            text = "state: optim.name=adamw_8bit quantises AdamW's moments"
+            changes = {"optim.name": "adamw_8bit", "parallel.offload_params": "none"}
+            yield Remedy(text, changes)
         text = "state: tune.method=lora trains under 1% of the values"
         yield Remedy(text, {"tune.method": "lora", "tune.param_dtype": "fp32"})
     elif method == "lora":

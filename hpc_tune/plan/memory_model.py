@@ -65,7 +65,8 @@ class ModelBytes:
 
     ``trained``: all trained values, whole; ``largest_tensor``: as it is stored; ``largest_unit``:
     the most that shards are gathered to at once, a block or the embedding. ``is_full``: all weights
-    are trained; ``is_stored_so``: the files have the dtype that is computed with.
+    are trained; ``is_stored_so``: the files have the dtype that is computed with. ``more_saved``:
+    what a checkpoint has beside ``trained`` and two moments like it.
     """
 
     trained: int
@@ -73,6 +74,7 @@ class ModelBytes:
     largest_unit: int
     is_full: bool = False
     is_stored_so: bool = True
+    more_saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def memory_by_phase(
     left = STEPPED_BYTES if on_cpu else 0
     step_bytes = settings.step_tokens * BYTES_OF_FORM[settings.form]
     buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
-    state = SAVED_COPIES * model.trained
+    state = SAVED_COPIES * model.trained + model.more_saved
 
     def phase(name: str, on_device: int, on_host: int, first: int = 0) -> Phase:
         if on_cpu:

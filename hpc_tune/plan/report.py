@@ -36,7 +36,7 @@ from hpc_tune.plan.resolve import Resolved, least_micro_rows, resolve, rows_per_
 from hpc_tune.plan.shape import ModelShape, planned_dtype, shape_of
 from hpc_tune.plan.trace import TracedStep, TraceReport, trace_step
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import SAVED_COPIES, ModelSize, measure
+from hpc_tune.step.size import MOMENTS, SAVED_COPIES, ModelSize, measure
 from hpc_tune.units import format_bytes, format_count
 
 # A trace of the whole depth is no slower there.
@@ -89,7 +89,7 @@ def make_plan(
     dtype = planned_dtype(model.dtype, on_gpu)
     with shape_of(model.path, dtype, tune, config.train.seed) as shape:
         built = shape.build()
-        size = measure(built.module)
+        size = measure(built.module, config.optim.is_8bit)
         resolved = resolve(config.parallel, size, built.config, machine)
         own_rows = rows_per_rank(batch, resolved.layout)
         settings = MemorySettings(
@@ -107,7 +107,7 @@ def make_plan(
         is_deep = built.config.num_hidden_layers > _WHOLE_UP_TO
         trace = partial(of_few_tokens, remembered(of_few_blocks if is_deep else trace_step))
         report = _of_zero(of_worst_rank(trace, step), resolved)
-        model_bytes = _model_bytes(shape, built, size)
+        model_bytes = _model_bytes(shape, built, size, config.optim.is_8bit)
         phases = memory_by_phase(report, machine, model_bytes, settings)
 
         def left_at(rows: int, length: int, of_step: int) -> int:
@@ -236,7 +236,9 @@ def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
     )
 
 
-def _model_bytes(shape: ModelShape, built: BuiltModel, size: ModelSize) -> ModelBytes:
+def _model_bytes(
+    shape: ModelShape, built: BuiltModel, size: ModelSize, is_8bit: bool
+) -> ModelBytes:
     stored = _stored_dtypes(shape.directory, built) or {shape.dtype}
     tensors = [p.numel() for p in built.module.parameters()]
     blocks = [sum(p.numel() for p in b.parameters()) for b in block_list(built.module)]
@@ -246,6 +248,8 @@ def _model_bytes(shape: ModelShape, built: BuiltModel, size: ModelSize) -> Model
         max(*blocks, *tensors) * shape.dtype.itemsize,
         size.is_full,
         is_stored_so=stored == {shape.dtype},
+        # Moments in 8 bits are saved in fp32, whatever the weights are.
+        more_saved=MOMENTS * (4 * size.num_trained - size.trained_bytes) if is_8bit else 0,
     )
 
 

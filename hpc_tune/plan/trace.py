@@ -30,6 +30,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine import native
 from hpc_tune.engine.activation_checkpoint import outside_modes
+from hpc_tune.engine.adamw_8bit import Quantized
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
@@ -229,10 +230,11 @@ def _bytes_by_kind(engine: NativeEngine, full: bool) -> tuple[int, int, int, int
     held = [p for stage in engine._stages for p in stage.module.parameters()]
     trained = [p for p in held if p.requires_grad]
     moments = [
-        value
+        tensor
         for state in engine._adamw.state.values()
-        for name, value in state.items()
+        for name, moment in state.items()
         if name != "step"
+        for tensor in (moment.tensors if isinstance(moment, Quantized) else (moment,))
     ]
     return (
         _stored_bytes(p for p in held if full or not p.requires_grad),
@@ -290,7 +292,7 @@ def traced_step(config: RunConfig, world_size: int) -> TracedStep:
     dtype = planned_dtype(config.model.dtype, on_gpu=True)
     shape = ModelShape(shape_directory(config.model.path), dtype, config.tune, config.train.seed)
     built, machine = shape.build(), Machine(world_size, 1, DEVICE_BYTES, 0)
-    resolved = resolve(asked, measure(built.module), built.config, machine)
+    resolved = resolve(asked, measure(built.module, config.optim.is_8bit), built.config, machine)
     rows = least_micro_rows(config.batch)
     what = (shape, resolved.layout, resolved.parallel, config.optim)
     kernels = kernels_of(built.config, dtype, config.train.compile)

@@ -19,6 +19,13 @@ Part = Literal["blocks", "embedding", "end"]
 MOMENTS = 2  # of each trained value, which AdamW keeps
 # Of a trained value, of one dtype: itself, its gradient and the moments; all of that but gradients.
 STATE_COPIES, SAVED_COPIES = 2 + MOMENTS, 1 + MOMENTS
+# With optim.name=adamw_8bit: values that share an fp32 scale, and how many a parameter must have.
+BLOCK_8BIT, _LEAST_IN_8_BITS = 256, 4096
+
+
+def is_in_8_bits(num_values: int) -> bool:
+    """Return whether optim.name=adamw_8bit quantises the moments of a parameter of this size."""
+    return num_values >= _LEAST_IN_8_BITS
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class ModelSize:
     ``scale_bytes`` are those that tell what a 4-bit base's codes mean. ``weights``: all parameters
     by what layouts do with them. ``gathered_features``: those of a token that the tensor axis
     gathers in all blocks, forward and backward; ``sums``: what it adds up in them.
-    ``num_mixtures``: layers with routed experts.
+    ``num_mixtures``: layers with routed experts. ``spared_bytes``: what moments in 8 bits take less.
     """
 
     num_frozen: int
@@ -60,6 +67,7 @@ class ModelSize:
     gathered_features: tuple[int, int] = (0, 0)
     sums: Sums | None = None
     num_mixtures: int = 0
+    spared_bytes: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -101,10 +109,10 @@ class ModelSize:
         return max(itemsize, self.trained_itemsize) if self.is_full else itemsize
 
 
-def measure(module: nn.Module) -> ModelSize:
+def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
     """Count a model's parameters, tied ones once; works on the meta device.
 
-    A ``LossModel`` has ``weights`` too.
+    A ``LossModel`` has ``weights`` too. ``is_8bit``: of the optimizer.
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -121,7 +129,17 @@ def measure(module: nn.Module) -> ModelSize:
         (0, 0) if model is None else gathered_features(model),
         None if model is None else sums_of(model),
         len({path.rpartition(".experts")[0] for path, _ in stacks_of(module)}),
+        sum(_spared_bytes(p) for p in trained) if is_8bit else 0,
     )
+
+
+def _spared_bytes(parameter: nn.Parameter) -> int:
+    """Return what the moments take less in 8 bits: codes and scales in place of values."""
+    num_values = parameter.numel()
+    if not is_in_8_bits(num_values):
+        return 0
+    in_8_bits = num_values + 4 * (num_values // BLOCK_8BIT)
+    return MOMENTS * (num_values * parameter.element_size() - in_8_bits)
 
 
 def _weights_of(module: LossModel) -> tuple[Weights, ...]:
@@ -152,7 +170,7 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     divided by the shards. The tensor and pipeline axes divide everything, but for norms and uneven
     stages.
     """
-    state = STATE_COPIES * size.trained_bytes
+    state = STATE_COPIES * size.trained_bytes - size.spared_bytes
     cut = layout.tensor * layout.pipeline
     if not size.is_full:
         return size.frozen_bytes // (layout.shard * cut) + (size.scale_bytes + state) // cut

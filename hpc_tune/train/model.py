@@ -7,6 +7,7 @@ import torch
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
@@ -61,6 +62,8 @@ def build_model(job: Job, fresh: bool) -> Model:
     dtype = compute_dtype(config.model.dtype, comm.device)
 
     def make() -> BuiltModel:
+        if config.optim.is_8bit:
+            require_torchao()
         built = build(model_dir, dtype, config.tune, config.train.seed)
         start = config.tune.init_from
         is_first = fresh or config.tune.has_reference  # what it begins with is the reference
@@ -82,10 +85,7 @@ def build_model(job: Job, fresh: bool) -> Model:
             *(config.data.seq_len, longest, longest),
         )
     if built.others:
-        log.info(
-            "ignored in the model's files: %s",
-            ", ".join(built.others),
-        )
+        log.info("ignored in the model's files: %s", ", ".join(built.others))
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
     four_bits, kind = config.tune.method == "qlora", built.config.model_type
@@ -108,7 +108,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
     sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
-    return Model(built, measure(built.module), config, sample)
+    return Model(built, measure(built.module, config.optim.is_8bit), config, sample)
 
 
 def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_bits: bool) -> None:

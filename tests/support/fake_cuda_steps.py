@@ -49,6 +49,7 @@ LAYOUTS = {
     "tensor 2": {"tensor": 2},
     "pipeline 2": {"pipeline": 2},
     "pipeline 2, interleaved": {"pipeline": 2, "stages_per_rank": 2},
+    "shard 2, 8 bits": {"shard": 2, "reshard": "block"},
     "offload_params=cpu": {"shard": 2, "reshard": "block", "offload_params": "cpu"},
 }
 AXES = ("replicate", "shard", "tensor", "pipeline")
@@ -61,7 +62,8 @@ IN_FULL = ("single", "shard 2", "shard 2, kept a step", "hsdp 2x2", "offload_par
 def cases():
     """(layout, method, recompute, dtype): of recompute what layouts do not change."""
     for layout in LAYOUTS:
-        yield layout, "full" if layout in IN_FULL else "lora", "none", "bf16"
+        of_weights = layout in IN_FULL or "8 bits" in layout
+        yield layout, "full" if of_weights else "lora", "none", "bf16"
     yield "single", "lora", "selective", "bf16"
     yield "shard 2", "full", "full", "bf16"
     yield "single", "lora", "full", "fp32"  # attention takes a mask
@@ -93,7 +95,8 @@ def main() -> None:
         built = build(shape, DTYPES[dtype], TuneConfig(method=method), 0, weights=False)
         with _fake_world(rank, world.size), fake_cuda() as watch:
             plan = StepPlan.of(built, world, parallel)
-            settings = EngineSettings(plan, DEVICE, OptimConfig(lr=1e-3))
+            optim = OptimConfig(lr=1e-3, name="adamw_8bit" if "8 bits" in layout else "adamw")
+            settings = EngineSettings(plan, DEVICE, optim)
             noted = run(NativeEngine(built, settings), store, world, rank, watch)
         print(json.dumps({"case": [layout, method, recompute, dtype], **noted}), flush=True)
 

@@ -36,6 +36,7 @@ OTHER = {
     "model.dtype": "bf16",
     "tune.param_dtype": "bf16",
     "tune.neftune_alpha": 5.0,
+    "optim.name": "adamw_8bit",
     "optim.lr": 1.0,
     "optim.reference_batch": 32,
     "optim.batch_scaling": "linear",

@@ -327,6 +327,8 @@ def test_every_key_of_the_reference_is_known():
         ({"peft_use_rslora": True}, {"tune.rslora": True}),
         ({"neftune_noise_alpha": 5}, {"tune.neftune_alpha": 5}),
         ({"noisy_embedding_alpha": 5}, {"tune.neftune_alpha": 5}),
+        ({"optimizer": "adamw_bnb_8bit"}, {"optim.name": "adamw_8bit"}),
+        ({"optimizer": "adamw_torch_8bit"}, {"optim.name": "adamw_8bit"}),
         ({"loraplus_lr_ratio": 16}, {"optim.lora_b_ratio": 16}),
         (
             {"val_set_size": 0.1, "eval_steps": 20, "early_stopping_patience": 3},

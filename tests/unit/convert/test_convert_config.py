@@ -267,6 +267,12 @@ def test_no_key_has_two_rules(pattern):
             | {"dataset__train_on_input": None},
             {"data.loss_on": "all"},
         ),
+        (
+            {"optimizer___component_": "bitsandbytes.optim.PagedAdamW8bit"}
+            | {"fsdp_cpu_offload": False},
+            {"optim.name": "adamw_8bit"},
+        ),
+        ({"optimizer___component_": "torchao.optim.AdamW8bit"}, {"optim.name": None}),
         ({"clip_grad_norm": None}, {"optim.clip_norm": 0.0}),
         ({"lr_scheduler": None}, {"optim.schedule": "constant", "optim.warmup_steps": 0}),
         ({"max_steps_per_epoch": 7}, {"train.max_steps": 14}),
@@ -310,6 +316,8 @@ def test_what_torchtune_says_elsewhere_or_by_default_counts_too(changes, expecte
         ({"use_cpu": True}, {"run.device": "cpu"}),
         ({"use_rslora": True}, {"tune.rslora": True}),
         ({"neftune_noise_alpha": 5}, {"tune.neftune_alpha": 5}),
+        ({"optim": "adamw_8bit"}, {"optim.name": "adamw_8bit"}),
+        ({"optim": "adamw_torch_4bit"}, {"optim.name": None}),
         ({"loraplus_lr_ratio": 16.0}, {"optim.lora_b_ratio": 16.0}),
         ({"loraplus_lr_ratio": 16.0, "finetuning_type": "full"}, {"optim.lora_b_ratio": None}),
         ({"use_rslora": True, "finetuning_type": "full"}, {"tune.rslora": None}),
@@ -384,6 +392,25 @@ def test_what_cannot_be_known_is_to_do_and_has_a_placeholder(text, changes, key,
         notes = [note for note in converted.to_do if path in note]
         assert (settings(converted)[path] == tool.PLACEHOLDER) == bool(notes)
         assert len(notes) <= 1, "what their config tells is not said to be missing"
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "key", "words"),
+    [
+        (LLAMA_FACTORY_LORA, {"optim": "adamw_bnb_8bit"}, "optim", "embeddings too"),
+        (LLAMA_FACTORY_LORA, {"optim": "paged_adamw_8bit"}, "optim", "not paged"),
+        (LLAMA_FACTORY_LORA, {"optim": "paged_adamw_32bit"}, "optim", "optim.name=adamw_8bit"),
+        (
+            TORCHTUNE_LORA,
+            {"optimizer___component_": "torchao.optim.AdamW8bit"},
+            "optimizer._component_",
+            "parallel.offload_params=cpu",
+        ),
+    ],
+)
+def test_what_is_different_in_8_bits_is_said(text, changes, key, words):
+    converted = tool.convert(theirs(text, **changes), 1)
+    assert words in line_of([*converted.left, *converted.taken], key)
 
 
 def test_fp16_is_named_and_the_dtype_left_to_the_device():

@@ -103,6 +103,9 @@ def test_optimizer_state_lies_where_the_lever_says(noted, case):
     if case[0] == "offload_params=cpu":
         assert "moments" not in noted[case], "its state is on the host anyway"
         return
+    if "8 bits" in case[0]:
+        assert "moments" not in noted[case], "its state is small, and stays"
+        return
     before, moved, after = noted[case]["moments"]
     shards = "shard" in LAYOUTS[case[0]] and case[1] == "full"
     # Norms stay whole on every rank.

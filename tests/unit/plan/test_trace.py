@@ -112,6 +112,18 @@ def test_gradients_of_shards_come_with_the_first_step():
     assert report["idle_bytes"] == pytest.approx(state + gradients, rel=1e-3)
 
 
+@pytest.mark.full
+def test_moments_in_8_bits_are_a_byte_each_and_a_scale_for_256():
+    words = ("tune.method=full", "parallel.replicate=1", "parallel.shard=8", "data.seq_len=64")
+    report = trace("llama3_8b", 8, *words, "optim.name=adamw_8bit", "--quick")
+    num_values = report["weight_bytes"] // 4
+    assert report["optimizer_bytes"] == 2 * (num_values + 4 * num_values // 256)
+    shape, tune = shape_directory("shape:llama3-8b"), TuneConfig(method="full")
+    built = build(shape, torch.bfloat16, tune, 0, weights=False)
+    account = static_bytes(measure(built.module, is_8bit=True), Layout(1, 8))
+    assert account == pytest.approx(sum(report[n] for n in STATE), rel=1e-3)  # but for norms
+
+
 def stage_bytes(blocks: float, extra: int) -> tuple[float, float]:
     """405B: (weight, adapter) bytes of a stage with ``blocks`` blocks and ``extra`` values."""
     frozen, adapter = llama_block(16384, 53248, tensor=8)

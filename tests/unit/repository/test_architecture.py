@@ -66,7 +66,7 @@ OWNERS = {
     "peft": ("model/adapters.py",),
     "safetensors": ("model/",),
     "bitsandbytes": ("model/quantize.py",),
-    "torchao": ("engine/float8.py",),
+    "torchao": ("engine/adamw_8bit.py", "engine/float8.py"),
     "yaml": ("safe_yaml.py", "config/", "checkpoint/", "report/", "convert/"),
     "psutil": ("world/processes.py", "world/hang.py", "world/rendezvous.py"),
     "matplotlib": ("report/",),

@@ -8,6 +8,7 @@ import torch
 
 from hpc_tune import cli
 from hpc_tune.config.load import load_config
+from hpc_tune.config.optim import OptimConfig
 from hpc_tune.model.loss import LossModel
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, Weights
@@ -18,6 +19,7 @@ from hpc_tune.train.startup.describe import (
     few_steps,
     idle_ranks,
     method_of,
+    of_8bit,
     rate_of,
 )
 
@@ -50,6 +52,24 @@ def warnings_of(settings, total_steps, rows_per_epoch):
 def test_too_few_updates_are_told_of(total_steps, rows_per_epoch, warmup, words):
     settings = ["batch.global_size=64", f"optim.warmup_steps={warmup}", "optim.lr=1e-3"]
     told = warnings_of(settings, total_steps, rows_per_epoch)
+    assert len(told) == len(words)
+    assert all(word in text for word, text in zip(words, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_trained", "spared", "device", "words"),
+    [
+        ("adamw", 1_000_000, 0, "cpu", []),
+        ("adamw_8bit", 1_000_000, 5_900_000, "cuda", []),
+        ("adamw_8bit", 10_000_000, 59_000_000, "cpu", ["about 1 s of a core in each step"]),
+        ("adamw_8bit", 5_000, 0, "cuda", ["has no effect: no trained tensor has 4,096 values"]),
+    ],
+)
+def test_moments_in_8_bits_that_take_long_or_gain_nothing_are_told_of(
+    name, num_trained, spared, device, words
+):
+    size = ModelSize(0, num_trained, 0, 4 * num_trained, spared_bytes=spared)
+    told = list(of_8bit(OptimConfig(name=name), size, torch.device(device)))
     assert len(told) == len(words)
     assert all(word in text for word, text in zip(words, told, strict=True))
 

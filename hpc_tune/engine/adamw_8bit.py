@@ -1,0 +1,300 @@
+"""AdamW whose moments are kept in 8 bits (arXiv:2110.02861), with torchao's blocks, codes and step.
+
+    256 values of a moment as codes and one scale -> fp32 -> a step of AdamW -> codes and a scale
+
+torchao compiles all of that for each shape of a parameter. Here a look-up finds the codes, a few
+blocks at a time, so that nothing is compiled and nothing as large as a parameter is made.
+
+Blocks are cut from this rank's part of a parameter, one after the other. Where the rows of a matrix
+are a multiple of 256 values, as in most models, no block reaches over two rows, so that shards of
+rows have the blocks of the whole.
+
+Checkpoints hold the moments in fp32, for any layout and any AdamW. What was quantised in the same
+blocks comes back as it was, bit for bit (``Quantized.restore``); other blocks are quantised anew.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpc_tune.config.schema import OptimConfig
+from hpc_tune.engine.activation_checkpoint import outside_modes
+from hpc_tune.engine.adamw import MOMENTS, first_state, make_adamw, parameter_groups
+from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.model.box import Box
+from hpc_tune.model.build import BuiltModel, LocalRegion
+from hpc_tune.model.regions import Region
+from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
+from hpc_tune.step.size import BLOCK_8BIT, is_in_8_bits
+
+_BLOCKS_AT_ONCE = 1 << 12  # whose fp32 values exist at one time: 4 MiB of each moment
+_LEAST_SCALE = 1e-12  # torchao's
+
+
+def require_torchao() -> None:
+    """Import torchao's optimizers, which takes seconds.
+
+    Raises:
+        ConfigError: if they are not installed or cannot be imported.
+    """
+    try:
+        import torchao.optim.adam  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"optim.name=adamw_8bit needs torchao, which cannot be imported ({first_line(error)}); "
+            "install it with pip install 'hpc_tune[adamw8bit]', or use optim.name=adamw"
+        ) from None
+
+
+def require_whole_slices(stage: BuiltModel) -> None:
+    """Check that what a rank has of each trained tensor is one region, whose blocks can be saved.
+
+    Raises:
+        ConfigError: for fused experts, of which a rank of parallel.tensor has two slices.
+    """
+    for name, parameter in stage.module.named_parameters():
+        cut = stage.slices.get(name)
+        if cut is not None and cut.parts > 1 and parameter.requires_grad:
+            raise ConfigError(
+                f"optim.name=adamw_8bit with parallel.tensor > 1: {stage.saved_names[name]} is cut "
+                f"into {cut.parts} slices for each rank, and moments in 8 bits into one; use "
+                "parallel.shard or parallel.pipeline, or optim.name=adamw"
+            )
+
+
+@dataclass(frozen=True)
+class Table:
+    """What codes mean: the 256 ``values``, rising, and where each but the first begins."""
+
+    values: torch.Tensor
+    borders: torch.Tensor
+
+    @classmethod
+    def of(cls, signed: bool, device: torch.device) -> "Table":
+        """Return torchao's table, on a device."""
+        values, borders = _table(signed)
+        return cls(torch.tensor(values, device=device), torch.tensor(borders, device=device))
+
+
+@functools.cache
+def _table(signed: bool) -> tuple[list[float], list[float]]:
+    return _computed_table(signed)
+
+
+@outside_modes
+def _computed_table(signed: bool) -> tuple[list[float], list[float]]:
+    """Return torchao's values and the least numbers that it gives codes 1 to 255.
+
+    Its own quantisation goes eight times over all values. One look-up among its borders, found by
+    bisection over the numbers that fp32 has, gives the same codes.
+    """
+    from torchao.optim.quant_utils import create_dynamic_map, quantize_8bit_with_qmap
+
+    values = torch.tensor(create_dynamic_map(signed=signed), dtype=torch.float32)
+    below, reached = values[:-1].clone(), values[1:].clone()
+    codes = torch.arange(1, 256)
+    for _ in range(64):
+        middle = _middle(below, reached)
+        is_reached = quantize_8bit_with_qmap(middle, values) >= codes
+        reached = torch.where(is_reached, middle, reached)
+        below = torch.where(is_reached, below, middle)
+    return values.tolist(), reached.tolist()
+
+
+def _middle(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return fp32 numbers between two, and ``high`` where there are none."""
+    middle = ((low.double() + high.double()) / 2).float()
+    return torch.where((middle > low) & (middle < high), middle, high)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A moment in blocks of 256 values: their codes, of shape (blocks, 256), and their scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    table: Table
+
+    @classmethod
+    def zeros(cls, num_values: int, signed: bool, device: torch.device) -> "Quantized":
+        """Return a moment of zeros."""
+        table, num_blocks = Table.of(signed, device), num_values // BLOCK_8BIT
+        scales = torch.full((num_blocks,), _LEAST_SCALE, device=device)
+        zero = torch.full((num_blocks, BLOCK_8BIT), 127 if signed else 0, device=device)
+        return cls(zero.to(torch.uint8), scales, table)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What it holds in memory."""
+        return self.codes, self.scales
+
+    def blocks(self, some: slice) -> "Quantized":
+        """Return a view of some blocks."""
+        return replace(self, codes=self.codes[some], scales=self.scales[some])
+
+    def values(self) -> torch.Tensor:
+        """Return the fp32 values."""
+        return self._values(self.codes, self.scales)
+
+    def store(self, values: torch.Tensor) -> None:
+        """Quantise ``values``, of shape (blocks, 256)."""
+        scales = values.abs().amax(-1).clip(_LEAST_SCALE)
+        self.codes.copy_(self._codes(values, scales))
+        self.scales.copy_(scales)
+
+    def restore(self, values: torch.Tensor) -> None:
+        """Quantise what ``values()`` gave, so that it gives the same again.
+
+        A positive largest value is code 255, which means 1, and so the scale itself. A negative
+        one is code 0, which means -0.993: its scale is one of three numbers next to its quotient.
+        """
+        self.store(values)
+        wrong = (self.values() != values).any(-1)
+        largest = values.abs().amax(-1) / -self.table.values[0]
+        for scales in (largest, *(torch.nextafter(largest, largest * k) for k in (0, 2))):
+            if not wrong.any():
+                return
+            codes = self._codes(values, scales)
+            fits = wrong & (self._values(codes, scales) == values).all(-1)
+            self.codes[fits], self.scales[fits] = codes[fits], scales[fits]
+            wrong &= ~fits
+
+    def _codes(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        scaled = values / scales.unsqueeze(-1)
+        codes = torch.bucketize(scaled, self.table.borders, out_int32=True, right=True)
+        return codes.to(torch.uint8)
+
+    def _values(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return self.table.values[codes.int()] * scales.unsqueeze(-1)
+
+
+class AdamW8Bit(torch.optim.Optimizer):
+    """AdamW that quantises moments of large parameters between its steps."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient, some blocks at a time."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _update(group, self.state[parameter], parameter, parameter.grad)
+
+
+def make_optimizer(
+    named: Sequence[tuple[str, nn.Parameter]],
+    optim: OptimConfig,
+    reserve: Reserve = reserve_nothing,
+) -> torch.optim.Optimizer:
+    """Return the AdamW that optim.name asks for, whose state is allocated now."""
+    if not optim.is_8bit:
+        return make_adamw(named, optim, reserve)
+    defaults = {"lr": optim.peak_lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+    optimizer = AdamW8Bit(parameter_groups(named, optim), defaults)
+    for _, parameter in named:
+        optimizer.state[parameter] = _first_state(parameter, reserve)
+    return optimizer
+
+
+def _first_state(parameter: torch.Tensor, reserve: Reserve) -> dict[str, Any]:
+    local = _local(parameter)
+    # By the whole parameter's size: it is to be the same in each layout.
+    if not is_in_8_bits(parameter.numel()) or local.numel() % BLOCK_8BIT or not local.numel():
+        return dict(first_state(parameter, reserve))
+    num_values, device = local.numel(), parameter.device
+    if device.type == "cpu":
+        reserve(len(MOMENTS) * (num_values + 4 * num_values // BLOCK_8BIT))
+    state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+    for name in MOMENTS:
+        state[name] = Quantized.zeros(num_values, name == "exp_avg", device)
+    return state
+
+
+def _update(
+    group: dict[str, Any], state: dict[str, Any], parameter: torch.Tensor, grad: torch.Tensor
+) -> None:
+    state["step"] += 1
+    average, squares = (state[name] for name in MOMENTS)
+    weights, grads, step = _local(parameter), _local(grad), state["step"]
+    if not isinstance(average, Quantized):
+        _take_step(group, step, weights, grads, _local(average), _local(squares))
+        return
+    weights, grads = weights.view(-1, BLOCK_8BIT), grads.view(-1, BLOCK_8BIT)
+    for start in range(0, len(weights), _BLOCKS_AT_ONCE):
+        some = slice(start, start + _BLOCKS_AT_ONCE)
+        held = [moment.blocks(some) for moment in (average, squares)]
+        values = [moment.values() for moment in held]
+        _take_step(group, step, weights[some], grads[some], *values)
+        for moment, updated in zip(held, values, strict=True):
+            moment.store(updated)
+
+
+def _take_step(
+    group: dict[str, Any],
+    step: torch.Tensor,
+    weights: torch.Tensor,
+    grads: torch.Tensor,
+    *moments: torch.Tensor,
+) -> None:
+    """Update weights and moments in place, by torchao's arithmetic in fp32."""
+    from torchao.optim.adam import single_param_adam
+
+    lr, (beta1, beta2) = torch.tensor(group["lr"], dtype=torch.float32), group["betas"]
+    rates = lr, beta1, beta2, group["weight_decay"], group["eps"]
+    single_param_adam(
+        weights, grads, step, *moments, None, *rates, IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False
+    )
+
+
+def regions_of(name: str, moment: Quantized, where: LocalRegion) -> Iterator[Region]:
+    """Yield the regions of a moment of what ``where`` tells, in fp32: some rows each."""
+    for number, (box, blocks) in enumerate(_pieces(moment, where.box)):
+        values = functools.partial(_shaped, blocks, box.shape)
+        stored = f"{name}:{number}"
+        yield Region(name, torch.float32, box, where.full_shape, values, stored)
+
+
+def _shaped(blocks: Quantized, shape: tuple[int, ...]) -> torch.Tensor:
+    return blocks.values().view(shape)
+
+
+def fill(
+    moment: Quantized,
+    where: LocalRegion,
+    index: TensorIndex,
+    name: str,
+    reserve: Reserve = reserve_nothing,
+) -> None:
+    """Read a moment of what ``where`` tells.
+
+    Raises:
+        CheckpointError: if the tensor on disk has another shape or cannot be read.
+    """
+    for box, blocks in _pieces(moment, where.box):
+        values = torch.empty(box.shape, device=moment.codes.device)
+        index.fill(values, name, box.offset, reserve)
+        blocks.restore(values.view(-1, BLOCK_8BIT))
+
+
+def _pieces(moment: Quantized, held: Box) -> Iterator[tuple[Box, Quantized]]:
+    """Cut a moment into rows that are whole blocks, at most ``PIECE_BYTES`` of fp32 where it can.
+
+    ``held``: the box of it that this rank has.
+    """
+    rows, width = held.shape[0], math.prod(held.shape[1:])
+    unit = BLOCK_8BIT // math.gcd(BLOCK_8BIT, width)
+    num = max(unit, PIECE_BYTES // (4 * width) // unit * unit)
+    for start in range(0, rows, num):
+        stop = min(start + num, rows)
+        box = Box((held.offset[0] + start, *held.offset[1:]), (stop - start, *held.shape[1:]))
+        some = slice(start * width // BLOCK_8BIT, stop * width // BLOCK_8BIT)
+        yield box, moment.blocks(some)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
