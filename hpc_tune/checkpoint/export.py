@@ -126,7 +126,7 @@ def export_merged(
     ``template``: the chat template that was trained with, where it is not the base's. A head that
     the base stores although it is the embedding is left out: it would be the one before tuning.
     Each tensor gets ``dtype``, or keeps the one it has in the base, where float8 ones with scales
-    become bf16. One tensor is held at a time.
+    and MXFP4 become bf16. One tensor is held at a time.
 
     Raises:
         CheckpointError, DataError: if files are damaged or belong to another model, or a value is
@@ -152,7 +152,7 @@ def export_merged(
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
                 _copy(file_path, temporary)
-        if stored.scales or dtype is not None:
+        if stored.scales or stored.packed or dtype is not None:
             _set_dtype(temporary / "config.json", dtype)
         write_template(template, base, temporary)
         write_card(checkpoint, base, temporary, "merged")
