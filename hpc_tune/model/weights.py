@@ -179,9 +179,9 @@ class TensorIndex:
             return
         if (packed := self.packed.get(name)) is not None:
             for rows in packed.parts_of(box, PIECE_BYTES):
-                part = local[rows.slices(offset)]
-                reserve(part.nbytes + PIECE_BYTES)
-                part.copy_(packed.read(rows, self._stored_box))
+                into = local[rows.slices(offset)]
+                reserve(into.nbytes + PIECE_BYTES)
+                into.copy_(packed.read(rows, self._stored_box))
             return
         covered = 0
         for piece in self.pieces[name]:
