@@ -43,7 +43,8 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
     """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
 
     ``kind`` is ``"adapter"``, ``"per-expert"``, ``"merged"`` or ``"gguf"``; ``base`` is the
-    directory of the base model. ``whole``: it is loaded with all parts of the base, not with its language model alone.
+    directory of the base model. ``whole``: it is loaded with all parts of the base, not with its
+    language model alone.
 
     Raises:
         CheckpointError: if the checkpoint's state cannot be used. OSError: if the file system
@@ -98,8 +99,8 @@ def _card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{about}\n\n"
-        f"{origin} {rows['base model']}, made with hpc_tune {__version__}. What the base model's licence and card say holds here "
-        f"too.\n\n"
+        f"{origin} {rows['base model']}, made with hpc_tune {__version__}. What the base model's "
+        f"licence and card say holds here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
         f"```python\n{_USE[kind].format(auto=auto)}\n```\n"
     )
