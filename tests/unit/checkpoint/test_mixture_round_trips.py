@@ -1,6 +1,7 @@
 """Each family of mixtures: read, saved merged and as an adapter, and read again by stock tools."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from tests.unit.checkpoint.test_export import close, trained
 from tests.unit.checkpoint.test_mixture_export import logits
 
 TUNE = TuneConfig(method="lora", rank=4, alpha=6.0, targets=["all-linear", "experts"])
+# peft has no adapters on a Mamba layer's out_proj; Jamba on CPUs passes over that of dt_proj.
+OTHER_TARGETS = {
+    "jamba": ["q_proj", "in_proj", "out_proj", "gate_proj", "experts"],
+    "nemotron_h": ["q_proj", "v_proj", "experts"],
+}
+STACK = r"\.experts\.|(input|output)_linear"
+UNNAMED = ("aria", "llama4_text")  # no names are known for their single experts
 SMALL = ("qwen3_moe", "granitemoe", "deepseek_v3")
 OTHERS = """
 afmoe aria deepseek_v2 deepseek_v32 ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite gpt_oss
@@ -58,8 +66,10 @@ def test_files_come_back_as_they_were_but_for_what_was_trained(tmp_path, family)
     base = tmp_path / "base"
     base.mkdir()
     write_family(family, base)
-    module = trained(base, TUNE, tmp_path / "step")
-    what = (tmp_path / "step", TUNE, base)
+    targets = OTHER_TARGETS.get(family, TUNE.targets)
+    tune = TUNE.model_copy(update={"targets": targets})
+    module = trained(base, tune, tmp_path / "step")
+    what = (tmp_path / "step", tune, base)
     merged, adapter = (
         export_merged(*what, tmp_path / "merged"),
         export_adapter(*what, tmp_path / "a"),
@@ -71,7 +81,7 @@ def test_files_come_back_as_they_were_but_for_what_was_trained(tmp_path, family)
     assert close(logits(load(merged)), ours)
     assert close(logits(PeftModel.from_pretrained(load(base), adapter).eval()), ours)
     twin = tmp_path / "a-per-expert"
-    if family == "llama4_text":
+    if family in UNNAMED:
         assert not twin.exists()
         return
     config, tensors = json.loads((twin / "adapter_config.json").read_text()), stored(twin)
@@ -83,6 +93,6 @@ def test_files_come_back_as_they_were_but_for_what_was_trained(tmp_path, family)
             adapted.add(f"{layer}.weight")
             wanted = before[f"{layer}.weight"] + delta
             assert torch.allclose(after[f"{layer}.weight"], wanted, atol=1e-6)
-    stacks = {name for name in before if before[name].dim() == 3 and "conv" not in name}
+    stacks = {name for name in before if before[name].dim() == 3 and re.search(STACK, name)}
     assert adapted <= changed <= adapted | stacks
     assert stacks <= changed
