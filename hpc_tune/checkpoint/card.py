@@ -22,6 +22,11 @@ _USE = {
 from transformers import {auto}
 
 model = PeftModel.from_pretrained({auto}.from_pretrained("the base model"), "this folder")""",
+    "per-expert": """from vllm import LLM
+from vllm.lora.request import LoRARequest
+
+model = LLM("the base model", enable_lora=True)
+model.generate("a prompt", lora_request=LoRARequest("tuned", 1, "this folder"))""",
     "merged": """from transformers import {auto}
 
 model = {auto}.from_pretrained("this folder")""",
@@ -30,15 +35,16 @@ model = {auto}.from_pretrained("this folder")""",
 # or: llama-cli -m model.gguf
 model = {auto}.from_pretrained("this folder", gguf_file="model.gguf")""",
 }
-_LIBRARY = {"adapter": "peft", "merged": "transformers", "gguf": "gguf"}
+_LIBRARY = {"adapter": "peft", "per-expert": "vllm", "merged": "transformers", "gguf": "gguf"}
 _UNKNOWN_LICENSE = {"license": "unknown"}
 
 
 def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool = True) -> None:
     """Write the card and the configuration of ``checkpoint`` into the folder ``out``.
 
-    ``kind`` is ``"adapter"``, ``"merged"`` or ``"gguf"``; ``base`` is the base model's directory.
-    ``whole``: it is loaded with all parts of the base, not with its language model alone.
+    ``kind`` is ``"adapter"``, ``"per-expert"``, ``"merged"`` or ``"gguf"``; ``base`` is the
+    directory of the base model. ``whole``: it is loaded with all parts of the base, not with its
+    language model alone.
 
     Raises:
         CheckpointError: if the checkpoint's state cannot be used. OSError: if the file system
@@ -89,12 +95,12 @@ def _card(
         "pipeline_tag": "text-generation",
         "tags": ["hpc_tune", *tags],
     }
+    origin = "A LoRA-type adapter of" if kind in ("adapter", "per-expert") else "Tuned from"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n{about}\n\n"
-        f"{'A LoRA-type adapter of' if kind == 'adapter' else 'Tuned from'} {rows['base model']}, "
-        f"made with hpc_tune {__version__}. What the base model's licence and card say holds here "
-        f"too.\n\n"
+        f"{origin} {rows['base model']}, made with hpc_tune {__version__}. What the base model's "
+        f"licence and card say holds here too.\n\n"
         f"| | |\n|---|---|\n{table}\n\nAll settings: [{CONFIG}]({CONFIG}).\n\n"
         f"```python\n{_USE[kind].format(auto=auto)}\n```\n"
     )

@@ -20,10 +20,11 @@ from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
 from hpc_tune.checkpoint.chat_template import OTHERS, write_template
 from hpc_tune.checkpoint.merge import ADAPTER_PREFIX, Merged, read_tensor
 from hpc_tune.checkpoint.mixture import of_mixture, stacks_in
+from hpc_tune.checkpoint.per_expert import per_expert
 from hpc_tune.checkpoint.store import synced
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import CheckpointError, ConfigError, MemoryBudgetError
-from hpc_tune.log import Progress
+from hpc_tune.log import Progress, log
 from hpc_tune.memory.host import find_limit, spare_bytes
 from hpc_tune.memory.process_bytes import STOCK_MODEL_BYTES
 from hpc_tune.model.regions import Region, WrittenFile, write_regions
@@ -39,6 +40,7 @@ from hpc_tune.model.weights import (
 from hpc_tune.units import format_bytes
 
 SHARD_BYTES = 2 << 30
+PER_EXPERT = "-per-expert"  # behind the name of an adapter's folder
 GGUF_FILE = "model.gguf"
 _COMPANIONS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".codes")
 _SUFFIXES = (*_COMPANIONS, ".safetensors", ".gguf")
@@ -56,11 +58,12 @@ def export_adapter(
 ) -> Path:
     """Write the adapter of a checkpoint as a directory that stock peft loads.
 
+    One on routed experts is written beside it once more, expert by expert (``PER_EXPERT``).
     ``template``: the chat template that was trained with, where it is not the base's.
 
     Raises:
-        ConfigError: if the run had no adapter, or ``out`` holds something that is not an export.
-        CheckpointError: if files are damaged.
+        ConfigError: if the run had no adapter, or ``out`` or the folder beside it holds something
+        that is not an export. CheckpointError: if files are damaged.
     """
     if tune.method == "full":
         raise ConfigError("tune.method=full has no adapter; export --to merged writes the model")
@@ -72,7 +75,24 @@ def export_adapter(
         named = (name.removeprefix(ADAPTER_PREFIX) for name in index.pieces)
         whole = any(map(_LANGUAGE_MODEL.match, named))
         write_card(checkpoint, base, temporary, "adapter", whole)
+    stacks = stacks_in(base)
+    if any(n.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] in stacks for n in index.pieces):
+        _export_per_expert(checkpoint, base, out, template)
     return out
+
+
+def _export_per_expert(checkpoint: Path, base: Path, peft: Path, template: str | None) -> None:
+    """Write the adapter in ``peft`` once more, expert by expert, into a folder beside it."""
+    out = peft.with_name(peft.name + PER_EXPERT)
+    if (adapter := per_expert(index_checkpoint(checkpoint), base)) is None:
+        log.warning("%s is not written: no names are known for single experts of this model", out)
+        return
+    with replacing(out, base) as temporary:
+        adapter.write(peft, temporary)
+        copy_tokenizer(base, temporary)
+        write_template(template, base, temporary)
+        write_card(checkpoint, base, temporary, "per-expert")
+    log.info("the same with one matrix for each expert, as vLLM reads most families: %s", out)
 
 
 def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -> WrittenFile:
@@ -126,7 +146,7 @@ def export_merged(
     ``template``: the chat template that was trained with, where it is not the base's. A head that
     the base stores although it is the embedding is left out: it would be the one before tuning.
     Each tensor gets ``dtype``, or keeps the one it has in the base, where float8 ones with scales
-    become bf16. One tensor is held at a time.
+    and MXFP4 become bf16. One tensor is held at a time.
 
     Raises:
         CheckpointError, DataError: if files are damaged or belong to another model, or a value is
@@ -152,7 +172,7 @@ def export_merged(
         for file_path in sorted(base.iterdir()):
             if _is_companion(file_path):
                 _copy(file_path, temporary)
-        if stored.scales or dtype is not None:
+        if stored.scales or stored.packed or dtype is not None:
             _set_dtype(temporary / "config.json", dtype)
         write_template(template, base, temporary)
         write_card(checkpoint, base, temporary, "merged")

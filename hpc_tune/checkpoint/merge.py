@@ -129,8 +129,7 @@ class Merged:
         elif (layer := self._adapted.get(whole)) is None:
             self._stored.fill(out, name)
         elif (stack := self._stacks.get(layer.removeprefix(ADAPTER_PREFIX))) is not None:
-            self._stored.fill(out, name)
-            self._add_to_experts(out, layer, stack, part)
+            self._add_to_experts(out, name, layer, stack)
         else:
             self._add_adapter(out, name, layer)
         if name in self._rows:
@@ -149,28 +148,28 @@ class Merged:
         whole, _ = self._parts.get(name, (name, None))
         return self._dtype is not None or any(whole in names for names in changed)
 
-    def _add_to_experts(
-        self, out: torch.Tensor, layer: str, stack: Adapted, part: Part | None
-    ) -> None:
+    def _add_to_experts(self, out: torch.Tensor, name: str, layer: str, stack: Adapted) -> None:
         """W_e + scale B_e A_e for each expert e of a stack, or of the part of it that ``out`` is.
 
         As peft has them: A is expert-major, E R x inputs; of B's columns, outputs x R E, each
-        expert has every E-th.
+        expert has every E-th. One expert is held in fp32 at a time.
         """
         a, b = (read_tensor(self._trained, f"{layer}.lora_{x}.weight").float() for x in "AB")
         a_ERI = a.view(stack.num_experts, -1, a.shape[1])
         b_ORE = b.view(b.shape[0], -1, stack.num_experts)
-        box = Box.whole(tuple(out.shape)) if part is None else part.box
-        _, rows, columns = box.slices()
-        stacked = torch.empty(box.shape, dtype=torch.float32)
-        values = stacked if part is None else part.view(stacked)
-        values.copy_(out)
-        for number in range(box.shape[0]):
-            expert = box.offset[0] + number
-            delta = b_ORE[..., expert] @ a_ERI[expert]
+        _, part = self._parts.get(name, (name, None))
+        whole = Box.whole(self._stored.shapes[name])
+        part = part or Part(name, whole, tuple(range(len(whole.shape))))
+        _, rows, columns = part.box.slices()
+        for number in range(part.box.offset[0], part.box.end[0]):
+            box = Box((number, *part.box.offset[1:]), (1, *part.box.shape[1:]))
+            expert = torch.empty(box.shape, dtype=torch.float32)
+            values, offset = part.view(expert), part.offset_of(box)
+            self._stored.fill(values, name, offset)
+            delta = b_ORE[..., number] @ a_ERI[number]
             delta = delta.t() if stack.is_transposed else delta
-            stacked[number].add_(delta[rows, columns], alpha=self._tune.scale_of(stack.tensor))
-        out.copy_(values)
+            expert[0].add_(delta[rows, columns], alpha=self._tune.scale_of(stack.tensor))
+            out[Box(offset, tuple(values.shape)).slices()] = values.to(out.dtype)
 
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
         """W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.

@@ -8,7 +8,7 @@ import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -38,12 +38,14 @@ def stacked_tensors(model: nn.Module, path: str) -> list[str]:
 class Adapted:
     """A tensor that peft adapts by itself: a stack of experts, or a matrix (``num_experts`` 1).
 
-    ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs.
+    ``is_transposed``: a stack is E x inputs x outputs, not E x outputs x inputs. ``form``: how gate
+    and up lie in one that is of both, where transformers says it.
     """
 
     tensor: str
     num_experts: int = 1
     is_transposed: bool = False
+    form: Literal["halves", "interleaved", "unknown"] = "halves"
 
 
 def adapted_tensors(model: nn.Module) -> dict[str, Adapted]:
@@ -54,10 +56,12 @@ def adapted_tensors(model: nn.Module) -> dict[str, Adapted]:
     found = {}
     for path, module in stacks_of(model):
         names = stacked_tensors(model, path)
+        of_form = {True: "halves", False: "interleaved", None: "unknown"}
+        form: Any = of_form[getattr(module, "is_concatenated", None)]
         for number, name in enumerate(names):
             layer = path + ".base_layer" * (len(names) - 1 - number)
             num_experts = model.get_parameter(name).shape[0]
-            found[layer] = Adapted(name, num_experts, getattr(module, "is_transposed", False))
+            found[layer] = Adapted(name, num_experts, getattr(module, "is_transposed", False), form)
     return found
 
 

@@ -97,7 +97,7 @@ def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:
     Those that transformers makes in a way that is not followed here are left out.
 
     Raises:
-        DataError: if the experts of a layer are not all there.
+        DataError: if the experts of a layer are not all there, or differ in shape.
     """
     from transformers.core_model_loading import rename_source_key
 
@@ -113,10 +113,10 @@ def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:
             sources[name][pattern].append(stored)
     joined = {}
     for name, by_source in sources.items():
+        _require_all(name, by_source, own.get(name, ()))
         converter = by_pattern[next(iter(by_source))]
         found = _joined(converter, by_source, index, own.get(name))
         if found is not None:
-            _require_all(name, found, by_source, own.get(name, found.shape))
             joined[name] = found
     return joined
 
@@ -178,22 +178,37 @@ def _with(values: tuple[Any, ...], dim: int, value: Any) -> tuple[Any, ...]:
     return (*values[:dim], value, *values[dim:])
 
 
+def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+    return (*values[:dim], *values[dim + 1 :])
+
+
 def _concatenate(operation: Any, groups: _Groups, _: Any) -> _Groups:
     """Concatenate: all tensors, one after the other."""
     return [[_concatenated([one for group in groups for one in group], operation.dim)]]
 
 
 def _concatenated(tensors: list[Joined], dim: int) -> Joined:
-    start, parts = 0, []
+    start, parts, first = 0, [], tensors[0]
     for one in tensors:
+        if _without(one.shape, dim) != _without(first.shape, dim):
+            raise DataError(
+                f"{one.parts[0].stored} has the shape {_stored_shape(one)}, and "
+                f"{first.parts[0].stored}, which it is stacked with, {_stored_shape(first)}; a "
+                "file is damaged or of another model"
+            )
         for part in one.parts:
             offset = list(part.box.offset)
             offset[dim] += start
             parts.append(replace(part, box=Box(tuple(offset), part.box.shape)))
         start += one.shape[dim]
-    shape = list(tensors[0].shape)
-    shape[dim] = start
-    return Joined(tuple(shape), tuple(parts))
+    return Joined(_with(_without(first.shape, dim), dim, start), tuple(parts))
+
+
+def _stored_shape(one: Joined) -> list[int]:
+    """Return the shape of the first stored tensor of a joined one."""
+    part = one.parts[0]
+    sizes = sorted((a, n) for a, n in zip(part.axes, part.box.shape, strict=True) if a is not None)
+    return [size for _, size in sizes]
 
 
 def _transpose(operation: Any, groups: _Groups, wanted: tuple[int, ...] | None) -> _Groups:
@@ -224,12 +239,10 @@ _FOLLOWED: Mapping[str, Callable[[Any, _Groups, Any], _Groups]] = {
 }
 
 
-def _require_all(
-    name: str, found: Joined, by_source: Mapping[str, list[str]], wanted: tuple[int, ...]
-) -> None:
+def _require_all(name: str, by_source: Mapping[str, list[str]], wanted: tuple[int, ...]) -> None:
     """Refuse a stack without some of its experts, which would be shifted into other places."""
-    counts = {pattern: len(stored) for pattern, stored in by_source.items()}
-    if found.shape == wanted or len(wanted) != 3 or set(counts.values()) == {wanted[0]}:
+    counts = {pattern: len(stored) for pattern, stored in by_source.items() if ".*." in pattern}
+    if len(wanted) != 3 or set(counts.values()) <= {wanted[0]}:
         return
     fewest = min(counts, key=lambda pattern: counts[pattern])
     raise DataError(

@@ -83,7 +83,7 @@ def quantization_of(directory: Path) -> dict[str, Any]:
 
 
 def refuse_quantised(index: "TensorIndex", directory: Path) -> None:
-    """Refuse what is quantised in another way than float8 with scales.
+    """Refuse what is quantised in another way than float8 with scales, or MXFP4.
 
     Raises:
         DataError: naming the method.
@@ -96,11 +96,12 @@ def refuse_quantised(index: "TensorIndex", directory: Path) -> None:
         for name, dtype in index.dtypes.items()
         if name.endswith(marks) or (name.endswith(".weight") and not dtype.is_floating_point)
     ]
-    if packed or (settings and not any(dtype in FLOAT8 for dtype in index.dtypes.values())):
+    is_read = index.packed or any(dtype in FLOAT8 for dtype in index.dtypes.values())
+    if packed or (settings and not is_read):
         where = f", such as in {packed[0]}" if packed else ""
         raise DataError(
             f"{directory}: its weights are quantised ({method}{where}); hpc_tune trains on bf16, "
-            "fp16, fp32 and float8 checkpoints. Take the one that it was made from, with "
+            "fp16, fp32, float8 and MXFP4 checkpoints. Take the one that it was made from, with "
             "tune.method=qlora if memory is short"
         )
 

@@ -22,6 +22,7 @@ from hpc_tune.errors import CheckpointError, DataError, HpcTuneError
 from hpc_tune.model.box import Box
 from hpc_tune.model.finite import first_not_finite
 from hpc_tune.model.joined import Joined
+from hpc_tune.model.mxfp4 import Packed, take_packed
 from hpc_tune.model.scaled import Scale, refuse_quantised, take_scales
 from hpc_tune.pointer_file import why_pointer
 
@@ -80,6 +81,7 @@ class TensorIndex:
         self.num_bytes = 0
         self.files = files
         self.scales: Mapping[str, Scale] = {}
+        self.packed: Mapping[str, Packed] = {}
         self.unread: tuple[str, ...] = ()  # other weights in the directory
         self.joined: dict[str, Joined] = {}  # tensors of the model that lie in several of these
         self._error = error
@@ -175,6 +177,12 @@ class TensorIndex:
                 view = part.view(local[found.slices(offset)])
                 self.fill(view, part.stored, part.offset_of(found), reserve)
             return
+        if (packed := self.packed.get(name)) is not None:
+            for rows in packed.parts_of(box, PIECE_BYTES):
+                into = local[rows.slices(offset)]
+                reserve(into.nbytes + PIECE_BYTES)
+                into.copy_(packed.read(rows, self._stored_box))
+            return
         covered = 0
         for piece in self.pieces[name]:
             covered += self._fill_from(piece, local, box, reserve)
@@ -212,7 +220,7 @@ class TensorIndex:
         """
         pieces = self.pieces[name]
         is_whole = len(pieces) == 1 and pieces[0].box.shape == self.shapes[name]
-        is_whole = is_whole and name not in self.joined and name not in self.scales
+        is_whole = is_whole and name not in {*self.joined, *self.scales, *self.packed}
         if not is_whole or self.dtypes[name] != dtype:
             return None
         try:
@@ -221,6 +229,18 @@ class TensorIndex:
         except (SafetensorError, OSError) as error:
             raise self._error(f"{pieces[0].file}: {name} cannot be read: {error}") from None
         return tensor
+
+    def _stored_box(self, piece: Piece, box: Box) -> torch.Tensor:
+        """Return a box of a piece as it is in the file."""
+        try:
+            stored = self._handle(piece.file).get_slice(piece.stored_name)
+            values: torch.Tensor = stored[box.slices()]
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(piece, error) from None
+        return values
+
+    def _unreadable(self, piece: Piece, error: Exception) -> HpcTuneError:
+        return self._error(f"{piece.file}: {piece.stored_name} cannot be read: {error}")
 
     def _fill_from(self, piece: Piece, local: torch.Tensor, wanted: Box, reserve: Reserve) -> int:
         """Copy what a piece has of ``wanted``, which is ``local``; return how many values."""
@@ -237,9 +257,7 @@ class TensorIndex:
                 reserve(2 * part.nbytes)  # pages of ``local`` touched first here, and the file's
                 part.copy_(stored[rows.slices(piece.box.offset)])
         except (SafetensorError, OSError) as error:
-            raise self._error(
-                f"{piece.file}: {piece.stored_name} cannot be read: {error}"
-            ) from None
+            raise self._unreadable(piece, error) from None
         return found.num_values
 
 
@@ -256,13 +274,14 @@ def index_model_directory(directory: Path) -> TensorIndex:
 
     Raises:
         DataError: if there are none, one is missing or damaged, or they are quantised in another
-            way than float8.
+            way than float8 or MXFP4.
     """
     files, unread = _files_of(directory)
     index = TensorIndex(files)
     index.unread = unread
     for pieces in index.pieces.values():
         del pieces[:-1]  # of a tensor that is in several files transformers takes the last, too
+    index.packed = take_packed(index, directory)
     refuse_quantised(index, directory)
     index.scales = take_scales(index, directory)
     return index

@@ -60,7 +60,7 @@ def environment(text):
 
 
 QUICK = ("coming-from", "extending")
-SHORT = ("data", "mixtures", "report", "resume", "slurm")
+SHORT = ("data", "mixtures", "mixtures-of-experts", "report", "resume", "slurm")
 
 
 def marks_of(page):

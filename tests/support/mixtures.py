@@ -42,13 +42,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_mixture(family: str, directory: Path) -> Path:
-    """Write a mixture with random values and a tokenizer of bytes into ``directory``."""
+def write_mixture(family: str, directory: Path, **said: Any) -> Path:
+    """Write a mixture with random values and a tokenizer of bytes into ``directory``.
+
+    ``said``: fields of its config.json, before it is made small.
+    """
     with lazy_imports():
         from transformers import AutoConfig
 
     write_tiny(directory)
-    config = AutoConfig.for_model(family, **_SHAPE | _FAMILIES[family])
+    config = AutoConfig.for_model(family, **_SHAPE | _FAMILIES[family] | said)
     (directory / "model.safetensors").unlink()
     write_small(config, directory)
     return directory

@@ -15,16 +15,16 @@ from tests.unit.model.test_model_build import FAMILY, documents, loaded, our_los
 BLOCK = 128
 
 
-def quantised(matrix, kind):
+def quantised(matrix, kind, size=BLOCK):
     """Return float8 values and their scales, as transformers and vLLM's tools store them."""
     rows, columns = matrix.shape
     if kind == "block":
-        down, right = -(-rows // BLOCK), -(-columns // BLOCK)
-        padded = torch.zeros(down * BLOCK, right * BLOCK)
+        down, right = -(-rows // size), -(-columns // size)
+        padded = torch.zeros(down * size, right * size)
         padded[:rows, :columns] = matrix
-        blocks = padded.view(down, BLOCK, right, BLOCK)
+        blocks = padded.view(down, size, right, size)
         scale = (blocks.abs().amax((1, 3)) / 448).clamp(min=1e-8)
-        whole = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+        whole = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[:rows, :columns]
         return (matrix / whole).to(torch.float8_e4m3fn), scale, whole
     dims = () if kind == "tensor" else (1,)
     scale = matrix.abs().amax(dims, keepdim=bool(dims)) / 448 if dims else matrix.abs().max() / 448

@@ -30,6 +30,34 @@ def falcon(hidden=4544, layers=32, vocab=65024):
     return layers * block + vocab * hidden + 2 * hidden
 
 
+def qwen_mixture(hidden=2048, wide=768, layers=48, experts=128, vocab=151936):
+    """32 heads and 4 of keys and values, of 128, with norms; each expert has gate, up and down."""
+    attention = 2 * hidden * 4096 + 2 * hidden * 512 + 2 * 128
+    mixture = experts * hidden + experts * 3 * hidden * wide
+    return layers * (attention + mixture + 2 * hidden) + 2 * vocab * hidden + hidden
+
+
+def gpt_oss(hidden=2880, layers=36, experts=128, vocab=201088):
+    """64 heads with a sink each and 8 of keys and values, of 64; everything has a bias."""
+    attention = 2 * hidden * 4096 + 2 * hidden * 512 + 4096 + 2 * 512 + hidden + 64
+    expert = hidden * 2 * hidden + 2 * hidden + hidden * hidden + hidden
+    mixture = experts * hidden + experts + experts * expert
+    return layers * (attention + mixture + 2 * hidden) + 2 * vocab * hidden + hidden
+
+
+def deepseek(hidden=7168, layers=61, dense=3, experts=256, vocab=129280):
+    """128 heads, queries through 1536 and keys and values through 512; the first blocks are dense.
+
+    Without the block that predicts a second token, which is not a part of the 671B.
+    """
+    queries = hidden * 1536 + 1536 + 1536 * 128 * (128 + 64)
+    keys = hidden * (512 + 64) + 512 + 512 * 128 * (128 + 128)
+    attention = queries + keys + 128 * 128 * hidden
+    mixture = experts * hidden + (experts + 1) * 3 * hidden * 2048
+    blocks = layers * (attention + 2 * hidden) + (layers - dense) * mixture
+    return blocks + dense * 3 * hidden * 18432 + 2 * vocab * hidden + hidden
+
+
 @pytest.mark.parametrize(
     ("name", "published", "counted"),
     [
@@ -39,6 +67,9 @@ def falcon(hidden=4544, layers=32, vocab=65024):
         ("qwen3-32b", 32.76e9, gated(*QWEN_32B, extra=2 * 128)),  # norms of q and k
         ("phi3-mini", 3.82e9, gated(*PHI_MINI)),
         ("falcon-7b", 6.92e9, falcon()),
+        ("qwen3-30b-a3b", 30.53e9, qwen_mixture()),
+        ("gpt-oss-120b", 116.83e9, gpt_oss()),
+        ("deepseek-v3", 671.03e9, deepseek()),
     ],
 )
 def test_a_shape_has_the_published_number_of_parameters(name, published, counted):
@@ -50,7 +81,8 @@ def test_a_shape_has_the_published_number_of_parameters(name, published, counted
 
 def test_every_shape_is_counted_above():
     assert shape_names() == [
-        *("falcon-7b", "llama3-405b", "llama3-70b", "llama3-8b", "phi3-mini", "qwen3-32b")
+        *("deepseek-v3", "falcon-7b", "gpt-oss-120b", "llama3-405b", "llama3-70b", "llama3-8b"),
+        *("phi3-mini", "qwen3-30b-a3b", "qwen3-32b"),
     ]
 
 

@@ -22,6 +22,9 @@ SHAPED = {
     "qwen3_32b_lora": "qwen3-32b",
     "phi3_mini_lora": "phi3-mini",
     "falcon_7b_lora": "falcon-7b",
+    "qwen3_30b_a3b_lora": "qwen3-30b-a3b",
+    "gpt_oss_120b_lora": "gpt-oss-120b",
+    "deepseek_v3_lora": "deepseek-v3",
 }
 
 

@@ -1,0 +1,146 @@
+"""An adapter on a mixture with the experts one by one, as vLLM reads it for most families.
+
+    peft's file: A [E R, inputs], expert-major; B [outputs, R E], each expert has every E-th column
+    here: of each expert A_e [R, inputs] and B_e [outputs, R] for each of its matrices; gate and up,
+    one stack in memory, have the same A_e and each its own rows of B_e
+
+Layers are named as the base's files name their tensors. Where those hold stacks, experts have the
+names that vLLM gives them.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hpc_tune.checkpoint.merge import ADAPTER_PREFIX, read_tensor
+from hpc_tune.model.experts import Adapted
+from hpc_tune.model.language import storage_of
+from hpc_tune.model.regions import Region, write_regions
+from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex, index_model_directory
+
+# What vLLM calls the matrices of an expert in a stack of this name.
+_IN_STACK = {
+    "experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "experts.down_proj": ("down_proj",),
+    "experts.up_proj": ("up_proj",),
+    "input_linear.weight": ("w1", "w3"),
+    "output_linear.weight": ("w2",),
+}
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix of one expert: its layer's name, and which outputs of its stack it has."""
+
+    layer: str
+    expert: int
+    outputs: slice
+
+
+@dataclass(frozen=True)
+class PerExpert:
+    """An adapter to write: its tensors, and the last names of layers and of experts' matrices."""
+
+    regions: list[Region]
+    layers: set[str]
+    of_experts: set[str]
+
+    def write(self, peft: Path, out: Path) -> None:
+        """Write it into ``out``; ``peft`` has the same in peft's form, whose settings it shares."""
+        write_regions(out / ADAPTER_FILE, self.regions)
+        _write_config(peft, out, self.layers, self.of_experts)
+
+
+def per_expert(index: TensorIndex, base: Path) -> PerExpert | None:
+    """Return the adapter of a checkpoint's ``index`` with its experts one by one.
+
+    None if it has none on experts, or no names are known for them.
+    """
+    stored = index_model_directory(base)
+    storage = storage_of(base, stored)
+    read = functools.lru_cache(maxsize=1)(functools.partial(read_tensor, index))
+    found = PerExpert([], set(), set())
+    for name in (name for name in index.pieces if name.startswith(ADAPTER_PREFIX)):
+        layer, lora, end = name.removeprefix(ADAPTER_PREFIX).partition(".lora_")
+        if (stack := storage.stacks.get(layer)) is not None:
+            if not (matrices := list(_matrices(stack, stored))):
+                return None
+            found.regions.extend(_region(index, name, stack, one, read) for one in matrices)
+            found.of_experts.update(one.layer.rpartition(".")[2] for one in matrices)
+            continue
+        if lora:
+            layer = storage.names.renamed.get(f"{layer}.weight", layer).removesuffix(".weight")
+            found.layers.add(layer.rpartition(".")[2])
+        called = f"{ADAPTER_PREFIX}{layer}{lora}{end}"
+        shape, values = index.shapes[name], functools.partial(read, name)
+        found.regions.append(Region.whole(called, index.dtypes[name], shape, values))
+    return found if found.of_experts else None
+
+
+def _matrices(stack: Adapted, stored: TensorIndex) -> Iterator[_Matrix]:
+    """Yield the matrices of the experts of a stack; nothing if no names are known for them."""
+    joined = stored.joined.get(stack.tensor)
+    if joined is not None and all(part.axes[0] is None for part in joined.parts):
+        for part in joined.parts:
+            layer = part.stored.removesuffix(".weight")
+            yield _Matrix(layer, part.box.offset[0], part.box.slices()[1])
+        return
+    _, first, second = stored.shapes[stack.tensor]
+    outputs = second if stack.is_transposed else first
+    for ending, names in _IN_STACK.items():
+        if stack.form == "unknown" or not stack.tensor.endswith(f".{ending}"):
+            continue
+        path = f"{stack.tensor.removesuffix(f'.{ending}')}.experts"
+        share = outputs // len(names)
+        for place, name in enumerate(names):
+            interleaved = slice(place, outputs, len(names))
+            half = slice(place * share, (place + 1) * share)
+            of_stack = interleaved if stack.form == "interleaved" else half
+            for expert in range(stack.num_experts):
+                yield _Matrix(f"{path}.{expert}.{name}", expert, of_stack)
+
+
+def _region(
+    index: TensorIndex,
+    name: str,
+    stack: Adapted,
+    matrix: _Matrix,
+    read: Callable[[str], torch.Tensor],
+) -> Region:
+    """Return lora_A or lora_B of one matrix, from the tensor ``name`` of all experts."""
+    is_a, (rows, columns) = name.endswith("lora_A.weight"), index.shapes[name]
+    ranks = (rows if is_a else columns) // stack.num_experts
+    num_outputs = len(range(*matrix.outputs.indices(rows)))
+    shape = (ranks, columns) if is_a else (num_outputs, ranks)
+
+    def values() -> torch.Tensor:
+        whole = read(name)
+        if is_a:
+            return whole.view(stack.num_experts, ranks, columns)[matrix.expert]
+        by_expert = whole.view(rows, ranks, stack.num_experts)[..., matrix.expert]
+        return by_expert[matrix.outputs].contiguous()
+
+    called = f"{ADAPTER_PREFIX}{matrix.layer}.lora_{'A' if is_a else 'B'}.weight"
+    return Region.whole(called, index.dtypes[name], shape, values)
+
+
+def _write_config(peft: Path, out: Path, layers: set[str], of_experts: set[str]) -> None:
+    """Write adapter_config.json: that of ``peft``, with layers in the place of stacks.
+
+    The rank of experts is in patterns for who reads them; their scale is that of the others.
+    """
+    config = json.loads((peft / "adapter_config.json").read_text(encoding="utf-8"))
+    config["target_modules"] = sorted(layers | of_experts)
+    stacks = config.pop("target_parameters", None) or []
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = dict(config.get(key, {}))
+        own = {patterns.pop(stack) for stack in stacks if stack in patterns}
+        if own:
+            (value,) = own
+            names = "|".join(sorted(of_experts))
+            config[key] = patterns | {rf"experts\.\d+\.({names})": value}
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

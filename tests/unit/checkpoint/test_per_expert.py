@@ -1,0 +1,108 @@
+"""The adapter with its experts one by one, as vLLM reads it for most families.
+
+vLLM itself is not installed here. It scales by lora_alpha / r for all layers, and takes each
+expert's matrices by the names that the model's own files have for them.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hpc_tune.checkpoint.export import export_adapter
+from hpc_tune.config.tune import TuneConfig
+from tests.support.mixtures import write_mixture
+from tests.unit.checkpoint.test_export import stock, trained
+from tests.unit.checkpoint.test_mixture_export import logits
+
+PREFIX = "base_model.model."
+TUNE = TuneConfig(method="lora", rank=4, alpha=6.0, targets=["all-linear", "experts", "gate"])
+FUSED = TUNE.model_copy(update={"targets": ["all-linear", "experts"]})
+# Of each family, the last names of its layers with adapters.
+ONE_BY_ONE = {
+    "mixtral": "gate k_proj o_proj q_proj v_proj w1 w2 w3",
+    "qwen2_moe": "down_proj gate gate_proj k_proj o_proj q_proj up_proj v_proj",
+    "deepseek_v3": "down_proj gate gate_proj kv_a_proj_with_mqa kv_b_proj o_proj q_a_proj q_b_proj "
+    "up_proj",
+}
+# Where files hold stacks: which of them has an expert's matrix of a name, and where.
+EVEN, ODD, ALL = slice(0, None, 2), slice(1, None, 2), slice(None)
+FIRST, SECOND = slice(0, 48), slice(48, None)
+STACKED = {
+    "gpt_oss": {
+        "gate_proj": ("experts.gate_up_proj", EVEN),
+        "up_proj": ("experts.gate_up_proj", ODD),
+        "down_proj": ("experts.down_proj", ALL),
+    },
+    "granitemoe": {
+        "w1": ("input_linear.weight", FIRST),
+        "w3": ("input_linear.weight", SECOND),
+        "w2": ("output_linear.weight", ALL),
+    },
+}
+
+
+def exported(base, tune, folder):
+    """Return our module, and the settings and the deltas of the folder of its single experts."""
+    module = trained(base, tune, folder / "step")
+    out = export_adapter(folder / "step", tune, base, folder / "adapter")
+    twin = out.with_name("adapter-per-expert")
+    config = json.loads((twin / "adapter_config.json").read_text())
+    tensors = load_file(twin / "adapter_model.safetensors")
+    scale = config["lora_alpha"] / config["r"]
+    suffix = ".lora_A.weight"
+    layers = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+    assert len(tensors) == 2 * len(layers)
+    deltas = {
+        layer.removeprefix(PREFIX): scale
+        * (tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"])
+        for layer in layers
+    }
+    return module, config, deltas
+
+
+@pytest.mark.parametrize("family", ONE_BY_ONE)
+def test_added_to_the_files_own_matrices_it_gives_our_logits(tmp_path, family):
+    """Each of its layers is a tensor of the base's files; nothing else is needed to merge it."""
+    base = write_mixture(family, tmp_path / "base")
+    module, config, deltas = exported(base, TUNE, tmp_path)
+    assert config["target_modules"] == ONE_BY_ONE[family].split()
+    assert not config.get("target_parameters")
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    for layer, delta in deltas.items():
+        tensors[f"{layer}.weight"] += delta
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.allclose(logits(stock(base)), logits(module), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", STACKED)
+def test_added_to_the_experts_of_stacks_it_gives_our_logits(tmp_path, family):
+    base = write_mixture(family, tmp_path / "base")
+    module, config, deltas = exported(base, FUSED, tmp_path)
+    file, matrices = base / "model.safetensors", STACKED[family]
+    tensors = load_file(file)
+    for layer, delta in deltas.items():
+        if f"{layer}.weight" in tensors:
+            tensors[f"{layer}.weight"] += delta
+            continue
+        path, expert, name = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)", layer).groups()
+        stack, outputs = matrices[name]
+        weight = tensors[f"{path}.{stack}"][int(expert)]
+        (weight.t() if family == "gpt_oss" else weight)[outputs] += delta
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.allclose(logits(stock(base)), logits(module), atol=1e-5)
+    # Their rank is 4 / 2 experts per token, and their scale that of the others.
+    names = "|".join(sorted(matrices))
+    assert config["rank_pattern"] == {rf"experts\.\d+\.({names})": 2}
+    assert config["alpha_pattern"] == {rf"experts\.\d+\.({names})": 3.0}
+
+
+def test_an_adapter_on_no_expert_has_no_second_folder(tmp_path):
+    base = write_mixture("mixtral", tmp_path / "base")
+    tune = TuneConfig(method="lora", rank=4)
+    trained(base, tune, tmp_path / "step")
+    export_adapter(tmp_path / "step", tune, base, tmp_path / "adapter")
+    assert not (tmp_path / "adapter-per-expert").exists()
