@@ -191,8 +191,6 @@ def beside_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
         )
     if train.float8:
         yield "train.float8=true with parallel.tensor > 1 is not available; use one of them"
-    for name, value in tune.router_losses.items():
-        yield f"{name}={value:g} with parallel.tensor > 1 is not available; use parallel.shard"
 
 
 def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:

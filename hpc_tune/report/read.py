@@ -63,7 +63,8 @@ class Run:
 
     ``settings`` is flat (``"optim.lr"``), ``steps`` and ``evals`` are the lines of metrics.jsonl by
     kind, ``ranks`` those of ranks.jsonl, ``experts`` those of experts.jsonl. ``outcome`` is
-    empty where the run has left none. ``silent_s``: since it wrote anything. ``has_died``: its process is known to be gone.
+    empty where the run has left none. ``silent_s``: since it wrote anything. ``has_died``: its
+    process is known to be gone.
     """
 
     path: Path

@@ -99,7 +99,6 @@ def build_model(job: Job, fresh: bool) -> Model:
             f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
         )
     _require_supported(proof, kind, config.parallel, four_bits)
-    built = _watched(built, proof, config.train.compile)
     _require_one_embedding(built, config.parallel)
     if proof.attention or (proof.kernel and comm.device.type == "cuda"):
         built.module.within_documents = False
@@ -111,7 +110,9 @@ def build_model(job: Job, fresh: bool) -> Model:
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
     sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
-    return Model(built, measure(built.module), config, sample)
+    return Model(
+        _watched(built, proof, config.train.compile), measure(built.module), config, sample
+    )
 
 
 def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_bits: bool) -> None:

@@ -12,11 +12,13 @@ LAYOUTS = {
     "shard, full": ["parallel.shard=2", "parallel.recompute=full"],
     "pipeline, lora": ["parallel.pipeline=2", "batch.micro_size=1"],
     "zero, lora": ["parallel.zero_stage=3"],
+    "tensor, full": ["parallel.tensor=2"],
 }
 MORE_LAYOUTS = {
     "replicate, full": ["parallel.replicate=4", "batch.micro_size=1"],
     "hsdp, full": ["parallel.shard=2", "parallel.replicate=2", "parallel.recompute=selective"],
     "stages, full": ["parallel.pipeline=2", "parallel.replicate=2", "parallel.recompute=full"],
+    "tensor, lora": ["parallel.tensor=2", "parallel.shard=2", "parallel.recompute=full"],
     "zero 2, full": ["parallel.zero_stage=2", "batch.micro_size=1"],
     "zero 3, full": ["parallel.zero_stage=3", "parallel.recompute=selective"],
     "more ranks than rows, lora": ["parallel.replicate=4", "batch.global_size=3"],
