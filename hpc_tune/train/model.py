@@ -84,10 +84,7 @@ def build_model(job: Job, fresh: bool) -> Model:
             *(config.data.seq_len, longest, longest),
         )
     if built.others:
-        log.info(
-            "ignored in the model's files: %s",
-            ", ".join(built.others),
-        )
+        log.info("ignored in the model's files: %s", ", ".join(built.others))
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
     four_bits, kind = config.tune.method == "qlora", built.config.model_type
@@ -110,9 +107,8 @@ def build_model(job: Job, fresh: bool) -> Model:
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
     sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
-    return Model(
-        _watched(built, proof, config.train.compile), measure(built.module), config, sample
-    )
+    built = _watched(built, proof, config.train.compile)
+    return Model(built, measure(built.module), config, sample)
 
 
 def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_bits: bool) -> None:
