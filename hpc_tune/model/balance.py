@@ -214,13 +214,14 @@ class RouterWatch:
     def attach(self, stages: Sequence[Any], device: torch.device) -> None:
         """Look at the routers of these parts of the model, which are ``LossModel``s."""
         self.sums = torch.zeros(num_router_sums(self._routers), dtype=torch.float32, device=device)
-        numbers = {router.path: number for number, router in enumerate(self._routers)}
-        for stage in stages:
-            if not self._routers:
-                continue
+        for stage in stages if self._routers else ():
             stage.watch = self
-            for path, module in choosers_of(stage).items():
-                module.register_forward_hook(functools.partial(self._look, numbers[path]))
+            # By path: where an engine has taken parameters apart, no stack of experts is seen.
+            held = dict(stage.named_modules())
+            for number, router in enumerate(self._routers):
+                if router.path in held:
+                    look = functools.partial(self._look, number)
+                    held[router.path].register_forward_hook(look)
 
     def begin(self, scale: float) -> None:
         """Begin a step, whose losses of all tokens are multiplied by ``scale`` in backward passes.
