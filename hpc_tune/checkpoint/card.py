@@ -64,6 +64,8 @@ def write_card(checkpoint: Path, base: Path, out: Path, kind: str, whole: bool =
         )
         scaled = ", scaled by alpha / sqrt(rank)" if tune.rslora else ""
         rows["adapter"] = f"rank {tune.rank}, alpha {tune.alpha:g}{scaled}, on {targets}{patterns}"
+    if state.experts:
+        rows["experts"] = state.experts
     rows |= {
         "data": ", ".join(_data_of(config.data)),
         "optimizer steps": f"{state.step} of {state.total_steps}",

@@ -50,6 +50,8 @@ WARN = (
     "tune.param_dtype",
     "tune.neftune_alpha",
     "optim.name",
+    "tune.router_aux_loss",
+    "tune.router_z_loss",
     "optim.lr",
     "optim.reference_batch",
     "optim.batch_scaling",
@@ -120,7 +122,8 @@ class RunState:
     ``micro_size`` is kept so that a resume in the same layout computes the very same bits.
     ``governor`` are the governor's actions in effect, in order.
     ``eval_loss`` is the held-out loss of this very step, where it was measured. ``model_sample`` is
-    a hash over values of the base, where they are used.
+    a hash over values of the base, where they are used. ``experts`` says of a mixture which
+    parts are trained.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -136,6 +139,7 @@ class RunState:
     evals: dict[str, Any] = field(default_factory=dict)
     governor: list[str] = field(default_factory=list)
     model_sample: str = ""
+    experts: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON types."""

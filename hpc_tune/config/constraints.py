@@ -26,6 +26,7 @@ def check(config: RunConfig) -> list[str]:
         *(beside_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_float8(train, tune.method, config.model.dtype, config.run.device),
         *_beside_float8(train, tune),
+        *_beside_compile(train, tune),
         *_objective(tune, config.data),
         *_tune(tune),
         *_optim(config.optim, tune.method),
@@ -222,6 +223,14 @@ def _beside_float8(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
         yield (
             "train.float8=true with tune.modules_to_save: these are trained in tune.param_dtype; "
             "leave one of them out"
+        )
+
+
+def _beside_compile(train: TrainConfig, tune: TuneConfig) -> Iterator[str]:
+    for name, value in tune.router_losses.items() if train.compile else ():
+        yield (
+            f"{name}={value:g} with train.compile=true is not available: routers are not looked at "
+            "in a compiled block; use one of them"
         )
 
 

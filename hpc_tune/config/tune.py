@@ -135,6 +135,22 @@ class TuneConfig(Section):
         "models then answer at more length, and held-out losses may rise. 5 is the paper's least, "
         "15 its most. Unset: none.",
     )
+    router_aux_loss: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="So many times a loss of balance is learned beside the objective, by which "
+        "routers of a mixture of experts spread tokens evenly: per layer and row, over its tokens "
+        "without padding, E / (k T^2) x sum over experts of (tokens of it x their summed "
+        "probabilities), which is 1 where all is even; rows count by their tokens, layers are "
+        "added up. 0.001 is common. Neither ranks nor micro-batches change it, unlike that of "
+        "transformers, which takes layers and the rows of a micro-batch together. Adapters on "
+        "attention learn from it too where routers are frozen. Unset: none.",
+    )
+    router_z_loss: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="So many times the mean squared log-sum-exp of a router's logits is learned "
+        "(arXiv:2202.08906, equation 5), over tokens without padding, added up over layers: it "
+        "keeps logits small. 0.001 is common. Unset: none.",
+    )
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear",
         description="Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
@@ -167,6 +183,12 @@ class TuneConfig(Section):
         description="The dtype of trained weights, their gradients and optimizer state. bf16 takes "
         "half the memory and loses small updates in rounding: for where fp32 does not fit.",
     )
+
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """The losses of routers that are set, by setting, with their factors."""
+        both = {"router_aux_loss": self.router_aux_loss, "router_z_loss": self.router_z_loss}
+        return {f"tune.{name}": value for name, value in both.items() if value is not None}
 
     @property
     def form(self) -> Literal["answers", "pairs", "labels"]:

@@ -144,8 +144,12 @@ LEFT: dict[str, Rule] = {
     ),
     **each(
         lacking("cross entropy of the next token is the only loss", to_do=True),
-        "label_smoothing_factor use_dft_loss use_asft_loss asft_alpha "
-        "use_eaft_loss eaft_alpha moe_aux_loss_coef",
+        "label_smoothing_factor use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha",
+    ),
+    "moe_aux_loss_coef": lacking(
+        "tune.router_aux_loss is by layer and row, theirs of all layers and a micro-batch at once; "
+        "set it if balance is to be learned",
+        to_do=True,
     ),
     **each(
         lacking("the model is what config.json of model.path says", to_do=True),

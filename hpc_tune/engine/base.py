@@ -12,6 +12,7 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import OptimConfig, TrainConfig
 from hpc_tune.faults import NO_FAULTS, Faults
 from hpc_tune.memory.policy import Action, Lever
+from hpc_tune.model.balance import RouterSums
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import Reserve, TensorIndex, reserve_nothing
@@ -56,7 +57,7 @@ class StepResult:
     those of the objective over them. ``grad_norm`` is the L2 norm before
     clipping. ``comm_s`` is this rank's time in collectives, waiting for other ranks included; of
     those that overlap with a backward pass, what is left at its end. ``sent_bytes`` are the bytes
-    it sent by kind of collective.
+    it sent by kind of collective. ``routers``: what those of a mixture did in the step.
     """
 
     loss: float
@@ -64,6 +65,7 @@ class StepResult:
     comm_s: float
     sent_bytes: dict[str, int]
     sums: Sequence[float]
+    routers: RouterSums | None = None
 
 
 class Engine(Protocol):
@@ -79,12 +81,15 @@ class Engine(Protocol):
     repeats_steps: bool
     levers: dict[Action, Lever]
 
-    def accumulate(self, batches: Sequence[Batch], global_terms: float) -> None:
+    def accumulate(
+        self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
+    ) -> None:
         """Compute the gradients of one optimizer step from all micro-batches of this rank.
 
         The loss is the objective's sum over all ranks divided by ``global_terms``, so neither the
-        number of ranks nor the micro-batches change the gradient. Weights and optimizer state stay
-        as they are.
+        number of ranks nor the micro-batches change the gradient. That of routers' losses is
+        divided by ``global_tokens``, those of all ranks without padding. Weights and optimizer
+        state stay as they are.
         """
 
     def update(self, lr: float) -> StepResult:
@@ -113,10 +118,14 @@ class Engine(Protocol):
 
 
 def train_step(
-    engine: Engine, batches: Sequence[Batch], global_terms: float, lr: float
+    engine: Engine,
+    batches: Sequence[Batch],
+    global_terms: float,
+    lr: float,
+    global_tokens: float = 1.0,
 ) -> StepResult:
     """Run one optimizer step where nothing else reads the weights meanwhile."""
-    engine.accumulate(batches, global_terms)
+    engine.accumulate(batches, global_terms, global_tokens)
     return engine.update(lr)
 
 

@@ -49,6 +49,7 @@ from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
 from hpc_tune.memory.policy import Action, Lever
+from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.dropout import use_row_dropout
@@ -91,6 +92,9 @@ class NativeEngine:
         for stage in self._stages:
             finish_dora(stage)
         modules = [stage.module for stage in self._stages]
+        counts = self._mesh.coordinates.tensor == 0
+        self._watch = RouterWatch(built.routers, built.router_score, built.tune, counts)
+        self._watch.attach(modules, device)
         blocks = [block for module in modules for block in block_list(module)]
         self.levers = recompute_levers(blocks, parallel.recompute, settings.train.compile)
         self._sharded = [t for t in self._trained if t.sharded]
@@ -113,10 +117,13 @@ class NativeEngine:
                 modules, layout, edges, device, width, wire, self._collectives
             )
 
-    def accumulate(self, batches: Sequence[Batch], global_terms: float) -> None:
+    def accumulate(
+        self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
+    ) -> None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._zero_grad()
         self._collectives.forget()  # an evaluation's is not this step's
+        self._watch.begin(1 / global_tokens)
         sums, ran_out = self._no_sums(), None
         try:
             sums = self._forward_backward(batches, global_terms, self._overlapped)
@@ -126,6 +133,7 @@ class NativeEngine:
             ran_out = error
         # Other ranks wait for these.
         self._reduce_gradients()
+        sums = torch.cat([sums, self._watch.sums])
         self._collectives.all_reduce(sums, None)
         if ran_out is not None:
             raise ran_out
@@ -138,7 +146,9 @@ class NativeEngine:
         (self._offloaded or self._adamw).step()
         *sums, norm = self._step_sums.tolist()  # the host waits once
         sent, comm_s = self._collectives.take()
-        return StepResult(sums[0] / self._step_terms, norm, comm_s, sent, sums)
+        sums, of_routers = sums[: self._plan.num_sums], sums[self._plan.num_sums :]
+        routers = self._watch.read(of_routers)
+        return StepResult(sums[0] / self._step_terms, norm, comm_s, sent, sums, routers)
 
     @torch.no_grad()
     def outputs(

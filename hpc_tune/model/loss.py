@@ -9,6 +9,7 @@ kept. Those of a trained head are recomputed in the backward pass, chunk by chun
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpc_tune.batch import IGNORED_LABEL, Batch
+from hpc_tune.model.balance import RouterWatch, real_tokens
 from hpc_tune.model.objective import Objective, TokenSum
 from hpc_tune.model.packed_attention import documents_of, lengths_in
 from hpc_tune.model.scoped import MicroBatch, batch_context
@@ -56,6 +58,7 @@ class LossModel(nn.Module):
         self.first_stage = self.last_stage = True
         self.token_loss: TokenLoss = plain_losses
         self.objective: Objective = TokenSum()
+        self.watch: RouterWatch | None = None
         # A plan sets it to that of the device it is for.
         self.logits_bytes: tuple[int, int] | None = None
 
@@ -78,7 +81,11 @@ class LossModel(nn.Module):
         """
         lm = self.causal_lm()
         of_batch = replace(self._micro_batch(batch), positions_BT=batch.positions_BT)
-        with batch_context.of(of_batch):
+        first_pass: AbstractContextManager[None] = nullcontext()
+        if self.watch is not None and self.training:
+            of_batch = replace(of_batch, real_BT=real_tokens(batch))
+            first_pass = self.watch.first_pass()
+        with batch_context.of(of_batch), first_pass:
             out_BTD: torch.Tensor = decoder_of(lm)(
                 input_ids=batch.tokens_BT if self.first_stage else None,
                 inputs_embeds=None if self.first_stage else hidden_BTD,

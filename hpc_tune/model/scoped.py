@@ -26,13 +26,14 @@ class MicroBatch:
     ``rows`` are the indices of its rows in the global stream, by which dropout draws its masks.
     ``documents`` make up all rows; attention stays within each. On a GPU ``starts`` are where they
     begin. With neither, transformers' masks keep documents apart. ``positions_BT`` begin again at 0
-    with each document.
+    with each document. ``real_BT``: which tokens are no padding, where routers are watched.
     """
 
     rows: Sequence[int] = ()
     documents: Sequence[Document] = ()
     starts: Starts | None = None
     positions_BT: torch.Tensor | None = None
+    real_BT: torch.Tensor | None = None
 
 
 class Current:

@@ -220,6 +220,7 @@ def what_ran(run: Run) -> Rows:
     tags = run.settings.get("run.tags")
     rows = [
         ("model", start.get("model")),
+        ("experts", start.get("experts")),
         ("data", start.get("data")),
         ("world", start.get("world")),
         ("layout", start.get("layout")),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from matplotlib.figure import Figure
 
+from hpc_tune.report.experts import expert_heatmap
 from hpc_tune.report.heatmap import heatmap
 from hpc_tune.report.plots import PLOTS, Draw
 from hpc_tune.report.preferences import PREFERENCE_PLOTS
@@ -18,6 +19,7 @@ FIGURES: tuple[tuple[str, str, Draw], ...] = (
     *PREFERENCE_PLOTS,
     *PLOTS[1:],
     ("rank-steps", "Own work of each rank: dark ranks are the slow ones", heatmap),
+    ("experts", "Tokens of each expert: white is even, blue has few", expert_heatmap),
 )
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from hpc_tune.config.section import flat
 from hpc_tune.errors import ConfigError
 from hpc_tune.rundir import heartbeat, nearby, outcome, owner
-from hpc_tune.rundir.json_lines import EVENTS, METRICS, RANKS
+from hpc_tune.rundir.json_lines import EVENTS, EXPERTS, METRICS, RANKS
 from hpc_tune.safe_yaml import load_yaml
 from hpc_tune.world.liveness import ALIVE_S
 
@@ -62,8 +62,9 @@ class Run:
     """One run directory, read.
 
     ``settings`` is flat (``"optim.lr"``), ``steps`` and ``evals`` are the lines of metrics.jsonl by
-    kind, ``ranks`` those of ranks.jsonl, ``outcome`` is empty where the run has left none.
-    ``silent_s``: since it wrote anything. ``has_died``: its process is known to be gone.
+    kind, ``ranks`` those of ranks.jsonl, ``experts`` those of experts.jsonl. ``outcome`` is
+    empty where the run has left none. ``silent_s``: since it wrote anything. ``has_died``: its
+    process is known to be gone.
     """
 
     path: Path
@@ -78,6 +79,7 @@ class Run:
     segments: Sequence[Segment]
     silent_s: float
     has_died: bool = False
+    experts: Sequence[Row] = ()
 
     @property
     def state(self) -> State:
@@ -179,12 +181,13 @@ def read_run(path: Path) -> Run:
     return assemble(path, *(lines.read() for lines in lines_of(path)))
 
 
-def lines_of(path: Path) -> tuple[Lines, Lines, Lines]:
-    """Return metrics.jsonl, events.jsonl and ranks.jsonl of the run at ``path``."""
+def lines_of(path: Path) -> tuple[Lines, ...]:
+    """Return metrics.jsonl, events.jsonl, ranks.jsonl, experts.jsonl of the run at ``path``."""
     return (
         Lines(path / METRICS, _metrics),
         Lines(path / EVENTS, _event),
         Lines(path / RANKS, _ranks),
+        Lines(path / EXPERTS, _experts),
     )
 
 
@@ -205,7 +208,13 @@ def find_run(path: Path) -> Path:
     return path
 
 
-def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row], ranks: Sequence[Row]) -> Run:
+def assemble(
+    path: Path,
+    lines: Sequence[Row],
+    events: Sequence[Row],
+    ranks: Sequence[Row],
+    experts: Sequence[Row],
+) -> Run:
     """Return the run at ``path`` from what ``lines_of`` read."""
     steps = [row for row in lines if "step" in row and "step_s" in row]
     evals = [row for row in lines if "step" in row and "eval_loss" in row]
@@ -224,6 +233,7 @@ def assemble(path: Path, lines: Sequence[Row], events: Sequence[Row], ranks: Seq
         segments=_segments(events, steps),
         silent_s=_silent_s(path, beats),
         has_died=owner.has_died(path),
+        experts=[row for row in experts if row],
     )
 
 
@@ -270,6 +280,17 @@ def _ranks(row: Row) -> Row:
     work_s = row.get("work_s")
     is_good = isinstance(work_s, list) and all(map(_is_number, work_s))
     return {**_numbers(row), "work_s": work_s if is_good else []}
+
+
+def _experts(row: Row) -> Row:
+    """Return a table of tokens, each layer's of its experts; nothing where one is no number."""
+    tokens, layers = row.get("tokens"), row.get("layers")
+    if not isinstance(tokens, list) or not isinstance(layers, list):
+        return {}
+    rows = [counts if isinstance(counts, list) else [] for counts in tokens]
+    numbers = [row.get("step"), row.get("since"), *layers, *(n for counts in rows for n in counts)]
+    is_good = all(map(_is_number, numbers)) and rows and all(rows) and len(rows) == len(layers)
+    return {**_numbers(row), "layers": layers, "tokens": rows} if is_good else {}
 
 
 def _event(event: Row) -> Row:

@@ -1,4 +1,4 @@
-"""metrics.jsonl, events.jsonl and ranks.jsonl: files that grow by whole lines."""
+"""metrics.jsonl, events.jsonl and their like: files that grow by whole lines."""
 
 import errno
 import json
@@ -12,6 +12,7 @@ from hpc_tune.atomic_file import write_file
 from hpc_tune.log import log
 
 METRICS, EVENTS, RANKS = "metrics.jsonl", "events.jsonl", "ranks.jsonl"
+EXPERTS = "experts.jsonl"
 
 
 class WholeAppends:

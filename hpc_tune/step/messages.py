@@ -63,9 +63,11 @@ def step_messages(
     """Yield the messages of a rank in a step; see ``expected_bytes``."""
     layout, computed = plan.layout, plan.computed(micros)
     if plan.parallel.zero_stage is not None:
+        yield _over(plan, "all_reduce", AXES, 4 * plan.num_router_sums)
         yield from zero_messages(plan, plan.parallel.zero_stage, len(computed))
         return
-    yield _over(plan, "all_reduce", AXES, 4 * plan.num_sums)  # of the loss, in fp32
+    # Of the loss, and of what routers did, in fp32.
+    yield _over(plan, "all_reduce", AXES, 4 * (plan.num_sums + plan.num_router_sums))
     if plan.spreads_gradients:
         yield _over(plan, "all_reduce", AXES, 8)  # the gradients' norm, in fp64
     yield from gathered_weights(plan, len(computed), place)

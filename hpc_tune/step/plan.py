@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from hpc_tune.config.parallel import ParallelConfig
+from hpc_tune.model.balance import num_router_sums
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import ROUTED
 from hpc_tune.step.layout import Layout
@@ -40,6 +41,7 @@ class StepPlan:
     ``parallel.reshard`` must have been decided. ``model`` is the transformers config. Products are
     of values of ``itemsize`` bytes. ``loss_share`` of the tokens reach the head; pipeline stages
     are balanced for that. A micro-batch gives ``num_sums`` sums, of which the first is the loss.
+    ``num_router_sums``: what watched routers add to a step's.
     """
 
     layout: Layout
@@ -49,6 +51,7 @@ class StepPlan:
     itemsize: int
     loss_share: float = 1.0
     num_sums: int = 1
+    num_router_sums: int = 0
 
     @classmethod
     def of(
@@ -57,7 +60,8 @@ class StepPlan:
         """Return the plan for a whole model, on the meta device or not."""
         size, itemsize = measure(built.module), built.dtype.itemsize
         num_sums = built.module.objective.num_sums
-        return cls(layout, parallel, size, built.config, itemsize, loss_share, num_sums)
+        sums = num_sums, num_router_sums(built.routers)
+        return cls(layout, parallel, size, built.config, itemsize, loss_share, *sums)
 
     @property
     def uses_fsdp(self) -> bool:
@@ -106,6 +110,8 @@ class StepPlan:
         if self.parallel.zero_stage is not None:
             # DeepSpeed reduces within each backward pass; stage 3 gathers weights in all passes.
             return not training and self.parallel.zero_stage < 3
+        if training and self.num_router_sums:
+            return False  # its tokens go through routers, in any company
         return self.layout.pipeline == 1 and not self.uses_fsdp
 
     def padding(self, num_micro: int) -> int:

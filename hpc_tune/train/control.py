@@ -33,6 +33,7 @@ from hpc_tune.train.metrics import FinishedStep, Recorder, open_recorder
 from hpc_tune.train.model import Model
 from hpc_tune.train.reference import require_equal_reference
 from hpc_tune.train.saver import Saver, open_saver
+from hpc_tune.train.startup.describe import experts_of
 from hpc_tune.train.startup.micro_size import decide_micro_size, log_micro_batches
 from hpc_tune.train.trainer import Trainer
 from hpc_tune.world.comm import Comm
@@ -79,12 +80,14 @@ class StepStatus:
 @dataclass(frozen=True)
 class Decision:
     """Whether training ``goes_on``: then on ``batches``, this rank's, with the loss over
-    ``terms`` of all ranks, tokens (by their weights) or pairs.
+    ``terms`` of all ranks, tokens (by their weights) or pairs. ``tokens``: those of all ranks
+    without padding.
     """
 
     goes_on: bool
     batches: Sequence[Batch] = ()
     terms: float = 1.0
+    tokens: float = 1.0
 
 
 class Control:
@@ -163,7 +166,7 @@ class Control:
         phase = "first step" if step == self.start_step else phase
         self._enter(phase, f"training step {step + 1}")
         self._faults.at("step", step + 1)
-        return Decision(True, self._batches, status.terms or 1.0)
+        return Decision(True, self._batches, status.terms or 1.0, status.tokens or 1.0)
 
     @property
     def best_evaluation(self) -> tuple[int, float] | None:
@@ -352,6 +355,7 @@ def prepare_control(
         micro_size,
         job.config.model_dump(),
         model_sample=model.sample,
+        experts=experts_of(model.size, model.built.config),
     )
     recorder = open_recorder(job, model, plan, data, step)
     return Control(job, trainer, saver, governor, evaluation, recorder, state)

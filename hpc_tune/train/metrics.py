@@ -18,6 +18,7 @@ from hpc_tune.data.mixed_rows import MixedRows
 from hpc_tune.engine.base import StepResult
 from hpc_tune.log import Progress, log
 from hpc_tune.memory.monitor import MemorySample, Monitor
+from hpc_tune.model.balance import RouterSums, load_of
 from hpc_tune.model.objective import measures_of
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.probe.software import git_commit
@@ -28,6 +29,7 @@ from hpc_tune.step.size import attention_flops, weight_flops
 from hpc_tune.trackers.trackers import Facts, Trackers, open_trackers
 from hpc_tune.train.data import Data
 from hpc_tune.train.evaluate import Measured
+from hpc_tune.train.expert_load import ExpertLoad
 from hpc_tune.train.job import Job
 from hpc_tune.train.model import Model
 from hpc_tune.train.rank_work import RankWork
@@ -52,7 +54,8 @@ class StepMetrics:
     fastest rank. ``mfu`` counts the scores within documents; it and ``device_util`` are None where
     the device's peak or counters are unknown. Host bytes are the fullest node's; device bytes the
     fullest rank's. ``preferences``: see ``PreferenceSums.measures``. ``source_tokens``: the loss
-    tokens of each source of a mixture.
+    tokens of each source of a mixture. ``experts``: how routers spread the step's tokens
+    (``load_of``), and the losses of that which are learned, per token and added up over layers.
     """
 
     time: float
@@ -81,6 +84,7 @@ class StepMetrics:
     samples_seen: int
     preferences: dict[str, float] | None = None
     source_tokens: dict[str, int] | None = None
+    experts: dict[str, float] | None = None
 
 
 def _waits(metrics: StepMetrics) -> bool:
@@ -109,7 +113,9 @@ class Metrics:
         start_step: int,
         trackers: Trackers | None = None,
         advise: bool = False,
+        experts: ExpertLoad | None = None,
     ) -> None:
+        self._experts = experts
         self._advise = advise and run_dir is not None
         self._total = total_steps if run_dir is not None else 0
         self.steps_s: deque[float] = deque(maxlen=_REMEMBERED)
@@ -119,10 +125,12 @@ class Metrics:
         self._lines = JsonLines(run_dir / METRICS if run_dir else None)
         self._trackers = trackers or Trackers()
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Record one optimizer step."""
+    def step(self, metrics: StepMetrics, routers: RouterSums | None = None) -> None:
+        """Record one optimizer step, with what the routers of a mixture did in it."""
+        if self._experts is not None and routers is not None:
+            self._experts.add(metrics.step, routers)
         row = asdict(metrics)
-        for name in ("preferences", "source_tokens"):
+        for name in ("preferences", "source_tokens", "experts"):
             if not row[name]:
                 del row[name]
         self.steps_s.append(metrics.step_s)
@@ -159,6 +167,8 @@ class Metrics:
         self._lines.write(**row)
         self._track(step, row)
         self._progress.exclude(measured.seconds)
+        if self._experts is not None:
+            self._experts.write()
 
     def _log_time(self, steps: int) -> None:
         """Estimate when the run will be done, evaluations and saves not counted."""
@@ -177,6 +187,8 @@ class Metrics:
         self._progress.close()
         self._lines.close()
         self._trackers.close()
+        if self._experts is not None:
+            self._experts.close()
 
     def _track(self, step: int, row: Mapping[str, Any]) -> None:
         scalars = {}
@@ -305,7 +317,9 @@ class Recorder:
                 samples_seen=self._loader.rows,
                 preferences=measures_of(result.sums, int(step.terms)),
                 source_tokens=self._named(step.source_tokens),
-            )
+                experts=load_of(result.routers, step.tokens),
+            ),
+            result.routers,
         )
 
     def close(self) -> None:
@@ -349,8 +363,9 @@ def open_recorder(job: Job, model: Model, plan: StepPlan, data: Data, start_step
         if not comm.is_rank_0:
             return Metrics(None, data.total_steps, start_step)
         trackers = _trackers(job, model, start_step)
-        advise = job.chosen is None
-        return Metrics(job.dir, data.total_steps, start_step, trackers, advise)
+        advise, routers = job.chosen is None, model.built.routers
+        experts = ExpertLoad(job.dir, start_step, routers, job.events) if routers else None
+        return Metrics(job.dir, data.total_steps, start_step, trackers, advise, experts)
 
     def make_rank_work() -> RankWork:
         run_dir = job.dir if comm.is_rank_0 else None

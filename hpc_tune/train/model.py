@@ -10,8 +10,10 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
+from hpc_tune.model.balance import num_router_sums
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.experts import is_mixture
 from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
 from hpc_tune.model.language import read_config
@@ -108,6 +110,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
     sample = comm.on_rank_0("looking at the model's weights", lambda: built.sample)
+    built = _watched(built, proof, config.train.compile)
     return Model(built, measure(built.module, config.optim.is_8bit), config, sample)
 
 
@@ -127,6 +130,31 @@ def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_b
             f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.four_bits}; "
             "use tune.method=lora"
         )
+
+
+def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
+    """Return the model with what its routers weigh by, if they can be watched.
+
+    Raises:
+        ConfigError: if they are to learn balance, and cannot.
+    """
+    kind, losses = built.config.model_type, built.tune.router_losses
+    if not is_mixture(built.module):
+        why = f"a {kind} model has no experts"
+    elif not proof.score:
+        why = f"the routers of a {kind} model choose in a way that is not understood"
+    elif is_compiled:
+        why = "train.compile=true: routers are not looked at in a compiled block"
+    else:
+        return replace(built, router_score=proof.score)
+    if losses:
+        raise ConfigError(
+            f"{' and '.join(f'{name}={value:g}' for name, value in losses.items())}: {why}; leave "
+            f"{'it' if len(losses) == 1 else 'them'} out"
+        )
+    if is_mixture(built.module):
+        log.warning("the tokens of each expert are not counted: %s", why)
+    return built
 
 
 def _require_one_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
@@ -188,4 +216,4 @@ def plan_step(model: Model, resolved: Resolved, loss_share: float) -> StepPlan:
     config, itemsize = model.built.config, model.built.dtype.itemsize
     num_sums = model.built.module.objective.num_sums
     settings = (resolved.layout, resolved.parallel, model.size, config, itemsize)
-    return StepPlan(*settings, loss_share, num_sums)
+    return StepPlan(*settings, loss_share, num_sums, num_router_sums(model.built.routers))

@@ -114,7 +114,7 @@ def train(trainer: Trainer, control: Control) -> Outcome:
     control.begin()
     while (decision := control.decide()).goes_on:
         with control.around_step():
-            has_gradients = trainer.accumulate(decision.batches, decision.terms)
+            has_gradients = trainer.accumulate(decision.batches, decision.terms, decision.tokens)
             if has_gradients:
                 control.saver.wait_until_weights_may_change()
                 result = trainer.update()

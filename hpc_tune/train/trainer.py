@@ -121,7 +121,9 @@ class Trainer:
         self.loader.restore(self._position)
         return self.loader.next_step()
 
-    def accumulate(self, batches: Sequence[Batch], global_terms: float) -> bool:
+    def accumulate(
+        self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
+    ) -> bool:
         """Compute the gradients of a step; False if a rank had no room and all have given it up.
 
         Raises:
@@ -130,7 +132,7 @@ class Trainer:
         self.ran_out = None
         try:
             batches = with_kl(self.engine, batches, self._comm)
-            self.engine.accumulate(batches, global_terms)
+            self.engine.accumulate(batches, global_terms, global_tokens)
         except torch.OutOfMemoryError as error:
             if not self._repeats:
                 raise

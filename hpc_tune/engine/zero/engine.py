@@ -37,6 +37,7 @@ from hpc_tune.engine.zero import state as zero_state
 from hpc_tune.engine.zero.comm import CountedBackend
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
+from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
@@ -79,7 +80,9 @@ class ZeroEngine:
         if train.compile:
             compile_blocks(blocks)
         self.levers = recompute_levers(blocks, parallel.recompute, train.compile)
+        self._watch = RouterWatch(built.routers, built.router_score, built.tune)
         self._engine = self._connect_and_load(built)
+        self._watch.attach([built.module], device)
         self._zero = self._engine.optimizer
         if parallel.offload_params == "nvme":
             # DeepSpeed 0.19 prefetches until no buffer is left for the weight that is needed: for
@@ -97,10 +100,13 @@ class ZeroEngine:
         if folder is not None:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
-    def accumulate(self, batches: Sequence[Batch], global_terms: float) -> None:
+    def accumulate(
+        self, batches: Sequence[Batch], global_terms: float, global_tokens: float = 1.0
+    ) -> None:
         """Compute the gradients of a step; see ``base.Engine``."""
         self._reader.release()
         self._collectives.forget()  # an evaluation's is not this step's
+        self._watch.begin(self._size / global_tokens)  # as DeepSpeed divides by it
         num_sums = self._settings.plan.num_sums
         sums = torch.zeros(num_sums, dtype=torch.float32, device=self._device)
         for i, batch in enumerate(batches):
@@ -108,6 +114,7 @@ class ZeroEngine:
             self._engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             seed_micro_batch(self._seed, batch.first_row)
             sums += self._backward(batch, self._size / global_terms)
+        sums = torch.cat([sums, self._watch.sums])
         self._collectives.all_reduce(sums, None)
         self._step_sums, self._step_terms = sums, global_terms
 
@@ -118,7 +125,9 @@ class ZeroEngine:
         norm = float(self._engine.get_global_grad_norm())
         sums = self._step_sums.tolist()  # a GPU has done its work
         sent_bytes, comm_s = self._collectives.take()
-        return StepResult(sums[0] / self._step_terms, norm, comm_s, sent_bytes, sums)
+        num_sums = self._settings.plan.num_sums
+        sums, routers = sums[:num_sums], self._watch.read(sums[num_sums:])
+        return StepResult(sums[0] / self._step_terms, norm, comm_s, sent_bytes, sums, routers)
 
     @torch.no_grad()
     def outputs(

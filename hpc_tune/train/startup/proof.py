@@ -31,6 +31,7 @@ from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.errors import HpcTuneError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
+from hpc_tune.model.balance import Score, score_of
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.load import allocate, load_weights
@@ -61,7 +62,8 @@ class Proof:
     ``loss``: it cannot be trained. ``attention``: not with attention document by document.
     ``kernel``: not by a GPU's kernel, which is told where documents begin. ``packing``: only with
     one document per row. ``pipeline`` and ``tensor``: not in such a layout. ``four_bits``: not with
-    a base in 4 bits (QLoRA), which is tried for tune.method=qlora alone.
+    a base in 4 bits (QLoRA), which is tried for tune.method=qlora alone. ``score``: no failure, but
+    by which function the routers of a mixture weigh experts, "" where they cannot be watched.
     """
 
     loss: str = ""
@@ -71,6 +73,7 @@ class Proof:
     pipeline: str = ""
     tensor: str = ""
     four_bits: str = ""
+    score: Score = ""
 
 
 def prove(config: Any, four_bits: bool = False) -> Proof:
@@ -123,6 +126,7 @@ def try_out(config: Any, four_bits: bool = False) -> Proof:
             pipeline=_guarded(trial.wrong_stages),
             tensor=_guarded(trial.wrong_slices),
             four_bits=_guarded(trial.wrong_in_four_bits) if four_bits else "",
+            score=trial.score(built),
         )
 
 
@@ -258,6 +262,9 @@ class _Trial:
             return self.wrong_packing(built)
         finally:
             built.module.has_kernel = False
+
+    def score(self, built: BuiltModel) -> Score:
+        return score_of(built.module, lambda: built.module(_batch([self.documents])))
 
     def wrong_stages(self) -> str:
         built = self.build()

@@ -25,6 +25,7 @@ from hpc_tune.rundir.owner import this_process
 
 BEGAN_S = 1_700_000_000.0
 LIMIT = 8 << 30
+TABLE = {"step": 10, "since": 0, "layers": [1, 4], "tokens": [[9, 9, 9], [9, 9]]}
 
 
 def step(number, at_s, **changes):
@@ -64,7 +65,8 @@ def make(tmp_path):
         begun |= {"launcher": "openmpi", "folder": "/home/me", "layout": "shard 2: fits"}
         begun |= {"counts": COUNTS, "remarks": ["3 cut at seq_len"], "hosts": {"n1": 2}}
         work = [{"step": n, "work_s": [1.0, 1.4]} for n in range(1, 11)] if ranks else []
-        for file, lines in (("metrics", rows), ("events", [begun, *events]), ("ranks", work)):
+        files = {"metrics": rows, "events": [begun, *events], "ranks": work, "experts": [TABLE]}
+        for file, lines in files.items():
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (folder / f"{file}.jsonl").write_text(text)
             os.utime(folder / f"{file}.jsonl", (BEGAN_S, BEGAN_S))
@@ -288,7 +290,8 @@ def test_every_axis_says_what_it_shows_in_which_unit(make):
     figures = list(all_figures([read_run(make(events=EVENTS, outcome=DONE))]))
     assert len(figures) == len(FIGURES)
     units = re.compile(
-        r"share|reward|step|second|GiB|nats|minutes|hours|rate|norm|% of peak|rank|median"
+        r"layer|expert|share|reward|step|second|GiB|nats|minutes|hours|rate|norm|% of peak|rank"
+        r"|median"
     )
     for name, _, figure in figures:
         assert any(units.search(axes.get_xlabel()) for axes in figure.axes), name
@@ -434,6 +437,28 @@ def test_the_slow_rank_is_the_dark_one(make):
     [image] = figures["rank-steps"].axes[0].images
     assert image.get_array().shape == (2, 10)
     assert [round(float(row[0]), 2) for row in image.get_array()] == [0.83, 1.17]
+
+
+def test_the_newest_tokens_of_experts_are_drawn_by_their_layers_mean(make):
+    """Layers 1 and 4, of which the second has fewer experts; damaged lines are left out."""
+    run, layers = make(), {"layers": [1, 4]}
+    lines = [
+        TABLE | {"step": 3},
+        {"step": 8, "since": 3, **layers, "tokens": [[30, 0, 60], [0, 0]]},
+        {"step": 9, "since": 8, **layers, "tokens": [[1, "x", 1], [1, 1]]},
+        {"step": 9, "since": 8, "layers": [1], "tokens": [[1, 1, 1], [1, 1]]},
+        {"step": 9, "since": None, **layers, "tokens": [[1, 1, 1], [1, 1]]},
+        {"step": 9, "since": 8, "layers": [], "tokens": []},
+    ]
+    (run / "experts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures = {name: figure for name, _, figure in all_figures([read_run(run)])}
+    axes = figures["experts"].axes[0]
+    [image] = axes.images
+    assert image.get_array().filled(-1).tolist() == [[1, 0, 2], [0, 0, -1]]
+    assert axes.get_title() == "steps 4 to 8"
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["1", "4"]
+    others = {name for name, _, _ in all_figures([read_run(make("dense")), read_run(run)])}
+    assert "experts" not in others
 
 
 @pytest.mark.parametrize(

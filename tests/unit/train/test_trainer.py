@@ -132,7 +132,7 @@ class Engine:
     def __init__(self, fails=None, repeats_steps=True):
         self._fails, self.repeats_steps, self.num_updates = fails, repeats_steps, 0
 
-    def accumulate(self, batches, global_terms):
+    def accumulate(self, batches, global_terms, global_tokens):
         if self._fails == "accumulating":
             raise torch.OutOfMemoryError(ERROR)
 

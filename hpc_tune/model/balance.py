@@ -1,0 +1,322 @@
+"""How evenly routers spread tokens over experts: counted, and where it is asked for learned.
+
+    a router's logits, what it has chosen -> tokens of each expert
+                                          -> losses of balance and of the logits' size
+    its weights  -> _Carrier -> experts   in the backward pass: the losses' gradient, to the logits
+
+Of a packed row with T tokens without padding, n_e of which one of the router's k choices gives to
+expert e of E, with the probabilities p_te (Megatron-LM's seq_aux_loss, moe_utils.py; with T more,
+so that rows add up like tokens):
+
+    balance = T * E / (k T^2) * sum_e n_e sum_t p_te       1 per token where all is even
+    z       = sum_t logsumexp(logits_t)^2                  arXiv:2202.08906, equation 5
+
+A row is never split, so neither depends on micro-batches, ranks or layouts. The gradient goes into
+a pass where the experts' weights are, and no loss has to travel from stage to stage.
+
+Shapes: B rows, T tokens, N = B x T, E experts, K chosen of them, L routers.
+"""
+
+import functools
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hpc_tune.batch import Batch
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.model.experts import is_mixture
+from hpc_tune.model.scoped import batch_context
+
+Score = Literal["softmax", "sigmoid", ""]
+_CHOOSES = re.compile(r"(^|\.)(router|gate)$")
+_LAYER = re.compile(r"\.(\d+)\.")
+_SAME = 1e-3  # of a weight: some families add 1e-6 to what they divide by
+_NUM_LOSSES = 2
+
+
+@dataclass(frozen=True)
+class Router:
+    """A module that chooses experts, by its path; ``layer`` is the number of its decoder block."""
+
+    path: str
+    layer: int
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class RouterSums:
+    """Sums over a step: both losses of all tokens and routers, and each router's tokens by expert.
+
+    The losses are 0 where they are not learned.
+    """
+
+    balance: float
+    z: float
+    counts: Sequence[Sequence[float]]
+
+
+def choosers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that choose experts, with or without adapters, by their paths.
+
+    Empty for a dense model.
+    """
+    if not is_mixture(model):
+        return {}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if _CHOOSES.search(path.replace(".base_layer", ""))
+        and "original_module" not in path
+        and isinstance(getattr(module, "top_k", None), int)
+        and "base_layer" not in module._modules
+    }
+
+
+def routers_of_experts(model: nn.Module) -> tuple[Router, ...]:
+    """Return a whole model's routers, in its order."""
+    routers: list[Router] = []
+    for path, module in choosers_of(model).items():
+        weight = next(p for p in module.parameters() if p.dim() == 2)
+        number = _LAYER.search(path)
+        layer = int(number[1]) if number else len(routers)
+        routers.append(Router(path, layer, weight.shape[0]))
+    return tuple(routers)
+
+
+def score_of(model: nn.Module, run: Any) -> Score:
+    """Return by which function the routers of a mixture weigh experts, tried by ``run()``.
+
+    "" where a router does not return logits, weights and choices, or weighs in another way.
+    """
+    found: list[Score] = []
+
+    def look(_module: nn.Module, _inputs: Any, out: Any) -> None:
+        found.append(_score_of(*out) if _is_understood(out) else "")
+
+    choosers = choosers_of(model)
+    handles = [module.register_forward_hook(look) for module in choosers.values()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(found) != len(choosers) or len(set(found)) != 1:
+        return ""
+    return found[0] or _score_of_stock(model)
+
+
+def _is_understood(out: Any) -> bool:
+    if not isinstance(out, tuple) or len(out) != 3:
+        return False
+    if not all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in out):
+        return False
+    logits_NE, weights_NK, chosen_NK = out
+    return (
+        weights_NK.shape == chosen_NK.shape
+        and len(logits_NE) == len(chosen_NK)
+        and not chosen_NK.is_floating_point()
+        and bool((chosen_NK >= 0).all() and (chosen_NK < logits_NE.shape[1]).all())
+    )
+
+
+def _score_of(logits_NE: torch.Tensor, weights_NK: torch.Tensor, chosen_NK: torch.Tensor) -> Score:
+    """Return of which scores the weights are multiples: by one factor per token, or one in all."""
+    own_NK = weights_NK.float()
+    scores: dict[Score, torch.Tensor] = {
+        "softmax": logits_NE.float().softmax(-1),
+        "sigmoid": logits_NE.float().sigmoid(),
+    }
+    for name, scores_NE in scores.items():
+        factor_NK = own_NK / scores_NE.gather(1, chosen_NK.long())
+        mean = factor_NK.mean() if factor_NK.shape[1] == 1 else factor_NK.mean(1, keepdim=True)
+        if ((factor_NK - mean).abs() <= _SAME * mean.abs()).all():
+            return name
+    return ""
+
+
+def _score_of_stock(model: Any) -> Score:
+    """Return softmax for a family that weighs in its own way and has transformers' own loss."""
+    modules = (sys.modules.get(type(m).__module__) for m in model.modules())
+    return "softmax" if any(hasattr(m, "load_balancing_loss_func") for m in modules) else ""
+
+
+def real_tokens(batch: Batch) -> torch.Tensor:
+    """Return which tokens of a batch are no padding, [B, T]; the host waits for no device."""
+    real_BT = torch.ones_like(batch.tokens_BT, dtype=torch.bool)
+    for number, padding in enumerate(batch.padding):
+        if padding:
+            real_BT[number, real_BT.shape[1] - padding :] = False
+    return real_BT
+
+
+def tokens_of_experts(
+    chosen_NK: torch.Tensor, real_BT: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """Return how many tokens of each row each expert has, [B, E]."""
+    is_chosen_NE = torch.zeros(
+        len(chosen_NK), num_experts, dtype=torch.bool, device=chosen_NK.device
+    )
+    is_chosen_NE.scatter_(1, chosen_NK.long(), True)
+    is_chosen_BTE = is_chosen_NE.view(*real_BT.shape, num_experts) & real_BT.unsqueeze(-1)
+    return is_chosen_BTE.sum(1).float()
+
+
+def balance_loss(
+    logits_NE: torch.Tensor,
+    counts_BE: torch.Tensor,
+    num_chosen: int,
+    real_BT: torch.Tensor,
+    score: Score,
+) -> torch.Tensor:
+    """Return the sum of T * L over rows, see above; scores of a sigmoid add up to 1, too."""
+    logits_BTE = logits_NE.float().view(*real_BT.shape, -1)
+    probs_BTE = logits_BTE.sigmoid() if score == "sigmoid" else logits_BTE.softmax(-1)
+    if score == "sigmoid":
+        probs_BTE = probs_BTE / (probs_BTE.sum(-1, keepdim=True) + 1e-20)
+    sums_BE = probs_BTE.masked_fill(~real_BT.unsqueeze(-1), 0.0).sum(1)
+    tokens_B = real_BT.sum(1).clamp(min=1)
+    each = logits_NE.shape[1] / num_chosen
+    return each * ((counts_BE * sums_BE).sum(1) / tokens_B).sum()
+
+
+def z_loss(logits_NE: torch.Tensor, real_BT: torch.Tensor) -> torch.Tensor:
+    """Return the sum over tokens of the squared logarithm of what a softmax divides by."""
+    squares_N = logits_NE.float().logsumexp(-1).square()
+    return squares_N.masked_fill(~real_BT.flatten(), 0.0).sum()
+
+
+class RouterWatch:
+    """Adds up what the routers of this rank's stages do in a step, and lets them learn balance.
+
+    ``sums`` is one vector, to be added up over the ranks with whatever else is; ``read`` tells what
+    it means. Of dense models, and where ``score`` is "", it is empty.
+    """
+
+    def __init__(
+        self, routers: Sequence[Router], score: Score, tune: TuneConfig, counts: bool = True
+    ) -> None:
+        """``routers``: those of the whole model. ``counts``: of the ranks that work on the same
+        rows, this one counts them.
+        """
+        self._routers, self._score, self._counts = routers, score, counts
+        self._balance, self._z = tune.router_aux_loss or 0.0, tune.router_z_loss or 0.0
+        self._width = max((router.num_experts for router in routers), default=0)
+        self._is_first_pass, self.scale = False, 0.0
+        self.sums = torch.zeros(0)
+
+    def attach(self, stages: Sequence[Any], device: torch.device) -> None:
+        """Look at the routers of these parts of the model, which are ``LossModel``s."""
+        self.sums = torch.zeros(num_router_sums(self._routers), dtype=torch.float32, device=device)
+        for stage in stages if self._routers else ():
+            stage.watch = self
+            # By path: where an engine has taken parameters apart, no stack of experts is seen.
+            held = dict(stage.named_modules())
+            for number, router in enumerate(self._routers):
+                if router.path in held:
+                    look = functools.partial(self._look, number)
+                    held[router.path].register_forward_hook(look)
+
+    def begin(self, scale: float) -> None:
+        """Begin a step, whose losses of all tokens are multiplied by ``scale`` in backward passes.
+
+        That is 1 / the step's tokens, or what an engine makes of it that divides gradients.
+        """
+        self.scale = scale
+        self.sums.zero_()
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Count what routers choose: a block that is recomputed runs outside of this."""
+        self._is_first_pass = True
+        try:
+            yield
+        finally:
+            self._is_first_pass = False
+
+    def read(self, sums: Sequence[float]) -> RouterSums | None:
+        """Return what ``sums`` means, or None where nothing is watched."""
+        if not self._routers:
+            return None
+        balance, z, *counts = sums
+        rows = (counts[n * self._width :] for n in range(len(self._routers)))
+        pairs = zip(self._routers, rows, strict=True)
+        return RouterSums(balance, z, [row[: router.num_experts] for router, row in pairs])
+
+    def _look(self, number: int, _module: nn.Module, _inputs: Any, out: Any) -> Any:
+        real_BT = batch_context.batch.real_BT
+        if real_BT is None:
+            return None
+        logits_NE, weights_NK, chosen_NK = out
+        counts_BE = tokens_of_experts(chosen_NK, real_BT, logits_NE.shape[1])
+        balance = z = None
+        if self._balance:
+            k = chosen_NK.shape[1]
+            balance = balance_loss(logits_NE, counts_BE, k, real_BT, self._score)
+        if self._z:
+            z = z_loss(logits_NE, real_BT)
+        if self._is_first_pass and self._counts:
+            self._add(number, counts_BE, balance, z)
+        learned = [c * t for c, t in ((self._balance, balance), (self._z, z)) if t is not None]
+        if not learned or not learned[0].requires_grad:
+            return None
+        return logits_NE, _Carrier.apply(weights_NK, sum(learned), self), chosen_NK
+
+    @torch.no_grad()
+    def _add(
+        self,
+        number: int,
+        counts_BE: torch.Tensor,
+        balance: torch.Tensor | None,
+        z: torch.Tensor | None,
+    ) -> None:
+        for place, loss in enumerate((balance, z)):
+            if loss is not None:
+                self.sums[place] += loss
+        start = _NUM_LOSSES + number * self._width
+        self.sums[start : start + counts_BE.shape[1]] += counts_BE.sum(0)
+
+
+class _Carrier(torch.autograd.Function):
+    """Passes weights on; in the backward pass a loss beside them gets its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_NK: torch.Tensor, loss: torch.Tensor, watch: RouterWatch
+    ) -> torch.Tensor:
+        ctx.watch, ctx.like = watch, (loss.dtype, loss.device)
+        return weights_NK.view_as(weights_NK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NK: torch.Tensor) -> Any:  # type: ignore[override]
+        dtype, device = ctx.like
+        return grad_NK, torch.full((), ctx.watch.scale, dtype=dtype, device=device), None
+
+
+def num_router_sums(routers: Sequence[Router]) -> int:
+    """Return how many values ``RouterWatch.sums`` has."""
+    width = max((router.num_experts for router in routers), default=0)
+    return _NUM_LOSSES + width * len(routers) if routers else 0
+
+
+def load_of(routers: RouterSums | None, num_tokens: int) -> dict[str, float] | None:
+    """Return how uneven a step's tokens are spread, in numbers; None of a dense model.
+
+    ``largest``: the tokens of the fullest expert by the mean of its layer. ``unused``: the share of
+    all experts without a token. And the losses that are learned, per token.
+    """
+    if routers is None:
+        return None
+    counts = routers.counts
+    largest = [max(row) * len(row) / total for row in counts if (total := sum(row))]
+    unused = sum(count == 0 for row in counts for count in row) / sum(map(len, counts))
+    losses = {"aux_loss": routers.balance, "z_loss": routers.z}
+    return {"largest": max(largest, default=0.0), "unused": unused} | {
+        name: loss / max(1, num_tokens) for name, loss in losses.items() if loss
+    }

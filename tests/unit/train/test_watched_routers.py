@@ -1,0 +1,54 @@
+"""Which models' routers are watched, and what is said where they cannot be."""
+
+import pytest
+import torch
+
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import build
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.train.model import _watched
+from hpc_tune.train.startup.proof import Proof
+from tests.support.mixtures import write_mixture
+
+LEARNS = TuneConfig(router_aux_loss=0.01, router_z_loss=0.001)
+BOTH = "tune.router_aux_loss=0.01 and tune.router_z_loss=0.001: "
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    write_tiny(folder / "dense")
+    return {"dense": folder / "dense", "mixture": write_mixture("mixtral", folder / "mixture")}
+
+
+def built(directory, tune=LEARNS):
+    return build(directory, torch.float32, tune, 0)
+
+
+def test_a_mixture_that_is_understood_is_watched_with_and_without_losses(bases):
+    for tune in (LEARNS, TuneConfig()):
+        found = _watched(built(bases["mixture"], tune), Proof(score="softmax"), False)
+        assert [router.num_experts for router in found.routers] == [6] * len(found.routers)
+        assert found.routers
+
+
+@pytest.mark.parametrize(
+    ("base", "score", "is_compiled", "said"),
+    [
+        ("dense", "", False, "a llama model has no experts"),
+        ("mixture", "", False, "the routers of a mixtral model choose in a way that is not under"),
+        ("mixture", "softmax", True, "train.compile=true: routers are not looked at"),
+    ],
+)
+def test_losses_of_routers_that_cannot_be_watched_are_refused(
+    bases, base, score, is_compiled, said, caplog
+):
+    with pytest.raises(ConfigError) as error:
+        _watched(built(bases[base]), Proof(score=score), is_compiled)
+    assert BOTH + said in str(error.value)
+    assert str(error.value).endswith("; leave them out")
+    with caplog.at_level("WARNING", logger="hpc_tune"):
+        found = _watched(built(bases[base], TuneConfig()), Proof(score=score), is_compiled)
+    assert found.routers == ()
+    assert (f"not counted: {said}" in caplog.text) == (base == "mixture")
