@@ -55,7 +55,7 @@ class ModelSize:
     ``scale_bytes`` are those that tell what a 4-bit base's codes mean. ``weights``: all parameters
     by what layouts do with them. ``gathered_features``: those of a token that the tensor axis
     gathers in all blocks, forward and backward; ``sums``: what it adds up in them.
-    ``num_mixtures``: layers with routed experts. ``spared_bytes``: what moments in 8 bits take less.
+    ``num_mixtures``: layers with routed experts. ``spared_bytes``: what 8-bit moments take less.
     """
 
     num_frozen: int
