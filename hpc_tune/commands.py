@@ -286,8 +286,7 @@ def plan(options: Namespace) -> int:
     argument(
         "--to",
         ("adapter", "merged", "gguf"),
-        "a PEFT adapter (one on routed experts also expert by expert, in OUT-per-expert, as vLLM "
-        "reads most families), the whole model, or the whole model as a file for llama.cpp",
+        "a PEFT adapter (of experts also one by one, for vLLM), the whole model, or that as GGUF",
         required=True,
     ),
     argument("--out", Path, "directory to write (default: RUN/export/ and the kind)"),

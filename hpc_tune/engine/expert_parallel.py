@@ -48,7 +48,7 @@ def deal_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
         while hasattr(layer, "base_layer"):
             layer.num_experts //= ranks
             layer = layer.base_layer
-    if not slices:
+    if not slices and built.module.first_stage and built.module.last_stage:
         raise ConfigError(
             f"parallel.expert={ranks}: a {built.config.model_type} model has no experts to deal; "
             "leave it out"

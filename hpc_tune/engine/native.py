@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from itertools import islice
 
 import torch
-import torch.distributed as dist
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks, recompute_levers
@@ -44,7 +43,7 @@ from hpc_tune.engine.gradients import (
 )
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.engine.optimizer_offload import OffloadedState
-from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages
+from hpc_tune.engine.pipeline_parallel import Pipeline, connect_stages, cut_stages, tied_group
 from hpc_tune.engine.precision import autocast, seed_micro_batch
 from hpc_tune.engine.tensor_parallel import Axis, slice_model
 from hpc_tune.memory.host import keep_freed_blocks, return_freed_blocks
@@ -58,7 +57,6 @@ from hpc_tune.model.neftune import use_neftune
 from hpc_tune.model.objective import Objective
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
-from hpc_tune.step.layout import Layout
 
 
 class NativeEngine:
@@ -79,7 +77,7 @@ class NativeEngine:
         self._seed, self._autocast = built.seed, built.dtype if plan.casts_weights else None
         self._mesh = Mesh(layout, device)
         trains_tied = built.tune.method == "full" and built.tied is not None
-        self._tied_group = _tied_group(layout) if trains_tied else None
+        self._tied_group = tied_group(layout) if trains_tied else None
         edges = {}
         if layout.pipeline > 1:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
@@ -396,15 +394,3 @@ def _load_stage(
     allocate(stage.module, device, torch.device("cpu") if offloads else None)
     load_weights(stage, settings.reserve)
     return stage, partial
-
-
-def _tied_group(layout: Layout) -> dist.ProcessGroup | None:
-    """Return the group of the two ranks that hold one weight as the embedding and as the head."""
-    if layout.pipeline == 1:
-        return None
-    me = dist.get_rank()
-    first, *_, last = layout.group_of(me, "pipeline")
-    # Made by its members alone, and the ranks between make another: see connect_stages.
-    members = [first, last] if me in (first, last) else [me]
-    group = dist.new_group(members, use_local_synchronization=True)
-    return group if me in (first, last) else None

@@ -282,3 +282,15 @@ class _Inputs:
         with self._collectives.counted("send", 0):
             work.wait()
         return buffer
+
+
+def tied_group(layout: Layout) -> dist.ProcessGroup | None:
+    """Return the group of the two ranks that hold one weight as the embedding and as the head."""
+    if layout.pipeline == 1:
+        return None
+    me = dist.get_rank()
+    first, *_, last = layout.group_of(me, "pipeline")
+    # Made by its members alone, and the ranks between make another: see connect_stages.
+    members = [first, last] if me in (first, last) else [me]
+    group = dist.new_group(members, use_local_synchronization=True)
+    return group if me in (first, last) else None
