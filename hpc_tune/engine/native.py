@@ -83,6 +83,8 @@ class NativeEngine:
             edges = connect_stages(layout, parallel.stages_per_rank > 1, device)
         self._collectives, self._copies = CountedCollectives(device), BatchCopies(device)
         self._step_sums, self._step_terms = torch.zeros(2, dtype=torch.float64), 1.0
+        counts = self._mesh.coordinates.tensor == 0
+        self._watch = RouterWatch(built.routers, built.router_score, built.tune, counts)
         self._stages, self._trained, self._buckets, self._adamw = settings.run_and_agree(
             "loading the model",
             lambda: _load(built, settings, self._mesh, self._collectives),
@@ -90,8 +92,6 @@ class NativeEngine:
         for stage in self._stages:
             finish_dora(stage)
         modules = [stage.module for stage in self._stages]
-        counts = self._mesh.coordinates.tensor == 0
-        self._watch = RouterWatch(built.routers, built.router_score, built.tune, counts)
         self._watch.attach(modules, device)
         blocks = [block for module in modules for block in block_list(module)]
         self.levers = recompute_levers(blocks, parallel.recompute, settings.train.compile)

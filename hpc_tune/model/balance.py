@@ -30,7 +30,6 @@ from torch import nn
 
 from hpc_tune.batch import Batch
 from hpc_tune.config.tune import TuneConfig
-from hpc_tune.model.experts import is_mixture
 from hpc_tune.model.scoped import batch_context
 
 Score = Literal["softmax", "sigmoid", ""]
@@ -62,12 +61,7 @@ class RouterSums:
 
 
 def choosers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that choose experts, with or without adapters, by their paths.
-
-    Empty for a dense model.
-    """
-    if not is_mixture(model):
-        return {}
+    """Return the modules that choose experts, with or without adapters, by their paths."""
     return {
         path: module
         for path, module in model.named_modules()

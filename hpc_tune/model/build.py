@@ -15,7 +15,7 @@ from torch import nn
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.adapters import with_adapters
-from hpc_tune.model.balance import Router, Score, routers_of_experts
+from hpc_tune.model.balance import Router, Score
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.box import Box
 from hpc_tune.model.dropout import without_dropout
@@ -92,8 +92,8 @@ class BuiltModel:
     routers' noise by name, which are not applied. Rotary positions that are scaled by a text's
     length are scaled for ``seq_len`` tokens in every text. ``names`` maps the language model's
     tensors to their names in the whole model of the directory; ``others`` are parts of its files
-    that are not trained. ``router_score``: by which function the routers of a mixture weigh
-    experts; "" where they are not watched.
+    that are not trained. ``routers``: those of a mixture that are watched, and ``router_score``, by
+    which function they weigh experts.
     """
 
     module: LossModel
@@ -112,12 +112,8 @@ class BuiltModel:
     seq_len: int | None = None
     names: Names = Names()
     others: tuple[str, ...] = ()
+    routers: tuple[Router, ...] = ()
     router_score: Score = ""
-
-    @property
-    def routers(self) -> tuple[Router, ...]:
-        """The routers that are watched, in a model that is whole."""
-        return routers_of_experts(self.module) if self.router_score else ()
 
     @property
     def tokens(self) -> tuple[int, ...]:

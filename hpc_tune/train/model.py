@@ -10,7 +10,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
-from hpc_tune.model.balance import num_router_sums
+from hpc_tune.model.balance import num_router_sums, routers_of_experts
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.experts import is_mixture
@@ -146,7 +146,8 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
     elif is_compiled:
         why = "train.compile=true: routers are not looked at in a compiled block"
     else:
-        return replace(built, router_score=proof.score)
+        routers = routers_of_experts(built.module)
+        return replace(built, routers=routers, router_score=proof.score)
     if losses:
         raise ConfigError(
             f"{' and '.join(f'{name}={value:g}' for name, value in losses.items())}: {why}; leave "

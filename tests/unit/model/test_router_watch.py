@@ -1,7 +1,5 @@
 """Routers that are watched: gradients beside transformers' own logits, in any cut and recompute."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.balance import RouterWatch, score_of
+from hpc_tune.model.balance import RouterWatch, routers_of_experts, score_of
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
@@ -42,7 +40,7 @@ def batches(micro):
 def loaded(directory, tune, score, recompute="none"):
     built = build(directory, torch.float32, tune, 0)
     checkpoint_blocks(list(block_list(built.module)), recompute)
-    watch = RouterWatch(replace(built, router_score=score).routers, score, tune)
+    watch = RouterWatch(routers_of_experts(built.module), score, tune)
     watch.attach([built.module], torch.device("cpu"))
     allocate(built.module, torch.device("cpu"))
     load_weights(built)
@@ -148,7 +146,7 @@ def test_a_router_with_an_adapter_is_still_one_router(mixtures):
     tune = TuneConfig(rank=4, targets=["q_proj", "experts", "gate"], router_aux_loss=1.0)
     built, watch = loaded(mixtures["mixtral"], tune, "softmax")
     plain, _ = loaded(mixtures["mixtral"], TuneConfig(), "softmax")
-    found, wanted = (replace(b, router_score="softmax").routers for b in (built, plain))
+    found, wanted = (routers_of_experts(b.module) for b in (built, plain))
     assert [(r.layer, r.num_experts) for r in found] == [(r.layer, r.num_experts) for r in wanted]
     _, routers, gradients = step(built, watch, 4)
     assert [sum(row) for row in routers.counts] == [2 * sum(LENGTHS)] * len(found)
