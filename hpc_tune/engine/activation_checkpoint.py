@@ -33,7 +33,13 @@ Level = Literal["none", "selective", "full"]
 # What selective recompute keeps: results of matrix products. By name, because torch knows the 4-bit
 # products only where bitsandbytes has been imported. Batched products are missing: they are the
 # T x T scores of attention that is not fused, the largest of all.
-_PRODUCTS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten._scaled_mm.default": 0}
+_PRODUCTS = {
+    "aten.mm.default": 0,
+    "aten.addmm.default": 1,
+    "aten._scaled_mm.default": 0,
+    "aten._grouped_mm.default": 0,
+    "transformers.grouped_mm_fallback.default": 0,
+}
 _KEPT = frozenset(
     (
         *(
@@ -165,10 +171,10 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:
+def _is_worth_keeping(one_MK: torch.Tensor, other_KN: torch.Tensor) -> bool:  # or one KN each
     """Whether a product takes many flops (K) for each of its values (N per row).
 
     An adapter's second product takes only its rank, for as many values as the base's: keeping those
     would make selective larger than none.
     """
-    return MIN_INNER * other_KN.shape[0] >= other_KN.shape[1]
+    return MIN_INNER * other_KN.shape[-2] >= other_KN.shape[-1]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpc_tune.model.grouped_experts import use_grouped_experts
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.lora_linear import use_lora_linear
 from hpc_tune.model.loss import LossModel
@@ -36,6 +37,7 @@ def use_own_layers(
     mask_reason = "" if module.within_documents else "its attention needs it"
     kernels = kernels_of(module.config, dtype, compiled, device, mask_reason)
     use_lora_linear(blocks)
+    use_grouped_experts(blocks, compiled)
     if kernels.swiglu == "own":
         use_swiglu(blocks)
     if kernels.norm != "transformers":

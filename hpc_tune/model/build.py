@@ -33,7 +33,7 @@ from hpc_tune.model.language import (
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.objective import objective_of
 from hpc_tune.model.packed_attention import use_document_attention
-from hpc_tune.model.quantize import quantize_linears
+from hpc_tune.model.quantize import quantize_linears, quantize_stacks
 from hpc_tune.model.regions import local_region
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import TokenRows
@@ -207,6 +207,8 @@ def build(
         for name, tensor in stored_tensors(module)
         if id(tensor) in own_names
     }
+    if tune.method == "qlora":
+        quantize_stacks(block_list(model), dtype)
     used = {*base_names.values(), names.stored(names.head, index) or ""}
     trained = [name for name, p in module.named_parameters() if p.requires_grad]
     saved_names = {n: base_names[n] if full else _peft_name(n, names) for n in trained}

@@ -19,7 +19,7 @@ from hpc_tune.errors import DataError
 from hpc_tune.model.build import BuiltModel, LocalRegion
 from hpc_tune.model.language import stored_tensors
 from hpc_tune.model.positions import fix_positions
-from hpc_tune.model.quantize import fill_packed, four_bit_layers
+from hpc_tune.model.quantize import fill_packed, packed_weights
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.token_rows import SUFFIX, TokenRows
 from hpc_tune.model.weights import Reserve, TensorIndex, index_checkpoint, reserve_nothing
@@ -71,7 +71,7 @@ def load_weights(
         DataError: if a file is cut off, a shape is another than config.json says, or a weight that
             this rank keeps is NaN or inf.
     """
-    packed = dict(four_bit_layers(built.module))
+    packed = dict(packed_weights(built.module))
     for name, parameter in stored_tensors(built.module):
         if not parameters and isinstance(parameter, nn.Parameter):
             continue
@@ -82,8 +82,8 @@ def load_weights(
                 continue
             _, stored = found
             if name in packed:
-                start = region.offset[0]
-                fill_packed(packed[name], region.local, start, built.index, stored, reserve)
+                where = region.local, region.offset
+                fill_packed(packed[name], *where, built.index, stored, reserve)
                 continue
             if not _map_pages(built.index, stored, parameter, region) and region.local.numel():
                 built.index.fill(region.local, stored, region.offset, reserve)

@@ -1,13 +1,16 @@
 """The 4-bit base of QLoRA (arXiv:2305.14314): NF4 with double quantisation, by bitsandbytes.
 
     nn.Linear on meta -> FourBitLinear on meta -> (sharded, allocated) -> quantised while it is read
+    a stack of experts -> a stack of their bytes, and a FourBitStack that makes values of them
 
 A weight of n values is n / 2 bytes of packed codes, which may be sharded, and the scales of its
-blocks of 64 values, about n / 63 bytes, which every rank holds whole.
+blocks of 64 values, about n / 63 bytes, which every rank holds whole. Each expert of a stack is
+quantised by itself, and its scales follow its codes: whoever holds an expert needs no other.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +18,19 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.experts import routers_of
+from hpc_tune.model.grouped_experts import (
+    is_replaceable,
+    packing_name,
+    stack_names,
+    use_grouped_experts,
+)
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 
 BLOCK = 64  # values that share a scale
 SCALES_BLOCK = 256  # scales that share a scale of their own
+_SCALES = ("scales", "scales_of_scales", "scales_mean", "scales_code")
+_KERNEL_VALUES = 1 << 30  # the kernel counts in 32 bits
 
 
 class FourBitLinear(nn.Linear):
@@ -100,6 +111,79 @@ def quantize_linears(blocks: nn.Module, dtype: torch.dtype) -> None:
                 setattr(owner, name, FourBitLinear(child, dtype))
 
 
+class FourBitStack(nn.Module):
+    """What the bytes of a stack of experts mean; they stay the experts' own parameter.
+
+    A row of them, E x 1 x ``row_bytes``: two codes per byte, up to a whole block; a byte for the
+    scale of each block; then as fp32 the scales of 256 of these each, and their mean.
+    """
+
+    def __init__(self, stack: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take the shape and device of ``stack``; ``dtype`` is computed in."""
+        super().__init__()
+        self.shape, self.compute_dtype = stack.shape, dtype
+        self.num_scales = -(-stack[0].numel() // BLOCK)
+        more = -(-self.num_scales // SCALES_BLOCK)
+        self.parts = (self.num_scales * BLOCK // 2, self.num_scales, 4 * more, 4)
+        code = torch.empty(4 * 256, dtype=torch.uint8, device=stack.device)
+        self.register_buffer("scales_code", code, persistent=False)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an expert, whole multiples of 16."""
+        return -(-sum(self.parts) // 16) * 16
+
+    @property
+    def num_values(self) -> int:
+        """Values of the stack."""
+        return self.shape.numel()
+
+    def unpack(self, packed_E1N: torch.Tensor) -> torch.Tensor:
+        """Return the values of a stack, or of the experts of it that ``packed`` has."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        codes, scales, more, mean, *_ = packed_E1N[:, 0].split(
+            [*self.parts, self.row_bytes - sum(self.parts)], dim=1
+        )
+        code = self.get_buffer("scales_code").view(torch.float32)
+        scales_EB = code[scales.int()]
+        more_EB = _as_floats(more).repeat_interleave(SCALES_BLOCK, 1)[:, : self.num_scales]
+        scales_EB = scales_EB.mul_(more_EB).add_(_as_floats(mean))
+        shape = (len(packed_E1N), self.num_scales * BLOCK)
+        out = torch.empty(shape, dtype=self.compute_dtype, device=packed_E1N.device)
+        step = max(1, _KERNEL_VALUES // shape[1])
+        for some in range(0, shape[0], step):
+            dequantize_4bit(
+                codes[some : some + step].reshape(-1, 1),
+                absmax=scales_EB[some : some + step].flatten(),
+                out=out[some : some + step],
+                blocksize=BLOCK,
+                quant_type="nf4",
+            )
+        num_values = self.num_values // self.shape[0]
+        return out[:, :num_values].reshape(-1, *self.shape[1:])
+
+
+def _as_floats(bytes_EN: torch.Tensor) -> torch.Tensor:
+    return bytes_EN.contiguous().view(torch.float32)
+
+
+def quantize_stacks(blocks: nn.ModuleList, dtype: torch.dtype) -> None:
+    """Put bytes in the place of the stacks of routed experts, on the meta device.
+
+    Only of those that ``grouped_experts`` computes; after peft, which goes by a stack's shape.
+    """
+    for experts in filter(is_replaceable, blocks.modules()):
+        for name in stack_names(experts):
+            stack = FourBitStack(experts.get_parameter(name), dtype)
+            experts.add_module(packing_name(name), stack)
+            packed = torch.empty(
+                stack.shape[0], 1, stack.row_bytes, dtype=torch.uint8, device="meta"
+            )
+            experts.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+    use_grouped_experts(blocks)
+
+
 def require_bitsandbytes() -> None:
     """Import bitsandbytes, which takes seconds.
 
@@ -116,59 +200,116 @@ def require_bitsandbytes() -> None:
         ) from None
 
 
-def four_bit_layers(module: nn.Module) -> Iterator[tuple[str, FourBitLinear]]:
-    """Yield the 4-bit layers of a model by the name of their weight."""
+Packed = FourBitLinear | FourBitStack
+
+
+def packed_weights(module: nn.Module) -> Iterator[tuple[str, Packed]]:
+    """Yield what the packed weights of a model mean, by the weight's name."""
     for path, layer in module.named_modules():
         if isinstance(layer, FourBitLinear):
             yield f"{path}.weight", layer
+        elif isinstance(layer, FourBitStack):
+            yield path.removesuffix(packing_name("")), layer
 
 
-def scale_bytes(layer: FourBitLinear) -> int:
-    """Return the bytes of a layer's scales."""
+def scale_bytes(layer: Packed) -> int:
+    """Return the bytes of a layer's scales that are not among its packed ones."""
     return sum(buffer.numel() for buffer in layer._buffers.values() if buffer is not None)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A stored matrix, or one of a stored stack: ``place`` is (its number,) there."""
+
+    index: TensorIndex | ShapeIndex
+    stored: str
+    rows: int
+    width: int
+    place: tuple[int, ...] = ()
+
+    def quantised(
+        self, dtype: torch.dtype, device: torch.device, reserve: Reserve
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Read ``PIECE_BYTES`` of values at a time; yield the first byte, codes and scales of each.
+
+        Raises:
+            DataError: if values are NaN or inf, or their file is damaged.
+        """
+        from bitsandbytes.functional import quantize_4bit
+
+        # A piece ends where a block of values ends.
+        unit = BLOCK // math.gcd(BLOCK, self.width)
+        step = max(unit, PIECE_BYTES // (4 * self.width) // unit * unit)
+        for first in range(0, self.rows, step):
+            shape = (*(1 for _ in self.place), min(step, self.rows - first), self.width)
+            piece, at = torch.empty(shape, dtype=dtype), (*self.place, first, 0)
+            self.index.fill(piece, self.stored, at, reserve)
+            self.index.require_finite(piece, self.stored, at)
+            packed, state = quantize_4bit(piece.to(device), blocksize=BLOCK, quant_type="nf4")
+            yield first * self.width // 2, packed, state.absmax
 
 
 @torch.no_grad()
 def fill_packed(
-    layer: FourBitLinear,
+    layer: Packed,
     local: torch.Tensor,
-    start: int,
+    offset: tuple[int, ...],
     index: TensorIndex | ShapeIndex,
     stored: str,
     reserve: Reserve = reserve_nothing,
 ) -> None:
-    """Read, quantise and pack the weight ``stored``, ``PIECE_BYTES`` of values at a time.
+    """Read, quantise and pack the weight ``stored``.
 
-    ``local`` is this rank's part of the packed bytes, from byte ``start`` on. Every rank reads all
-    values, since the scales depend on all of them.
+    ``local`` is this rank's part of the packed bytes, from ``offset`` on: bytes of a linear layer,
+    of which every rank reads all values, since the scales depend on all of them; or whole experts.
 
     Raises:
         DataError: if the weight has another shape, is NaN or inf, or its file is damaged.
     """
-    from bitsandbytes.functional import quantize_4bit, quantize_blockwise
-
-    rows, width = layer.out_features, layer.in_features
-    # A piece ends where a block of values ends.
-    unit = BLOCK // math.gcd(BLOCK, width)
-    step = max(unit, PIECE_BYTES // (4 * width) // unit * unit)
-    scales = []
-    for first in range(0, rows, step):
-        piece = torch.empty(min(step, rows - first), width, dtype=layer.compute_dtype)
-        index.fill(piece, stored, (first, 0), reserve)
-        index.require_finite(piece, stored, (first, 0))
-        packed, state = quantize_4bit(piece.to(local.device), blocksize=BLOCK, quant_type="nf4")
-        scales.append(state.absmax)
-        at = first * width // 2
+    if isinstance(layer, FourBitStack):
+        _fill_stack(layer, local, offset, index, stored, reserve)
+        return
+    start, scales = offset[0], []
+    matrix = _Matrix(index, stored, layer.out_features, layer.in_features)
+    for at, packed, absmax in matrix.quantised(layer.compute_dtype, local.device, reserve):
+        scales.append(absmax)
         begin, end = max(at, start), min(at + packed.shape[0], start + local.shape[0])
         if begin < end:
             local[begin - start : end - start].copy_(packed[begin - at : end - at])
-    all_scales = torch.cat(scales)
-    mean = all_scales.mean()
-    codes, state = quantize_blockwise(all_scales - mean, blocksize=SCALES_BLOCK)
-    for name, values in (
-        ("scales", codes),
-        ("scales_of_scales", state.absmax),
-        ("scales_mean", mean.reshape(1)),
-        ("scales_code", state.code),
-    ):
-        layer.get_buffer(name).copy_(values.contiguous().view(torch.uint8))
+    values = _quantised_scales(torch.cat(scales))
+    for name, value in zip(_SCALES, values, strict=True):
+        layer.get_buffer(name).copy_(value)
+
+
+def _fill_stack(
+    layer: FourBitStack,
+    local: torch.Tensor,
+    offset: tuple[int, ...],
+    index: TensorIndex | ShapeIndex,
+    stored: str,
+    reserve: Reserve,
+) -> None:
+    for i in range(len(local)):
+        matrix = _Matrix(index, stored, layer.shape[1], layer.shape[2], (offset[0] + i,))
+        row, scales = local[i, 0].zero_(), []
+        for at, packed, absmax in matrix.quantised(layer.compute_dtype, local.device, reserve):
+            scales.append(absmax)
+            row[at : at + len(packed)].copy_(packed.flatten())
+        codes, more, mean, code = _quantised_scales(torch.cat(scales))
+        at = layer.parts[0]
+        for values in (codes, more, mean):
+            row[at : at + len(values)].copy_(values)
+            at += len(values)
+    # The same for all scales that there are.
+    _, _, _, code = _quantised_scales(torch.ones(1, device=local.device))
+    layer.get_buffer("scales_code").copy_(code)
+
+
+def _quantised_scales(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Quantise scales; return the bytes of codes, of their scales, of a mean and of the table."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    mean = scales.mean()
+    codes, state = quantize_blockwise(scales - mean, blocksize=SCALES_BLOCK)
+    found = (codes, state.absmax, mean.reshape(1), state.code)
+    return tuple(values.contiguous().view(torch.uint8) for values in found)

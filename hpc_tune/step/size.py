@@ -11,7 +11,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.experts import ROUTED, chosen_share, kinds_of, stacks_of
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.quantize import four_bit_layers, scale_bytes
+from hpc_tune.model.quantize import packed_weights, scale_bytes
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.slices import Role, Sums, gathered_features, roles_of, sums_of
 
@@ -116,15 +116,15 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
-    packed = [layer for _, layer in four_bit_layers(module)]
+    packed = dict(packed_weights(module))
     model = module if isinstance(module, LossModel) else None
     return ModelSize(
         sum(p.numel() for p in frozen)
-        + sum(layer.num_values - layer.weight.numel() for layer in packed),
+        + sum(p.num_values - module.get_parameter(name).numel() for name, p in packed.items()),
         sum(p.numel() for p in trained),
         sum(p.numel() * p.element_size() for p in frozen),
         sum(p.numel() * p.element_size() for p in trained),
-        sum(map(scale_bytes, packed)),
+        sum(map(scale_bytes, packed.values())),
         () if model is None else _weights_of(model),
         (0, 0) if model is None else gathered_features(model),
         None if model is None else sums_of(model),

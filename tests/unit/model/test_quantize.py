@@ -93,7 +93,7 @@ def test_pieces_and_shards_give_the_bytes_of_the_whole(
         layer.weight.data.chunk(num_ranks),
         strict=True,
     ):
-        fill_packed(layer, local, start, index, "w")
+        fill_packed(layer, local, (start, 0), index, "w")
     assert torch.equal(layer.weight, packed)
     found = layer._state()
     assert torch.equal(found.absmax, state.absmax)

@@ -1,0 +1,211 @@
+"""Grouped experts and their adapters against transformers' and peft's own."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.integrations.moe import use_experts_implementation
+
+from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
+from hpc_tune.model.grouped_experts import use_grouped_experts
+
+HIDDEN, INNER, EXPERTS, CHOSEN = 16, 24, 5, 2
+
+
+class Config:
+    _experts_implementation = "batched_mm"  # grouped products take no fp64
+
+
+def experts_class(**variant):
+    has_gate, transposed = variant.get("has_gate", True), variant.get("is_transposed", False)
+
+    class Stacks(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_experts, self.act_fn = EXPERTS, nn.SiLU()
+            up = "gate_up_proj" if has_gate else "up_proj"
+            wide = 2 * INNER if has_gate else INNER
+            for name, inputs, outputs in ((up, HIDDEN, wide), ("down_proj", INNER, HIDDEN)):
+                shape = (inputs, outputs) if transposed else (outputs, inputs)
+                setattr(self, name, nn.Parameter(torch.empty(EXPERTS, *shape)))
+                if variant.get("has_bias"):
+                    setattr(self, f"{name}_bias", nn.Parameter(torch.empty(EXPERTS, outputs)))
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            raise AssertionError("not by a loop")
+
+    if not variant.get("is_concatenated", True):
+
+        def interleaved(self, gate_up):
+            gate, up = gate_up[..., ::2].clamp(max=1.5), gate_up[..., 1::2].clamp(-1.5, 1.5)
+            return (up + 1) * gate * torch.sigmoid(1.7 * gate)
+
+        Stacks._apply_gate = interleaved
+    return use_experts_implementation(Stacks, **variant)
+
+
+VARIANTS = {
+    "plain": {},
+    "bias": {"has_bias": True},
+    "transposed": {"is_transposed": True},
+    "gpt_oss": {"is_transposed": True, "has_bias": True, "is_concatenated": False},
+    "no gate": {"has_gate": False},
+}
+
+
+class Block(nn.Module):
+    """Experts behind a router, and something that needs a gradient in front of both."""
+
+    def __init__(self, variant):
+        super().__init__()
+        self.before = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = experts_class(**variant)(Config())
+        self.away = torch.zeros(EXPERTS)
+
+    def forward(self, x):
+        hidden = self.before(x)
+        logits = self.router(hidden) + self.away.to(x.dtype)
+        weights, chosen = logits.softmax(-1).topk(CHOSEN)
+        return x + self.experts(hidden, chosen, weights)
+
+
+def model(variant="plain", dtype=torch.float64, rank=3, adapted=True):
+    torch.manual_seed(0)
+    net = nn.Sequential(Block(VARIANTS[variant]), Block(VARIANTS[variant])).to(dtype)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    stacks = [n for n, p in net[0].experts.named_parameters() if p.dim() == 3]
+    words = {"target_modules": ["before"], "r": rank, "lora_alpha": 2 * rank}
+    if adapted:
+        words["target_parameters"] = [f"experts.{name}" for name in stacks]
+    net = get_peft_model(net, LoraConfig(**words))
+    for name, parameter in net.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+def blocks_of(net):
+    return [part for part in net.modules() if isinstance(part, Block)]
+
+
+def grouped(net):
+    again = copy.deepcopy(net)
+    assert use_grouped_experts(blocks_of(again)) == 2
+    return again
+
+
+def step(net, x):
+    """Return the output and the gradients of the input and of every trained weight."""
+    x = x.clone().requires_grad_()
+    out = net(x)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (out * weight).sum().backward()
+    return out, x.grad, {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+
+
+def close(actual, expected):
+    return (actual - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapters", "frozen"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_output_and_gradients_are_those_of_transformers_and_peft(variant, adapted):
+    stock = model(variant, adapted=adapted)
+    ours = grouped(stock)
+    x = torch.randn(11, HIDDEN, dtype=torch.float64)
+    out, grad, grads = step(ours, x)
+    wanted_out, wanted_grad, wanted = step(stock, x)
+    assert close(out, wanted_out)
+    assert close(grad, wanted_grad)
+    assert set(grads) == set(wanted)
+    assert sum("experts" in name for name in grads) == (8 if adapted else 0)
+    for name, expected in wanted.items():
+        assert close(grads[name], expected), name
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expert_without_tokens_gives_its_adapter_a_gradient_of_zero(dtype, tokens):
+    net = model(dtype=dtype)
+    for block in blocks_of(net):
+        block.away = torch.tensor([-100.0, 0, 0, -100.0, 0])
+    out, _, grads = step(grouped(net), torch.randn(tokens, HIDDEN, dtype=dtype))
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads.values())
+    for name, grad in grads.items():
+        if "experts" in name:
+            by_expert = grad.view(EXPERTS, -1) if "lora_A" in name else grad.view(-1, EXPERTS).t()
+            assert not by_expert[[0, 3]].any()
+            assert by_expert.any()
+
+
+def test_all_tokens_may_go_to_the_same_experts():
+    stock = model()
+    for block in blocks_of(stock):
+        block.away = torch.tensor([-100.0, -100.0, 0, 0, -100.0])
+    x = torch.randn(9, HIDDEN, dtype=torch.float64)
+    out, _, grads = step(grouped(stock), x)
+    wanted_out, _, wanted = step(stock, x)
+    assert close(out, wanted_out)
+    assert all(close(grads[name], wanted[name]) for name in wanted)
+
+
+def test_in_bf16_it_is_no_further_from_the_exact_result_than_peft():
+    stock = model(dtype=torch.bfloat16)
+    exact = copy.deepcopy(stock).double()
+    ours = grouped(stock)
+    x = torch.randn(64, HIDDEN).bfloat16()
+    same = [block.router.weight for net in (stock, exact, ours) for block in blocks_of(net)]
+    for weight in same:  # so that rounding does not change who is chosen
+        weight.data.mul_(30)
+    wanted = step(exact, x.double())
+    errors = []
+    for net in (ours, stock):
+        out, grad, grads = step(net, x)
+        pairs = [(out, wanted[0]), (grad, wanted[1])]
+        pairs += [(grads[name], wanted[2][name]) for name in grads]
+        errors.append([((a.double() - b).norm() / b.norm()).item() for a, b in pairs])
+    mine, peft = (sum(one) / len(one) for one in errors)
+    assert mine < 1.25 * peft, (mine, peft)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_blocks_give_the_same_bits(recompute):
+    plain = grouped(model())
+    again = grouped(model())
+    checkpoint_blocks(blocks_of(again), recompute)
+    x = torch.randn(11, HIDDEN, dtype=torch.float64)
+    out, grad, grads = step(again, x)
+    wanted_out, wanted_grad, wanted = step(plain, x)
+    assert torch.equal(out, wanted_out)
+    assert torch.equal(grad, wanted_grad)
+    assert all(torch.equal(grads[name], wanted[name]) for name in wanted)
+
+
+def test_what_is_kept_for_the_backward_pass_is_one_wide_tensor_and_narrow_ones():
+    net = grouped(model())
+    kept = []
+    weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
+
+    def pack(tensor):
+        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in weights:
+            kept.append(tuple(tensor.shape))
+        return tensor
+
+    experts = blocks_of(net)[0].experts
+    x_TI = torch.randn(11, HIDDEN, dtype=torch.float64, requires_grad=True)
+    weights_TK, chosen_TK = torch.randn(11, EXPERTS, dtype=torch.float64).topk(CHOSEN)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        experts(x_TI, chosen_TK, weights_TK)
+    rows = 11 * CHOSEN
+    wanted = [(11, HIDDEN), (11, CHOSEN), (rows, 2 * INNER), (rows, 4), (rows, 4)]  # rank 3 padded
+    assert sorted(kept) == sorted(wanted)
+
+
+def test_experts_that_are_trained_stay_with_transformers():
+    net = nn.Sequential(Block({}))
+    assert use_grouped_experts([net]) == 0
