@@ -31,6 +31,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.experts import has_experts, routers_of
+from hpc_tune.model.grouped_experts import is_decorated, stack_names
 from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import decoder_of
@@ -68,6 +69,7 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
         model = auto.from_pretrained(directory, dtype=torch.float32, **options)
     if method == "qlora":  # its kernels for CPUs compute in bf16, whatever they are told
         model = model.dequantize()
+        _round_experts(model)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         for parameter in model.parameters() if jitter else ():
@@ -92,6 +94,22 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
         optimizer.zero_grad()
         losses.append(total)
     return losses
+
+
+def _round_experts(model: Any) -> None:
+    """Give each expert of a stack the values that bitsandbytes makes of it in 4 bits.
+
+    It takes linear layers alone.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for experts in filter(is_decorated, model.modules()):
+        for name in stack_names(experts):
+            for matrix in experts.get_parameter(name).data:
+                packed = quantize_4bit(
+                    matrix.contiguous(), blocksize=64, quant_type="nf4", compress_statistics=True
+                )
+                matrix.copy_(dequantize_4bit(*packed))
 
 
 def _linears_outside_blocks(model: Any) -> list[str]:

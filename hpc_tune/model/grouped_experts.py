@@ -39,9 +39,9 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
     parts: list[Any] = [part for block in blocks for part in block.modules()]
     wrappers = [part for part in parts if hasattr(part, "parameter_name")]
     replaced = 0
-    for experts in filter(is_replaceable, parts):
+    for experts in filter(is_decorated, parts):
         mine = {w.parameter_name: w for w in wrappers if w.get_base_layer() is experts}
-        if not mine.keys() <= {*stack_names(experts)}:
+        if not (_is_frozen(experts) and mine.keys() <= {*stack_names(experts)}):
             continue
         # Not as parts of the experts: they are around them.
         experts.__dict__[_WRAPPERS] = tuple(mine.get(name) for name in stack_names(experts))
@@ -54,13 +54,13 @@ def use_grouped_experts(blocks: Iterable[nn.Module], compiled: bool = False) -> 
     return replaced
 
 
-def is_replaceable(part: Any) -> bool:
-    """Whether a module is frozen routed experts that are computed here."""
-    return (
-        vars(part).keys() >= _DECORATED
-        and not part.has_post_expert_norm
-        and not any(p.requires_grad for p in part.parameters(recurse=False))
-    )
+def is_decorated(part: Any) -> bool:
+    """Whether a module is routed experts that are computed here where they are frozen."""
+    return vars(part).keys() >= _DECORATED and not part.has_post_expert_norm
+
+
+def _is_frozen(part: nn.Module) -> bool:
+    return not any(p.requires_grad for p in part.parameters(recurse=False))
 
 
 def stack_names(experts: Any) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from torch import nn
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.experts import routers_of
 from hpc_tune.model.grouped_experts import (
-    is_replaceable,
+    is_decorated,
     packing_name,
     stack_names,
     use_grouped_experts,
@@ -140,7 +140,7 @@ class FourBitStack(nn.Module):
 
     def unpack(self, packed_E1N: torch.Tensor) -> torch.Tensor:
         """Return the values of a stack, or of the experts of it that ``packed`` has."""
-        from bitsandbytes.functional import dequantize_4bit
+        from bitsandbytes.functional import QuantState, dequantize_4bit
 
         codes, scales, more, mean, *_ = packed_E1N[:, 0].split(
             [*self.parts, self.row_bytes - sum(self.parts)], dim=1
@@ -149,23 +149,26 @@ class FourBitStack(nn.Module):
         scales_EB = code[scales.int()]
         more_EB = _as_floats(more).repeat_interleave(SCALES_BLOCK, 1)[:, : self.num_scales]
         scales_EB = scales_EB.mul_(more_EB).add_(_as_floats(mean))
-        shape = (len(packed_E1N), self.num_scales * BLOCK)
-        out = torch.empty(shape, dtype=self.compute_dtype, device=packed_E1N.device)
-        step = max(1, _KERNEL_VALUES // shape[1])
-        for some in range(0, shape[0], step):
+        step = max(1, _KERNEL_VALUES // (self.num_scales * BLOCK))
+        experts = [
             dequantize_4bit(
-                codes[some : some + step].reshape(-1, 1),
-                absmax=scales_EB[some : some + step].flatten(),
-                out=out[some : some + step],
-                blocksize=BLOCK,
-                quant_type="nf4",
+                some_EN.reshape(-1, 1),
+                QuantState(
+                    scales_EB[first : first + step].flatten(),
+                    shape=torch.Size((len(some_EN), self.num_scales * BLOCK)),
+                    blocksize=BLOCK,
+                    quant_type="nf4",
+                    dtype=self.compute_dtype,
+                ),
             )
-        num_values = self.num_values // self.shape[0]
-        return out[:, :num_values].reshape(-1, *self.shape[1:])
+            for first, some_EN in zip(range(0, len(codes), step), codes.split(step), strict=True)
+        ]
+        out_EN = experts[0] if len(experts) == 1 else torch.cat(experts)
+        return out_EN[:, : self.shape[1] * self.shape[2]].reshape(-1, *self.shape[1:])
 
 
 def _as_floats(bytes_EN: torch.Tensor) -> torch.Tensor:
-    return bytes_EN.contiguous().view(torch.float32)
+    return bytes_EN.clone().view(torch.float32)  # where floats may begin
 
 
 def quantize_stacks(blocks: nn.ModuleList, dtype: torch.dtype) -> None:
@@ -173,7 +176,7 @@ def quantize_stacks(blocks: nn.ModuleList, dtype: torch.dtype) -> None:
 
     Only of those that ``grouped_experts`` computes; after peft, which goes by a stack's shape.
     """
-    for experts in filter(is_replaceable, blocks.modules()):
+    for experts in filter(is_decorated, blocks.modules()):
         for name in stack_names(experts):
             stack = FourBitStack(experts.get_parameter(name), dtype)
             experts.add_module(packing_name(name), stack)

@@ -1,7 +1,7 @@
 """Bytes and flops from shapes: what a model costs before anything is allocated."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.experts import ROUTED, chosen_share, kinds_of, stacks_of
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
-from hpc_tune.model.quantize import packed_weights, scale_bytes
+from hpc_tune.model.quantize import Packed, packed_weights, scale_bytes
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.slices import Role, Sums, gathered_features, roles_of, sums_of
 
@@ -35,8 +35,8 @@ class Weights:
     ``part``: of the decoder blocks; the input embedding, with the head where they are tied; or
     what is behind the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
     all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms and
-    biases, of fewer than two dims. ``num_values`` counts two 4-bit values as one. ``kind``: what
-    they are in a mixture of experts (``experts.kinds_of``).
+    biases, of fewer than two dims. ``kind``: what they are in a mixture of experts
+    (``experts.kinds_of``).
     """
 
     part: Part
@@ -116,16 +116,16 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
     """
     frozen = [p for p in module.parameters() if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
-    packed = dict(packed_weights(module))
+    packed = {module.get_parameter(name): layer for name, layer in packed_weights(module)}
     model = module if isinstance(module, LossModel) else None
     return ModelSize(
         sum(p.numel() for p in frozen)
-        + sum(p.num_values - module.get_parameter(name).numel() for name, p in packed.items()),
+        + sum(layer.num_values - p.numel() for p, layer in packed.items()),
         sum(p.numel() for p in trained),
         sum(p.numel() * p.element_size() for p in frozen),
         sum(p.numel() * p.element_size() for p in trained),
         sum(map(scale_bytes, packed.values())),
-        () if model is None else _weights_of(model),
+        () if model is None else _weights_of(model, packed),
         (0, 0) if model is None else gathered_features(model),
         None if model is None else sums_of(model),
         len({path.rpartition(".experts")[0] for path, _ in stacks_of(module)}),
@@ -142,7 +142,7 @@ def _spared_bytes(parameter: nn.Parameter) -> int:
     return MOMENTS * (num_values * parameter.element_size() - in_8_bits)
 
 
-def _weights_of(module: LossModel) -> tuple[Weights, ...]:
+def _weights_of(module: LossModel, packed: Mapping[nn.Parameter, Packed]) -> tuple[Weights, ...]:
     roles, blocks = roles_of(module), set(block_list(module).parameters())
     embedding = set(module.causal_lm().get_input_embeddings().parameters())
     kinds = kinds_of(module)
@@ -156,7 +156,7 @@ def _weights_of(module: LossModel) -> tuple[Weights, ...]:
     return tuple(
         replace(
             alike,
-            num_values=sum(p.numel() for p in parameters),
+            num_values=sum(packed[p].num_values if p in packed else p.numel() for p in parameters),
             num_bytes=sum(p.numel() * p.element_size() for p in parameters),
         )
         for alike, parameters in groups.items()
