@@ -73,7 +73,8 @@ def test_losses_and_gradients_are_those_of_a_base_with_these_values(mixtures, fa
         if isinstance(layer, FourBitStack):
             values.copy_(layer.unpack(ours.get_parameter(name)))
         else:
-            values.copy_(linears[name.removesuffix(".weight")](torch.eye(values.shape[1])).t())
+            linear, rows = linears[name.removesuffix(".weight")], torch.eye(values.shape[1])
+            values.copy_((linear(rows) - linear(torch.zeros_like(rows))).t())  # without a bias
     found = []
     for module in (ours, other):
         out = module.causal_lm()(input_ids=TOKENS_BT, use_cache=False).logits
