@@ -50,12 +50,18 @@ def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Scale]:
     Such tensors are bf16 in the index from then on.
 
     Raises:
-        DataError: if a float8 tensor has no scale, or one of a shape that does not fit.
+        DataError: if a float8 tensor has no scale, or one of a shape that does not fit, or is no
+        matrix.
     """
     quantised = [name for name, dtype in index.dtypes.items() if dtype in FLOAT8]
     block = quantization_of(directory).get("weight_block_size")
     scales = {}
     for name in quantised:
+        if len(index.shapes[name]) > 2:
+            raise DataError(
+                f"{directory}: {name} is a stack of matrices in float8, {list(index.shapes[name])}, "
+                "which is read where files hold them one by one; take the model in bf16"
+            )
         beside = next((name + end for end in _SCALES if name + end in index.shapes), None)
         if beside is None:
             raise DataError(

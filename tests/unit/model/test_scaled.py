@@ -88,6 +88,15 @@ def test_scales_that_are_missing_or_do_not_fit_are_refused(tmp_path):
         index_model_directory(tmp_path)
 
 
+def test_a_stack_of_matrices_in_float8_is_refused(tmp_path):
+    write_tiny(tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    stack = {name: torch.ones(2, 4, 4).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
+    save_file(stack, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"a stack of matrices in float8, \[2, 4, 4\]"):
+        index_model_directory(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("method", "extra"),
     [
