@@ -59,8 +59,8 @@ def take_scales(index: "TensorIndex", directory: Path) -> Mapping[str, Scale]:
     for name in quantised:
         if len(index.shapes[name]) > 2:
             raise DataError(
-                f"{directory}: {name} is a stack of matrices in float8, {list(index.shapes[name])}, "
-                "which is read where files hold them one by one; take the model in bf16"
+                f"{directory}: {name}: a stack of matrices in float8, {list(index.shapes[name])}: "
+                "such are read where files hold them one by one. Take the model in bf16"
             )
         beside = next((name + end for end in _SCALES if name + end in index.shapes), None)
         if beside is None:
