@@ -58,7 +58,10 @@ def compare(tmp_path, n, layouts, families, learns):
         tables = [json.loads((at / "experts.jsonl").read_text()) for at in (folder, single)]
         assert tables[0] == tables[1]
         sent, expected = (rows(folder, name) for name in ("sent_bytes", "expected_bytes"))
-        if "zero" not in folder.name and "expert" not in folder.name:
+        # ZeRO's sum of the loss is in no formula, experts are sent what routers choose, and stages
+        # are predicted as if all blocks were alike: DeepSeek-V3's first has no experts.
+        words = folder.name.replace("deepseek_v3 stages", "unlike")
+        if not any(word in words for word in ("zero", "expert", "unlike")):
             assert sent == expected
     return alone
 
