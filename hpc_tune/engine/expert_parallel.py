@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
@@ -94,7 +96,9 @@ def _deal(stack: Stacked, rank: int, ranks: int, slices: dict[nn.Parameter, Slic
         full = getattr(part, name)
         shape = list(full.shape)
         shape[dim] //= ranks
-        dealt = nn.Parameter(full.detach().new_empty(shape), full.requires_grad)
+        with _disable_current_modes():  # a trace gives it memory as it does to all others
+            values = torch.empty(shape, dtype=full.dtype, device=full.device)
+            dealt = nn.Parameter(values, full.requires_grad)
         slices[dealt] = Slice(dim, rank * each * rows, tuple(full.shape), parts)
         setattr(part, name, dealt)
 
@@ -119,7 +123,8 @@ class _Exchange:
     def rows_for(self, ids_S: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return how many rows come from whom for which expert (G x E / G), and as sums.
 
-        The sums, of what is sent and what comes, are read by the host: it allocates by them.
+        The sums, of what is sent and what comes, are read by the host: it allocates by them. In a
+        trace, which has no values, experts are chosen evenly.
         """
         ranks = self.group.size()
         sent = torch.zeros(ranks * self.each, dtype=torch.int64, device=ids_S.device)
@@ -127,6 +132,10 @@ class _Exchange:
         come = torch.empty_like(sent)
         self.collectives.all_to_all(come, sent, None, None, self.group)
         both = torch.stack([sent, come]).view(2, ranks, self.each)
+        if isinstance(ids_S, FakeTensor):
+            first, rest = divmod(len(ids_S), ranks)
+            even = [first + (number < rest) for number in range(ranks)]
+            return both[1], even, even
         send, receive = both.sum(2).tolist()
         return both[1], send, receive
 
