@@ -18,6 +18,7 @@ from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
+from hpc_tune.model.quantize import whole_stack_bytes
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import machine_of
@@ -26,6 +27,7 @@ from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.proof import Proof, prove
+from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 
@@ -91,6 +93,8 @@ def build_model(job: Job, fresh: bool) -> Model:
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
     four_bits, kind = config.tune.method == "qlora", built.config.model_type
+    if four_bits:
+        _warn_of_whole_stacks(built)
     proof = comm.on_rank_0(
         "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
     )
@@ -156,6 +160,15 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
     if is_mixture(built.module):
         log.warning("the tokens of each expert are not counted: %s", why)
     return built
+
+
+def _warn_of_whole_stacks(built: BuiltModel) -> None:
+    if whole := whole_stack_bytes(built.module):
+        log.warning(
+            "tune.method=qlora: the routed experts of a %s model, %s, are not in 4 bits: it "
+            "computes them in a way of its own",
+            *(built.config.model_type, format_bytes(whole)),
+        )
 
 
 def _require_one_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
