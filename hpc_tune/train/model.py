@@ -93,8 +93,7 @@ def build_model(job: Job, fresh: bool) -> Model:
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
     four_bits, kind = config.tune.method == "qlora", built.config.model_type
-    if four_bits:
-        _warn_of_whole_stacks(built)
+    _warn_of_whole_stacks(built)
     proof = comm.on_rank_0(
         "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
     )
@@ -163,7 +162,7 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
 
 
 def _warn_of_whole_stacks(built: BuiltModel) -> None:
-    if whole := whole_stack_bytes(built.module):
+    if built.tune.method == "qlora" and (whole := whole_stack_bytes(built.module)):
         log.warning(
             "tune.method=qlora: the routed experts of a %s model, %s, are not in 4 bits: it "
             "computes them in a way of its own",
