@@ -61,8 +61,8 @@ def build_model(job: Job, fresh: bool) -> Model:
         ConfigError: if the settings are not for such a model.
         DataError: if a model of its kind would be trained incorrectly.
     """
-    config, comm, run_dir = job.config, job.setup_comm, job.dir
-    model_dir = ready_model(config.model.path, comm, run_dir)
+    config, comm = job.config, job.setup_comm
+    model_dir = ready_model(config.model.path, comm, job.dir)
     dtype = compute_dtype(config.model.dtype, comm.device)
 
     def make() -> BuiltModel:
@@ -94,9 +94,8 @@ def build_model(job: Job, fresh: bool) -> Model:
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
     four_bits, kind = config.tune.method == "qlora", built.config.model_type
     _warn_of_whole_stacks(built)
-    proof = comm.on_rank_0(
-        "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
-    )
+    architecture = read_config(built.directory)
+    proof = comm.on_rank_0("trying the architecture", lambda: prove(architecture, four_bits))
     if proof.loss:
         raise DataError(
             f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
