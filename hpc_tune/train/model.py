@@ -93,9 +93,9 @@ def build_model(job: Job, fresh: bool) -> Model:
     if scaled_by_length(built.config):
         log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
     four_bits, kind = config.tune.method == "qlora", built.config.model_type
-    _warn_of_whole_stacks(built)
-    architecture = read_config(built.directory)
-    proof = comm.on_rank_0("trying the architecture", lambda: prove(architecture, four_bits))
+    proof = comm.on_rank_0(
+        "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
+    )
     if proof.loss:
         raise DataError(
             f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
@@ -135,12 +135,15 @@ def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_b
 
 
 def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
-    """Return the model with what its routers weigh by, if they can be watched.
+    """Return the model with what its routers weigh by, if they can be watched; warn if not.
+
+    And of experts that tune.method=qlora leaves whole.
 
     Raises:
         ConfigError: if they are to learn balance, and cannot.
     """
     kind, losses = built.config.model_type, built.tune.router_losses
+    _warn_of_whole_stacks(built)
     if not is_mixture(built.module):
         why = f"a {kind} model has no experts"
     elif not proof.score:
