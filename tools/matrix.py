@@ -106,10 +106,11 @@ def _round_experts(model: Any) -> None:
     for experts in filter(is_decorated, model.modules()):
         for name in stack_names(experts):
             for matrix in experts.get_parameter(name).data:
+                # As one row: of rows that are no whole blocks it takes wrong scales on CPUs.
                 packed = quantize_4bit(
-                    matrix.contiguous(), blocksize=64, quant_type="nf4", compress_statistics=True
+                    matrix.reshape(1, -1), blocksize=64, quant_type="nf4", compress_statistics=True
                 )
-                matrix.copy_(dequantize_4bit(*packed))
+                matrix.copy_(dequantize_4bit(*packed).view(matrix.shape))
 
 
 def _linears_outside_blocks(model: Any) -> list[str]:

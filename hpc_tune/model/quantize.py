@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
-from hpc_tune.model.experts import routers_of
+from hpc_tune.model.experts import routers_of, stacks_of
 from hpc_tune.model.grouped_experts import (
     is_decorated,
     packing_name,
@@ -185,6 +185,12 @@ def quantize_stacks(blocks: nn.ModuleList, dtype: torch.dtype) -> None:
             )
             experts.register_parameter(name, nn.Parameter(packed, requires_grad=False))
     use_grouped_experts(blocks)
+
+
+def whole_stack_bytes(module: nn.Module) -> int:
+    """Return the bytes of frozen stacks of experts that are not packed: of undecorated experts."""
+    own = (p for _, part in stacks_of(module) for p in part.parameters(recurse=False))
+    return sum(p.nbytes for p in own if not p.requires_grad and p.is_floating_point())
 
 
 def require_bitsandbytes() -> None:

@@ -18,6 +18,7 @@ from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
+from hpc_tune.model.quantize import whole_stack_bytes
 from hpc_tune.model.shapes import refuse_shape
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import machine_of
@@ -26,6 +27,7 @@ from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
 from hpc_tune.train.startup.proof import Proof, prove
+from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
 
@@ -59,8 +61,8 @@ def build_model(job: Job, fresh: bool) -> Model:
         ConfigError: if the settings are not for such a model.
         DataError: if a model of its kind would be trained incorrectly.
     """
-    config, comm, run_dir = job.config, job.setup_comm, job.dir
-    model_dir = ready_model(config.model.path, comm, run_dir)
+    config, comm = job.config, job.setup_comm
+    model_dir = ready_model(config.model.path, comm, job.dir)
     dtype = compute_dtype(config.model.dtype, comm.device)
 
     def make() -> BuiltModel:
@@ -133,12 +135,15 @@ def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_b
 
 
 def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
-    """Return the model with what its routers weigh by, if they can be watched.
+    """Return the model with what its routers weigh by, if they can be watched; warn if not.
+
+    And of experts that tune.method=qlora leaves whole.
 
     Raises:
         ConfigError: if they are to learn balance, and cannot.
     """
     kind, losses = built.config.model_type, built.tune.router_losses
+    _warn_of_whole_stacks(built)
     if not is_mixture(built.module):
         why = f"a {kind} model has no experts"
     elif not proof.score:
@@ -156,6 +161,15 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
     if is_mixture(built.module):
         log.warning("the tokens of each expert are not counted: %s", why)
     return built
+
+
+def _warn_of_whole_stacks(built: BuiltModel) -> None:
+    if built.tune.method == "qlora" and (whole := whole_stack_bytes(built.module)):
+        log.warning(
+            "tune.method=qlora: the routed experts of a %s model, %s, are not in 4 bits: it "
+            "computes them in a way of its own",
+            *(built.config.model_type, format_bytes(whole)),
+        )
 
 
 def _require_one_embedding(built: BuiltModel, parallel: ParallelConfig) -> None:
