@@ -417,3 +417,13 @@ def test_a_heap_reaches_as_far_as_that_of_glibc():
     print(f"alive {alive_at_most >> 20} MiB, planned {planned >> 20}, glibc {taken >> 20}")
     assert planned == pytest.approx(taken, rel=0.1)
     assert planned > 1.2 * alive_at_most
+
+
+@pytest.mark.full
+def test_experts_that_are_dealt_take_what_sharded_ones_do_and_are_never_gathered():
+    axes = ("parallel.shard=8", "--quick")
+    sharded = trace("qwen3_30b_a3b", 8, *axes)
+    dealt = trace("qwen3_30b_a3b", 8, "parallel.expert=8", *axes)
+    assert dealt["weight_bytes"] == pytest.approx(sharded["weight_bytes"], rel=0.01)
+    assert adds_up(dealt)
+    assert dealt["peak_bytes"] < sharded["peak_bytes"]
