@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel, Slice
+from hpc_tune.model.experts import stacks_of
 from hpc_tune.step.slices import Stacked, stacked_in
 
 
@@ -75,16 +76,8 @@ def send_tokens(
 
 def _experts_in(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules with stacks of experts, with adapters that are around them."""
-    found: list[tuple[str, Any]] = []
-    for path, part in module.named_modules():
-        inside = any(path.startswith(f"{outer}.") for outer, _ in found[-1:])
-        own = not isinstance(part, nn.Conv1d) and (
-            hasattr(part, "parameter_name")
-            or any(p.dim() == 3 for p in part.parameters(recurse=False))
-        )
-        if own and not inside and stacked_in(part):
-            found.append((path, part))
-    return found
+    roots = dict.fromkeys(path.replace(".base_layer", "") for path, _ in stacks_of(module))
+    return [(path, module.get_submodule(path)) for path in roots]
 
 
 def _deal(stack: Stacked, rank: int, ranks: int, slices: dict[nn.Parameter, Slice]) -> None:

@@ -15,16 +15,20 @@ from torch import nn
 # The module between a stack of experts and the tokens, or a part of it, in its path.
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
 ROUTED, OTHERS = "routed experts", "norms, embeddings and the rest"
+_STACK = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe's are linears
 _SHARED = re.compile(r"shared_(expert|mlp)")
 _CORRECTIONS = {"e_score_correction_bias", "expert_bias"}
 _NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
 
 
 def stacks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that hold stacks of experts, with their paths."""
+    """Yield the modules that hold stacks of experts, with their paths.
+
+    By name too: dense models have tensors of three dimensions as well (RWKV, RecurrentGemma).
+    """
     for path, module in model.named_modules():
-        own = module.parameters(recurse=False)
-        if not isinstance(module, nn.Conv1d) and any(p.dim() == 3 for p in own):
+        own = module.named_parameters(recurse=False)
+        if any(p.dim() == 3 and _STACK.search(f"{path}.{name}") for name, p in own):
             yield path, module
 
 

@@ -1,0 +1,43 @@
+"""What of a model is a router, and what an expert."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hpc_tune.model.experts import kinds_of, routers_of, stacks_of
+from hpc_tune.model.shrink import shrunk
+
+
+def model_of(kind, **fields):
+    config = shrunk(AutoConfig.for_model(kind, **fields), 8)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["llama", "rwkv", "recurrent_gemma", "falcon_mamba"])
+def test_a_dense_model_has_neither_whatever_shapes_its_tensors_have(kind):
+    model = model_of(kind)
+    assert list(stacks_of(model)) == []
+    assert routers_of(model) == {}
+    assert kinds_of(model) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "routers"),
+    [
+        ("mixtral", {}, {"gate"}),
+        ("qwen2_moe", {}, {"gate", "shared_expert_gate"}),
+        ("gpt_oss", {}, {"router"}),
+        ("phimoe", {}, {"router"}),
+        ("hunyuan_v1_moe", {"num_experts": 16, "moe_topk": 2, "head_dim": 128}, {"gate", "wg"}),
+        ("jetmoe", {}, {"router", "layer"}),
+    ],
+)
+def test_experts_and_routers_of_a_mixture_are_found(kind, fields, routers):
+    model = model_of(kind, **fields)
+    assert len({path.split(".")[2] for path, _ in stacks_of(model)}) == 2  # in both layers
+    assert {path.rpartition(".")[2] for path in routers_of(model)} == routers
+    kinds = kinds_of(model)
+    routed = sum(p.numel() for p, kind in kinds.items() if kind == "routed experts")
+    assert routed > sum(p.numel() for p, kind in kinds.items() if kind == "attention") > 0
+    assert all(p.dim() <= 2 for p, kind in kinds.items() if kind == "routers")
