@@ -50,11 +50,13 @@ def mfu_of(batches, counts_rows=True, peak_flops: float | None = 1e6):
         Flops(100.0, partial(attention_flops, MODEL), peak_flops),
         cast(Any, SimpleNamespace(epoch=0.0, rows=0)),
         cast(Any, SimpleNamespace(device_utilization=lambda: None)),
-        cast(Any, SimpleNamespace(step=told.append)),
+        cast(Any, SimpleNamespace(step=lambda metrics, _: told.append(metrics))),
         cast(Any, SimpleNamespace(add=lambda *_: None)),
     )
     of_both = [2 * count for count in recorder.counts(batches)]
-    result: Any = SimpleNamespace(loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={}, sums=[1.0])
+    result: Any = SimpleNamespace(
+        loss=1.0, grad_norm=1.0, comm_s=0.0, sent_bytes={}, sums=[1.0], routers=None
+    )
     step = FinishedStep(1, 1e-4, batches, *of_both, result, step_s=2.0, data_s=0.0)
     recorder.record(step, None, recomputes=False)
     [metrics] = told
