@@ -55,6 +55,11 @@ def with_adapters(
     )
     _require_targets(tune, [name for name, _ in model.named_modules()], linear)
     targets = targets_of(model, tune)
+    if tune.expert_rank and not targets.stacks:
+        raise ConfigError(
+            f"tune.expert_rank={tune.expert_rank} has no effect: tune.targets={tune.targets} name "
+            "no routed experts; name them, as in [all-linear, experts], or leave it out"
+        )
     try:
         wrapped = _wrapped(model, replace(lora_config(tune, targets), modules_to_save=None))
     except ValueError as error:

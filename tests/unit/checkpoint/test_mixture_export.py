@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import build
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import write_mixture
 from tests.unit.checkpoint.test_export import TOKENS_BT, stock, trained
@@ -80,3 +82,9 @@ def test_experts_have_a_rank_of_their_own_and_the_scale_of_the_others(mixtures, 
     shapes = {n: tuple(t.shape) for n, t in load_file(out / "adapter_model.safetensors").items()}
     layer = "base_model.model.model.layers.0.mlp.experts"
     assert shapes[f"{layer}.lora_A.weight"][0] == shapes[f"{layer}.lora_B.weight"][1] == 2 * 6
+
+
+def test_a_rank_of_experts_without_adapters_on_experts_is_refused(mixtures):
+    tune = TuneConfig(method="lora", expert_rank=4)
+    with pytest.raises(ConfigError, match=r"expert_rank=4 has no effect.*\[all-linear, experts\]"):
+        build(mixtures["mixtral"], torch.float32, tune, 0)
