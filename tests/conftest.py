@@ -48,6 +48,17 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Fail a test that leaves a micro-batch behind, which the models of others would read."""
+    result = yield
+    if (scoped := sys.modules.get("hpc_tune.model.scoped")) is not None:
+        left, scoped.batch_context.batch = scoped.batch_context.batch, scoped.MicroBatch()
+        if left != scoped.MicroBatch():
+            pytest.fail("this test leaves a micro-batch in hpc_tune.model.scoped.batch_context")
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
     """Show of what ranks printed before a failure the end, where the cause is."""
     if call.excinfo is not None and isinstance(

@@ -36,7 +36,7 @@ from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
-from hpc_tune.model.scoped import batch_context
+from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
@@ -307,7 +307,8 @@ class _Trial:
                 barrier.abort()
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-        with batch_context.of(batch_context.batch):  # which they leave as it may come
+        # Both set and take back the one state, in any order: to what it is for either.
+        with batch_context.of(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -14,6 +14,7 @@ from hpc_tune.engine.tensor_parallel import slice_model
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import roles_of
@@ -73,10 +74,11 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
             raise
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with batch_context.of(MicroBatch(batch.rows, positions_BT=batch.positions_BT)):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert losses == pytest.approx([wanted.item()] * 2, rel=1e-5)
     gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     assert any("lm_head" in name for name in gradients)
