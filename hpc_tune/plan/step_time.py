@@ -232,17 +232,18 @@ class _Passes:
 
 def _kinds_of_places(plan: StepPlan) -> list[int]:
     """Return for each place on the pipeline axis the first one that holds and sends as much."""
-    first: dict[tuple[bool, int], int] = {}
+    first: dict[tuple[Any, ...], int] = {}
     last = plan.layout.pipeline - 1
-    return [
-        place if place == last else first.setdefault((place == 0, plan.blocks_of(place)), place)
+    alike = [
+        (place == 0, place == last, len(plan.blocks_of(place)), *plan.held_by(place))
         for place in range(plan.layout.pipeline)
     ]
+    return [first.setdefault(of_place, place) for place, of_place in enumerate(alike)]
 
 
 def _stages_s(plan: StepPlan, tokens: int, compute: Compute) -> list[float]:
     """Return the seconds of each rank's stages for one micro-batch, forward and backward."""
-    stages = [plan.blocks_of(place) * compute.block_s for place in range(plan.layout.pipeline)]
+    stages = [len(plan.blocks_of(place)) * compute.block_s for place in range(plan.layout.pipeline)]
     stages[-1] += compute.head_s
     return [tokens * stage / plan.layout.tensor for stage in stages]
 

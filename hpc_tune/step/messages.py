@@ -149,18 +149,18 @@ def tensor_messages(
     model, over = plan.model, partial(_over, plan, "all_reduce", ("tensor",))
     values, wire = plan.values(computed), plan.wire_itemsize
     blocks, is_first = plan.blocks_of(place), place == 0
+    num_blocks = len(blocks)
     recomputes = recomputes or plan.parallel.recompute != "none"
-    layers = int(model.num_hidden_layers)
-    sums = plan.size.sums or Sums(FORWARD_SUMS * layers, BACKWARD_SUMS * layers)
-    forward = sums.forward * blocks // layers
-    forward += max(0, forward - blocks) if recomputes else 0
-    backward = sums.backward * blocks // layers
-    backward -= sums.of_input and is_first and not plan.size.trains_first
+    of_all = plan.size.sums or [Sums(FORWARD_SUMS, BACKWARD_SUMS)] * int(model.num_hidden_layers)
+    sums = [of_all[block] for block in blocks]
+    forward = sum(of_block.forward for of_block in sums)
+    forward += max(0, forward - num_blocks) if recomputes else 0
+    backward = sum(of_block.backward for of_block in sums)
+    backward -= sums[0].of_input and is_first and not plan.size.trains_first
     yield over(values * plan.itemsize, forward)
     yield over(values * wire, backward)
-    if sums.routed:
-        weights = values // model.hidden_size * chosen_experts(model)
-        yield over(weights * wire, sums.routed * blocks // layers)
+    if routed := sum(of_block.routed for of_block in sums):
+        yield over(values // model.hidden_size * chosen_experts(model) * wire, routed)
     if is_first:
         itemsize = plan.itemsize if plan.gathers_cast else wire
         yield over(values * itemsize)
@@ -173,7 +173,7 @@ def tensor_messages(
     ahead, back = plan.size.gathered_features
     features = (2 * ahead if recomputes else ahead) + back
     tokens = values // model.hidden_size
-    gathered = tokens * plan.itemsize * features * blocks // model.num_hidden_layers
+    gathered = tokens * plan.itemsize * features * num_blocks // model.num_hidden_layers
     if gathered:
         yield _over(plan, "all_gather", ("tensor",), gathered)
 
@@ -190,10 +190,8 @@ def expert_messages(
     if plan.parallel.expert == 1:
         return
     recomputes = recomputes or plan.parallel.recompute != "none"
-    layers, chosen = int(plan.model.num_hidden_layers), chosen_experts(plan.model)
-    layers_of_experts = plan.size.num_mixtures * plan.blocks_of(place) // layers
-    rows = plan.values(computed) * chosen
-    times = layers_of_experts * (6 if recomputes else 4)
+    rows = plan.values(computed) * chosen_experts(plan.model)
+    times = plan.mixtures_of(place) * (6 if recomputes else 4)
     yield _over(plan, "all_to_all", ("shard",), rows * plan.wire_itemsize, times)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.model.balance import num_router_sums
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import ROUTED
+from hpc_tune.model.experts import ROUTED, chosen_share
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, Weights, measure
 from hpc_tune.step.stages import stage_blocks
@@ -162,13 +162,23 @@ class StepPlan:
         layers = int(self.model.num_hidden_layers)
         if self.layout.pipeline == 1:
             return [range(layers)]
-        values = sum(w.num_values for w in self.size.weights if w.part == "blocks") / layers
+        blocks = [w for w in self.size.weights if w.part == "blocks"]
+        routed = sum(w.num_values for w in blocks if w.kind == ROUTED)
+        values = sum(w.num_values for w in blocks) - routed * (1 - chosen_share(self.model))
         settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
-        return stage_blocks(self.model, values, *settings)
+        return stage_blocks(self.model, values / layers, *settings)
 
-    def blocks_of(self, place: int) -> int:
-        """Return the number of decoder blocks of a rank at ``place`` on the pipeline axis."""
-        return sum(map(len, self.stages[place :: self.layout.pipeline]))
+    def blocks_of(self, place: int) -> list[int]:
+        """Return the decoder blocks of a rank at ``place`` on the pipeline axis."""
+        return [block for stage in self.stages[place :: self.layout.pipeline] for block in stage]
+
+    def mixtures_of(self, place: int) -> int:
+        """Return how many of a rank's decoder blocks have routed experts."""
+        routed = [weights for weights in self.size.weights if weights.kind == ROUTED]
+        return sum(
+            any(not w.by_block or w.by_block[block] for w in routed)
+            for block in self.blocks_of(place)
+        )
 
     def held_by(self, place: int) -> list[Weights]:
         """Return a rank's part of the weights by pipeline and tensor axis, before any sharding.
@@ -182,12 +192,13 @@ class StepPlan:
         for weights in self.size.weights:
             if not holds.get(weights.part, is_last):
                 continue
-            share = self.blocks_of(place) if weights.part == "blocks" else layers
-            ways = layers * (layout.tensor if weights.role == "slice" else 1)
+            part = weights.num_values
+            if weights.part == "blocks":
+                part = weights.in_blocks(self.blocks_of(place), layers)
+            ways = layout.tensor if weights.role == "slice" else 1
             ways *= self.parallel.expert if weights.kind == ROUTED else 1
-            num_values = weights.num_values * share // ways
-            num_bytes = weights.num_bytes * share // ways
-            held.append(replace(weights, num_values=num_values, num_bytes=num_bytes))
+            num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
+            held.append(replace(weights, num_values=part // ways, num_bytes=num_bytes))
         return held
 
     def is_sharded(self, weights: Weights) -> bool:
@@ -200,7 +211,7 @@ class StepPlan:
 
     def units_of(self, place: int) -> int:
         """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
-        return -(-self.blocks_of(place) // self.parallel.blocks_per_unit) + 1
+        return -(-len(self.blocks_of(place)) // self.parallel.blocks_per_unit) + 1
 
     def updated_by(self, place: int) -> int:
         """Return how many values a rank's optimizer updates."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.experts import ROUTED, chosen_share, kinds_of, stacks_of
+from hpc_tune.model.experts import ROUTED, chosen_share, kinds_of
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import Packed, packed_weights, scale_bytes
@@ -36,7 +36,7 @@ class Weights:
     what is behind the blocks. ``role``: what a rank of the tensor axis holds of each, a slice or
     all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms and
     biases, of fewer than two dims. ``kind``: what they are in a mixture of experts
-    (``experts.kinds_of``).
+    (``experts.kinds_of``). ``by_block``: the values in each decoder block, where they differ.
     """
 
     part: Part
@@ -46,6 +46,13 @@ class Weights:
     num_values: int = 0
     num_bytes: int = 0
     kind: str = ""
+    by_block: tuple[int, ...] = ()
+
+    def in_blocks(self, blocks: Sequence[int], layers: int) -> int:
+        """Return the values in some of the ``layers`` decoder blocks."""
+        if not self.by_block:
+            return self.num_values * len(blocks) // layers
+        return sum(self.by_block[block] for block in blocks)
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ class ModelSize:
 
     ``scale_bytes`` are those that tell what a 4-bit base's codes mean. ``weights``: all parameters
     by what layouts do with them. ``gathered_features``: those of a token that the tensor axis
-    gathers in all blocks, forward and backward; ``sums``: what it adds up in them.
-    ``num_mixtures``: layers with routed experts. ``spared_bytes``: what 8-bit moments take less.
+    gathers in all blocks, forward and backward; ``sums``: what it adds up in each.
+    ``spared_bytes``: what 8-bit moments take less.
     """
 
     num_frozen: int
@@ -65,8 +72,7 @@ class ModelSize:
     scale_bytes: int = 0
     weights: tuple[Weights, ...] = ()
     gathered_features: tuple[int, int] = (0, 0)
-    sums: Sums | None = None
-    num_mixtures: int = 0
+    sums: tuple[Sums, ...] = ()
     spared_bytes: int = 0
 
     @property
@@ -127,8 +133,7 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
         sum(map(scale_bytes, packed.values())),
         () if model is None else _weights_of(model, packed),
         (0, 0) if model is None else gathered_features(model),
-        None if model is None else sums_of(model),
-        len({path.rpartition(".experts")[0] for path, _ in stacks_of(module)}),
+        () if model is None else sums_of(model),
         sum(_spared_bytes(p) for p in trained) if is_8bit else 0,
     )
 
@@ -143,7 +148,7 @@ def _spared_bytes(parameter: nn.Parameter) -> int:
 
 
 def _weights_of(module: LossModel, packed: Mapping[nn.Parameter, Packed]) -> tuple[Weights, ...]:
-    roles, blocks = roles_of(module), set(block_list(module).parameters())
+    roles, blocks = roles_of(module), _blocks_of(module)
     embedding = set(module.causal_lm().get_input_embeddings().parameters())
     kinds = kinds_of(module)
     groups: dict[Weights, list[nn.Parameter]] = {}
@@ -153,14 +158,22 @@ def _weights_of(module: LossModel, packed: Mapping[nn.Parameter, Packed]) -> tup
             part, roles.get(p, "whole"), p.requires_grad, p.dim() < 2, kind=kinds.get(p, "")
         )
         groups.setdefault(alike, []).append(p)
-    return tuple(
-        replace(
-            alike,
-            num_values=sum(packed[p].num_values if p in packed else p.numel() for p in parameters),
-            num_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        )
-        for alike, parameters in groups.items()
-    )
+    held = []
+    for alike, parameters in groups.items():
+        values = {p: packed[p].num_values if p in packed else p.numel() for p in parameters}
+        num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        by_block = [0] * (max(blocks.values()) + 1)
+        for p in parameters if alike.part == "blocks" else ():
+            by_block[blocks[p]] += values[p]
+        differ = tuple(by_block) if len(set(by_block)) > 1 else ()
+        total = sum(values.values())
+        held.append(replace(alike, num_values=total, num_bytes=num_bytes, by_block=differ))
+    return tuple(held)
+
+
+def _blocks_of(module: LossModel) -> dict[nn.Parameter, int]:
+    """Return the number of the decoder block that each parameter in one is in."""
+    return {p: block for block, part in enumerate(block_list(module)) for p in part.parameters()}
 
 
 def static_bytes(size: ModelSize, layout: Layout) -> int:

@@ -20,6 +20,7 @@ _STYLES = {
     *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS),
 }
 _INNER = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
+_NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
 _ALIGNED = 4  # inner features of an expert in a slice: products of experts want 16 bytes
 
 
@@ -134,10 +135,10 @@ def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, 
 
 @dataclass(frozen=True)
 class Sums:
-    """All-reduces of the tensor axis in all blocks of a model.
+    """All-reduces of the tensor axis in a decoder block.
 
-    ``forward``: of products; ``backward``: of their inputs' gradients, a block's first of them that
-    of its input with ``of_input``; ``routed``: of the gradients of what routers give experts.
+    ``forward``: of products; ``backward``: of their inputs' gradients, the first of them that of
+    the block's input with ``of_input``; ``routed``: of the gradients of what routers give experts.
     """
 
     forward: int
@@ -146,11 +147,18 @@ class Sums:
     of_input: bool = True
 
 
-def sums_of(module: LossModel) -> Sums:
-    """Return the sums of ``slice_model``: one for each product that is split by its inputs, and one
-    for the input of all that are split by their outputs and share it.
+def sums_of(module: LossModel) -> tuple[Sums, ...]:
+    """Return the sums of ``slice_model`` in each block: one for each product that is split by its
+    inputs, and one for the input of all that are split by their outputs and share it.
     """
-    styled = [(path, style) for path, _, style in _styled(module)]
+    blocks: list[list[tuple[str, str]]] = [[] for _ in range(module.config.num_hidden_layers)]
+    for path, _, style in _styled(module):
+        if (number := _NUMBER.search(path)) is not None:
+            blocks[int(number[1])].append((path, style))
+    return tuple(map(_sums_in, blocks))
+
+
+def _sums_in(styled: list[tuple[str, str]]) -> Sums:
     experts = sum(style == EXPERTS for _, style in styled)
     forward = sum(style.startswith("rowwise") for _, style in styled)
     sharing = {path.rpartition(".")[0] for path, style in styled if style.startswith("colwise")}

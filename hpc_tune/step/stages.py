@@ -60,7 +60,7 @@ def balance_stages(
 def stage_blocks(
     config: Any, block_values: float, layout: Layout, stages_per_rank: int, loss_share: float
 ) -> list[range]:
-    """Return the blocks of each stage of a model whose blocks have ``block_values`` values each.
+    """Return the blocks of each stage of a model whose blocks each compute with ``block_values``.
 
     ``loss_share`` of the tokens reach the output head.
     """

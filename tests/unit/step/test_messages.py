@@ -7,6 +7,7 @@ import torch
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.engine.pipeline_parallel import cut_stages
 from hpc_tune.model.build import build
 from hpc_tune.model.shapes import shape_directory
 from hpc_tune.plan.network import Network
@@ -15,6 +16,7 @@ from hpc_tune.probe.links import Links, Pair
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import expected_bytes
 from hpc_tune.step.plan import StepPlan
+from tests.support.mixtures import write_mixture
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 HIDDEN, WIDE, VOCAB, BLOCKS, R = 64, 96, 256, 10, 16
@@ -211,3 +213,20 @@ def test_the_engine_counts_what_the_formulas_say(tmp_path, cases):
     assert len(told) == len(jobs)
     for job, (first, second, formula) in zip(jobs, told, strict=True):
         assert first == second == formula, job
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_stage_holds_its_own_blocks_where_blocks_differ(tmp_path, stages):
+    """Of five blocks of DeepSeek-V3 the first has no experts."""
+    base = write_mixture("deepseek_v3", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"num_hidden_layers": 5}
+    (base / "config.json").write_text(json.dumps(config))
+    plans = []
+    for place in range(stages):
+        built = build(base, torch.float32, TuneConfig(method="full"), 0, weights=False)
+        plan = StepPlan.of(built, Layout(1, 1, pipeline=stages), ParallelConfig())
+        own = sum(p.numel() for p in cut_stages(built, plan, place)[0].module.parameters())
+        assert sum(weights.num_values for weights in plan.held_by(place)) == own
+        plans.append((plan.mixtures_of(place), len(plan.blocks_of(place))))
+    assert sum(mixtures for mixtures, _ in plans) == 4
+    assert sum(blocks for _, blocks in plans) == 5
