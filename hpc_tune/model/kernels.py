@@ -108,7 +108,7 @@ def kernels_of(
         else:
             heads = config.num_attention_heads
             groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
-            tried = (device, dtype, _head_sizes(config).pop(), groups)
+            tried = (device, dtype, _head_size(config), groups)
             why = varlen_attention.kernel_fault(*tried)
             if windows and not why:
                 why_no_window = varlen_attention.kernel_fault(*tried, window=_CHECKED_WINDOW)
@@ -138,15 +138,15 @@ def _why_not_taken(config: Any, dtype: torch.dtype) -> str:
         return f"the kernel takes bfloat16 and float16, not {found}"
     if not isinstance(getattr(config, "num_attention_heads", None), int):
         return "its layers differ in their heads"
-    sizes = _head_sizes(config)
-    largest = max(sizes)
-    if len(sizes) > 1 or largest > MAX_VALUES or largest % MULTIPLE:
-        found = " and ".join(map(str, sorted(sizes)))
-        return f"the kernel takes heads of one size, up to {MAX_VALUES} in eights, not {found}"
+    size = _head_size(config)
+    if size > MAX_VALUES or size % MULTIPLE:
+        return f"the kernel takes heads of up to {MAX_VALUES} values in eights, not {size}"
     return ""
 
 
-def _head_sizes(config: Any) -> set[int]:
-    values = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    others = (getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim"))
-    return {values, *(size for size in others if size)}
+def _head_size(config: Any) -> int:
+    """Return the values of a head; the larger, where values have others than queries and keys."""
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    without, with_position, of_values = (getattr(config, name, None) or 0 for name in names)
+    plain = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(max(without + with_position, of_values) or plain)

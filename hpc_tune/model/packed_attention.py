@@ -134,30 +134,31 @@ def _attend(
     starts, window = batch_context.batch.starts, None
     if starts is not None and attention_mask is not None:
         window = varlen_attention.window_of(attention_mask)
+    scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
+    inputs = query_BHTD, key_BKTD, value_BKTD
     if starts is not None and (attention_mask is None or window is not None):
-        query, key, value = map(varlen_attention.cast, (query_BHTD, key_BKTD, value_BKTD))
+        query, key, value = _of_one_size(*map(varlen_attention.cast, inputs))
         if varlen_attention.suits(query, key, value, dropout):
-            return varlen_attention.attend(query, key, value, starts, scaling, window), None
+            out_BTHD = varlen_attention.attend(query, key, value, starts, scale, window)
+            return out_BTHD[..., : value_BKTD.shape[-1]], None
         attention_mask = starts.mask_B1TT(window)
     if attention_mask is not None or not batch_context.batch.documents:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         stock: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module,
-            query_BHTD,
-            key_BKTD,
-            value_BKTD,
+            *inputs,
             attention_mask,
             dropout=dropout,
             scaling=scaling,
             **options,
         )
         return stock
-    if dropout or query_BHTD.shape[-1] != value_BKTD.shape[-1]:  # the tiles can do neither
+    if dropout:  # which the tiles do not draw
         has_groups = query_BHTD.shape[1] != key_BKTD.shape[1]
         parts = []
         for document in batch_context.batch.documents:
-            query, key, value = _slices(document, query_BHTD, key_BKTD, value_BKTD)
+            query, key, value = _slices(document, *inputs)
             parts.append(
                 F.scaled_dot_product_attention(
                     query, key, value, None, dropout, True, scale=scaling, enable_gqa=has_groups
@@ -165,9 +166,19 @@ def _attend(
             )
         return _joined(parts, query_BHTD), None
     # Rotary positions leave queries and keys in fp32.
-    query, key, value = map(varlen_attention.cast, (query_BHTD, key_BKTD, value_BKTD))
+    query, key, value = map(varlen_attention.cast, inputs)
     spans = [(rows.start, rows.stop, a, b) for rows, a, b in batch_context.batch.documents]
-    return tiled_attention.attend(query, key, value, spans, scaling), None
+    return tiled_attention.attend(query, key, value, spans, scale), None
+
+
+def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return heads padded with zeros to the largest of them.
+
+    In DeepSeek's latent attention values have fewer numbers than queries and keys: scores stay as
+    they are, and what is behind a result's own numbers is zero.
+    """
+    most = max(tensor.shape[-1] for tensor in tensors)
+    return [F.pad(t, (0, most - t.shape[-1])) if t.shape[-1] < most else t for t in tensors]
 
 
 def _joined(parts_BHLD: Sequence[torch.Tensor], query_BHTD: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ largest score is subtracted before that, within the product: what matters to the
 near zero, and as exact as scores in fp32.
 
 Shapes: B rows of T tokens; H heads in K groups of G, which share keys and values; D values per
-head; M documents of L tokens, padded.
+head, which may be others for V; M documents of L tokens, padded.
 """
 
 from collections import defaultdict
@@ -165,13 +165,14 @@ def forward(
     num_rows, num_heads, num_tokens, _ = query_BHTD.shape
     num_groups = key_BKTD.shape[1]
     tiling = _tiling(tuple(spans), num_rows, num_tokens, num_heads)
-    out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, query_BHTD.shape[3])
+    out_BTHD = query_BHTD.new_empty(num_rows, num_tokens, num_heads, value_BKTD.shape[3])
     has_shifts = int(query_BHTD.dtype.itemsize == 2)
     shifts_BTH1 = query_BHTD.new_empty(*out_BTHD.shape[:3], has_shifts)
     outs, shifts = [], []
     for group in tiling.groups:
         query, key, value = (group.of(t, num_groups) for t in (query_BHTD, key_BKTD, value_BKTD))
-        out, shift = torch.empty_like(query), query.new_empty(*query.shape[:2], has_shifts)
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        shift = query.new_empty(*query.shape[:2], has_shifts)
         for start, stop, part in _tiles(group.length, tiling.tile, num_heads // num_groups):
             tile, keys = query[:, part], key[:, :stop]
             if has_shifts:
@@ -214,7 +215,7 @@ def _backward(
         grad_query = torch.empty_like(query)
         # Sums over the tiles, which are rounded once.
         grad_key = torch.zeros_like(key, dtype=torch.promote_types(key.dtype, torch.float32))
-        grad_value = torch.zeros_like(grad_key)
+        grad_value = torch.zeros_like(value, dtype=grad_key.dtype)
         for start, stop, part in _tiles(group.length, tiling.tile, num_heads // num_groups):
             tile, keys, out_grad = query[:, part], key[:, :stop], grad[:, part]
             probabilities = _probabilities(tile, keys, start, scale, shift[:, part])

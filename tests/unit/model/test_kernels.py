@@ -13,6 +13,8 @@ from hpc_tune.model.loss import LossModel
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 COMPILE = "train.compile=true"
 # The numbers that a config.json holds, as far as the rule reads them.
+# DeepSeek-V3: queries and keys of 192 values, 64 of which have a position.
+LATENT = {"head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LLAMA = {
     **{"num_attention_heads": 32, "num_key_value_heads": 8},
     **{"hidden_size": 4096, "num_hidden_layers": 32},
@@ -74,9 +76,10 @@ def test_a_run_says_it_in_one_line(kernels, words):
         ({}, torch.float16, ""),
         ({"head_dim": 256}, torch.bfloat16, ""),
         ({}, torch.float64, "the kernel takes bfloat16 and float16, not float64"),
-        ({"head_dim": 264}, torch.bfloat16, "up to 256 in eights, not 264"),
-        ({"head_dim": 100}, torch.bfloat16, "up to 256 in eights, not 100"),
-        ({"qk_head_dim": 192, "v_head_dim": 128}, torch.bfloat16, "not 128 and 192"),
+        ({"head_dim": 264}, torch.bfloat16, "up to 256 values in eights, not 264"),
+        ({"head_dim": 100}, torch.bfloat16, "up to 256 values in eights, not 100"),
+        (LATENT, torch.bfloat16, ""),
+        (LATENT | {"qk_nope_head_dim": 256}, torch.bfloat16, "up to 256 values in eights, not 320"),
         ({"num_attention_heads": [32, 16]}, torch.bfloat16, "differ in their heads"),
     ],
 )

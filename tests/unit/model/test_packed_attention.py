@@ -142,6 +142,18 @@ def out_and_grads(attend, inputs, weight, dtype, lengths):
 LONGER = [(40, 24), (64,), (600, 40), (130, 5, 190, 59, 64), (1100, 52)]
 
 
+@pytest.mark.parametrize("value_dim", [5, 12])
+def test_heads_whose_values_are_of_another_size_attend_as_torchs_do(value_dim):
+    lengths, generator = (40, 24), torch.Generator().manual_seed(1)
+    shapes = ((4, 8), (2, 8), (2, value_dim))
+    inputs = [torch.randn(2, h, 64, dim, generator=generator) for h, dim in shapes]
+    weight = torch.randn(2, 4, 64, value_dim, generator=generator)
+    found = out_and_grads(ours, inputs, weight, torch.float64, lengths)
+    wanted = out_and_grads(stock, inputs, weight, torch.float64, lengths)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("most_scores", [1 << 21, 1])
 @pytest.mark.parametrize("lengths", LONGER)
 def test_documents_of_any_length_attend_as_torchs_do(lengths, most_scores, monkeypatch):

@@ -138,6 +138,17 @@ def test_loss_and_gradients_are_those_of_the_mask(family, recompute, masks):
     assert masks
 
 
+def test_latent_attention_whose_values_have_fewer_numbers_has_the_kernel(masks):
+    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 8}
+    sizes |= {"kv_lora_rank": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2}
+    sizes |= {"topk_group": 1, "moe_intermediate_size": 8, "num_key_value_heads": 4}
+    module = model_of("deepseek_v3", **sizes)
+    found = loss_and_grads(module)
+    assert CALLS[0]["shapes"] == [(48, 4, 16)] * 3
+    assert not masks
+    are_equal(found, by_mask(module))
+
+
 def test_one_head_of_keys_for_each_of_queries(masks):
     module = model_of(num_key_value_heads=4)
     found = loss_and_grads(module)
@@ -265,7 +276,7 @@ def test_a_mask_is_no_mark_of_a_window():
         assert window_of(mask) is None
 
 
-@pytest.mark.parametrize(("dropout", "values"), [(0.0, (8, 6)), (0.0, (12, 12)), (0.3, (8, 8))])
+@pytest.mark.parametrize(("dropout", "values"), [(0.0, (10, 6)), (0.0, (12, 12)), (0.3, (8, 8))])
 def test_layers_that_the_kernel_cannot_take_have_a_mask(dropout, values, masks):
     generator = torch.Generator().manual_seed(1)
     shapes = ((4, values[0]), (2, values[0]), (2, values[1]))
