@@ -36,6 +36,7 @@ def weights(run_dir):
     return found
 
 
+@pytest.mark.full
 def test_shards_give_what_one_rank_gives_and_a_resume_goes_on_in_the_same_bits(tmp_path):
     shard, cut = "parallel.shard=2", {"stop_after": STOP}
     jobs = [job(tmp_path, "shard", shard), job(tmp_path, "cut", shard, **cut)]

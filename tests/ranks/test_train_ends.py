@@ -246,6 +246,7 @@ def rank_of(pid):
     return int(values.get("OMPI_COMM_WORLD_RANK", values.get("PMI_RANK")))
 
 
+@pytest.mark.full
 def test_an_exception_on_one_rank_ends_the_job_with_one_line_that_names_its_traceback(tmp_path):
     job = Job(tmp_path / "run", 4)
     job.argv[4:6] = failing("raise", 1, "step", 3)

@@ -62,8 +62,7 @@ IN_FULL = ("single", "shard 2", "shard 2, kept a step", "hsdp 2x2", "offload_par
 def cases():
     """(layout, method, recompute, dtype): of recompute what layouts do not change."""
     for layout in LAYOUTS:
-        of_weights = layout in IN_FULL or "8 bits" in layout
-        yield layout, "full" if of_weights else "lora", "none", "bf16"
+        yield layout, "full" if _is_in_full(layout) else "lora", "none", "bf16"
     yield "single", "lora", "selective", "bf16"
     yield "shard 2", "full", "full", "bf16"
     yield "single", "lora", "full", "fp32"  # attention takes a mask
@@ -72,7 +71,11 @@ def cases():
 def more_cases():
     """Each layout with the other method."""
     for layout in LAYOUTS:
-        yield layout, "lora" if layout in IN_FULL else "full", "none", "bf16"
+        yield layout, "lora" if _is_in_full(layout) else "full", "none", "bf16"
+
+
+def _is_in_full(layout: str) -> bool:
+    return layout in IN_FULL or "8 bits" in layout
 
 
 def main() -> None:

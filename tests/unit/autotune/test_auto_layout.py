@@ -201,6 +201,7 @@ def test_a_named_machine_is_planned_without_measuring_and_the_rest_of_the_plan_i
     assert used.world_size == choice.best.layout.size
 
 
+@pytest.mark.full
 def test_what_one_plan_has_shown_of_others_is_not_planned_again(caplog):
     """Each plan of a 70B model takes half a minute; there are 35 layouts of 16 ranks."""
     settings = load_config(None, ["parallel=auto", "batch.micro_size=64"])

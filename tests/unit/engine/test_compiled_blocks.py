@@ -122,6 +122,7 @@ def test_adapters_train_in_the_same_graph():
     assert len(CALLS) == len(batches) * SHAPE["num_hidden_layers"]
 
 
+@pytest.mark.full
 def test_rows_with_a_mask_are_compiled_with_recompute_too():
     compare(model_of("llama", "selective", has_kernel=False), [batch_of(BATCHES[0])])
     assert counters["stats"]["unique_graphs"] == 1
