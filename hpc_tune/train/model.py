@@ -168,7 +168,8 @@ def _warn_of_whole_stacks(built: BuiltModel) -> None:
         log.warning(
             "tune.method=qlora: the routed experts of a %s model, %s, are not in 4 bits: it "
             "computes them in a way of its own",
-            *(built.config.model_type, format_bytes(whole)),
+            built.config.model_type,
+            format_bytes(whole),
         )
 
 
@@ -215,8 +216,9 @@ def resolve_layout(job: Job, model: Model) -> Resolved:
     """
     asked, comm = model.config.parallel, job.setup_comm
     machine = machine_of(comm, job.monitor.limit.num_bytes)
-    world = (machine, comm.world.size, comm.world.rank)
-    resolved = resolve(asked, model.size, model.built.config, *world)
+    resolved = resolve(
+        asked, model.size, model.built.config, machine, comm.world.size, comm.world.rank
+    )
     if comm.is_rank_0:
         for warning in without_effect(resolved.layout, asked):
             log.warning(warning)
@@ -228,7 +230,14 @@ def resolve_layout(job: Job, model: Model) -> Resolved:
 
 def plan_step(model: Model, resolved: Resolved, loss_share: float) -> StepPlan:
     """Return the plan of a step; ``loss_share`` of the tokens carry loss."""
-    config, itemsize = model.built.config, model.built.dtype.itemsize
-    num_sums = model.built.module.objective.num_sums
-    settings = (resolved.layout, resolved.parallel, model.size, config, itemsize)
-    return StepPlan(*settings, loss_share, num_sums, num_router_sums(model.built.routers))
+    built = model.built
+    return StepPlan(
+        resolved.layout,
+        resolved.parallel,
+        model.size,
+        built.config,
+        built.dtype.itemsize,
+        loss_share,
+        built.module.objective.num_sums,
+        num_router_sums(built.routers),
+    )
