@@ -66,12 +66,12 @@ def _without_zero(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _experts(parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
-    """Yield what is wrong with experts that are dealt over the shard axis."""
+    """Yield what is wrong with experts that are dealt over ranks of the shard axis."""
     said = f"parallel.expert={parallel.expert}"
-    if parallel.shard != parallel.expert:
+    if parallel.shard is None or parallel.shard % parallel.expert:
         yield (
-            f"{said} deals experts over the ranks of parallel.shard, which is "
-            f"{parallel.shard or 'unset'}; set both to the same number"
+            f"{said} deals experts over ranks of parallel.shard, which is "
+            f"{parallel.shard or 'unset'}; set that to {parallel.expert} or a multiple of it"
         )
     others = {
         "parallel.zero_stage": parallel.zero_stage is not None,

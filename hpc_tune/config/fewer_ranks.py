@@ -1,5 +1,7 @@
 """The layout for fewer ranks than a configuration was written for, as after the loss of a node."""
 
+import math
+
 from hpc_tune.config.parallel import ParallelConfig
 
 
@@ -7,8 +9,8 @@ def fitted(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | None:
     """Return the axes to set anew for ``num_ranks`` ranks; ``None`` if no layout divides them.
 
     Axes that are not set follow by themselves. tensor and pipeline stay, since they fit the model;
-    shard becomes the largest number up to the one set that divides the rest, and replicate the
-    remaining factor.
+    expert becomes the largest divisor of the one set that divides the rest, shard the largest
+    multiple of it up to the one set that does, and replicate the remaining factor.
     """
     rest, remainder = divmod(num_ranks, (parallel.tensor or 1) * (parallel.pipeline or 1))
     if remainder or not rest:
@@ -19,7 +21,9 @@ def fitted(parallel: ParallelConfig, num_ranks: int) -> dict[str, int] | None:
     if shard is None:
         axes = {"replicate": _largest(rest, replicate or 1)}
     else:
-        axes = {"shard": _largest(rest, shard)}
+        # Experts stay dealt over as many ranks if that can be, else over fewer.
+        expert = math.gcd(rest, parallel.expert)
+        axes = {"shard": expert * _largest(rest // expert, shard // expert), "expert": expert}
         if replicate is not None:
             axes["replicate"] = rest // axes["shard"]
     return {name: size for name, size in axes.items() if size != getattr(parallel, name)}

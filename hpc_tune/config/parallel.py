@@ -51,9 +51,10 @@ class ParallelConfig(Section):
     expert: PositiveInt = Field(
         1,
         description="Ranks over which the routed experts of a mixture are dealt: they stay where "
-        "they are, and tokens are sent to them (arXiv:2006.16668). It must be parallel.shard, "
-        "whose ranks else gather all experts' weights for their tokens. For few tokens per step "
-        "and many or large experts. 1: not dealt.",
+        "they are, and tokens are sent to them (arXiv:2006.16668). It must divide parallel.shard, "
+        "whose ranks else gather all experts' weights for their tokens. Smaller: neighbours send "
+        "each other tokens, and those ranks that have the same experts shard and gather these. For "
+        "few tokens per step and many or large experts. 1: not dealt.",
     )
     stages_per_rank: PositiveInt = Field(
         1,

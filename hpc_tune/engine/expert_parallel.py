@@ -6,7 +6,9 @@
 Each rank has tokens of its own. Where experts are sharded, each rank would gather all of them for
 its tokens; here they stay, and tokens move: a token's hidden values, once for each of its experts,
 there and back, and their gradients likewise (GShard, arXiv:2006.16668). Gradients of experts are
-whole on their rank: all tokens of the group have been there.
+whole on their rank where the group is the shard axis: all its tokens have been there. Where it is
+smaller, several groups have the same experts; ``fsdp.py`` shards these over them, and gradients are
+added up over the groups.
 
 Shapes: N tokens of this rank, K experts of a token, S = N K rows that are sent, H hidden features,
 E experts of G ranks.
@@ -37,7 +39,7 @@ def deal_experts(built: BuiltModel, rank: int, ranks: int) -> BuiltModel:
         ConfigError: if the experts cannot be dealt, or sent tokens.
     """
     slices: dict[nn.Parameter, Slice] = {}
-    for path, layer in _experts_in(built.module):
+    for path, layer in experts_in(built.module):
         for stack in stacked_in(layer):
             num_experts = stack.parameter.shape[0]
             if num_experts % ranks or not hasattr(stack.owner, "has_gate"):
@@ -67,14 +69,14 @@ def send_tokens(
 
     To be called when the module's own forward is what it will be. Each pass of it is collective.
     """
-    for _, layer in list(_experts_in(module)):
+    for _, layer in experts_in(module):
         owner = stacked_in(layer)[0].owner
         local: Callable[..., torch.Tensor] = layer.forward
         exchange = _Exchange(group, collectives, owner.num_experts)
         layer.forward = types.MethodType(_dispatched(local, exchange), layer)
 
 
-def _experts_in(module: nn.Module) -> list[tuple[str, Any]]:
+def experts_in(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules with stacks of experts, with adapters that are around them."""
     roots = dict.fromkeys(path.replace(".base_layer", "") for path, _ in stacks_of(module))
     return [(path, module.get_submodule(path)) for path in roots]

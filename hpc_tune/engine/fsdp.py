@@ -1,6 +1,10 @@
-"""FSDP2 over the decoder blocks of a model, and how long gathered weights stay."""
+"""FSDP2 over the decoder blocks of a model, and how long gathered weights stay.
+
+Experts that are dealt are units of their own, within their block's: other ranks hold the same.
+"""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,8 +15,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from hpc_tune.engine.counted_collectives import CountedCollectives, FsdpAllGather, FsdpReduceScatter
+from hpc_tune.engine.expert_parallel import experts_in
 from hpc_tune.engine.mesh import Mesh
 from hpc_tune.model.build import DTYPES, BuiltModel
 from hpc_tune.step.plan import StepPlan
@@ -27,7 +33,7 @@ def shard(
     device: torch.device,
     collectives: CountedCollectives,
 ) -> None:
-    """Shard ``blocks_per_unit`` blocks at a time, an untied embedding, and the rest.
+    """Shard dealt experts, ``blocks_per_unit`` blocks at a time, an untied embedding, and the rest.
 
     What stays whole on every rank is the plan's to say. Frozen
     weights are sharded within each replica and never reduced; trained ones are reduced over the
@@ -36,7 +42,10 @@ def shard(
     full, parallel = plan.size.is_full, plan.parallel
     parameters = built.module.parameters()
     whole = {p for p in parameters if plan.stays_whole(p.requires_grad, p.dim() < 2)}
-    if parallel.expert > 1:  # dealt, not sharded
+    experts: list[nn.Module] = []
+    if mesh.layout.shards_experts:
+        experts = [part for _, part in experts_in(built.module)]
+    elif mesh.layout.expert > 1:  # dealt, and nothing is left to shard
         whole |= {p for n, p in built.module.named_parameters() if n in built.slices}
     if plan.gathers_cast and built.module.first_stage:
         # As without sharding: weights are gathered in bf16, what flows between blocks is fp32.
@@ -50,11 +59,14 @@ def shard(
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload_params == "cpu":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for unit in _units(built, blocks, parallel.blocks_per_unit):
+    for unit in [*experts, *_units(built, blocks, parallel.blocks_per_unit)]:
+        of_experts = unit in experts
+        ranks = mesh.weights(with_replicas=full, of_experts=of_experts)
         fully_shard(
             unit,
-            mesh=mesh.weights(with_replicas=full),
+            mesh=ranks,
             reshard_after_forward=parallel.reshard == "block" and unit is not built.module,
+            shard_placement_fn=partial(_placement, ranks.size(-1)) if of_experts else None,
             mp_policy=mixed,
             offload_policy=offload,
             ignored_params=whole,
@@ -74,6 +86,12 @@ def _units(
     if built.module.first_stage and built.tied is None:
         units.append(built.module.causal_lm().get_input_embeddings())
     return [*units, built.module]
+
+
+def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
+    """Return the dimension along which ``ranks`` shard a stack: experts, or else what divides."""
+    divided = (dim for dim, size in enumerate(parameter.shape) if size % ranks == 0)
+    return Shard(next(divided, 0))
 
 
 def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:

@@ -29,7 +29,7 @@ class Trained:
     ``partial``: its gradient is a part of a sum over the tensor axis. ``copies``: how many ranks
     hold the same values. ``tied``: it is the last stage's copy of the embedding, which the first
     stage owns. ``writes``: this rank writes it into checkpoints. ``dealt``: it is of experts that
-    are dealt over the shard axis.
+    are dealt over ranks of the shard axis.
     """
 
     name: str
@@ -58,26 +58,22 @@ class Trained:
         return local_region(self.parameter.grad)[0]
 
 
-def trained_of(
-    stage: BuiltModel, mesh: Mesh, partial: frozenset[str], is_dealt: bool = False
-) -> list[Trained]:
-    """Describe the trained parameters of an allocated stage, in the model's order.
-
-    ``is_dealt``: its slices are experts, dealt over the shard axis.
-    """
+def trained_of(stage: BuiltModel, mesh: Mesh, partial: frozenset[str]) -> list[Trained]:
+    """Describe the trained parameters of an allocated stage, in the model's order."""
     layout, coordinates, trained = mesh.layout, mesh.coordinates, []
     for name, parameter in stage.module.named_parameters():
         if not parameter.requires_grad:
             continue
         sharded, sliced = isinstance(parameter, DTensor), name in stage.slices
-        dealt = sliced and is_dealt
+        dealt = sliced and layout.expert > 1
+        with_copy = layout.expert if dealt else 1  # ranks of the shard axis that hold one together
         copies = layout.replicate
-        copies *= 1 if sharded or dealt else layout.shard
+        copies *= 1 if sharded else layout.shard // with_copy
         copies *= 1 if sliced else layout.tensor
         tied = not stage.module.first_stage and stage.saved_names[name] == stage.tied
         writes = (
             coordinates.replicate == 0
-            and (sharded or dealt or coordinates.shard == 0)
+            and (sharded or coordinates.shard < with_copy)
             and (sliced or coordinates.tensor == 0)
             and not tied
         )

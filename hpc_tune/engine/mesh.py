@@ -28,22 +28,30 @@ class Mesh:
         self.tensor = self.group("tensor")
         self.group("replicate", "shard")
         self.group("replicate", "shard", "tensor")
+        self.group("expert")
+        self.group("replicate", "expert_shard")
         # Weights that are offloaded are FSDP's also where nothing is sharded.
-        self._shards = DeviceMesh.from_group(self._group_of("shard"), device.type)
-        self._replicated_shards = self._shards
-        if layout.replicate > 1:
-            ranks = torch.tensor(self._ranks("replicate", "shard"))
-            names = ("replicate", "shard")
-            self._replicated_shards = DeviceMesh.from_group(
-                [self._group_of(name) for name in names],
-                device.type,
-                ranks.view(layout.replicate, layout.shard),
-                mesh_dim_names=names,
-            )
+        self._shards = self._meshes_of("shard", device)
+        self._shards_of_experts = self._shards
+        if layout.shards_experts:
+            self._shards_of_experts = self._meshes_of("expert_shard", device)
 
-    def weights(self, with_replicas: bool) -> DeviceMesh:
-        """Return the mesh over which weights are sharded (1-D), or also replicated (2-D)."""
-        return self._replicated_shards if with_replicas else self._shards
+    def weights(self, with_replicas: bool, of_experts: bool = False) -> DeviceMesh:
+        """Return the mesh over which weights are sharded (1-D), or also replicated (2-D).
+
+        ``of_experts``: that of experts which are dealt.
+        """
+        return (self._shards_of_experts if of_experts else self._shards)[with_replicas]
+
+    def _meshes_of(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
+        """Return the mesh of an axis, and that of replicate x axis."""
+        names, replicate = ("replicate", axis), self.layout.replicate
+        alone = DeviceMesh.from_group(self._group_of(axis), device.type)
+        if replicate == 1:
+            return alone, alone
+        ranks = torch.tensor(self._ranks(*names)).view(replicate, -1)
+        groups = [self._group_of(name) for name in names]
+        return alone, DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
     def group(self, *names: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks along these axes; the first call for them is collective."""

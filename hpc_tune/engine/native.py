@@ -357,7 +357,7 @@ def _load_stages(
     for cut in cuts:
         stage, partial = _load_stage(cut, settings, mesh, collectives)
         stages.append(stage)
-        trained += trained_of(stage, mesh, partial, settings.parallel.expert > 1)
+        trained += trained_of(stage, mesh, partial)
     return stages, trained
 
 
@@ -373,17 +373,15 @@ def _load_stage(
     partial: frozenset[str] = frozenset()
     if mesh.tensor is not None:
         stage, partial = slice_model(stage, Axis(mesh.tensor, collectives))
-    if parallel.expert > 1:
-        stage = deal_experts(stage, mesh.coordinates.shard, parallel.expert)
+    if (experts_group := mesh.group("expert")) is not None:
+        stage = deal_experts(stage, experts_group.rank(), experts_group.size())
     if settings.optim.is_8bit:
         require_whole_slices(stage)
     if train.float8:
         check_float8(device)
         use_float8(blocks)
     use_own_layers(stage.module, blocks, train.compile, stage.dtype, device)
-    if parallel.expert > 1:
-        experts_group = mesh.group("shard")
-        assert experts_group is not None
+    if experts_group is not None:
         send_tokens(stage.module, experts_group, collectives)
     checkpoint_blocks(blocks, parallel.recompute)
     if train.compile:

@@ -80,9 +80,14 @@ def _counts(config: Any) -> list[int]:
     return [count for count in counts if isinstance(count, int) and count > 1]
 
 
+def num_experts(config: Any) -> int:
+    """Return the number of a layer's routed experts; 0 in a dense model."""
+    return max(_counts(config), default=0)
+
+
 def chosen_share(config: Any) -> float:
     """Return which share of a layer's routed experts a token goes through; 1 in a dense model."""
-    return chosen_experts(config) / max(counts) if (counts := _counts(config)) else 1.0
+    return chosen_experts(config) / num_experts(config) if has_experts(config) else 1.0
 
 
 def chosen_experts(config: Any) -> int:

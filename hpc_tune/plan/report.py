@@ -19,6 +19,7 @@ from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.memory.policy import DEVICE, HOST
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
+from hpc_tune.model.experts import ROUTED, kinds_of
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.advice import Remedy, fits, remedies_for
@@ -107,7 +108,7 @@ def make_plan(
         is_deep = built.config.num_hidden_layers > _WHOLE_UP_TO
         trace = partial(of_few_tokens, remembered(of_few_blocks if is_deep else trace_step))
         report = _of_zero(of_worst_rank(trace, step), resolved)
-        model_bytes = _model_bytes(shape, built, size, config.optim.is_8bit)
+        model_bytes = _model_bytes(shape, built, size, resolved.layout, config.optim.is_8bit)
         phases = memory_by_phase(report, machine, model_bytes, settings)
 
         def left_at(rows: int, length: int, of_step: int) -> int:
@@ -237,20 +238,30 @@ def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
 
 
 def _model_bytes(
-    shape: ModelShape, built: BuiltModel, size: ModelSize, is_8bit: bool
+    shape: ModelShape, built: BuiltModel, size: ModelSize, layout: Layout, is_8bit: bool
 ) -> ModelBytes:
     stored = _stored_dtypes(shape.directory, built) or {shape.dtype}
-    tensors = [p.numel() for p in built.module.parameters()]
-    blocks = [sum(p.numel() for p in b.parameters()) for b in block_list(built.module)]
+    largest = max(p.numel() for p in built.module.parameters())
     return ModelBytes(
         size.trained_bytes,
-        max(tensors) * max(dtype.itemsize for dtype in stored),
-        max(*blocks, *tensors) * shape.dtype.itemsize,
+        largest * max(dtype.itemsize for dtype in stored),
+        _gathered_values(built, layout) * shape.dtype.itemsize,
         size.is_full,
         is_stored_so=stored == {shape.dtype},
         # Moments in 8 bits are saved in fp32, whatever the weights are.
         more_saved=MOMENTS * (4 * size.num_trained - size.trained_bytes) if is_8bit else 0,
     )
+
+
+def _gathered_values(built: BuiltModel, layout: Layout) -> int:
+    """Return the most values that are gathered at once: a block, its dealt experts, or a tensor."""
+    module, kinds = built.module, kinds_of(built.module)
+    dealt = {p for p, kind in kinds.items() if kind == ROUTED and layout.expert > 1}
+    others = [[p.numel() for p in b.parameters() if p not in dealt] for b in block_list(module)]
+    others += [[p.numel()] for p in module.parameters() if p not in dealt]
+    experts = [[p.numel() for p in b.parameters() if p in dealt] for b in block_list(module)]
+    of_rank = max(map(sum, experts)) // layout.expert if layout.shards_experts else 0
+    return max(*map(sum, others), of_rank)
 
 
 def _stored_dtypes(directory: Path, built: BuiltModel) -> set[torch.dtype]:

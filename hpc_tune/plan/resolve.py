@@ -91,7 +91,8 @@ def choose_layout(
     replicate, shard = parallel.replicate, parallel.shard
     rest = world_size // parallel.ranks_needed
     if replicate is not None or shard is not None:
-        layout = Layout(replicate or rest, shard or rest, tensor, pipeline)
+        axes = (replicate or rest, shard or rest, tensor, pipeline)
+        layout = Layout(*axes, parallel.expert)
         return layout, f"as configured, {format_bytes(static_bytes(size, layout))} per rank"
     whole = Layout(rest, 1, tensor, pipeline)
     needed, room = static_bytes(size, whole), int(bytes_per_rank * STATE_SHARE)

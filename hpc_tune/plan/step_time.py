@@ -30,6 +30,7 @@ from hpc_tune.step.size import ModelSize
 
 # The sums of a step's tokens, loss, gradient norm and memory.
 _SMALL_SUMS = 4
+_UNIT_BY_UNIT = (("shard",), ("expert_shard",), ("replicate",))  # what FSDP2 adds up over
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,6 @@ def _reducing_s(plan: StepPlan, placed: _Placed, num_micro: int, place: int) -> 
     messages = [*summed_gradients(plan, num_micro, place)]
     waits: dict[tuple[str, tuple[str, ...]], float] = {}
     for m in messages:
-        num_units = plan.units_of(place) if m.axes in (("shard",), ("replicate",)) else 1
+        num_units = plan.units_of(place) if m.axes in _UNIT_BY_UNIT else 1
         waits[m.kind, m.axes] = m.times * num_units * placed.sync_of(m.ranks)
     return sum(map(placed.moving_s, messages)) + sum(waits.values())

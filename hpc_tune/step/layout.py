@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_OUTERMOST_FIRST = ("pipeline", "replicate", "shard", "tensor")
+_OUTERMOST_FIRST = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
+_OF_SHARDS = ("expert_shard", "expert")
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,17 @@ class Layout:
     ``replicate`` counts copies of the base weights and ``shard`` the ranks that hold one copy
     together, each with rows of its own. The ranks of the ``tensor`` axis share each matrix product,
     those of the ``pipeline`` axis hold different decoder blocks; both work on the same rows.
+
+    A mixture's routed experts are dealt over ``expert`` neighbours of the shard axis, and those of
+    one rank are sharded over the ``expert_shard`` ranks that have the same: for experts the shard
+    axis is expert_shard x expert.
     """
 
     replicate: int
     shard: int
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     @property
     def size(self) -> int:
@@ -34,6 +40,16 @@ class Layout:
     def data_size(self) -> int:
         """How many ranks have rows of their own."""
         return self.replicate * self.shard
+
+    @property
+    def expert_shard(self) -> int:
+        """How many ranks of the shard axis have the same experts."""
+        return self.shard // self.expert
+
+    @property
+    def shards_experts(self) -> bool:
+        """Whether experts are dealt, and those of a rank sharded."""
+        return self.expert > 1 and self.expert_shard > 1
 
     def size_of(self, axes: Iterable[str]) -> int:
         """Return the ranks of a group along these axes."""
@@ -52,13 +68,13 @@ class Layout:
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks that stand where ``rank`` does on all axes but ``axes``, in order."""
-        own, ranks, stride = self.coordinates(rank), [rank], self.size
+        ranks, stride = [rank], self.size
         for axis in _OUTERMOST_FIRST:
             size = getattr(self, axis)
             stride //= size
-            if axis in axes:
-                first = getattr(own, axis)
-                ranks = [r + (i - first) * stride for r in ranks for i in range(size)]
+            if axis in axes or (axis in _OF_SHARDS and "shard" in axes):
+                own = rank // stride % size
+                ranks = [r + (i - own) * stride for r in ranks for i in range(size)]
         return tuple(ranks)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:

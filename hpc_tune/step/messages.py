@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpc_tune.config.parallel import AXES
-from hpc_tune.model.experts import chosen_experts
+from hpc_tune.model.experts import chosen_experts, num_experts
 from hpc_tune.model.loss import MIN_TOKENS, TRAINED_LOGITS_BYTES
 from hpc_tune.step.plan import Micro, StepPlan
 from hpc_tune.step.rings import Kind, sent_bytes
@@ -101,7 +101,7 @@ def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
             case _:
                 times = 2 * num_micro
         num_bytes = plan.itemsize * weights.num_values if plan.gathers_cast else weights.num_bytes
-        yield _over(plan, "all_gather", ("shard",), num_bytes, times)
+        yield _over(plan, "all_gather", (plan.shard_axis(weights.kind),), num_bytes, times)
 
 
 def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Message]:
@@ -113,7 +113,7 @@ def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
     reshard=step in the last, and an all-reduce of the own shard over the replicas. A pipeline's
     first and last stage add up what they hold both, the embedding that is the head too.
     """
-    layout, parallel, shard = plan.layout, plan.parallel, plan.layout.shard
+    layout, parallel = plan.layout, plan.parallel
     held = plan.held_by(place)
     for weights in held:
         if weights.is_trained and not plan.is_sharded(weights):
@@ -124,14 +124,14 @@ def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
     for weights in filter(plan.is_sharded, held):
-        num_bytes = itemsize * weights.num_values
-        yield _over(plan, "reduce_scatter", ("shard",), num_bytes, passes)
-        yield _over(plan, "all_reduce", ("replicate",), num_bytes // shard)
+        num_bytes, shards = itemsize * weights.num_values, plan.shards_of(weights)
+        yield _over(plan, "reduce_scatter", (plan.shard_axis(weights.kind),), num_bytes, passes)
+        yield _over(plan, "all_reduce", ("replicate",), num_bytes // shards)
         if weights.role == "partial":
-            yield _over(plan, "all_reduce", ("tensor",), weights.num_bytes // shard)
+            yield _over(plan, "all_reduce", ("tensor",), weights.num_bytes // shards)
     if plan.is_tied and layout.pipeline > 1 and place in (0, layout.pipeline - 1):
         embedding = sum(w.num_bytes for w in held if w.part == "embedding")
-        yield Message("all_reduce", ENDS, 2, embedding // shard)
+        yield Message("all_reduce", ENDS, 2, embedding // layout.shard)
 
 
 def tensor_messages(
@@ -181,18 +181,20 @@ def tensor_messages(
 def expert_messages(
     plan: StepPlan, computed: Sequence[Micro], recomputes: bool = False, place: int = 0
 ) -> Iterator[Message]:
-    """Yield the messages of tokens to experts that are dealt over the shard axis, and back.
+    """Yield the messages of tokens to experts that are dealt over ranks, and back.
 
     Where routers choose evenly: each of a token's experts gets its hidden values and sends as many
-    back, and so their gradients. A block that runs again sends them again, and a first block with
-    nothing trained in front of its experts sends back no gradients of its input: not counted off.
+    back, and so their gradients. Before them goes how many there are for each expert, in 8 bytes. A
+    block that runs again sends them again, and a first block with nothing trained in front of its
+    experts sends back no gradients of its input: not counted off.
     """
-    if plan.parallel.expert == 1:
+    if plan.layout.expert == 1:
         return
-    recomputes = recomputes or plan.parallel.recompute != "none"
+    over, mixtures = partial(_over, plan, "all_to_all", ("expert",)), plan.mixtures_of(place)
+    forward = 2 if recomputes or plan.parallel.recompute != "none" else 1
     rows = plan.values(computed) * chosen_experts(plan.model)
-    times = plan.mixtures_of(place) * (6 if recomputes else 4)
-    yield _over(plan, "all_to_all", ("shard",), rows * plan.wire_itemsize, times)
+    yield over(rows * plan.wire_itemsize, 2 * mixtures * (forward + 1))
+    yield over(8 * num_experts(plan.model), mixtures * forward * len(computed))
 
 
 def zero_messages(plan: StepPlan, stage: int, num_micro: int) -> Iterator[Message]:

@@ -102,7 +102,7 @@ class StepPlan:
     @property
     def spreads_gradients(self) -> bool:
         """Whether a rank has a part of the gradients, so that their norm is a sum over ranks."""
-        shards = (self.size.is_full and self.uses_fsdp) or self.parallel.expert > 1
+        shards = (self.size.is_full and self.uses_fsdp) or self.layout.expert > 1
         return shards or self.layout.tensor > 1 or self.layout.pipeline > 1
 
     def skips_empty(self, training: bool = True) -> bool:
@@ -135,16 +135,20 @@ class StepPlan:
         return is_trained and (not self.size.is_full or (self.gathers_cast and is_vector))
 
     def deals(self, kind: str) -> bool:
-        """Whether weights of a kind are experts that are dealt over the shard axis."""
-        return self.parallel.expert > 1 and kind == ROUTED
+        """Whether weights of a kind are experts that are dealt over ranks of the shard axis."""
+        return self.layout.expert > 1 and kind == ROUTED
+
+    def shard_axis(self, kind: str) -> str:
+        """Return over which axis weights of a kind are sharded: dealt experts by a part of it."""
+        return "expert_shard" if self.deals(kind) else "shard"
 
     def reducing_axes(self, is_partial: bool, is_dealt: bool = False) -> tuple[str, ...]:
         """Return the axes that add a gradient up; for a partial sum the tensor axis is one too.
 
-        ``is_dealt``: of experts on the shard axis, where each rank has all of theirs.
+        ``is_dealt``: of experts, whose ranks have had the tokens of all that they are dealt over.
         """
         if is_dealt:
-            return ("replicate",)
+            return ("replicate", "expert_shard")
         return ("replicate", "shard", "tensor") if is_partial else ("replicate", "shard")
 
     def values(self, computed: Sequence[Micro]) -> int:
@@ -196,27 +200,32 @@ class StepPlan:
             if weights.part == "blocks":
                 part = weights.in_blocks(self.blocks_of(place), layers)
             ways = layout.tensor if weights.role == "slice" else 1
-            ways *= self.parallel.expert if weights.kind == ROUTED else 1
+            ways *= self.layout.expert if weights.kind == ROUTED else 1
             num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
             held.append(replace(weights, num_values=part // ways, num_bytes=num_bytes))
         return held
 
     def is_sharded(self, weights: Weights) -> bool:
         """Whether FSDP2 shards these."""
-        return (
-            not self.deals(weights.kind)
-            and self.uses_fsdp
-            and not self.stays_whole(weights.is_trained, weights.is_vector)
-        )
+        if self.deals(weights.kind) and not self.layout.shards_experts:
+            return False
+        return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
+
+    def shards_of(self, weights: Weights) -> int:
+        """Return over how many ranks these are sharded."""
+        if not self.is_sharded(weights):
+            return 1
+        return self.layout.size_of([self.shard_axis(weights.kind)])
 
     def units_of(self, place: int) -> int:
         """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
-        return -(-len(self.blocks_of(place)) // self.parallel.blocks_per_unit) + 1
+        experts = self.mixtures_of(place) if self.layout.shards_experts else 0
+        return -(-len(self.blocks_of(place)) // self.parallel.blocks_per_unit) + 1 + experts
 
     def updated_by(self, place: int) -> int:
         """Return how many values a rank's optimizer updates."""
         return sum(
-            weights.num_values // (self.layout.shard if self.is_sharded(weights) else 1)
+            weights.num_values // self.shards_of(weights)
             for weights in self.held_by(place)
             if weights.is_trained
         )

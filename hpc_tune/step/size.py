@@ -179,13 +179,15 @@ def _blocks_of(module: LossModel) -> dict[nn.Parameter, int]:
 def static_bytes(size: ModelSize, layout: Layout) -> int:
     """Return the bytes per rank of weights, gradients and optimizer state.
 
-    Adapters (a frozen base is there) and the scales of a 4-bit base are not sharded; all else is
-    divided by the shards. The tensor and pipeline axes divide everything, but for norms and uneven
-    stages.
+    Adapters (a frozen base is there) and the scales of a 4-bit base are not sharded, but those on
+    experts are dealt with them; all else is divided by the shards. The tensor and pipeline axes
+    divide everything, but for norms and uneven stages.
     """
     state = STATE_COPIES * size.trained_bytes - size.spared_bytes
     cut = layout.tensor * layout.pipeline
     if not size.is_full:
+        routed = sum(w.num_bytes for w in size.weights if w.is_trained and w.kind == ROUTED)
+        state -= STATE_COPIES * (routed - routed // layout.expert)
         return size.frozen_bytes // (layout.shard * cut) + (size.scale_bytes + state) // cut
     return state // (layout.shard * cut)
 

@@ -216,12 +216,30 @@ def test_the_doctor_measures_the_links_of_three_ranks(tmp_path, mode):
     assert [pair["ranks"] for pair in told["links"]["pairs"]] == [[0, 1], [0, 2], [1, 2]]
 
 
-@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.full)])
-def test_tokens_are_sent_to_experts_and_back_on_four_ranks(tmp_path, monkeypatch, mode):
+@pytest.mark.parametrize(
+    ("mode", "method", "axes"),
+    [
+        ("lazy", "lora", ["replicate=2", "shard=2", "expert=2"]),
+        *(
+            pytest.param(mode, method, axes, marks=pytest.mark.full)
+            for mode, method, axes in (
+                ("eager", "lora", ["replicate=2", "shard=2", "expert=2"]),
+                ("lazy", "lora", ["shard=4", "expert=2"]),
+                ("eager", "lora", ["shard=4", "expert=2"]),
+                ("lazy", "full", ["shard=4", "expert=2"]),
+                ("eager", "full", ["shard=4", "expert=2"]),
+            )
+        ),
+    ],
+)
+def test_tokens_are_sent_to_experts_and_back_on_four_ranks(
+    tmp_path, monkeypatch, mode, method, axes
+):
     monkeypatch.setenv(MODE, mode)
     model = write_mixture("qwen2_moe", tmp_path / "model")
-    axes = ["replicate=2", "shard=2", "expert=2"]
-    overrides = words(tmp_path, "experts", "lora", axes, "tune.targets=[all-linear,experts]")
+    overrides = words(tmp_path, "experts", method, axes)
+    if method == "lora":
+        overrides.append("tune.targets=[all-linear,experts]")
     # Of three rows one rank has none in the end, and computes and sends all the same.
     overrides = [
         *overrides,

@@ -81,6 +81,10 @@ def test_the_report_of_a_failed_run_names_hosts():
         ({"replicate": 2, "shard": 16}, 24, {"shard": 12}),
         ({"replicate": 1, "shard": 32}, 24, {"shard": 24}),
         ({"shard": 16}, 8, {"shard": 8}),
+        ({"shard": 16, "expert": 8}, 24, {"shard": 8}),
+        ({"replicate": 1, "shard": 32, "expert": 8}, 24, {"shard": 24}),
+        ({"replicate": 1, "shard": 16, "expert": 8}, 12, {"shard": 12, "expert": 4}),
+        ({"shard": 8, "expert": 8}, 6, {"shard": 6, "expert": 2}),
         ({"replicate": 4}, 24, {}),
         ({"replicate": 4}, 6, {"replicate": 3}),
         ({"tensor": 4, "replicate": 2}, 4, {"replicate": 1}),
@@ -100,6 +104,7 @@ def test_the_largest_layout_that_divides_fewer_ranks(axes, num_ranks, expected):
             product *= size or 1
         assert num_ranks % product == 0
         assert None in sizes[:2] or product == num_ranks
+        assert (new.shard or 1) % new.expert == 0
 
 
 @pytest.mark.parametrize(

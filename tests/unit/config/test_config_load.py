@@ -447,6 +447,16 @@ def test_deepspeed_settings_that_cannot_be_are_refused(write, overrides, said):
         load_config(write(SOME), overrides.split())
 
 
+@pytest.mark.parametrize("shard", ["", "parallel.shard=6"])
+def test_experts_are_dealt_over_a_divisor_of_the_shards(write, shard):
+    words = ["parallel.expert=4", *shard.split()]
+    said = "over ranks of parallel.shard, which is (unset|6); set that to 4 or a multiple of it"
+    with pytest.raises(ConfigError, match=said):
+        load_config(write(SOME), words)
+    for shards in (4, 12):
+        load_config(write(SOME), ["parallel.expert=4", f"parallel.shard={shards}"])
+
+
 def test_settings_without_an_effect_are_refused(write):
     assert "tune.dropout has no effect" in problem(write("tune: {method: full, dropout: 0.1}\n"))
     assert "tune.rslora has no effect" in problem(write("tune: {method: full, rslora: true}\n"))

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_tune.config.schema import OptimConfig
 from hpc_tune.engine.adamw import MOMENTS, make_adamw
-from hpc_tune.engine.fsdp import release_gathered
+from hpc_tune.engine.fsdp import _placement, release_gathered
 from hpc_tune.engine.optimizer_offload import OffloadedState
 
 
@@ -55,6 +55,14 @@ def test_moments_that_are_moved_are_plain_tensors_and_shards_again_later(alone):
         ended.append([t.full_tensor() for t in (*weights, *_moments(adamw, weights))])
     for one, other in zip(*ended, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [((4, 6, 8), 2, 0), ((3, 6, 8), 2, 1), ((3, 5, 8), 2, 2), ((3, 5, 7), 2, 0), ((1, 6), 3, 1)],
+)
+def test_experts_of_a_rank_are_sharded_whole_where_their_number_allows_it(shape, ranks, dim):
+    assert _placement(ranks, nn.Parameter(torch.empty(shape))).dim == dim
 
 
 def _moments(adamw, weights):

@@ -5,7 +5,13 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.policy import STATE_SHARE
 from hpc_tune.plan.hardware import Machine
-from hpc_tune.plan.resolve import check_layout, choose_layout, keeps_gathered, resolve
+from hpc_tune.plan.resolve import (
+    check_layout,
+    choose_layout,
+    keeps_gathered,
+    resolve,
+    with_layout,
+)
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, static_bytes
 
@@ -168,6 +174,17 @@ def test_nodes_with_different_numbers_of_ranks_hold_no_copies_of_their_own():
 def test_a_layout_prints_its_axes():
     assert str(Layout(2, 8)) == "replicate 2 x shard 8"
     assert str(Layout(1, 2, 8, 4)) == "replicate 1 x shard 2 x tensor 8 x pipeline 4"
+
+
+def test_the_shard_axis_is_ranks_with_the_same_experts_x_ranks_that_they_are_dealt_over():
+    layout = Layout(2, 4, expert=2)
+    assert layout.groups("shard") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert layout.groups("expert") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert layout.groups("expert_shard") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert layout.groups("replicate", "expert_shard") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    parallel = ParallelConfig(shard=4, expert=2)
+    assert choose_layout(parallel, 8, FULL, 1 << 40)[0] == layout
+    assert with_layout(parallel, layout).expert == 2
 
 
 def test_every_rank_has_a_place_of_its_own_and_tensor_ranks_are_neighbours():

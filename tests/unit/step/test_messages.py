@@ -117,6 +117,42 @@ def test_an_interleaved_pipeline_fills_up_with_rows_of_one_token(tied):
     assert sent["send"] == 3 * (6 * 32 + 2) * HIDDEN * 4
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shape") / "mixture"
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return write_shape(folder, "qwen3-30b-a3b", blocks=2, **sizes)
+
+
+EXPERTS_BYTES = 2 * 8 * 3 * HIDDEN * 32 * 4  # gate, up and down of 8 experts in two blocks
+
+
+def test_experts_are_gathered_by_the_ranks_that_have_the_same_alone(mixture):
+    """Of weights over 4 ranks each sends 3 / 4, of those of half the experts over 2 ranks 1 / 2."""
+    whole, halves, dealt = (
+        expected(mixture, "full", Layout(1, 4, expert=expert), MICROS) for expert in (1, 2, 4)
+    )
+    in_all, in_halves = 3 * EXPERTS_BYTES // 4, EXPERTS_BYTES // 2 // 2
+    for kind, times in (("all_gather", 2 * len(MICROS)), ("reduce_scatter", len(MICROS))):
+        assert whole[kind] - halves[kind] == times * (in_all - in_halves), kind
+        assert halves[kind] - dealt[kind] == times * in_halves, kind
+    # In each of two layers a token's hidden values go to two experts and back, and so do their
+    # gradients; of rows that routers spread evenly a half stays, or a fourth.
+    rows_bytes = 2 * 2 * TOKENS * HIDDEN * 4
+    counts_bytes = 2 * len(MICROS) * 8 * 8  # of the rows for each expert
+    assert "all_to_all" not in whole
+    assert halves["all_to_all"] == (4 * rows_bytes + counts_bytes) // 2
+    assert dealt["all_to_all"] == (4 * rows_bytes + counts_bytes) * 3 // 4
+
+
+def test_replicas_of_sharded_experts_add_up_their_own_part_alone(mixture):
+    """An all-reduce of n bytes over two ranks sends n; of the experts n is a fourth of them."""
+    plain, halves = (
+        expected(mixture, "full", Layout(2, 4, expert=expert), MICROS) for expert in (1, 2)
+    )
+    assert plain["all_reduce"] == halves["all_reduce"]
+
+
 ENGINE = """
 import json, sys
 import torch
@@ -155,12 +191,25 @@ FULL, LORA = "tune.method=full", "tune.method=lora"
 FP32, BF16 = "model.dtype=fp32", "model.dtype=bf16"
 IN_FP32 = "tune.param_dtype=fp32"
 BLOCK = "parallel.reshard=block"
+EXPERTS = "tune.targets=[all-linear,experts]"
 CASES = [
     ("tied", [FULL, FP32, "parallel.tensor=2", "parallel.pipeline=4"]),
     ("tied", [FULL, BF16, IN_FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
     ("phi", [LORA, FP32, "parallel.tensor=2", "parallel.recompute=selective"]),
+    ("mixture", [LORA, FP32, "parallel.shard=4", "parallel.expert=2", BLOCK, EXPERTS]),
 ]
 MORE_CASES = [
+    *(
+        ("mixture", [method, BF16, IN_FP32, *(f"parallel.{axis}" for axis in axes)])
+        for method in (FULL, LORA)
+        for axes in (
+            ["shard=4", "expert=4", "reshard=block"],
+            ["replicate=2", "shard=4", "expert=2", "reshard=block", "recompute=full"],
+            ["shard=8", "expert=2", "reshard=micro", "blocks_per_unit=2"],
+            ["shard=4", "expert=2", "reshard=step", "recompute=selective"],
+            ["pipeline=2", "shard=4", "expert=2", "reshard=block"],
+        )
+    ),
     ("tied", [FULL, FP32, "parallel.shard=2", "parallel.reduce_dtype=bf16", BLOCK]),
     ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.recompute=full"]),
     ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
@@ -190,13 +239,14 @@ MORE_CASES = [
     ],
     ids=["few", "many"],
 )
-def test_the_engine_counts_what_the_formulas_say(tmp_path, cases):
+def test_the_engine_counts_what_the_formulas_say(tmp_path, mixture, cases):
     """Of layouts that take more ranks than a test can start: the real engine in a fake world."""
     folders = {
         "tied": write_shape(tmp_path / "tied", tie_word_embeddings=True),
         "llama": write_shape(tmp_path / "llama", blocks=5, tie_word_embeddings=False),
         "qwen": write_shape(tmp_path / "qwen", "qwen3-32b", blocks=5),
         "phi": write_shape(tmp_path / "phi", "phi3-mini", blocks=2),
+        "mixture": mixture,
     }
     axes = ("replicate", "shard", "tensor", "pipeline")
     jobs = []

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_tune.model.experts import ROUTED
 from hpc_tune.plan.hardware import peak_flops
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import (
     ModelSize,
+    Weights,
     attention_flops,
     flops_per_token,
     measure,
@@ -48,6 +50,14 @@ def test_full_fine_tuning_takes_16_bytes_a_value_divided_by_the_shards(layout, n
 )
 def test_a_frozen_base_is_divided_and_adapters_stay_whole(layout, num_bytes):
     assert static_bytes(ModelSize(1000, 10, 2000, 40), layout) == num_bytes
+
+
+def test_adapters_on_experts_are_dealt_with_them():
+    routed = Weights("blocks", "whole", True, False, 8, 32, ROUTED)
+    size = ModelSize(1000, 10, 2000, 40, weights=(routed,))
+    # Of ten values with adapters 8 are on experts, of which a rank has a half, or a fourth.
+    for expert, held in ((1, 10), (2, 6), (4, 4)):
+        assert static_bytes(size, Layout(1, 4, expert=expert)) == 500 + 16 * held
 
 
 def config(tied):
