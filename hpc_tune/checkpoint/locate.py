@@ -195,7 +195,8 @@ def _line(checkpoint: Path, check_bytes: bool) -> str:
         verify(checkpoint)
     num_bytes = sum(f.stat().st_size for f in checkpoint.rglob("*") if f.is_file())
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.stat().st_mtime))
-    layout = " x ".join(f"{axis} {n}" for axis, n in state.layout.items())
+    layout = " x ".join(f"{axis} {n}" for axis, n in state.layout.items() if axis != "expert")
+    layout += f", experts over {n}" if (n := state.layout.get("expert")) else ""
     verified = "every byte verified" if check_bytes else "not verified (--verify)"
     return (
         f"{checkpoint.name}  step {state.step} of {state.total_steps}  {format_bytes(num_bytes)}  "

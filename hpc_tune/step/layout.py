@@ -6,7 +6,7 @@ axes that talk most are neighbours, which launchers put on one node.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 _OUTERMOST_FIRST = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
 _OF_SHARDS = ("expert_shard", "expert")
@@ -82,6 +82,11 @@ class Layout:
         groups = (self.group_of(rank, *axes) for rank in range(self.size))
         return list(dict.fromkeys(groups))
 
+    @property
+    def saved(self) -> dict[str, int]:
+        """What checkpoints say of it: ranks by axis, and by ``expert`` where experts are dealt."""
+        return {name: n for name, n in asdict(self).items() if name != "expert" or n > 1}
+
     def __str__(self) -> str:
         axes = {"replicate": self.replicate, "shard": self.shard}
         axes |= {
@@ -89,7 +94,8 @@ class Layout:
             for name, size in (("tensor", self.tensor), ("pipeline", self.pipeline))
             if size > 1
         }
-        return " x ".join(f"{name} {size}" for name, size in axes.items())
+        dealt = f", experts over {self.expert}" if self.expert > 1 else ""
+        return " x ".join(f"{name} {size}" for name, size in axes.items()) + dealt
 
 
 @dataclass(frozen=True)

@@ -351,7 +351,7 @@ def prepare_control(
         data.total_steps,
         model.built.identity,
         trainer.position,
-        asdict(plan.layout),
+        plan.layout.saved,
         micro_size,
         job.config.model_dump(),
         model_sample=model.sample,

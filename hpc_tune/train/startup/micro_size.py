@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 
@@ -34,7 +33,7 @@ def decide_micro_size(
     config, layout = model.config, plan.layout
     if config.batch.micro_size != "auto":
         return config.batch.micro_size
-    if saved is not None and saved.layout == asdict(layout):
+    if saved is not None and saved.layout == layout.saved:
         return saved.micro_size
     most_rows = most_micro_rows(config.batch, layout)
     limit = job.step_limit()

@@ -174,6 +174,13 @@ def test_nodes_with_different_numbers_of_ranks_hold_no_copies_of_their_own():
 def test_a_layout_prints_its_axes():
     assert str(Layout(2, 8)) == "replicate 2 x shard 8"
     assert str(Layout(1, 2, 8, 4)) == "replicate 1 x shard 2 x tensor 8 x pipeline 4"
+    assert str(Layout(1, 4, expert=2)) == "replicate 1 x shard 4, experts over 2"
+
+
+def test_checkpoints_say_over_how_many_ranks_experts_are_dealt_if_they_are():
+    axes = {"replicate": 1, "shard": 4, "tensor": 1, "pipeline": 1}
+    assert Layout(1, 4).saved == axes
+    assert Layout(1, 4, expert=2).saved == {**axes, "expert": 2}
 
 
 def test_the_shard_axis_is_ranks_with_the_same_experts_x_ranks_that_they_are_dealt_over():
