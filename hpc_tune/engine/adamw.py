@@ -74,15 +74,13 @@ def parameter_groups(
 
     Matrices get weight decay, vectors (norms, biases, magnitudes) do not. The ratio of B and
     vectors is optim.lora_b_ratio, as in peft's ``create_loraplus_optimizer``. What FSDP2 shards is
-    apart from what it does not, and from what it shards over other ranks: the fused update takes no
-    mixture of them.
+    apart from what it does not: the fused update takes no mixture of them.
     """
-    groups: dict[tuple[bool, bool, int], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         is_vector = parameter.dim() < 2
         is_faster = optim.lora_b_ratio != 1 and (is_vector or ".lora_B." in name)
-        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 0
-        key = (is_vector, is_faster, ranks)
+        key = (is_vector, is_faster, isinstance(parameter, DTensor))
         groups.setdefault(key, []).append(parameter)
     return [
         {

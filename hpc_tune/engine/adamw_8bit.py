@@ -56,15 +56,17 @@ def require_whole_slices(stage: BuiltModel) -> None:
     """Check that what a rank has of each trained tensor is one region, whose blocks can be saved.
 
     Raises:
-        ConfigError: for fused experts, of which a rank of parallel.tensor has two slices.
+        ConfigError: for fused experts, of which a rank of parallel.tensor has two slices, and
+        adapters on experts that parallel.expert deals, of which it has one for each of their ranks.
     """
     for name, parameter in stage.module.named_parameters():
         cut = stage.slices.get(name)
         if cut is not None and cut.parts > 1 and parameter.requires_grad:
             raise ConfigError(
-                f"optim.name=adamw_8bit with parallel.tensor > 1: {stage.saved_names[name]} is cut "
-                f"into {cut.parts} slices for each rank, and moments in 8 bits into one; use "
-                "parallel.shard or parallel.pipeline, or optim.name=adamw"
+                f"optim.name=adamw_8bit with parallel.tensor or parallel.expert > 1: "
+                f"{stage.saved_names[name]} is cut into {cut.parts} slices for each rank, and "
+                "moments in 8 bits into one; use parallel.shard or parallel.pipeline, or "
+                "optim.name=adamw"
             )
 
 

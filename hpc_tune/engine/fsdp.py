@@ -43,7 +43,7 @@ def shard(
     parameters = built.module.parameters()
     whole = {p for p in parameters if plan.stays_whole(p.requires_grad, p.dim() < 2)}
     experts: list[nn.Module] = []
-    if mesh.layout.shards_experts:
+    if plan.shards_experts:
         experts = [part for _, part in experts_in(built.module)]
     elif mesh.layout.expert > 1:  # dealt, and nothing is left to shard
         whole |= {p for n, p in built.module.named_parameters() if n in built.slices}

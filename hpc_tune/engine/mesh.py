@@ -33,7 +33,7 @@ class Mesh:
         # Weights that are offloaded are FSDP's also where nothing is sharded.
         self._shards = self._meshes_of("shard", device)
         self._shards_of_experts = self._shards
-        if layout.shards_experts:
+        if layout.expert > 1:
             self._shards_of_experts = self._meshes_of("expert_shard", device)
 
     def weights(self, with_replicas: bool, of_experts: bool = False) -> DeviceMesh:

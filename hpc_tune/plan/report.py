@@ -260,7 +260,7 @@ def _gathered_values(built: BuiltModel, layout: Layout) -> int:
     others = [[p.numel() for p in b.parameters() if p not in dealt] for b in block_list(module)]
     others += [[p.numel()] for p in module.parameters() if p not in dealt]
     experts = [[p.numel() for p in b.parameters() if p in dealt] for b in block_list(module)]
-    of_rank = max(map(sum, experts)) // layout.expert if layout.shards_experts else 0
+    of_rank = max(map(sum, experts)) // layout.expert if layout.expert_shard > 1 else 0
     return max(*map(sum, others), of_rank)
 
 

@@ -46,11 +46,6 @@ class Layout:
         """How many ranks of the shard axis have the same experts."""
         return self.shard // self.expert
 
-    @property
-    def shards_experts(self) -> bool:
-        """Whether experts are dealt, and those of a rank sharded."""
-        return self.expert > 1 and self.expert_shard > 1
-
     def size_of(self, axes: Iterable[str]) -> int:
         """Return the ranks of a group along these axes."""
         return math.prod(getattr(self, axis) for axis in axes)

@@ -207,9 +207,17 @@ class StepPlan:
 
     def is_sharded(self, weights: Weights) -> bool:
         """Whether FSDP2 shards these."""
-        if self.deals(weights.kind) and not self.layout.shards_experts:
+        if self.deals(weights.kind) and not self.shards_experts:
             return False
         return self.uses_fsdp and not self.stays_whole(weights.is_trained, weights.is_vector)
+
+    @property
+    def shards_experts(self) -> bool:
+        """Whether experts are dealt, and FSDP2 has them: to shard those of a rank, or to cast them.
+
+        torch's grouped products know no autocast.
+        """
+        return self.layout.expert > 1 and (self.layout.expert_shard > 1 or self.gathers_cast)
 
     def shards_of(self, weights: Weights) -> int:
         """Return over how many ranks these are sharded."""
@@ -219,7 +227,7 @@ class StepPlan:
 
     def units_of(self, place: int) -> int:
         """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
-        experts = self.mixtures_of(place) if self.layout.shards_experts else 0
+        experts = self.mixtures_of(place) if self.shards_experts else 0
         return -(-len(self.blocks_of(place)) // self.parallel.blocks_per_unit) + 1 + experts
 
     def updated_by(self, place: int) -> int:

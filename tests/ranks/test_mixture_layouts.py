@@ -112,7 +112,7 @@ def test_sharded_experts_stop_and_go_on_in_other_layouts_and_back(tmp_path, trai
     assert_alike(tmp_path, ["run"])
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("trained", ["experts", "full"])
 def test_replicas_and_stages_of_sharded_experts_on_eight_ranks(tmp_path, trained):
