@@ -41,7 +41,8 @@ class Mesh:
 
         ``of_experts``: that of experts which are dealt.
         """
-        return (self._shards_of_experts if of_experts else self._shards)[with_replicas]
+        alone, replicated = self._shards_of_experts if of_experts else self._shards
+        return replicated if with_replicas else alone
 
     def _meshes_of(self, axis: str, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
         """Return the mesh of an axis, and that of replicate x axis."""
