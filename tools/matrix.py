@@ -1,12 +1,12 @@
 """Which architectures are trained right, in which way: tried, and written down as docs/models.md.
 
-    python tools/matrix.py [--only NAME ...] [--out docs/models.md] [--ranks 2]
+    python tools/matrix.py [--only NAME ...] [--methods ...] [--layouts ...] [--out docs/models.md]
 
 Each architecture is made small (see hpc_tune/model/shrink.py), with random values. Stock
 transformers and peft with torch's AdamW train it for some steps, one document at a time; hpc_tune
 does, in every method and layout, from the same files. A cell is the largest gap between the losses
 of a step, relative; a gap of more than 1e-4 after steps, or a crash, is an error, and the exit code
-is 1. What hpc_tune refuses is named with its reason.
+is 1. What hpc_tune refuses is named with its reason. A page that is there keeps what was not tried.
 """
 
 import argparse
@@ -23,8 +23,10 @@ from typing import Any
 import torch
 import transformers
 from matrix_models import MODELS, config_of
+from matrix_page import LAYOUTS, METHODS, Page
 from matrix_ranks import LENGTHS, LR, SEED, STEPS, documents
 
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import HpcTuneError
 from hpc_tune.model.adapters import names_as_they_are, targets_of
 from hpc_tune.model.blocks import block_list
@@ -41,8 +43,6 @@ from hpc_tune.step.stages import staging_problems
 from hpc_tune.train.startup.proof import Proof, try_out
 
 ROOT = Path(__file__).resolve().parent.parent
-METHODS = ("lora", "experts", "full", "dora", "qlora")
-LAYOUTS = ("one", "shard", "tensor", "pipeline", "zero3")
 JITTER = 1e-7
 TOLERANCE = 1e-4  # after steps of AdamW, which makes much of little gradients
 LAUNCH_S = 3600.0
@@ -56,7 +56,6 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     """
     from transformers import BitsAndBytesConfig
 
-    options: dict[str, Any] = {}
     auto = stock_class(read_config(directory))
     model: Any = auto.from_pretrained(directory, dtype=torch.float32)
     if method == "qlora":
@@ -66,10 +65,7 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
             llm_int8_skip_modules=_linears_outside_blocks(model),
         )
         options = {"quantization_config": quantised, "device_map": {"": "cpu"}}
-        model = auto.from_pretrained(directory, dtype=torch.float32, **options)
-    if method == "qlora":  # its kernels for CPUs compute in bf16, whatever they are told
-        model = model.dequantize()
-        _round_experts(model)
+        _round(model, auto.from_pretrained(directory, dtype=torch.float32, **options))
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         for parameter in model.parameters() if jitter else ():
@@ -96,21 +92,33 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     return losses
 
 
-def _round_experts(model: Any) -> None:
-    """Give each expert of a stack the values that bitsandbytes makes of it in 4 bits.
+@torch.no_grad()
+def _round(model: Any, quantised: Any) -> None:
+    """Give a model the values that bitsandbytes makes in 4 bits of its linear layers and experts.
 
-    It takes linear layers alone.
+    It quantises the former alone, and on CPUs computes in bf16 with some, whatever it is told.
     """
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+    from bitsandbytes.nn import Linear4bit
 
+    for name, layer in quantised.named_modules():
+        if isinstance(layer, Linear4bit):
+            _round_matrix(model.get_parameter(f"{name}.weight"))
     for experts in filter(is_decorated, model.modules()):
         for name in stack_names(experts):
-            for matrix in experts.get_parameter(name).data:
-                # As one row: of rows that are no whole blocks it takes wrong scales on CPUs.
-                packed = quantize_4bit(
-                    matrix.reshape(1, -1), blocksize=64, quant_type="nf4", compress_statistics=True
-                )
-                matrix.copy_(dequantize_4bit(*packed).view(matrix.shape))
+            for matrix in experts.get_parameter(name):
+                _round_matrix(matrix)
+    # As of each quantised model: some layers with a state call then what they else read.
+    model.config.get_text_config()._is_quantized = True
+
+
+def _round_matrix(matrix: torch.Tensor) -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    # As one row: of rows that are no whole blocks it takes wrong scales on CPUs with AVX512.
+    packed = quantize_4bit(
+        matrix.reshape(1, -1), blocksize=64, quant_type="nf4", compress_statistics=True
+    )
+    matrix.copy_(dequantize_4bit(*packed).view(matrix.shape))
 
 
 def _linears_outside_blocks(model: Any) -> list[str]:
@@ -182,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--out", type=Path, help="write the page there, too")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -196,19 +205,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, proof in proofs.items()
             if not proof.loss
             for method in options.methods
-            if method != "experts" or has_experts(read_shape(work / name))  # lora, on experts too
-            for layout in LAYOUTS
+            for layout in options.layouts
+            if has_experts(read_shape(work / name)) or "expert" not in method + layout
             if not _refused(name, proof, layout, work / name)
-            and not (method == "qlora" and proof.four_bits)
+            and not (method == "qlora" and proof.adapters)
         ]
         cells = _cells(rows, work)
-        table = _table(proofs, cells, options.methods, work)
+        page = _page(proofs, cells, options.methods, work)
+    versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
+    table = page.text(versions, sorted(MODELS))
     wrong = {key: text for key, text in cells.items() if text.startswith(("WRONG", "CRASH"))}
     print(table)
     for (name, method, layout), text in wrong.items():
         print(f"{name} {method} {layout}: {text}", file=sys.stderr)
     if options.out:
-        options.out.write_text(table, encoding="utf-8")
+        if options.out.exists():
+            rest = Page.read(options.out.read_text(encoding="utf-8"))
+            page = rest.updated(page, options.only, options.methods, options.layouts)
+        options.out.write_text(page.text(versions, sorted(MODELS)), encoding="utf-8")
     return 1 if wrong else 0
 
 
@@ -219,7 +233,7 @@ def _prepare(name: str, work: Path) -> Proof:
         config = config_of(name)
         without_dropout(config)
         (work / name).mkdir()
-        proof = try_out(config, four_bits=True)
+        proof = try_out(config, TuneConfig(method="qlora"))
         if not proof.loss:
             write_small(config, work / name)
         return proof
@@ -285,49 +299,34 @@ def _gap(losses: Sequence[float], wanted: Sequence[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
 
 
-def _table(
+def _page(
     proofs: dict[str, Proof],
     cells: dict[tuple[str, str, str], str],
     methods: Sequence[str],
     work: Path,
-) -> str:
-    """Return the page."""
-    versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
-    lines = [
-        "# Models\n",
-        f"Made by `python tools/matrix.py --out docs/models.md` with {versions}.\n",
-        "Each architecture was made small, with random values, and trained for some steps by\n"
-        "stock transformers, peft and AdamW, and by hpc_tune. A number is the largest gap between\n"
-        "their losses of a step, relative; `-` is refused before a run begins, for the reasons\n"
-        "below. `3e-04 of 4e-04`: stock tools' own losses change by the second number when all\n"
-        "weights change by a ten-millionth. A model of yours is tried in the same way at its\n"
-        "first start.\n",
-        "| architecture | packed | method | one rank | shard 2 | tensor 2 | pipeline 2 | ZeRO-3 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    notes = []
+) -> Page:
+    """Return the rows, and what is refused of them."""
+    page = Page()
     for name, proof in proofs.items():
         if proof.loss:
-            notes.append(f"- **{name}** is refused: {_short(proof.loss)}.")
+            page.notes.append(f"- **{name}** is refused: {_short(proof.loss)}.")
             continue
         is_mixture = has_experts(read_shape(work / name))
         for method in (m for m in methods if is_mixture or m != "experts"):
             row = [cells.get((name, method, layout), "-") for layout in LAYOUTS]
             for layout, text in zip(LAYOUTS, row, strict=True):
                 if text.startswith("refused: "):
-                    notes.append(f"- {name}, {method}, {layout}: {_short(text[9:])}.")
+                    page.notes.append(f"- {name}, {method}, {layout}: {_short(text[9:])}.")
             shown = ["-" if text.startswith("refused") else text for text in row]
-            packed = "no" if proof.packing else "yes"
-            lines.append(f"| {name} | {packed} | {method} | {' | '.join(shown)} |")
+            page.rows[name, method] = ["no" if proof.packing else "yes", *shown]
         for layout in ("tensor", "pipeline"):
             if why := _refused(name, proof, layout, work / name):
-                notes.append(f"- {name}, {layout}: {_short(why)}.")
-        if proof.four_bits:
-            notes.append(f"- {name}, qlora: {_short(proof.four_bits)}.")
+                page.notes.append(f"- {name}, {layout}: {_short(why)}.")
+        if proof.adapters:
+            page.notes.append(f"- {name}, qlora: {_short(proof.adapters)}.")
         if proof.packing:
-            notes.append(f"- {name}, packed: {_short(proof.packing)}.")
-    unique = list(dict.fromkeys(notes))
-    return "\n".join([*lines, "", "## What is refused, and why", "", *unique, ""])
+            page.notes.append(f"- {name}, packed: {_short(proof.packing)}.")
+    return page
 
 
 def _short(text: str) -> str:

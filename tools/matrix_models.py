@@ -43,6 +43,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "layer_types": ["mamba", "attention"],
     },
+    "granitemoehybrid-experts": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "layer_types": ["mamba", "attention"],
+    },
     "hunyuan_v1_dense": HEADS_OF_128,
     "hunyuan_v1_moe": HEADS_OF_128 | {"num_experts": 16, "moe_topk": 2},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
@@ -55,8 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str) -> Any:
-    """Return the configuration of an architecture."""
-    config = AutoConfig.for_model(name, **MODELS[name])
+    """Return the configuration of an architecture; some have a name for one of two kinds."""
+    config = AutoConfig.for_model(**{"model_type": name} | MODELS[name])
     for key, value in list(vars(config).items()):
         if isinstance(value, float) and value == 1.0 and ("multiplier" in key or "scal" in key):
             setattr(config, key, 1.3)

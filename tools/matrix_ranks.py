@@ -51,7 +51,7 @@ def settings(row: dict[str, Any]) -> RunConfig:
     if layout == "zero3":
         words += ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.reshard=auto"]
     elif layout != "one":
-        words += [f"parallel.{layout}=2"]
+        words += [f"parallel.{layout}=2", *(["parallel.shard=2"] if layout == "expert" else [])]
     return load_config(None, words)
 
 
@@ -69,7 +69,7 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
     config, size, name = settings(row), comm.world.size, row["layout"]
     layout = Layout(
         1 if name != "one" else size,
-        size if name in ("shard", "zero3") else 1,
+        size if name in ("shard", "zero3", "expert") else 1,
         size if name == "tensor" else 1,
         size if name == "pipeline" else 1,
     )

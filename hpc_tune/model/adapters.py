@@ -53,7 +53,7 @@ def with_adapters(
     linear = sorted(
         {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
-    _require_targets(tune, [name for name, _ in model.named_modules()], linear)
+    _require_targets(tune, model, linear)
     targets = targets_of(model, tune)
     if tune.expert_rank and not targets.stacks:
         raise ConfigError(
@@ -215,9 +215,10 @@ def _require_head_of_its_own(language: LanguageModel, tune: TuneConfig) -> None:
         )
 
 
-def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) -> None:
+def _require_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> None:
     """Refuse a target that is no module's name, which peft passes over beside one that is."""
     named = [] if isinstance(tune.targets, str) else tune.targets
+    modules = [name for name, _ in model.named_modules()]
     unknown = [
         name
         for name in named
@@ -226,9 +227,12 @@ def _require_targets(tune: TuneConfig, modules: list[str], linear: list[str]) ->
     if unknown:
         near = difflib.get_close_matches(unknown[0], linear, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        experts = sorted({path.rpartition(".")[2] for path, _ in stacks_of(model)})
+        # Files have other names for them, one by one: w1, gate_proj.
+        routed = f"; its routed experts, as one: {', '.join(experts)}" if experts else ""
         raise ConfigError(
             f"tune.targets={tune.targets}: no layer of this model is called "
-            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}"
+            f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}{routed}"
         )
 
 

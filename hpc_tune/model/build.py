@@ -189,7 +189,7 @@ def build(
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if tune.method == "qlora":
-        quantize_linears(block_list(model), dtype)
+        quantize_linears(model, dtype)
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
     # Before peft allocates by the sizes of a config.json that may be wrong.

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
+from hpc_tune.model.blocks import block_list
 from hpc_tune.model.experts import routers_of, stacks_of
 from hpc_tune.model.grouped_experts import (
     is_decorated,
@@ -72,18 +74,35 @@ class FourBitLinear(nn.Linear):
         from bitsandbytes import matmul_4bit
 
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        out = matmul_4bit(
-            x.to(self.compute_dtype), self.weight, quant_state=self._state(), bias=bias
-        )
+        given = x.to(self.compute_dtype)
+        if self.weight.device.type == "cpu" and self.in_features % BLOCK:
+            out: torch.Tensor = _Product.apply(self, given, self.weight)
+            out = out if bias is None else out + bias
+        else:
+            shape = (self.out_features, self.in_features)
+            out = matmul_4bit(given, self.weight, quant_state=self._state(shape), bias=bias)
         return out.to(x.dtype)
 
-    def _state(self) -> Any:
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the values of the whole weight.
+
+        As rows of a block each: a kernel of bitsandbytes (AVX512) takes a row's first scale from as
+        many as all rows before it have whole blocks, and wrong ones where a block goes on in the
+        next row.
+        """
+        from bitsandbytes.functional import dequantize_4bit
+
+        rows = 1 if self.num_values % BLOCK else self.num_values // BLOCK
+        state = self._state((rows, self.num_values // rows))
+        return dequantize_4bit(packed, state).view(self.out_features, self.in_features)
+
+    def _state(self, shape: tuple[int, int]) -> Any:
         from bitsandbytes.functional import QuantState
 
         scales: Any = self._buffers
         return QuantState(
             absmax=scales["scales"],
-            shape=torch.Size((self.out_features, self.in_features)),
+            shape=torch.Size(shape),
             blocksize=BLOCK,
             quant_type="nf4",
             dtype=self.compute_dtype,
@@ -97,18 +116,40 @@ class FourBitLinear(nn.Linear):
         )
 
 
-def quantize_linears(blocks: nn.Module, dtype: torch.dtype) -> None:
+class _Product(torch.autograd.Function):
+    """x @ weight.T of a packed weight, whose values are made in both passes and not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: FourBitLinear, x: torch.Tensor, packed: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(packed)
+        return F.linear(x, layer.unpack(packed))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        [packed] = ctx.saved_tensors
+        return None, grad @ ctx.layer.unpack(packed), None
+
+
+def quantize_linears(model: Any, dtype: torch.dtype) -> None:
     """Replace every linear layer inside of the decoder blocks but routers, on the meta device.
+
+    Some families read a layer's weight themselves, unless the config says, as transformers does of
+    what it has quantised, that it is no matrix (Jamba).
 
     Raises:
         ConfigError: if bitsandbytes is not installed or cannot be imported.
     """
     require_bitsandbytes()
+    blocks = block_list(model)
     routers = set(routers_of(blocks).values())
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):
             if type(child) is nn.Linear and child not in routers:
                 setattr(owner, name, FourBitLinear(child, dtype))
+    model.config._is_quantized = True
 
 
 class FourBitStack(nn.Module):

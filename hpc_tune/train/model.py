@@ -7,6 +7,7 @@ import torch
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
@@ -26,7 +27,7 @@ from hpc_tune.plan.resolve import Resolved, resolve, without_effect
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import ModelSize, measure
 from hpc_tune.train.job import Job
-from hpc_tune.train.startup.proof import Proof, prove
+from hpc_tune.train.startup.proof import Proof, prove, trained_part
 from hpc_tune.units import format_bytes
 from hpc_tune.world.comm import Comm
 
@@ -75,32 +76,17 @@ def build_model(job: Job, fresh: bool) -> Model:
         return start_from(built, Path(start)) if start and is_first else built
 
     built = comm.run_and_agree("building the model", make)
-    if built.dropout:
-        log.warning(
-            "the model's own dropout and noise are off (%s in its config.json): they would differ "
-            "with the number of ranks; tune.dropout is for adapters",
-            ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
-        )
-    longest = getattr(built.config, "max_position_embeddings", None)
-    if longest is not None and config.data.seq_len > longest:
-        log.warning(
-            "data.seq_len=%d is longer than the model's %d positions, and it was never trained on "
-            "later ones: use %d or less, or a config.json that scales them (rope_scaling)",
-            *(config.data.seq_len, longest, longest),
-        )
-    if built.others:
-        log.info("ignored in the model's files: %s", ", ".join(built.others))
-    if scaled_by_length(built.config):
-        log.info("rotary positions are scaled for texts of data.seq_len=%d", config.data.seq_len)
-    four_bits, kind = config.tune.method == "qlora", built.config.model_type
+    _say_of_model(built, config.data.seq_len)
+    kind = built.config.model_type
     proof = comm.on_rank_0(
-        "trying the architecture", lambda: prove(read_config(built.directory), four_bits)
+        "trying the architecture", lambda: prove(read_config(built.directory), config.tune)
     )
     if proof.loss:
         raise DataError(
             f"{config.model.path}: a {kind} model would be trained incorrectly: {proof.loss}"
         )
-    _require_supported(proof, kind, config.parallel, four_bits)
+    _require_supported(proof, kind, config.parallel, config.tune)
+    _require_trained(built, proof)
     _require_one_embedding(built, config.parallel)
     if proof.attention or (proof.kernel and comm.device.type == "cuda"):
         built.module.within_documents = False
@@ -116,7 +102,28 @@ def build_model(job: Job, fresh: bool) -> Model:
     return Model(built, measure(built.module, config.optim.is_8bit), config, sample)
 
 
-def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_bits: bool) -> None:
+def _say_of_model(built: BuiltModel, seq_len: int) -> None:
+    """Log what of a model is off, ignored, or not made for rows of ``seq_len`` tokens."""
+    if built.dropout:
+        log.warning(
+            "the model's own dropout and noise are off (%s in its config.json): they would differ "
+            "with the number of ranks; tune.dropout is for adapters",
+            ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
+        )
+    longest = getattr(built.config, "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        log.warning(
+            "data.seq_len=%d is longer than the model's %d positions, and it was never trained on "
+            "later ones: use %d or less, or a config.json that scales them (rope_scaling)",
+            *(seq_len, longest, longest),
+        )
+    if built.others:
+        log.info("ignored in the model's files: %s", ", ".join(built.others))
+    if scaled_by_length(built.config):
+        log.info("rotary positions are scaled for texts of data.seq_len=%d", seq_len)
+
+
+def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, tune: TuneConfig) -> None:
     """Refuse a layout or a method for which the trial of the architecture failed."""
     for setting, size, why in (
         ("parallel.pipeline", parallel.pipeline, proof.pipeline),
@@ -127,11 +134,37 @@ def _require_supported(proof: Proof, kind: str, parallel: ParallelConfig, four_b
                 f"{setting}={size}: a {kind} model would be trained incorrectly: {why}; use "
                 "parallel.shard"
             )
-    if four_bits and proof.four_bits:
+    if proof.adapters and tune.method == "qlora":
         raise ConfigError(
-            f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.four_bits}; "
+            f"tune.method=qlora: a {kind} model's base cannot be in 4 bits: {proof.adapters}; "
             "use tune.method=lora"
         )
+    if proof.adapters:
+        raise ConfigError(
+            f"tune.method={tune.method} with tune.targets={tune.targets}: a {kind} model cannot "
+            f"have such adapters: {proof.adapters}; use other targets, or tune.method=full"
+        )
+
+
+def _require_trained(built: BuiltModel, proof: Proof) -> None:
+    """Refuse targets whose adapters get no gradient; warn of others, and of such tensors."""
+    found = {trained_part(saved) for saved in built.saved_names.values()}
+    untrained = [part for part in proof.untrained.splitlines() if part in found]
+    if not untrained:
+        return
+    tune, kind = built.tune, built.config.model_type
+    if tune.method == "full":
+        log.warning("these get no gradient and stay as they are: %s", ", ".join(untrained))
+        return
+    targets = [] if isinstance(tune.targets, str) else tune.targets
+    named = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
+    why = (
+        f"adapters on {', '.join(untrained)} get no gradient: a {kind} model does not call these "
+        "layers, or only reads their weights"
+    )
+    if named:
+        raise ConfigError(f"tune.targets={tune.targets}: {why}; leave {', '.join(named)} out")
+    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why)
 
 
 def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:

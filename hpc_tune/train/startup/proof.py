@@ -11,6 +11,7 @@ for its configuration and this software.
 import hashlib
 import json
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -27,8 +28,8 @@ from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
 from hpc_tune.engine.pipeline_parallel import cut_stages
-from hpc_tune.engine.tensor_parallel import Axis, slice_model
-from hpc_tune.errors import HpcTuneError, first_line
+from hpc_tune.engine.tensor_parallel import slice_model
+from hpc_tune.errors import ConfigError, HpcTuneError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.log import log
 from hpc_tune.model.balance import Score, score_of
@@ -42,15 +43,18 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
+from hpc_tune.train.startup.two_threads import TwoThreads, joined_gradients
 
 LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
 GRADIENT_TOLERANCE = 1e-3  # of a gradient's norm
+FULL = TuneConfig(method="full")
 _SOURCES = (
     "model",
     "engine/tensor_parallel.py",
     "engine/pipeline_parallel.py",
     "train/startup/proof.py",
+    "train/startup/two_threads.py",
     "data/loader.py",
 )
 
@@ -61,9 +65,11 @@ class Proof:
 
     ``loss``: it cannot be trained. ``attention``: not with attention document by document.
     ``kernel``: not by a GPU's kernel, which is told where documents begin. ``packing``: only with
-    one document per row. ``pipeline`` and ``tensor``: not in such a layout. ``four_bits``: not with
-    a base in 4 bits (QLoRA), which is tried for tune.method=qlora alone. ``score``: no failure, but
-    by which function the routers of a mixture weigh experts, "" where they cannot be watched.
+    one document per row. ``pipeline`` and ``tensor``: not in such a layout. ``adapters``: not
+    with those that are asked for, or over a base in 4 bits. ``untrained``: a line for
+    each that gets no gradient of what is trained, a tensor or a layer with an adapter, with * for
+    the number of a block. ``score``: no failure, but by which function the routers of a mixture
+    weigh experts, "" where they cannot be watched.
     """
 
     loss: str = ""
@@ -72,19 +78,23 @@ class Proof:
     packing: str = ""
     pipeline: str = ""
     tensor: str = ""
-    four_bits: str = ""
+    adapters: str = ""
+    untrained: str = ""
     score: Score = ""
 
 
-def prove(config: Any, four_bits: bool = False) -> Proof:
-    """Return the result of a trial of the architecture of ``config``, cached if possible."""
-    file = _cache_file(config, four_bits)
+def prove(config: Any, tune: TuneConfig = FULL) -> Proof:
+    """Return the result of a trial of the architecture of ``config``, cached if possible.
+
+    Of ``tune`` the method and the targets count.
+    """
+    file = _cache_file(config, tune)
     try:
         return Proof(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         pass
     log.info("trying a small %s model against transformers' own", config.model_type)
-    proof = try_out(config, four_bits)
+    proof = try_out(config, tune)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps(asdict(proof)))
@@ -93,9 +103,9 @@ def prove(config: Any, four_bits: bool = False) -> Proof:
     return proof
 
 
-def try_out(config: Any, four_bits: bool = False) -> Proof:
+def try_out(config: Any, tune: TuneConfig = FULL) -> Proof:
     """Try the architecture of ``config``; takes seconds on one core."""
-    if four_bits:  # before lazy_imports, which would hide it
+    if tune.method == "qlora":  # before lazy_imports, which would hide it
         require_bitsandbytes()
     with lazy_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         directory = Path(folder)
@@ -118,14 +128,19 @@ def try_out(config: Any, four_bits: bool = False) -> Proof:
             attention, loss = loss, _guarded(trial.wrong_loss, built)
         if loss:
             return Proof(loss=loss)
+        untrained = _without_gradient(built)
         packing = _guarded(trial.wrong_packing, built)
+        adapters = ""
+        if tune.method != "full":
+            adapters, untrained = trial.of_adapters(tune)
         return Proof(
             attention=attention,
             kernel="" if packing else _guarded(trial.wrong_by_starts, built),
             packing=packing,
             pipeline=_guarded(trial.wrong_stages),
             tensor=_guarded(trial.wrong_slices),
-            four_bits=_guarded(trial.wrong_in_four_bits) if four_bits else "",
+            adapters=adapters,
+            untrained=untrained,
             score=trial.score(built),
         )
 
@@ -281,10 +296,19 @@ class _Trial:
             return f"in two stages the loss is {loss:.6g}, not {sum(self.losses):.6g}"
         return ""
 
-    def wrong_in_four_bits(self) -> str:
-        built = _loaded(build(self.directory, torch.float32, TuneConfig(method="qlora"), 0))
-        loss = built.module(_batch([self.documents[:1]]))
-        return "" if loss.isfinite() else f"in 4 bits a document's loss is {loss.item()}"
+    def of_adapters(self, tune: TuneConfig) -> tuple[str, str]:
+        """Return what fails with adapters, and where they get no gradient."""
+        try:
+            wanted = TuneConfig(method=tune.method, targets=tune.targets)
+            built = _loaded(build(self.directory, torch.float32, wanted, 0))
+            loss = built.module(_batch([self.documents[:1]]))
+            loss.backward()
+        except ConfigError:  # the run's own model says it, or has targets that a small one lacks
+            return "", ""
+        except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
+            return _failed(error), ""
+        wrong = "" if loss.isfinite() else f"a document's loss is {loss.item()}"
+        return wrong, _without_gradient(built)
 
     def wrong_slices(self) -> str:
         if slicing_problems(self.build().config, 2):
@@ -297,7 +321,7 @@ class _Trial:
 
         def work(rank: int) -> None:
             try:
-                sliced, partial = slice_model(self.build(), _Threads(rank, shared, barrier))
+                sliced, partial = slice_model(self.build(), TwoThreads(rank, shared, barrier))
                 sliced.module.within_documents = False  # its state is shared by all threads
                 loss = _loaded(sliced).module(batch)
                 loss.backward()
@@ -317,7 +341,20 @@ class _Trial:
             raise errors[0]
         if any(_differ(loss, sum(self.losses)) for loss in losses):
             return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
-        return _wrong_gradient(_joined(models), self.wanted(self.build()))
+        return _wrong_gradient(joined_gradients(models), self.wanted(self.build()))
+
+
+def _without_gradient(built: BuiltModel) -> str:
+    """Return what is trained and got no gradient, a line each; see ``Proof``."""
+    trained = built.module.named_parameters()
+    names = [built.saved_names[n] for n, p in trained if p.requires_grad and p.grad is None]
+    return "\n".join(dict.fromkeys(trained_part(name) for name in names))
+
+
+def trained_part(saved: str) -> str:
+    """Return what ``Proof.untrained`` calls a trained tensor, by its name in checkpoints."""
+    layer = re.split(r"\.lora_", saved.removeprefix("base_model.model."))[0]
+    return re.sub(r"\.\d+\.", ".*.", layer)
 
 
 def _wrong_gradient(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:
@@ -331,63 +368,14 @@ def _wrong_gradient(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
     return ""
 
 
-class _Threads(Axis):
-    """Two threads where an axis has two ranks."""
-
-    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
-        object.__setattr__(self, "_at", (rank, shared, barrier))
-
-    @property
-    def rank(self) -> int:
-        rank: int = self.__dict__["_at"][0]
-        return rank
-
-    @property
-    def size(self) -> int:
-        return 2
-
-    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        rank, shared, barrier = self.__dict__["_at"]
-        shared[rank] = x.detach().clone()
-        barrier.wait()
-        both = list(shared)
-        barrier.wait()
-        return both
-
-    def all_reduce(self, x: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
-        one, other = self._all(x)
-        return one + other if op == torch.distributed.ReduceOp.SUM else torch.maximum(one, other)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._all(x), dim=-1)
-
-
-def _joined(models: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the whole gradients of two slices."""
-    (one, partial), (other, _) = models
-    others, joined = dict(other.module.named_parameters()), {}
-    for name, parameter in one.module.named_parameters():
-        first, second = parameter.grad, others[name].grad
-        if first is None or second is None:
-            continue
-        if cut := one.slices.get(name):
-            parts = zip(*(g.chunk(cut.parts, cut.dim) for g in (first, second)), strict=True)
-            joined[name] = torch.cat([piece for pair in parts for piece in pair], dim=cut.dim)
-        else:
-            joined[name] = first + second if name in partial else first
-            if name not in partial and not torch.allclose(first, second, rtol=1e-3, atol=1e-5):
-                joined[name] = torch.full_like(first, float("nan"))
-    return joined
-
-
-def _cache_file(config: Any, four_bits: bool) -> Path:
-    """Return the cache file of a configuration and this software."""
+def _cache_file(config: Any, tune: TuneConfig) -> Path:
+    """Return the cache file of a configuration, what is trained of it and this software."""
     fields = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         fields.pop(name, None)
     package = Path(__file__).parents[2]
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode())
-    digest.update(f"{software()} {four_bits}".encode())
+    digest.update(f"{software()} {tune.method} {tune.targets}".encode())
     for source in _SOURCES:
         path = package / source
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:

@@ -4,8 +4,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import build
 from hpc_tune.model.experts import kinds_of, routers_of, stacks_of
 from hpc_tune.model.shrink import shrunk
+from tests.support.mixtures import write_mixture
 
 
 def model_of(kind, **fields):
@@ -41,3 +45,11 @@ def test_experts_and_routers_of_a_mixture_are_found(kind, fields, routers):
     routed = sum(p.numel() for p, kind in kinds.items() if kind == "routed experts")
     assert routed > sum(p.numel() for p, kind in kinds.items() if kind == "attention") > 0
     assert all(p.dim() <= 2 for p, kind in kinds.items() if kind == "routers")
+
+
+def test_names_that_files_give_single_experts_are_refused_with_the_name_of_all(tmp_path):
+    model = write_mixture("mixtral", tmp_path / "mixtral")
+    with pytest.raises(ConfigError) as error:
+        build(model, torch.float32, TuneConfig(targets=["w1", "w2"]), 0)
+    assert "no layer of this model is called w1, w2. Its linear layers: " in str(error.value)
+    assert str(error.value).endswith("; its routed experts, as one: experts")

@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.shrink import VOCABULARY, factors, shrunk
 from hpc_tune.train.startup import proof
 from hpc_tune.train.startup.proof import Proof, prove, try_out
 
+QLORA = TuneConfig(method="qlora")
 SMALL = {"vocab_size": 512, "num_hidden_layers": 2, "pad_token_id": 0}
 
 
@@ -169,5 +171,26 @@ def test_a_small_model_has_the_heads_and_kinds_of_layers_of_the_large_one(kind):
 
 def test_a_model_that_looks_at_its_weights_itself_cannot_have_them_in_four_bits():
     pytest.importorskip("bitsandbytes")
-    assert "fails with RuntimeError" in try_out(config_of("gemma3n_text"), True).four_bits
-    assert not try_out(config_of("llama"), True).four_bits
+    assert "fails with RuntimeError" in try_out(config_of("gemma3n_text"), QLORA).adapters
+    assert not try_out(config_of("llama"), QLORA).adapters
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "said"),
+    [
+        ("jamba", "all-linear", "model.layers.*.mamba.dt_proj"),
+        ("falcon_mamba", ["in_proj", "dt_proj"], "backbone.layers.*.mixer.dt_proj"),
+        ("falcon_mamba", ["in_proj", "x_proj"], ""),
+        ("llama", "all-linear", ""),
+    ],
+)
+def test_adapters_that_get_no_gradient_are_named(kind, targets, said):
+    found = try_out(config_of(kind), TuneConfig(targets=targets))
+    assert not found.loss + found.adapters
+    assert found.untrained == said
+
+
+def test_layers_with_a_state_use_all_adapters_over_a_base_in_four_bits():
+    pytest.importorskip("bitsandbytes")
+    found = try_out(config_of("jamba"), QLORA)
+    assert (found.loss, found.adapters, found.untrained) == ("", "", "")

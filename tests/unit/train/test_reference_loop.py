@@ -20,6 +20,7 @@ from hpc_tune.model.build import build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.train.run import run
 from tests.support.many_runs import StopAfter
+from tests.support.nf4 import unpack_linears
 from tests.support.training import losses, rows, worst_gap
 
 STEPS, GLOBAL, SEQ_LEN, SEED, WARMUP, RANK, ALPHA = 10, 4, 384, 3, 4, 8, 16
@@ -91,6 +92,8 @@ def stock_model(method, config, run_dir):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **options)
     if method == "full":
         return model
+    if method == "qlora":
+        unpack_linears(model)
     # The first values of the adapters are hpc_tune's own; all else is stock.
     ours = build(base, torch.float32, config.tune, SEED)
     allocate(ours.module, torch.device("cpu"))

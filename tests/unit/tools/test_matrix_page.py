@@ -1,0 +1,61 @@
+"""The page of architectures: written in parts, as if it were written whole."""
+
+import sys
+
+from tests.support.ranks import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+from matrix_page import Page  # noqa: E402
+
+KNOWN = ["bamba", "jamba", "mixtral", "xlnet"]
+
+
+def page(names, methods, gap):
+    made = Page()
+    for name in names:
+        for method in methods:
+            made.rows[name, method] = ["yes", gap, gap, "-", "-", gap, gap]
+            made.notes.append(f"- {name}, {method}, zero3: {gap} cannot be.")
+        made.notes.append(f"- {name}, tensor: {gap} has no plan.")
+    return made
+
+
+def test_a_written_page_is_read_as_it_was():
+    made = page(["bamba", "mixtral"], ["lora", "qlora"], "1e-07")
+    made.notes.append("- **xlnet** is refused: a document's loss is 1.")
+    text = made.text("torch", KNOWN)
+    assert Page.read(text) == made
+    assert Page.read(text).text("torch", KNOWN) == text
+
+
+def test_what_was_tried_anew_takes_the_place_of_what_was_said_and_the_rest_stays():
+    old = page(["bamba", "jamba"], ["lora", "dora"], "1e-07")
+    old.notes.append("- **mixtral** is refused: it has experts.")
+    new = page(["jamba", "mixtral"], ["lora", "qlora"], "2e-07")
+    found = old.updated(new, ["jamba", "mixtral"], ["lora", "qlora"], ["zero3", "tensor", "expert"])
+    untried = {("jamba", "dora"), ("bamba", "lora"), ("bamba", "dora")}
+    assert found.rows == {
+        **{key: old.rows[key] for key in untried},
+        ("jamba", "lora"): ["yes", "1e-07", "1e-07", "-", "-", "2e-07", "2e-07"],
+        ("jamba", "qlora"): ["yes", "-", "-", "-", "-", "2e-07", "2e-07"],
+        ("mixtral", "lora"): ["yes", "-", "-", "-", "-", "2e-07", "2e-07"],
+        ("mixtral", "qlora"): ["yes", "-", "-", "-", "-", "2e-07", "2e-07"],
+    }
+    assert found.notes == [
+        *("- bamba, lora, zero3: 1e-07 cannot be.", "- bamba, dora, zero3: 1e-07 cannot be."),
+        *("- bamba, tensor: 1e-07 has no plan.", "- jamba, dora, zero3: 1e-07 cannot be."),
+        *new.notes,
+    ]
+
+
+def test_what_is_refused_now_has_no_rows_any_more():
+    old = page(["bamba", "jamba"], ["lora"], "1e-07")
+    found = old.updated(Page(notes=["- **jamba** is refused: no."]), ["jamba"], ["lora"], ["one"])
+    assert set(found.rows) == {("bamba", "lora")}
+    assert "- **jamba** is refused: no." in found.notes
+
+
+def test_a_page_of_fewer_layouts_is_read_with_the_others_not_tried():
+    text = "| architecture | packed | method | one |\n|---|---|\n| jamba | no | lora | 2e-07 |"
+    assert Page.read(text).rows == {("jamba", "lora"): ["no", "2e-07", *"-----"]}

@@ -1,0 +1,152 @@
+"""How many tokens choose other experts in bf16 than in stock transformers' own forward pass.
+
+    python tools/expert_flips.py [--families mixtral ...] [--tokens 2048]
+
+The same weights and the same documents: by stock transformers one after the other (what is compared
+with) and in packed rows, and by hpc_tune with new adapters, one document to a row and packed. In
+each layer a token flips that chooses another set of experts. Random values, 4 layers, 512 wide; the
+routers' weights have the first deviation or ten times as much, where choices are clearer.
+"""
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.data.packed_rows import make_batch
+from hpc_tune.model.balance import choosers_of
+from hpc_tune.model.blocks import block_list, use_own_layers
+from hpc_tune.model.build import build
+from hpc_tune.model.load import allocate, load_weights
+
+SHAPE = {
+    **{"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
+    **{"moe_intermediate_size": 256, "num_experts_per_tok": 4, "pad_token_id": 0},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 16, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 32, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 32, "sliding_window": 64},
+    "deepseek_v3": {
+        **{"n_routed_experts": 32, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+        **{"q_lora_rank": 128, "kv_lora_rank": 64, "num_key_value_heads": 8, "head_dim": 32},
+        **{"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64},
+    },
+}
+LENGTHS = (96, 160, 57, 199)  # tokens of a row's documents
+Chosen = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    """Print a row of the table for each family and deviation."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--tokens", type=int, default=2048)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    print("| family | routers | choices | stock packed | ours | ours packed |")
+    print("|---|---|---|---|---|---|")
+    for family in asked.families:
+        for spread in (1, 10):
+            with tempfile.TemporaryDirectory() as folder:
+                _write(family, spread, Path(folder))
+                print(f"| {family} | x{spread} | {_row(Path(folder), asked.tokens)} |", flush=True)
+
+
+def _write(family: str, spread: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SHAPE | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for router in choosers_of(model).values():
+            for parameter in router.parameters():
+                parameter.normal_(std=0.02 * spread)
+    model.save_pretrained(folder)
+
+
+def _row(folder: Path, num_tokens: int) -> str:
+    """Return how many choices there are, and how many of them flip in each way."""
+    rows = -(-num_tokens // sum(LENGTHS))
+    generator = torch.Generator().manual_seed(1)
+    documents = [
+        [torch.randint(3, 1024, (n,), generator=generator) for n in LENGTHS] for _ in range(rows)
+    ]
+    alone = [[one] for row in documents for one in row]
+    stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    built = build(folder, torch.bfloat16, TuneConfig(), 0)
+    cpu = torch.device("cpu")
+    use_own_layers(built.module, list(block_list(built.module)), False, torch.bfloat16, cpu)
+    allocate(built.module, cpu)
+    load_weights(built)
+
+    def by_stock(row: list[torch.Tensor]) -> None:
+        positions = torch.cat([torch.arange(len(one)) for one in row])
+        stock(
+            input_ids=torch.cat(row).unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+        )
+
+    def by_ours(row: list[torch.Tensor]) -> None:
+        given = [(one.numpy(), np.ones(len(one), dtype=bool)) for one in row]
+        built.module(make_batch([given], sum(map(len, row)), 0))
+
+    wanted = _chosen(stock, by_stock, alone)
+    choices = sum(map(len, wanted.values()))
+    cells = [f"{choices:,}"]
+    for model, run, given in (
+        (stock, by_stock, documents),
+        (built.module, by_ours, alone),
+        (built.module, by_ours, documents),
+    ):
+        found = _chosen(model, run, given)
+        assert len(found) == len(wanted)
+        pairs = zip(found.values(), wanted.values(), strict=True)
+        flips = sum(int((one != other).any(1).sum()) for one, other in pairs)
+        cells.append(f"{flips} ({flips / choices:.2%})")
+    return " | ".join(cells)
+
+
+@torch.no_grad()
+def _chosen(
+    model: torch.nn.Module, run: Callable[[Any], None], rows: list[list[torch.Tensor]]
+) -> Chosen:
+    """Return which experts each token of ``rows`` chooses, in rising order, by router."""
+    with _watched(model) as seen:
+        for row in rows:
+            run(row)
+            for found in seen.values():
+                found[-1] = found[-1][: sum(map(len, row))]  # the rest is padding
+    return {path: torch.cat(found) for path, found in seen.items()}
+
+
+@contextmanager
+def _watched(model: torch.nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
+    seen: dict[str, list[torch.Tensor]] = {path: [] for path in choosers_of(model)}
+    handles = [
+        router.register_forward_hook(
+            lambda _module, _inputs, out, path=path: seen[path].append(out[2].sort(1).values)
+        )
+        for path, router in choosers_of(model).items()
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""docs/models.md: the table of tools/matrix.py and what is refused, read and written.
+
+A matrix of some architectures, methods or layouts replaces their cells and leaves those of others.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+METHODS = ("lora", "experts", "full", "dora", "qlora")
+LAYOUTS = ("one", "shard", "tensor", "pipeline", "zero3", "expert")
+_HEADER = "| architecture | packed | method | one rank | shard 2 | tensor 2 | pipeline 2 | ZeRO-3 |"
+_HEADER += " expert 2 |"
+_REFUSED = "## What is refused, and why"
+_NOTE = re.compile(r"^- (\*\*)?(?P<name>[\w.-]+)(\*\*)?(, (?P<first>\w+))?(, (?P<second>\w+))?")
+_Names = Collection[str]
+_TEXT = """\
+Each architecture was made small, with random values, and trained for some steps by
+stock transformers, peft and AdamW, and by hpc_tune. A number is the largest gap between
+their losses of a step, relative; `-` is refused before a run begins, for the reasons
+below. `3e-04 of 4e-04`: stock tools' own losses change by the second number when all
+weights change by a ten-millionth. A model of yours is tried in the same way at its
+first start. `experts`: lora, on the routed experts of a mixture too; `expert 2`:
+`parallel.expert`, for mixtures. dora was tried on four of the mixtures.
+"""
+
+
+@dataclass
+class Page:
+    """Cells by architecture and method, the first of them whether it is packed; and notes."""
+
+    rows: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, text: str) -> "Page":
+        """Return what a written page holds."""
+        table, _, notes = text.partition(_REFUSED)
+        page = cls(notes=[line for line in notes.splitlines() if line.startswith("- ")])
+        for line in table.splitlines():
+            name, *cells = line.strip("| ").split(" | ") if line.startswith("| ") else [""]
+            if len(cells) > 2 and name != "architecture":
+                packed, method, *gaps = cells
+                page.rows[name, method] = [packed, *gaps, *"-" * (len(LAYOUTS) - len(gaps))]
+        return page
+
+    def updated(
+        self,
+        new: "Page",
+        names: Collection[str],
+        methods: Collection[str],
+        layouts: Collection[str],
+    ) -> "Page":
+        """Return the page with what a matrix of these architectures, methods and layouts says."""
+
+        def is_kept(note: str) -> bool:
+            found = _NOTE.match(note)
+            assert found is not None, note
+            if found["name"] not in names:
+                return True
+            said = [part for part in (found["first"], found["second"]) if part]
+            return any(
+                part in every and part not in tried
+                for part in said
+                for every, tried in ((METHODS, methods), (LAYOUTS, layouts))
+            )
+
+        rows = dict(self.rows)
+        for key, cells in new.rows.items():
+            old = rows.get(key, ["", *"-" * len(LAYOUTS)])
+            pairs = zip(LAYOUTS, cells[1:], old[1:], strict=True)
+            kept = [cell if layout in layouts else before for layout, cell, before in pairs]
+            rows[key] = [cells[0], *kept]
+        refused = {name for name in names if not any(key[0] == name for key in new.rows)}
+        rows = {key: cells for key, cells in rows.items() if key[0] not in refused}
+        notes = [note for note in self.notes if is_kept(note)]
+        return Page(rows, list(dict.fromkeys([*notes, *new.notes])))
+
+    def text(self, versions: str, known: Sequence[str]) -> str:
+        """Return the page as it is written, its architectures in the order of ``known``."""
+        order = {name: number for number, name in enumerate(known)}
+        rows = sorted(self.rows, key=lambda key: (order[key[0]], METHODS.index(key[1])))
+        notes = sorted(self.notes, key=lambda note: order[_NOTE.match(note)["name"]])  # type: ignore[index]
+        lines = [
+            "# Models\n",
+            f"Made by `python tools/matrix.py --out docs/models.md` with {versions}.\n",
+            _TEXT,
+            _HEADER,
+            "|---|---|---" + "|---" * len(LAYOUTS) + "|",
+        ]
+        for name, method in rows:
+            packed, *gaps = self.rows[name, method]
+            lines.append(f"| {name} | {packed} | {method} | {' | '.join(gaps)} |")
+        return "\n".join([*lines, "", _REFUSED, "", *notes, ""])
