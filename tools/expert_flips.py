@@ -3,9 +3,10 @@
     python tools/expert_flips.py [--families mixtral ...] [--tokens 2048]
 
 The same weights and the same documents: by stock transformers one after the other (what is compared
-with) and in packed rows, and by hpc_tune with new adapters, one document to a row and packed. In
-each layer a token flips that chooses another set of experts. Random values, 4 layers, 512 wide; the
-routers' weights have the first deviation or ten times as much, where choices are clearer.
+with), in packed rows, and with its eager attention, and by hpc_tune with new adapters, one document
+to a row and packed. In each layer a token flips that chooses another set of experts. The last two
+columns are flips of stock and ours, packed, from stock in fp32. Random values, 4 layers, 512 wide;
+the routers' weights have the deviation of all others or ten times as much.
 """
 
 import argparse
@@ -56,8 +57,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    print("| family | routers | choices | stock packed | ours | ours packed |")
-    print("|---|---|---|---|---|---|")
+    transformers.logging.disable_progress_bar()
+    print(
+        "| family | routers | choices | stock packed | stock eager | ours | ours packed |", end=""
+    )
+    print(" fp32: stock | fp32: ours |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for family in asked.families:
         for spread in (1, 10):
             with tempfile.TemporaryDirectory() as folder:
@@ -84,49 +89,55 @@ def _row(folder: Path, num_tokens: int) -> str:
         [torch.randint(3, 1024, (n,), generator=generator) for n in LENGTHS] for _ in range(rows)
     ]
     alone = [[one] for row in documents for one in row]
-    stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    stocks: list[Any] = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=by).eval()
+        for dtype, by in ((torch.bfloat16, None), (torch.bfloat16, "eager"), (torch.float32, None))
+    ]
     built = build(folder, torch.bfloat16, TuneConfig(), 0)
     cpu = torch.device("cpu")
     use_own_layers(built.module, list(block_list(built.module)), False, torch.bfloat16, cpu)
     allocate(built.module, cpu)
     load_weights(built)
 
-    def by_stock(row: list[torch.Tensor]) -> None:
+    def by_stock(model: Any, row: list[torch.Tensor]) -> None:
         positions = torch.cat([torch.arange(len(one)) for one in row])
-        stock(
+        model(
             input_ids=torch.cat(row).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
         )
 
-    def by_ours(row: list[torch.Tensor]) -> None:
+    def by_ours(model: Any, row: list[torch.Tensor]) -> None:
         given = [(one.numpy(), np.ones(len(one), dtype=bool)) for one in row]
-        built.module(make_batch([given], sum(map(len, row)), 0))
+        model(make_batch([given], sum(map(len, row)), 0))
 
-    wanted = _chosen(stock, by_stock, alone)
-    choices = sum(map(len, wanted.values()))
-    cells = [f"{choices:,}"]
-    for model, run, given in (
-        (stock, by_stock, documents),
-        (built.module, by_ours, alone),
-        (built.module, by_ours, documents),
-    ):
-        found = _chosen(model, run, given)
-        assert len(found) == len(wanted)
-        pairs = zip(found.values(), wanted.values(), strict=True)
-        flips = sum(int((one != other).any(1).sum()) for one, other in pairs)
-        cells.append(f"{flips} ({flips / choices:.2%})")
-    return " | ".join(cells)
+    stock, eager, exact = (_chosen(model, by_stock, alone) for model in stocks)
+    packed = _chosen(built.module, by_ours, documents)
+    choices = sum(map(len, stock.values()))
+    flips = (
+        _flips(_chosen(stocks[0], by_stock, documents), stock),
+        _flips(eager, stock),
+        _flips(_chosen(built.module, by_ours, alone), stock),
+        _flips(packed, stock),
+        _flips(stock, exact),
+        _flips(packed, exact),
+    )
+    return " | ".join([f"{choices:,}", *(f"{count} ({count / choices:.2%})" for count in flips)])
+
+
+def _flips(chosen: Chosen, others: Chosen) -> int:
+    pairs = zip(chosen.values(), others.values(), strict=True)
+    return sum(int((one != other).any(1).sum()) for one, other in pairs)
 
 
 @torch.no_grad()
 def _chosen(
-    model: torch.nn.Module, run: Callable[[Any], None], rows: list[list[torch.Tensor]]
+    model: torch.nn.Module, run: Callable[[Any, Any], None], rows: list[list[torch.Tensor]]
 ) -> Chosen:
     """Return which experts each token of ``rows`` chooses, in rising order, by router."""
     with _watched(model) as seen:
         for row in rows:
-            run(row)
+            run(model, row)
             for found in seen.values():
                 found[-1] = found[-1][: sum(map(len, row))]  # the rest is padding
     return {path: torch.cat(found) for path, found in seen.items()}
