@@ -40,7 +40,7 @@ from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.stock import NoTrial, write_small
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
-from hpc_tune.train.startup.proof import Proof, try_out
+from hpc_tune.train.startup.proof import Proof, prove
 
 ROOT = Path(__file__).resolve().parent.parent
 JITTER = 1e-7
@@ -233,7 +233,7 @@ def _prepare(name: str, work: Path) -> Proof:
         config = config_of(name)
         without_dropout(config)
         (work / name).mkdir()
-        proof = try_out(config, TuneConfig(method="qlora"))
+        proof = prove(config, TuneConfig(method="qlora"))
         if not proof.loss:
             write_small(config, work / name)
         return proof
