@@ -92,6 +92,15 @@ def stock(directory: Path, method: str, jitter: float = 0.0) -> list[float]:
     return losses
 
 
+def _stock_once(directory: Path, method: str) -> list[float]:
+    """Return what ``stock`` does, kept beside the model."""
+    kept = directory / f"stock-{method}.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(stock(directory, method)))
+    losses: list[float] = json.loads(kept.read_text())
+    return losses
+
+
 @torch.no_grad()
 def _round(model: Any, quantised: Any) -> None:
     """Give a model the values that bitsandbytes makes in 4 bits of its linear layers and experts.
@@ -162,10 +171,14 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
 
 
 def launch(rows: list[dict[str, Any]], ranks: int, work: Path) -> list[dict[str, Any]]:
-    """Train rows in as few launches as can be; a row that ends its launch is a crash."""
+    """Train rows in as few launches as can be; a row that ends its launch is a crash.
+
+    Of rows that were begun before in ``work``, those that are left.
+    """
     listed, results = work / f"rows-{ranks}.json", work / f"results-{ranks}.jsonl"
+    if not listed.exists() or json.loads(listed.read_text()) != rows:
+        results.write_text("")
     listed.write_text(json.dumps(rows))
-    results.write_text("")
     while (done := len(results.read_text().splitlines())) < len(rows):
         command = ["mpirun", "-np", str(ranks), sys.executable, str(ROOT / "tools/matrix_ranks.py")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -191,13 +204,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--work", type=Path, help="keep what was done there, and go on from it")
     parser.add_argument("--out", type=Path, help="write the page there, too")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
+        work = options.work or Path(folder)
         proofs = {name: _prepare(name, work) for name in options.only}
         rows = [
             {"name": name, "directory": str(work / name), "method": method, "layout": layout}
@@ -232,7 +246,7 @@ def _prepare(name: str, work: Path) -> Proof:
     try:
         config = config_of(name)
         without_dropout(config)
-        (work / name).mkdir()
+        (work / name).mkdir(parents=True, exist_ok=True)
         proof = prove(config, TuneConfig(method="qlora"))
         if not proof.loss:
             write_small(config, work / name)
@@ -261,7 +275,7 @@ def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str],
         if key not in wanted:
             print(f"stock {key[0]} {key[1]}", file=sys.stderr, flush=True)
             try:
-                wanted[key] = stock(Path(row["directory"]), row["method"])
+                wanted[key] = _stock_once(Path(row["directory"]), row["method"])
             except HpcTuneError as error:
                 wanted[key] = str(error)
             except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
@@ -313,7 +327,10 @@ def _page(
             continue
         is_mixture = has_experts(read_shape(work / name))
         for method in (m for m in methods if is_mixture or m != "experts"):
-            row = [cells.get((name, method, layout), "-") for layout in LAYOUTS]
+            nowhere = {
+                layout: "-" if is_mixture or layout != "expert" else "" for layout in LAYOUTS
+            }
+            row = [cells.get((name, method, layout), nowhere[layout]) for layout in LAYOUTS]
             for layout, text in zip(LAYOUTS, row, strict=True):
                 if text.startswith("refused: "):
                     page.notes.append(f"- {name}, {method}, {layout}: {_short(text[9:])}.")

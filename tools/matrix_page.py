@@ -21,7 +21,7 @@ their losses of a step, relative; `-` is refused before a run begins, for the re
 below. `3e-04 of 4e-04`: stock tools' own losses change by the second number when all
 weights change by a ten-millionth. A model of yours is tried in the same way at its
 first start. `experts`: lora, on the routed experts of a mixture too; `expert 2`:
-`parallel.expert`, for mixtures. dora was tried on four of the mixtures.
+`parallel.expert`, for mixtures. An empty cell was not tried.
 """
 
 
@@ -38,10 +38,10 @@ class Page:
         table, _, notes = text.partition(_REFUSED)
         page = cls(notes=[line for line in notes.splitlines() if line.startswith("- ")])
         for line in table.splitlines():
-            name, *cells = line.strip("| ").split(" | ") if line.startswith("| ") else [""]
+            name, *cells = line[2:-2].split(" | ") if line.startswith("| ") else [""]
             if len(cells) > 2 and name != "architecture":
                 packed, method, *gaps = cells
-                page.rows[name, method] = [packed, *gaps, *"-" * (len(LAYOUTS) - len(gaps))]
+                page.rows[name, method] = [packed, *gaps, *[""] * (len(LAYOUTS) - len(gaps))]
         return page
 
     def updated(
@@ -67,7 +67,7 @@ class Page:
 
         rows = dict(self.rows)
         for key, cells in new.rows.items():
-            old = rows.get(key, ["", *"-" * len(LAYOUTS)])
+            old = rows.get(key, [""] * (1 + len(LAYOUTS)))
             pairs = zip(LAYOUTS, cells[1:], old[1:], strict=True)
             kept = [cell if layout in layouts else before for layout, cell, before in pairs]
             rows[key] = [cells[0], *kept]

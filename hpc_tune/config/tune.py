@@ -156,8 +156,8 @@ class TuneConfig(Section):
         description="Names of the linear layers that get adapters, such as [q_proj, v_proj]. "
         "all-linear: every one but the output head; fewer take less memory and learn less. Of a "
         "mixture of experts it leaves out routed experts and routers, which are named beside it: "
-        "[all-linear, experts]. A named layer whose adapters get no gradient is refused, as Jamba's "
-        "dt_proj; one among all-linear is told of.",
+        "[all-linear, experts]. A named layer whose adapters get no gradient is refused, such as "
+        "Jamba's dt_proj; one among all-linear is told of.",
     )
     modules_to_save: list[str] = Field(
         [],
