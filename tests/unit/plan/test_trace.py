@@ -26,6 +26,7 @@ from hpc_tune.plan.heap import OBJECTS, Heap
 from hpc_tune.plan.traced_memory import KERNEL_BYTES, TracedMemory
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import measure, static_bytes
+from tests.support.mixtures import write_mixture
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -429,3 +430,17 @@ def test_experts_that_are_dealt_take_what_sharded_ones_do_and_are_never_gathered
         assert some["weight_bytes"] == pytest.approx(sharded["weight_bytes"], rel=0.01)
         assert adds_up(some)
     assert dealt["peak_bytes"] < halves["peak_bytes"] < sharded["peak_bytes"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_mixture_whose_weights_are_all_trained_is_traced(tmp_path, dtype):
+    """torch has no fake grouped product of weights in 32 bits."""
+    model = write_mixture("qwen3_moe", tmp_path / "base")
+    words = [f"model.path={model}", "tune.method=full", f"model.dtype={dtype}", "data.seq_len=64"]
+    done = run_python(
+        "-m", "hpc_tune.plan.quick_trace", "configs/smollm2_135m_lora.yaml", "--world", "1", *words
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert adds_up(report)
+    assert report["optimizer_bytes"] == 2 * report["weight_bytes"] > 0
