@@ -11,8 +11,12 @@ done again, and the gradient of a routing weight is that of act, times act.
 Experts that transformers decorates (``use_experts_implementation``) are replaced, in all its
 variants but with a norm behind the experts; others keep their own forward, and peft's around it.
 
-Shapes: T tokens, K experts of a token, S = T K rows sorted by expert, E experts, I and O features
-in and out of a product, M between the two, R the rank, padded to whole rows of 16 bytes.
+On a CPU a product in 16 bits has a kernel for each number of rows, which takes as long to make as
+five products: there an expert's rows are padded to one of few numbers, and adapters, whose products
+are narrow, are computed in fp32, which needs no such kernels.
+
+Shapes: T tokens, K experts of a token, S rows sorted by expert (T K, and padding), E experts, I and
+O features in and out of a product, M between the two, R the rank, padded to whole rows of 16 bytes.
 """
 
 import types
@@ -23,9 +27,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 ROW_BYTES = 16  # what a grouped product wants a row to be a multiple of
+MIN_STEP, STEPS = 16, 4  # a padded expert's rows: a multiple of 16, at least 4 numbers per octave
 _WRAPPERS = "wrappers_of_stacks"
 _DECORATED = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed"}
 
@@ -127,37 +133,105 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Which expert each row is for, and behind which row each expert's end."""
+    """Behind which row each expert's end, and in which row each token is for its experts."""
 
-    expert_S: torch.Tensor
     ends_E: torch.Tensor
+    places_TK: torch.Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, index_TK: torch.Tensor, num_experts: int, dtype: torch.dtype) -> "_Rows":
+        """Sort tokens by expert; in 16 bits on a CPU, with padding behind those of each."""
+        expert_S, order_S = torch.sort(index_TK.flatten(), stable=True)
+        numbers_E = torch.arange(num_experts, device=expert_S.device)
+        ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
+        sorted_S, num_rows = torch.arange(len(order_S), device=order_S.device), len(order_S)
+        # In a trace experts have no numbers of tokens: it knows no padding.
+        if _is_padded(index_TK, dtype):
+            counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+            padded_E = torch.tensor([padded(count) for count in counts_E.tolist()])
+            more_E = (padded_E - counts_E).cumsum(0)
+            sorted_S += (more_E - padded_E + counts_E)[expert_S]
+            ends_E, num_rows = (ends_E + more_E).int(), num_rows + int(more_E[-1])
+        places_S = torch.empty_like(order_S)
+        places_S[order_S] = sorted_S
+        return cls(ends_E, places_S.view_as(index_TK), num_rows)
+
+    def tokens(self) -> torch.Tensor:
+        """Return which token each row is of; of padding, the first one."""
+        token_S = self.places_TK.new_zeros(self.num_rows)
+        num_tokens, num_chosen = self.places_TK.shape
+        numbers_TK = torch.arange(num_tokens, device=token_S.device).unsqueeze(1)
+        places_S = self.places_TK.flatten()
+        return token_S.scatter_(0, places_S, numbers_TK.expand(-1, num_chosen).flatten())
+
+    def experts(self) -> torch.Tensor:
+        """Return which expert each row is for."""
+        numbers_S = torch.arange(self.num_rows, device=self.ends_E.device, dtype=torch.int32)
+        return torch.searchsorted(self.ends_E, numbers_S, right=True)
+
+    def spread(self, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each row, S x 1; of padding, 0."""
+        weight_S = weights_TK.new_zeros(self.num_rows)
+        return weight_S.scatter_(0, self.places_TK.flatten(), weights_TK.flatten()).unsqueeze(1)
+
+    def clear_padding(self, x_SI: torch.Tensor) -> None:
+        """Make rows of padding zero, so that nothing in them can overflow."""
+        if self.num_rows > self.places_TK.numel():
+            is_padding_S = torch.ones(self.num_rows, dtype=torch.bool)
+            is_padding_S[self.places_TK.flatten()] = False
+            x_SI.index_fill_(0, is_padding_S.nonzero().squeeze(1), 0.0)
+
+    def sum_of(self, y_SO: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum of each token's rows, times their weights, in one pass."""
+        return F.embedding_bag(self.places_TK, y_SO, mode="sum", per_sample_weights=weights_TK)
 
     def times(self, x_SI: torch.Tensor, weight_EIO: torch.Tensor) -> torch.Tensor:
         """Return each row times the matrix of its expert."""
         out_SO: torch.Tensor
-        if _is_grouped(x_SI):
+        if _is_grouped(x_SI, weight_EIO):
             out_SO = F.grouped_mm(x_SI, weight_EIO, offs=self.ends_E)
         else:
             out_SO = torch.ops.transformers.grouped_mm_fallback(x_SI, weight_EIO, self.ends_E)
         return out_SO
 
-    def backward(
-        self, x_SI: torch.Tensor, weight_EIO: torch.Tensor, grad_SO: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the gradients of both sides of ``times``."""
-        if _is_grouped(x_SI):
-            grad_EIO = F.grouped_mm(x_SI.t(), grad_SO, offs=self.ends_E)
-            return self.times(grad_SO, weight_EIO.transpose(1, 2)), grad_EIO
-        grads: tuple[torch.Tensor, torch.Tensor]
-        grads = torch.ops.transformers.grouped_mm_fallback_backward(
-            x_SI, weight_EIO, self.ends_E, grad_SO
-        )
-        return grads
+    def gradient(
+        self, low_SR: torch.Tensor, wide_SN: torch.Tensor, weight_ERN: torch.Tensor
+    ) -> torch.Tensor:
+        """Return, for each expert, the sum of its rows' outer products, in the shape of a weight.
+
+        The narrow side first: the other way round takes up to five times as long on a CPU.
+        """
+        out_ERN: torch.Tensor
+        if _is_grouped(low_SR, weight_ERN):
+            out_ERN = F.grouped_mm(low_SR.t(), wide_SN, offs=self.ends_E)
+        else:
+            _, out_ERN = torch.ops.transformers.grouped_mm_fallback_backward(
+                low_SR, weight_ERN, self.ends_E, wide_SN
+            )
+        return out_ERN
 
 
-def _is_grouped(x: torch.Tensor) -> bool:
-    """Whether torch has a grouped product of this dtype on all devices, and in traces."""
-    return x.dtype == torch.bfloat16
+def padded(num_rows: int) -> int:
+    """Return as how many rows a CPU computes an expert's in 16 bits: at most a quarter more, or 16.
+
+    Up to 64 a row is nearly free: reading an expert takes as long as computing 36 rows.
+    """
+    step = max(MIN_STEP, (1 << num_rows.bit_length()) // 2 // STEPS)
+    return -(-num_rows // step) * step
+
+
+def _is_padded(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return (
+        tensor.device.type == "cpu" and dtype.itemsize == 2 and not isinstance(tensor, FakeTensor)
+    )
+
+
+def _is_grouped(x: torch.Tensor, weight_EIO: torch.Tensor) -> bool:
+    """Whether torch has a grouped product for these; in traces it knows bf16 alone."""
+    dtypes = {torch.bfloat16} if isinstance(x, FakeTensor) else {torch.bfloat16, torch.float32}
+    each = ROW_BYTES // x.dtype.itemsize
+    return x.dtype in dtypes and not any(width % each for width in weight_EIO.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -175,6 +249,8 @@ class _Adapter:
     ) -> "_Adapter":
         """Cut what peft has in one matrix each: A's rows by expert, B's columns by rank."""
         num_experts, dtype = len(weight_EIO), weight_EIO.dtype
+        if weight_EIO.device.type == "cpu":
+            dtype = torch.promote_types(dtype, torch.float32)
         a_ERI = a.to(dtype).view(num_experts, -1, a.shape[1])
         b_ORE = (scale * b).to(dtype).view(b.shape[0], -1, num_experts)
         rank = a_ERI.shape[1]
@@ -184,10 +260,10 @@ class _Adapter:
         return cls(a_EIR, b_ERO, scale, rank)
 
     def as_peft(
-        self, grad_a_EIR: torch.Tensor, grad_b_ERO: torch.Tensor
+        self, grad_a_ERI: torch.Tensor, grad_b_ERO: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return gradients in the shapes that peft has A and B in."""
-        grad_a = grad_a_EIR.transpose(1, 2)[:, : self.rank].flatten(0, 1)
+        grad_a = grad_a_ERI[:, : self.rank].flatten(0, 1)
         grad_b = (self.scale * grad_b_ERO[:, : self.rank]).permute(2, 1, 0).flatten(1)
         return grad_a, grad_b
 
@@ -207,25 +283,34 @@ class _Product:
         """Return the product, and x A."""
         out_SO = rows.times(x_SI, self.weight_EIO)
         if self.bias_EO is not None:
-            out_SO = out_SO + self.bias_EO[rows.expert_S]
+            out_SO = out_SO + self.bias_EO.index_select(0, rows.experts())
         if self.adapter is None:
             return out_SO, None
-        low_SR = rows.times(x_SI, self.adapter.a_EIR)
+        low_SR = rows.times(x_SI.to(self.adapter.a_EIR.dtype), self.adapter.a_EIR)
         more_SO = rows.times(low_SR, self.adapter.b_ERO)
         # Selective recompute keeps the product with W, which must not be changed in place then.
         is_traced = _get_current_dispatch_mode() is not None
-        return out_SO + more_SO if is_traced else out_SO.add_(more_SO), low_SR
+        sum_SO = torch.add(out_SO, more_SO) if is_traced else out_SO.add_(more_SO)
+        return sum_SO.to(x_SI.dtype), low_SR
 
     def backward(
-        self, x_SI: torch.Tensor, low_SR: torch.Tensor | None, grad_SO: torch.Tensor, rows: _Rows
+        self,
+        x_SI: torch.Tensor | None,
+        low_SR: torch.Tensor | None,
+        grad_SO: torch.Tensor,
+        rows: _Rows,
     ) -> tuple[torch.Tensor, _Gradients]:
-        """Return the gradients of x, and of A and B as peft has them."""
+        """Return the gradients of x, and of A and B as peft has them; ``x_SI`` is for A alone."""
         grad_SI = rows.times(grad_SO, self.weight_EIO.transpose(1, 2))
-        if self.adapter is None or low_SR is None:
+        if self.adapter is None or low_SR is None or x_SI is None:
             return grad_SI, (None, None)
-        grad_SR, grad_b = rows.backward(low_SR, self.adapter.b_ERO, grad_SO)
-        more_SI, grad_a = rows.backward(x_SI, self.adapter.a_EIR, grad_SR)
-        return grad_SI.add_(more_SI), self.adapter.as_peft(grad_a, grad_b)
+        a_ERI, b_ERO = self.adapter.a_EIR.transpose(1, 2), self.adapter.b_ERO
+        grad_SO = grad_SO.to(b_ERO.dtype)
+        grad_b = rows.gradient(low_SR, grad_SO, b_ERO)
+        grad_SR = rows.times(grad_SO, b_ERO.transpose(1, 2))
+        del grad_SO
+        grad_a = rows.gradient(grad_SR, x_SI.to(a_ERI.dtype), a_ERI)
+        return grad_SI.add_(rows.times(grad_SR, a_ERI)), self.adapter.as_peft(grad_a, grad_b)
 
 
 def _forward(
@@ -255,49 +340,47 @@ class _GroupedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         stacks = layer.stacks()
         up = layer.product(0, stacks, factors)
-        expert_S, order_S = torch.sort(index_TK.flatten(), stable=True)
-        numbers_E = torch.arange(len(up.weight_EIO), device=expert_S.device)
-        ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
-        rows = _Rows(expert_S, ends_E)
-        x_SI = x_TI[order_S // index_TK.shape[1]].to(up.weight_EIO.dtype)
+        dtype = up.weight_EIO.dtype
+        rows = _Rows.of(index_TK, len(up.weight_EIO), dtype)
+        x_SI = x_TI.index_select(0, rows.tokens()).to(dtype)
+        rows.clear_padding(x_SI)
         h_SM, low_up_SR = up.forward(x_SI, rows)
         del up, x_SI
         down = layer.product(1, stacks, factors)
         y_SO, low_down_SR = down.forward(layer.gate(h_SM), rows)
-        places_S = torch.empty_like(order_S)
-        places_S[order_S] = torch.arange(len(order_S), device=order_S.device)
-        kept = (x_TI, weights_TK, expert_S, ends_E, order_S, places_S, h_SM, low_up_SR, low_down_SR)
+        kept = (x_TI, weights_TK, rows.ends_E, rows.places_TK, h_SM, low_up_SR, low_down_SR)
         ctx.save_for_backward(*kept, *stacks, *factors)
         ctx.layer = layer
-        y_TKO = y_SO[places_S].view(*index_TK.shape, -1)
-        return (y_TKO * weights_TK.unsqueeze(-1)).sum(1).to(x_TI.dtype)
+        return rows.sum_of(y_SO, weights_TK.to(dtype)).to(x_TI.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TO: torch.Tensor) -> Any:  # type: ignore[override]
-        x_TI, weights_TK, expert_S, ends_E, order_S, places_S, *rest = ctx.saved_tensors
-        h_SM, low_up_SR, low_down_SR, *weights = rest
+        x_TI, weights_TK, ends_E, places_TK, h_SM, low_up_SR, low_down_SR, *weights = (
+            ctx.saved_tensors
+        )
         stacks, factors = weights[:2], weights[2:]
-        rows, dtype = _Rows(expert_S, ends_E), h_SM.dtype
-        token_S = order_S // weights_TK.shape[1]
+        rows, dtype = _Rows(ends_E, places_TK, len(h_SM)), h_SM.dtype
+        token_S = rows.tokens()
         with torch.enable_grad():
             h_SM = h_SM.detach().requires_grad_()
             gated_SM = ctx.layer.gate(h_SM)
         act_SM = gated_SM.detach()
         # The gradient is that of y before it is weighted: the weight is put on what is narrower.
-        weight_S1 = weights_TK.flatten()[order_S].unsqueeze(1).to(dtype)
-        grad_SO = grad_TO[token_S].to(dtype)
+        weight_S1 = rows.spread(weights_TK.to(dtype))
+        grad_SO = grad_TO.index_select(0, token_S).to(dtype)
         low_down_SR = None if low_down_SR is None else low_down_SR * weight_S1
         down = ctx.layer.product(1, stacks, factors)
         grad_SM, of_down = down.backward(act_SM * weight_S1, low_down_SR, grad_SO, rows)
         grad_weight_S = (grad_SM * act_SM).sum(1)
         if down.bias_EO is not None:
-            grad_weight_S += (grad_SO * down.bias_EO[expert_S]).sum(1)
+            grad_weight_S += (grad_SO * down.bias_EO.index_select(0, rows.experts())).sum(1)
         del down, grad_SO, act_SM
         [grad_h_SM] = torch.autograd.grad(gated_SM, h_SM, grad_SM.mul_(weight_S1))
         up = ctx.layer.product(0, stacks, factors)
-        grad_SI, of_up = up.backward(x_TI[token_S].to(dtype), low_up_SR, grad_h_SM, rows)
-        grad_TI = grad_SI[places_S].view(*weights_TK.shape, -1).sum(1).to(x_TI.dtype)
-        grad_TK = grad_weight_S[places_S].view_as(weights_TK).to(weights_TK.dtype)
+        x_SI = x_TI.index_select(0, token_S).to(dtype) if up.adapter else None
+        grad_SI, of_up = up.backward(x_SI, low_up_SR, grad_h_SM, rows)
+        grad_TI = rows.sum_of(grad_SI).to(x_TI.dtype)
+        grad_TK = grad_weight_S[places_TK].to(weights_TK.dtype)
         of_factors = [
             None if grad is None else grad.to(factor.dtype)
             for grad, factor in zip((*of_up, *of_down), factors, strict=True)

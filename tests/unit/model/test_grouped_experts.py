@@ -9,7 +9,7 @@ from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.grouped_experts import use_grouped_experts
+from hpc_tune.model.grouped_experts import padded, use_grouped_experts
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 16, 24, 5, 2
 
@@ -204,6 +204,41 @@ def test_what_is_kept_for_the_backward_pass_is_one_wide_tensor_and_narrow_ones()
     rows = 11 * CHOSEN
     wanted = [(11, HIDDEN), (11, CHOSEN), (rows, 2 * INNER), (rows, 4), (rows, 4)]  # rank 3 padded
     assert sorted(kept) == sorted(wanted)
+
+
+def test_padding_is_at_most_15_rows_or_a_quarter():
+    assert [padded(n) for n in (0, 1, 16, 17, 100, 128, 129, 300)] == [
+        *(0, 16, 16, 32, 112, 128, 160, 320)
+    ]
+    assert all(n <= padded(n) <= n + max(15, n / 4) for n in range(5000))
+    assert len({padded(n) for n in range(1, 5000)}) == 8 + 5 * 4 + 1  # to 128, to 4,096, 5,120
+
+
+def test_in_bf16_on_a_cpu_experts_have_one_of_few_numbers_of_rows(monkeypatch):
+    product, counts = torch.nn.functional.grouped_mm, set()
+
+    def watched(x, weight, offs):
+        counts.update(torch.diff(offs, prepend=offs.new_zeros(1)).tolist())
+        return product(x, weight, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    for dtype, wanted in ((torch.bfloat16, {16, 32}), (torch.float32, None)):
+        counts.clear()
+        step(grouped(model(dtype=dtype, rank=4)), torch.randn(40, HIDDEN, dtype=dtype))
+        assert counts <= wanted if wanted else any(count % 16 for count in counts)
+
+
+def test_padding_of_an_expert_cannot_overflow():
+    experts = blocks_of(grouped(model(dtype=torch.bfloat16)))[0].experts
+    experts.get_base_layer().gate_up_proj.data[1] *= 1e10
+    x_TI = torch.full((4, HIDDEN), 1e-3, dtype=torch.bfloat16)
+    x_TI[0] = 1e15  # the token that padding is of: by expert 1 it would be infinite
+    chosen_TK = torch.tensor([[0, 2], [1, 3], [1, 4], [2, 3]])
+    out = experts(x_TI.requires_grad_(), chosen_TK, torch.ones(4, CHOSEN, dtype=torch.bfloat16))
+    (out * 1e-20).sum().backward()
+    grads = [p.grad for p in experts.parameters() if p.requires_grad]
+    assert len(grads) == 4
+    assert all(grad.isfinite().all() for grad in (x_TI.grad, *grads))
 
 
 def test_experts_that_are_trained_stay_with_transformers():
