@@ -1,22 +1,26 @@
-"""Adapters on attention and experts of a mixture: ours beside peft's, in one process.
+"""Adapters on attention and experts of a mixture: ours beside peft's, in two processes.
 
     python tools/bench_experts.py [--dtype fp32 bf16] [--rounds 7] [--experts 16] [--hidden 512]
 
-A qwen3_moe of random values, 4 layers, 2 experts of a token, is trained on the CPU: stock
-transformers with peft (attention by its own kernel, experts by grouped_mm), and the same model as
-hpc_tune computes it, in turn, forward and backward of a row of full length. Printed are medians of
-tokens per CPU second of one thread, the ratio of each round (median, least, most), the bytes that
-autograd keeps for the backward pass, weights included, and in how many rounds other processes took
-more than a tenth of the cores.
+A qwen3_moe of random values, 4 layers, is trained on the CPU: stock transformers with peft
+(attention by its own kernel, experts by grouped_mm), and the same model as hpc_tune computes it, in
+turn, forward and backward of a row of full length. Each round has other tokens, as training has, so
+that experts never have the same numbers of them; ours has the kernels kept that a rank has, stock
+as many as torch keeps by itself. Printed are medians of tokens per CPU second of one thread, the
+ratio of each round (median, least, most), the bytes that autograd keeps for the backward pass,
+weights included, and in how many rounds other processes took more than a tenth of the cores.
 """
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +37,15 @@ from hpc_tune.model.adapters import lora_config, names_as_they_are, targets_of
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import DTYPES, build
 from hpc_tune.model.load import allocate, load_weights
+from hpc_tune.world.affinity import KERNELS_KEPT
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TARGETS = {"attention": ATTENTION, "experts": [*ATTENTION, "experts"]}
 CPU = torch.device("cpu")
-Step = Callable[[], torch.Tensor]
+OURS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS_KEPT), "LRU_CACHE_CAPACITY": "1"}
+VOCABULARY = 1024
+WARM_UP = 3  # rounds that do not count
+Step = Callable[[Any], torch.Tensor]  # the loss of a row of tokens
 
 
 @dataclass(frozen=True)
@@ -65,18 +73,16 @@ def main() -> int:
     """Measure each dtype and each kind of adapters."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    for name, value in (("rounds", 7), ("experts", 16), ("hidden", 512), ("tokens", 512)):
+    numbers = {"rounds": 7, "experts": 16, "chosen": 2, "hidden": 512, "tokens": 512}
+    for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     asked = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
     print("| adapters | dtype | stock tokens/s | ours | ratio | kept: stock | ours | disturbed |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.for_model(
             "qwen3_moe",
-            vocab_size=1024,
+            vocab_size=VOCABULARY,
             hidden_size=asked.hidden,
             moe_intermediate_size=asked.hidden // 2,
             num_hidden_layers=4,
@@ -84,56 +90,102 @@ def main() -> int:
             num_key_value_heads=4,
             head_dim=asked.hidden // 8,
             num_experts=asked.experts,
-            num_experts_per_tok=2,
+            num_experts_per_tok=asked.chosen,
             norm_topk_prob=True,
         )
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
         for dtype in asked.dtype:
             for kind in TARGETS:
-                steps = _steps(Path(folder), DTYPES[dtype], kind, asked.tokens)
-                found = _measured(*steps, asked.tokens, asked.rounds)
+                found = _measured(Path(folder), dtype, kind, asked.tokens, asked.rounds)
                 print(f"| {kind} | {dtype} | {found.row()}", flush=True)
     return 0
 
 
-def _steps(folder: Path, dtype: torch.dtype, kind: str, num_tokens: int) -> tuple[Step, Step]:
-    """Return the losses of stock and ours, of the same row of tokens."""
+def _measured(folder: Path, dtype: str, kind: str, num_tokens: int, rounds: int) -> Found:
+    """Do rounds of both in turn, the order reversed each time."""
+    sides = {who: _start(who, folder, dtype, kind, num_tokens) for who in ("stock", "ours")}
+    kept = {who: side.recv() for who, side in sides.items()}
+    found = Found([], [], [], (kept["stock"], kept["ours"]))
+    for number in range(WARM_UP + rounds):
+        before = read_others()
+        speeds = {}
+        for who in sides if number % 2 else reversed(sides):
+            sides[who].send(number)
+            speeds[who] = num_tokens / sides[who].recv()
+        after = read_others()
+        if number >= WARM_UP:
+            found.stock.append(speeds["stock"])
+            found.ours.append(speeds["ours"])
+            found.others.append(share_between([before, after], before.time, after.time))
+    for side in sides.values():
+        side.send(None)
+    return found
+
+
+def _start(who: str, folder: Path, dtype: str, kind: str, num_tokens: int) -> Connection:
+    """Start a process for one side; it sends its kept bytes, then seconds for each number."""
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve, args=(theirs, who, folder, dtype, kind, num_tokens), daemon=True
+    )
+    before = dict(os.environ)
+    os.environ.update(OURS if who == "ours" else {})  # read by libraries as they are loaded
+    process.start()
+    os.environ.clear()
+    os.environ.update(before)
+    theirs.close()
+    return mine
+
+
+def _serve(
+    pipe: Connection, who: str, folder: Path, dtype: str, kind: str, num_tokens: int
+) -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
     tune = TuneConfig(method="lora", rank=16, alpha=32, targets=TARGETS[kind])
+    step = (_ours if who == "ours" else _stock)(folder, DTYPES[dtype], tune)
+    pipe.send(_kept_by(step, _row(0, num_tokens)))
+    while (number := pipe.recv()) is not None:
+        row = _row(number, num_tokens)
+        began_s = time.process_time()
+        step(row).backward()
+        pipe.send(time.process_time() - began_s)
+
+
+def _row(number: int, num_tokens: int) -> Any:
+    return np.random.default_rng(number).integers(0, VOCABULARY, num_tokens)
+
+
+def _stock(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
     stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with names_as_they_are():
         stock = get_peft_model(stock, lora_config(tune, targets_of(stock, tune)))
+
+    def loss(tokens: Any) -> torch.Tensor:
+        ids = torch.from_numpy(tokens).view(1, -1)
+        of_row: torch.Tensor = stock(input_ids=ids, labels=ids, use_cache=False).loss
+        return of_row
+
+    return loss
+
+
+def _ours(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
     built = build(folder, dtype, tune, 0)
     use_own_layers(built.module, list(block_list(built.module)), False, dtype, CPU)
     allocate(built.module, CPU)
     load_weights(built)
-    tokens = np.arange(num_tokens) * 37 % 1000
-    batch = make_batch([[(tokens, np.ones(num_tokens, dtype=bool))]], num_tokens, 0)
-    ids = torch.from_numpy(tokens).view(1, -1)
-    return (
-        lambda: stock(input_ids=ids, labels=ids, use_cache=False).loss,
-        lambda: built.module(batch),
-    )
+
+    def loss(tokens: Any) -> torch.Tensor:
+        learned = np.ones(len(tokens), dtype=bool)
+        of_row: torch.Tensor = built.module(make_batch([[(tokens, learned)]], len(tokens), 0))
+        return of_row
+
+    return loss
 
 
-def _measured(stock: Step, ours: Step, num_tokens: int, rounds: int) -> Found:
-    """Do rounds of both in turn, the order reversed each time, after one that does not count."""
-    found = Found([], [], [], (_kept_by(stock), _kept_by(ours)))
-    for number in range(rounds + 1):
-        before = read_others()
-        pairs = [(stock, found.stock), (ours, found.ours)]
-        for step, speeds in pairs if number % 2 else reversed(pairs):
-            began_s = time.process_time()
-            step().backward()
-            speeds.append(num_tokens / (time.process_time() - began_s))
-        after = read_others()
-        found.others.append(share_between([before, after], before.time, after.time))
-    for values in (found.stock, found.ours, found.others):
-        del values[0]
-    return found
-
-
-def _kept_by(step: Step) -> int:
+def _kept_by(step: Step, row: Any) -> int:
     """Return the bytes that autograd keeps for the backward pass, weights included."""
     kept: dict[int, int] = {}
 
@@ -143,7 +195,7 @@ def _kept_by(step: Step) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = step()
+        loss = step(row)
     loss.backward()
     return sum(kept.values())
 
