@@ -4,12 +4,14 @@ A layer's experts are stacked in tensors of three dimensions, one for each produ
 each token a few of them. Families differ in where both are, so they are found by shape and name.
 """
 
+import contextlib
 import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 # The module between a stack of experts and the tokens, or a part of it, in its path.
@@ -161,3 +163,19 @@ def kinds_of(model: nn.Module) -> dict[nn.Parameter, str]:
         else:
             kinds[parameter] = "attention" if "att" in path else OTHERS
     return kinds
+
+
+@contextlib.contextmanager
+def one_by_one_in_32_bits() -> Iterator[None]:
+    """Let transformers multiply experts one by one in 32 bits, where all of them are trained.
+
+    For traces: torch's fake grouped product has bf16 alone. What is kept has the same sizes.
+    """
+    from transformers.integrations import moe
+
+    before = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda x, *_: x.dtype == torch.bfloat16
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = before

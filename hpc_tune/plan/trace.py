@@ -37,6 +37,7 @@ from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
 from hpc_tune.model import tiled_attention
 from hpc_tune.model.blocks import block_list
+from hpc_tune.model.experts import one_by_one_in_32_bits
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.loss import LOGITS_BYTES, LossModel
 from hpc_tune.model.shapes import shape_directory
@@ -157,7 +158,7 @@ def trace_step(step: TracedStep) -> TraceReport:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.of(built, layout, step.parallel)
     scratch = with_scratch() if step.has_kernel else contextlib.nullcontext()
-    with _fake_world(step.rank, world_size), _experts(), fake, memory.watch(), scratch:
+    with _fake_world(step.rank, world_size), one_by_one_in_32_bits(), fake, memory.watch(), scratch:
         engine = NativeEngine(built, EngineSettings(plan, DEVICE, step.optim))
         for stage in engine._stages:
             stage.module.within_documents &= step.has_tiles
@@ -195,18 +196,6 @@ def trace_step(step: TracedStep) -> TraceReport:
         trace_s=time.perf_counter() - began_s,
         parts=parts,
     )
-
-
-@contextlib.contextmanager
-def _experts() -> Iterator[None]:
-    """Let transformers multiply experts one by one in 32 bits: the fake grouped product has bf16.
-
-    What is asked for and kept has the same sizes.
-    """
-    from transformers.integrations import moe
-
-    with replaced(moe, "_can_use_grouped_mm", lambda x, *_: x.dtype == torch.bfloat16):
-        yield
 
 
 def _mark_parts(memory: TracedMemory, module: LossModel) -> None:
