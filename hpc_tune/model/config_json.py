@@ -1,9 +1,16 @@
 """config.json of a model directory as it is written: read once, however many ask."""
 
 import functools
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+from hpc_tune.errors import DataError
+
+_COUNT = re.compile(r"(layers?|experts|blocks|^depth)$")
+MOST_PARTS = 10_000  # layers of a model, or experts of a layer; ten times what there is
 
 
 def config_json(directory: Path) -> Any:
@@ -19,3 +26,23 @@ def config_json(directory: Path) -> Any:
 @functools.lru_cache(maxsize=8)
 def _read(file: Path, changed_ns: int) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def require_an_end(directory: Path) -> None:
+    """Refuse a number of layers or experts, one by one made, that no model has.
+
+    Raises:
+        DataError: which names it.
+    """
+    try:
+        settings = config_json(directory)
+    except (OSError, ValueError, RecursionError):
+        return  # transformers says what is wrong
+    parts = [settings, *settings.values()] if isinstance(settings, dict) else []
+    counts = (part.items() for part in parts if isinstance(part, dict))
+    for name, value in itertools.chain.from_iterable(counts):
+        if _COUNT.search(name) and isinstance(value, int | float) and value > MOST_PARTS:
+            raise DataError(
+                f"{directory}/config.json cannot be used: {name}={value:,}, and no model has more "
+                f"than {MOST_PARTS:,}; is the file damaged?"
+            )

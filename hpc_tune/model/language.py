@@ -22,7 +22,7 @@ from torch import nn
 
 from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
-from hpc_tune.model.config_json import config_json
+from hpc_tune.model.config_json import config_json, require_an_end
 from hpc_tune.model.experts import Adapted, adapted_tensors
 from hpc_tune.model.joined import Part, joined_tensors, renamed_tensors
 from hpc_tune.model.loss import decoder_of
@@ -64,6 +64,7 @@ def read_config(directory: Path) -> Any:
     require_directory(directory)
     if not (directory / "config.json").is_file():
         raise DataError(f"model.path={directory}: no config.json in it; {_instead(directory)}")
+    require_an_end(directory)
     with lazy_imports():
         from transformers import AutoConfig
 

@@ -129,3 +129,13 @@ def test_a_model_for_sound_is_refused_by_name(tmp_path):
     AutoConfig.for_model("qwen2_audio").save_pretrained(tmp_path)
     with pytest.raises(DataError, match="a qwen2_audio model has parts for other things than text"):
         read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_experts"])
+def test_a_model_that_would_take_for_ever_to_make_is_refused(tmp_path, part, name):
+    """A damaged number: transformers makes one layer after the other until memory is full."""
+    said = {name: 10**9} if part is None else {part: {name: 10**9}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **said}))
+    with pytest.raises(DataError, match=f"{name}=1,000,000,000, and no model has more than 10,000"):
+        read_config(tmp_path)
