@@ -18,7 +18,8 @@ from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import roles_of
-from hpc_tune.train.startup.proof import _batch, _documents, _joined, _Threads
+from hpc_tune.train.startup.proof import _batch, _documents
+from hpc_tune.train.startup.two_threads import TwoThreads, joined_gradients
 
 TARGETS = (["lm_head"], ["q_proj", "lm_head"], ["down_proj", "lm_head"])
 
@@ -64,7 +65,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
 
     def work(rank):
         try:
-            sliced, partial = slice_model(built[rank], _Threads(rank, shared, barrier))
+            sliced, partial = slice_model(built[rank], TwoThreads(rank, shared, barrier))
             sliced.module.within_documents = False  # its state is shared by all threads
             loss = loaded(sliced).module(batch)
             loss.backward()
@@ -82,7 +83,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
     assert losses == pytest.approx([wanted.item()] * 2, rel=1e-5)
     gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     assert any("lm_head" in name for name in gradients)
-    joined = _joined(models)
+    joined = joined_gradients(models)
     assert joined.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(joined[name], gradient, rtol=1e-3, atol=1e-5), name
