@@ -7,6 +7,7 @@ import torch
 
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.loss import LossModel
 from hpc_tune.model.stock import write_small
 
 _SHAPE = {
@@ -67,3 +68,20 @@ def spread_experts(directory: Path) -> None:
         if "gate.weight" in name or "router" in name:
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def merged_and_own_logits(
+    merged: Path, module: LossModel, tokens_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of what stock transformers loads of ``merged``, all of it, and ours."""
+    with lazy_imports():
+        from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        merged, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        stock = model.eval()(input_ids=tokens_BT, use_cache=False).logits
+        return stock, module.causal_lm()(input_ids=tokens_BT, use_cache=False).logits

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from hpc_tune.checkpoint.export import export_merged
 from hpc_tune.checkpoint.gguf_file import export_gguf
@@ -17,7 +16,7 @@ from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import language_model, read_config
 from hpc_tune.model.weights import index_model_directory
-from tests.support.mixtures import write_mixture
+from tests.support.mixtures import merged_and_own_logits, write_mixture
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
 from tests.unit.model.test_scaled import quantised
 
@@ -154,12 +153,5 @@ def test_a_float8_mixture_is_merged_in_bf16_under_its_own_names(deepseek, tmp_pa
     for name, tensor in tensors.items():
         assert torch.equal(tensor, meant[name]) == ("q_a_proj" not in name), name
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    model, report = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.float32, output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    with torch.no_grad():
-        merged = model.eval()(input_ids=TOKENS_BT, use_cache=False).logits
-        ours = module.causal_lm()(input_ids=TOKENS_BT, use_cache=False).logits
+    merged, ours = merged_and_own_logits(out, module, TOKENS_BT)
     assert (merged - ours).abs().max() <= 0.02 * ours.abs().max()  # bf16 rounds q_a_proj

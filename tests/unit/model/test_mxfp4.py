@@ -15,7 +15,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import DataError
 from hpc_tune.model import weights
 from hpc_tune.model.weights import index_model_directory
-from tests.support.mixtures import write_mixture
+from tests.support.mixtures import merged_and_own_logits, write_mixture
 from tests.unit.checkpoint.test_export import TOKENS_BT, trained
 
 EXPERTS, ROWS, GROUPS = 3, 10, 4
@@ -126,14 +126,7 @@ def test_a_merged_model_is_what_transformers_saves_of_the_dequantised_one(publis
             index.fill(values, name)
         assert torch.equal(*both) == ("q_proj.weight" not in name), name
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    model, report = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.float32, output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    with torch.no_grad():
-        merged = model.eval()(input_ids=TOKENS_BT, use_cache=False).logits
-        wanted = module.causal_lm()(input_ids=TOKENS_BT, use_cache=False).logits
+    merged, wanted = merged_and_own_logits(out, module, TOKENS_BT)
     assert (merged - wanted).abs().max() <= 0.02 * wanted.abs().max()  # bf16 rounds q_proj
 
 
