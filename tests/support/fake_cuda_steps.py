@@ -51,12 +51,20 @@ LAYOUTS = {
     "pipeline 2, interleaved": {"pipeline": 2, "stages_per_rank": 2},
     "shard 2, 8 bits": {"shard": 2, "reshard": "block"},
     "offload_params=cpu": {"shard": 2, "reshard": "block", "offload_params": "cpu"},
+    "mixture": {},
+    "mixture, shard 2": {"shard": 2, "reshard": "block"},
+    "mixture, expert 2": {"shard": 2, "expert": 2},
 }
-AXES = ("replicate", "shard", "tensor", "pipeline")
+AXES = ("replicate", "shard", "tensor", "pipeline", "expert")
+# Its adapters are on its experts too.
+MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 
 
 # The method of which a layout cuts, gathers or moves more; the other one is for make test-all.
-IN_FULL = ("single", "shard 2", "shard 2, kept a step", "hsdp 2x2", "offload_params=cpu")
+IN_FULL = (
+    *("single", "shard 2", "shard 2, kept a step", "hsdp 2x2", "offload_params=cpu"),
+    "mixture, shard 2",
+)
 
 
 def cases():
@@ -82,9 +90,13 @@ def main() -> None:
     folder, chosen = Path(sys.argv[1]), sys.argv[2:] or LAYOUTS
     more = chosen == ["more"]
     model, data = make_inputs(folder)
-    (small := folder / "two blocks").mkdir()
-    config = json.loads((model / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 2}
+    for directory, more_said in (
+        (small := folder / "two blocks", {}),
+        (mixture := folder / "mixture", MIXTURE),
+    ):
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config | more_said))
     store = TokenStore.open(data)
     varlen_attention.kernel_fault = lambda *_: ""  # its check computes
     for layout, method, recompute, dtype in more_cases() if more else cases():
@@ -95,7 +107,10 @@ def main() -> None:
         world = Layout(*(axes.get(axis, 1) for axis in AXES))
         rank = world.size - 1  # the last stage, which has the loss
         shape = model if parallel.stages_per_rank > 1 else small
-        built = build(shape, DTYPES[dtype], TuneConfig(method=method), 0, weights=False)
+        tune = TuneConfig(method=method)
+        if "mixture" in layout:
+            shape, tune = mixture, TuneConfig(method=method, targets=["q_proj", "experts"])
+        built = build(shape, DTYPES[dtype], tune, 0, weights=False)
         with _fake_world(rank, world.size), fake_cuda() as watch:
             plan = StepPlan.of(built, world, parallel)
             optim = OptimConfig(lr=1e-3, name="adamw_8bit" if "8 bits" in layout else "adamw")

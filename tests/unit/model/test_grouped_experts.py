@@ -1,4 +1,4 @@
-"""Grouped experts and their adapters against transformers' and peft's own."""
+"""Grouped experts, trained or with adapters, against transformers' and peft's own."""
 
 import copy
 
@@ -9,7 +9,8 @@ from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
 from hpc_tune.engine.activation_checkpoint import checkpoint_blocks
-from hpc_tune.model.grouped_experts import padded, use_grouped_experts
+from hpc_tune.model.grouped_experts import use_grouped_experts
+from hpc_tune.model.sorted_rows import padded
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 16, 24, 5, 2
 
@@ -55,6 +56,17 @@ VARIANTS = {
 }
 
 
+class Routed(nn.Module):
+    """Experts to which all tokens are given in the same way."""
+
+    def __init__(self, experts, chosen_TK, weights_TK):
+        super().__init__()
+        self.experts, self.choice = experts, (chosen_TK, weights_TK)
+
+    def forward(self, x):
+        return self.experts(x, *self.choice)
+
+
 class Block(nn.Module):
     """Experts behind a router, and something that needs a gradient in front of both."""
 
@@ -72,11 +84,13 @@ class Block(nn.Module):
         return x + self.experts(hidden, chosen, weights)
 
 
-def model(variant="plain", dtype=torch.float64, rank=3, adapted=True):
+def model(variant="plain", dtype=torch.float64, rank=3, adapted=True, trained=False):
     torch.manual_seed(0)
     net = nn.Sequential(Block(VARIANTS[variant]), Block(VARIANTS[variant])).to(dtype)
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.3)
+    if trained:
+        return net
     stacks = [n for n, p in net[0].experts.named_parameters() if p.dim() == 3]
     words = {"target_modules": ["before"], "r": rank, "lora_alpha": 2 * rank}
     if adapted:
@@ -107,14 +121,25 @@ def step(net, x):
     return out, x.grad, {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
 
 
+def mean_error(one, exact):
+    """Return how far what ``step`` returned is from what is exact, relative to it."""
+    pairs = [(one[0], exact[0]), (one[1], exact[1])]
+    pairs += [(one[2][name], exact[2][name]) for name in one[2]]
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+    return sum(errors) / len(errors)
+
+
 def close(actual, expected):
     return (actual - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
-@pytest.mark.parametrize("adapted", [True, False], ids=["adapters", "frozen"])
+MODES = {"adapters": {}, "frozen": {"adapted": False}, "trained": {"trained": True}}
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_output_and_gradients_are_those_of_transformers_and_peft(variant, adapted):
-    stock = model(variant, adapted=adapted)
+def test_output_and_gradients_are_those_of_transformers_and_peft(variant, mode):
+    stock = model(variant, **MODES[mode])
     ours = grouped(stock)
     x = torch.randn(11, HIDDEN, dtype=torch.float64)
     out, grad, grads = step(ours, x)
@@ -122,9 +147,49 @@ def test_output_and_gradients_are_those_of_transformers_and_peft(variant, adapte
     assert close(out, wanted_out)
     assert close(grad, wanted_grad)
     assert set(grads) == set(wanted)
-    assert sum("experts" in name for name in grads) == (8 if adapted else 0)
+    biases = 2 * bool(VARIANTS[variant].get("has_bias"))
+    of_a_block = {"adapters": 4, "frozen": 0, "trained": 2 + biases}[mode]
+    assert sum("experts" in name for name in grads) == 2 * of_a_block
     for name, expected in wanted.items():
         assert close(grads[name], expected), name
+
+
+def test_a_stack_may_be_trained_while_the_other_is_frozen():
+    stock = model("gpt_oss", trained=True)
+    for block in blocks_of(stock):
+        block.experts.gate_up_proj.requires_grad_(False)
+        block.experts.down_proj_bias.requires_grad_(False)
+    x = torch.randn(11, HIDDEN, dtype=torch.float64)
+    grads, wanted = step(grouped(stock), x)[2], step(stock, x)[2]
+    assert set(grads) == set(wanted)
+    assert all(close(grads[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("variant", ["plain", "gpt_oss"])
+def test_trained_experts_are_computed_in_the_dtype_of_autocast(variant, monkeypatch):
+    product, dtypes = torch.nn.functional.grouped_mm, set()
+
+    def watched(x, weight, offs):
+        dtypes.add((x.dtype, weight.dtype))
+        return product(x, weight, offs=offs)
+
+    weights_TK, chosen_TK = torch.randn(64, EXPERTS).softmax(-1).topk(CHOSEN)
+    x_TI = torch.randn(64, HIDDEN)
+
+    stock = model(variant, dtype=torch.float32, trained=True)
+    experts = grouped(stock)[0].experts
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, grad, grads = step(Routed(experts, chosen_TK, weights_TK), x_TI)
+    assert dtypes == {(torch.bfloat16, torch.bfloat16)}
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+    whole = copy.deepcopy(stock[0].experts).double()
+    exact = step(Routed(whole, chosen_TK, weights_TK.double()), x_TI.double())
+    mine = mean_error((out, grad, grads), exact)
+    half = step(
+        Routed(stock[0].experts.bfloat16(), chosen_TK, weights_TK.bfloat16()), x_TI.bfloat16()
+    )
+    assert 1e-4 < mine < 1.25 * mean_error(half, exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
@@ -163,20 +228,15 @@ def test_in_bf16_it_is_no_further_from_the_exact_result_than_peft():
     for weight in same:  # so that rounding does not change who is chosen
         weight.data.mul_(30)
     wanted = step(exact, x.double())
-    errors = []
-    for net in (ours, stock):
-        out, grad, grads = step(net, x)
-        pairs = [(out, wanted[0]), (grad, wanted[1])]
-        pairs += [(grads[name], wanted[2][name]) for name in grads]
-        errors.append([((a.double() - b).norm() / b.norm()).item() for a, b in pairs])
-    mine, peft = (sum(one) / len(one) for one in errors)
+    mine, peft = (mean_error(step(net, x), wanted) for net in (ours, stock))
     assert mine < 1.25 * peft, (mine, peft)
 
 
+@pytest.mark.parametrize("mode", ["adapters", "trained"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_blocks_give_the_same_bits(recompute):
-    plain = grouped(model())
-    again = grouped(model())
+def test_recomputed_blocks_give_the_same_bits(recompute, mode):
+    plain = grouped(model(**MODES[mode]))
+    again = grouped(model(**MODES[mode]))
     checkpoint_blocks(blocks_of(again), recompute)
     x = torch.randn(11, HIDDEN, dtype=torch.float64)
     out, grad, grads = step(again, x)
@@ -186,8 +246,9 @@ def test_recomputed_blocks_give_the_same_bits(recompute):
     assert all(torch.equal(grads[name], wanted[name]) for name in wanted)
 
 
-def test_what_is_kept_for_the_backward_pass_is_one_wide_tensor_and_narrow_ones():
-    net = grouped(model())
+@pytest.mark.parametrize("mode", ["adapters", "trained"])
+def test_what_is_kept_for_the_backward_pass_is_one_wide_tensor_and_narrow_ones(mode):
+    net = grouped(model(**MODES[mode]))
     kept = []
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
 
@@ -202,7 +263,8 @@ def test_what_is_kept_for_the_backward_pass_is_one_wide_tensor_and_narrow_ones()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         experts(x_TI, chosen_TK, weights_TK)
     rows = 11 * CHOSEN
-    wanted = [(11, HIDDEN), (11, CHOSEN), (rows, 2 * INNER), (rows, 4), (rows, 4)]  # rank 3 padded
+    wanted = [(11, HIDDEN), (11, CHOSEN), (rows, 2 * INNER)]
+    wanted += [(rows, 4), (rows, 4)] if mode == "adapters" else []  # rank 3, padded
     assert sorted(kept) == sorted(wanted)
 
 
@@ -239,8 +301,3 @@ def test_padding_of_an_expert_cannot_overflow():
     grads = [p.grad for p in experts.parameters() if p.requires_grad]
     assert len(grads) == 4
     assert all(grad.isfinite().all() for grad in (x_TI.grad, *grads))
-
-
-def test_experts_that_are_trained_stay_with_transformers():
-    net = nn.Sequential(Block({}))
-    assert use_grouped_experts([net]) == 0
