@@ -1,10 +1,11 @@
-"""Adapters on attention and experts of a mixture: ours beside peft's, in two processes.
+"""Adapters on attention and experts of a mixture, and all of it: ours beside stock's.
 
-    python tools/bench_experts.py [--dtype fp32 bf16] [--rounds 7] [--experts 16] [--hidden 512]
+    python tools/bench_experts.py [--dtype fp32 bf16] [--kind attention experts full] [--rounds 7]
 
-A qwen3_moe of random values, 4 layers, is trained on the CPU: stock transformers with peft
-(attention by its own kernel, experts by grouped_mm), and the same model as hpc_tune computes it, in
-turn, forward and backward of a row of full length. Each round has other tokens, as training has, so
+A qwen3_moe of random values, 4 layers, is trained on the CPU in two processes: stock transformers
+with peft (attention by its own kernel, experts by grouped_mm), and the same model as hpc_tune
+computes it, in turn, forward and backward of a row of full length. What is trained in full is in
+fp32, and computed in bf16 under autocast. Each round has other tokens, as training has, so
 that experts never have the same numbers of them; ours has the kernels kept that a rank has, stock
 as many as torch keeps by itself. Printed are medians of tokens per CPU second of one thread, the
 ratio of each round (median, least, most), the bytes that autograd keeps for the backward pass,
@@ -33,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.data.packed_rows import make_batch
+from hpc_tune.engine.precision import autocast
 from hpc_tune.model.adapters import lora_config, names_as_they_are, targets_of
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import DTYPES, build
@@ -40,7 +42,11 @@ from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.world.affinity import KERNELS_KEPT
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-TARGETS = {"attention": ATTENTION, "experts": [*ATTENTION, "experts"]}
+TUNES: dict[str, dict[str, Any]] = {
+    "attention": {"targets": ATTENTION},
+    "experts": {"targets": [*ATTENTION, "experts"]},
+    "full": {"method": "full"},
+}
 CPU = torch.device("cpu")
 OURS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS_KEPT), "LRU_CACHE_CAPACITY": "1"}
 VOCABULARY = 1024
@@ -73,11 +79,12 @@ def main() -> int:
     """Measure each dtype and each kind of adapters."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--kind", nargs="+", choices=TUNES, default=[*TUNES])
     numbers = {"rounds": 7, "experts": 16, "chosen": 2, "hidden": 512, "tokens": 512}
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     asked = parser.parse_args()
-    print("| adapters | dtype | stock tokens/s | ours | ratio | kept: stock | ours | disturbed |")
+    print("| trained | dtype | stock tokens/s | ours | ratio | kept: stock | ours | disturbed |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.for_model(
@@ -96,7 +103,7 @@ def main() -> int:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
         for dtype in asked.dtype:
-            for kind in TARGETS:
+            for kind in asked.kind:
                 found = _measured(Path(folder), dtype, kind, asked.tokens, asked.rounds)
                 print(f"| {kind} | {dtype} | {found.row()}", flush=True)
     return 0
@@ -144,7 +151,7 @@ def _serve(
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    tune = TuneConfig(method="lora", rank=16, alpha=32, targets=TARGETS[kind])
+    tune = TuneConfig(**{"method": "lora", "rank": 16, "alpha": 32, **TUNES[kind]})
     step = (_ours if who == "ours" else _stock)(folder, DTYPES[dtype], tune)
     pipe.send(_kept_by(step, _row(0, num_tokens)))
     while (number := pipe.recv()) is not None:
@@ -159,13 +166,18 @@ def _row(number: int, num_tokens: int) -> Any:
 
 
 def _stock(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
-    stock: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    with names_as_they_are():
-        stock = get_peft_model(stock, lora_config(tune, targets_of(stock, tune)))
+    is_full = tune.method == "full"
+    stock: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32 if is_full else dtype
+    )
+    if not is_full:
+        with names_as_they_are():
+            stock = get_peft_model(stock, lora_config(tune, targets_of(stock, tune)))
 
     def loss(tokens: Any) -> torch.Tensor:
         ids = torch.from_numpy(tokens).view(1, -1)
-        of_row: torch.Tensor = stock(input_ids=ids, labels=ids, use_cache=False).loss
+        with autocast(CPU, dtype if is_full and dtype != torch.float32 else None):
+            of_row: torch.Tensor = stock(input_ids=ids, labels=ids, use_cache=False).loss
         return of_row
 
     return loss
@@ -179,7 +191,8 @@ def _ours(folder: Path, dtype: torch.dtype, tune: TuneConfig) -> Step:
 
     def loss(tokens: Any) -> torch.Tensor:
         learned = np.ones(len(tokens), dtype=bool)
-        of_row: torch.Tensor = built.module(make_batch([[(tokens, learned)]], len(tokens), 0))
+        with autocast(CPU, dtype if tune.method == "full" and dtype != torch.float32 else None):
+            of_row: torch.Tensor = built.module(make_batch([[(tokens, learned)]], len(tokens), 0))
         return of_row
 
     return loss

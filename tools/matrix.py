@@ -24,7 +24,7 @@ import torch
 import transformers
 from matrix_models import MODELS, config_of
 from matrix_page import LAYOUTS, METHODS, Page
-from matrix_ranks import LENGTHS, LR, SEED, STEPS, documents
+from matrix_ranks import LENGTHS, LR, ROWS_PER_LAUNCH, SEED, STEPS, documents
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import HpcTuneError
@@ -190,7 +190,7 @@ def launch(rows: list[dict[str, Any]], ranks: int, work: Path) -> list[dict[str,
             env=environment,
         )
         now = len(results.read_text().splitlines())
-        if now < len(rows):
+        if now < min(done + ROWS_PER_LAUNCH, len(rows)):
             said = [line for line in ended.stderr.splitlines() if "Error" in line] or ["no word"]
             with results.open("a") as out:
                 out.write(json.dumps({"crash": said[-1]}) + "\n")

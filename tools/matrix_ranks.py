@@ -3,7 +3,8 @@
     mpirun -np N python tools/matrix_ranks.py ROWS.json RESULTS FIRST
 
 ROWS.json is a list of {"directory", "method", "layout", "packing", "attention"}; rank 0 appends a
-line to RESULTS for each from number FIRST on: {"losses": [...]} or {"error": text}.
+line to RESULTS for each from number FIRST on, at most ROWS_PER_LAUNCH: {"losses": [...]} or
+{"error": text}. Each row makes process groups, which gloo keeps with a thread for each peer.
 """
 
 import gc
@@ -29,6 +30,7 @@ from hpc_tune.step.plan import StepPlan
 from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
+ROWS_PER_LAUNCH = 60
 LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3, "experts": 5e-3}
 
@@ -93,11 +95,15 @@ def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
 
 def main() -> None:
     """Do it all; see above."""
-    rows, results, first = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[3]
+    rows, results, first = (
+        json.loads(Path(sys.argv[1]).read_text()),
+        Path(sys.argv[2]),
+        int(sys.argv[3]),
+    )
     comm = bootstrap(load_config(None, ["run.dir=unused"]).run)
     # lazy_imports would freeze a row's engine, which then stays forever.
     freeze, gc.freeze = gc.freeze, lambda: None
-    for row in rows[int(first) :]:
+    for row in rows[first : first + ROWS_PER_LAUNCH]:
         told: dict[str, Any] = {}
         try:
             told["losses"] = losses_of(row, comm)

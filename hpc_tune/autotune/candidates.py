@@ -5,8 +5,9 @@ legal_layouts -> candidates: in the fastest order of ranks each, the fastest lay
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_tune.config.parallel import AXES, ParallelConfig
@@ -40,7 +41,8 @@ class Candidate:
     links: str = ""
 
     def __str__(self) -> str:
-        sizes = [(axis, size) for axis in AXES if (size := getattr(self.layout, axis)) > 1]
+        axes = (*AXES, "expert")
+        sizes = [(axis, size) for axis in axes if (size := getattr(self.layout, axis)) > 1]
         gathers = f", gathered per {self.reshard}" if self.layout.shard > 1 else ""
         return (" x ".join(f"{axis} {size}" for axis, size in sizes) or "one rank") + gathers
 
@@ -49,7 +51,8 @@ class Candidate:
 
         Predictions are not exact: of layouts that are about as fast the simple one is better.
         """
-        axes = sum(getattr(self.layout, axis) > 1 for axis in ("shard", "tensor", "pipeline"))
+        names = ("shard", "tensor", "pipeline", "expert")
+        axes = sum(getattr(self.layout, axis) > 1 for axis in names)
         return self.time.seconds * (1 + _MARGIN * (axes + (self.layout.size < num_ranks)))
 
 
@@ -88,12 +91,17 @@ def candidates(
 
 
 def legal_layouts(
-    parallel: ParallelConfig, model: Any, num_ranks: int, with_tensor: bool = True
+    parallel: ParallelConfig,
+    model: Any,
+    num_ranks: int,
+    with_tensor: bool = True,
+    num_experts: int = 1,
 ) -> list[Layout]:
     """Return the layouts of up to ``num_ranks`` ranks that the settings and the model allow.
 
     Axes that are set are kept. Of more than eight ranks, fewer are looked at in powers of two.
-    ``model`` is the transformers config; ``with_tensor``: see ``constraints.allows_tensor``.
+    ``model`` is the transformers config; ``with_tensor``: see ``constraints.allows_tensor``;
+    ``num_experts`` can be dealt over ranks.
     """
     layouts = []
     for size in range(1, num_ranks + 1):
@@ -102,11 +110,12 @@ def legal_layouts(
         for pipeline, tensor, shard in itertools.product(_divisors(size), repeat=3):
             if size % (pipeline * tensor * shard) or (tensor > 1 and not with_tensor):
                 continue
-            layout = Layout(size // (pipeline * tensor * shard), shard, tensor, pipeline)
-            is_asked = all(getattr(layout, a) == ranks for a, ranks in parallel.axes.items())
-            if is_asked and not layout_problems(layout, parallel, model):
-                layouts.append(layout)
-    return layouts
+            whole = Layout(size // (pipeline * tensor * shard), shard, tensor, pipeline)
+            is_asked = all(getattr(whole, a) == ranks for a, ranks in parallel.axes.items())
+            if is_asked and not layout_problems(whole, parallel, model):
+                may_deal = 1 if tensor > 1 else math.gcd(shard, num_experts)
+                layouts += [replace(whole, expert=n) for n in _divisors(may_deal)]
+    return [layout for layout in layouts if parallel.expert in (1, layout.expert)]
 
 
 def orders(network: Network, num_ranks: int) -> list[tuple[int, ...]]:

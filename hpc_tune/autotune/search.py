@@ -16,10 +16,11 @@ from typing import Any
 
 from hpc_tune.autotune.candidates import Candidate, candidates, legal_layouts
 from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
-from hpc_tune.config.constraints import allows_tensor
+from hpc_tune.config.constraints import allows_expert, allows_tensor
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
+from hpc_tune.model.experts import dealable_experts
 from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine
 from hpc_tune.plan.memory_model import most_bytes, surely_fits
 from hpc_tune.plan.network import Network
@@ -106,7 +107,10 @@ def choose(
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.measured(measured.links, measured.nodes)
     with_tensor = allows_tensor(config.tune, config.train)
-    layouts = legal_layouts(asked, built.config, num_ranks, with_tensor)
+    num_experts = (
+        dealable_experts(built.module) if allows_expert(asked, config.tune, config.train) else 1
+    )
+    layouts = legal_layouts(asked, built.config, num_ranks, with_tensor, num_experts)
     if built.tokens and built.tied:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
     legal = candidates(layouts, asked, config.batch, work, machine, compute, network)
@@ -200,7 +204,7 @@ class _Planned:
         """
         own, its = self.candidate.layout, other.layout
         holds_more = own.shard > 1 and (its.shard == 1 or self.candidate.reshard != other.reshard)
-        if holds_more:
+        if holds_more or own.expert != its.expert:
             return 0
         cut = its.tensor * its.pipeline / (own.tensor * own.pipeline)
         return static_bytes(size, its) + int(self.rest_bytes / max(1.0, cut))
@@ -252,7 +256,7 @@ class _Search:
         room = machine.bytes_per_rank
         tokens = candidate.micro_rows * work.seq_len
         most = most_bytes(work.size, layout, work.model, tokens, machine)
-        if surely_fits(most, machine):
+        if layout.expert == 1 and surely_fits(most, machine):  # of tokens that are sent are copies
             return replace(candidate, memory=f"< {format_bytes(most)}", fits=True)
         least = max((p.at_least(candidate, work.size) for p in self.planned), default=0)
         if least > room:

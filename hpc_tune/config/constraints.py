@@ -68,22 +68,28 @@ def _without_zero(parallel: ParallelConfig) -> Iterator[str]:
 def _experts(parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
     """Yield what is wrong with experts that are dealt over ranks of the shard axis."""
     said = f"parallel.expert={parallel.expert}"
-    if parallel.shard is None or parallel.shard % parallel.expert:
+    is_open = parallel.shard is None and parallel.layout == "auto"
+    if not is_open and (parallel.shard is None or parallel.shard % parallel.expert):
         yield (
             f"{said} deals experts over ranks of parallel.shard, which is "
             f"{parallel.shard or 'unset'}; set that to {parallel.expert} or a multiple of it"
         )
+    for name in _beside_experts(parallel, tune, train):
+        yield f"{said} with {name} is not available; leave one of them out"
+
+
+def _beside_experts(
+    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig
+) -> Iterator[str]:
+    """Yield the settings that do not go together with experts that are dealt over ranks."""
     others = {
         "parallel.zero_stage": parallel.zero_stage is not None,
         "parallel.tensor": (parallel.tensor or 1) > 1,
         "parallel.offload_params": parallel.offload_params != "none",
-        "parallel.layout=auto": parallel.layout == "auto",
         "tune.method=qlora": tune.method == "qlora",
         "train.compile": train.compile,
     }
-    for name, is_set in others.items():
-        if is_set:
-            yield f"{said} with {name} is not available; leave one of them out"
+    yield from (name for name, is_set in others.items() if is_set)
 
 
 def _zero(
@@ -197,6 +203,11 @@ def beside_tensor(tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
 def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:
     """Return whether these settings go together with parallel.tensor > 1."""
     return not any(beside_tensor(tune, train))
+
+
+def allows_expert(parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig) -> bool:
+    """Return whether these settings go together with parallel.expert > 1."""
+    return not any(_beside_experts(parallel, tune, train))
 
 
 def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:

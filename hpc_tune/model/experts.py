@@ -5,6 +5,7 @@ each token a few of them. Families differ in where both are, so they are found b
 """
 
 import contextlib
+import math
 import re
 import types
 from collections.abc import Iterator
@@ -101,6 +102,20 @@ def chosen_experts(config: Any) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return 1
+
+
+def dealable_experts(model: nn.Module) -> int:
+    """Return a number whose divisors are the numbers of ranks that experts can be dealt over.
+
+    1 for a dense model, and where a layer's experts do not say which tokens they want.
+    """
+    counts = [
+        getattr(stack, name).shape[0] if hasattr(stack, "has_gate") else 1
+        for _, stack in stacks_of(model)
+        for name, parameter in stack.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    ]
+    return math.gcd(*counts) if counts else 1
 
 
 def is_mixture(model: nn.Module) -> bool:

@@ -5,8 +5,9 @@ sends to the next of its group, and the slowest link holds up all.
 """
 
 import dataclasses
+import itertools
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,12 +80,32 @@ class Network:
         size = len(groups[0])
         if size == 1:
             return 0.0
+        if kind == "all_to_all":
+            return self._spread_s(groups, num_bytes)
         edges = [(g[i], g[(i + 1) % size]) for g in groups for i in range(size)]
         rate = self.least_rate(edges, exchange=size == 2 and kind == "all_gather")
         moving_s = ring_steps(kind, size) / size * num_bytes / rate
         ratio, promised_s = self.slower.get(kind, (1.0, 0.0))
         more_s = (ratio - 1) * min(moving_s, promised_s * num_bytes)
         return moving_s + (more_s / gain if more_s > 0 else more_s)
+
+    def _spread_s(self, groups: Sequence[Sequence[int]], num_bytes: float) -> float:
+        """Return the seconds in which each rank sends a part to each other of its group.
+
+        One part after the other on a rank's link, and those that leave a node on its lanes.
+        """
+        size = len(groups[0])
+        rates = self.exchange_per_s if size == 2 else self.bytes_per_s
+        within: defaultdict[int, float] = defaultdict(float)
+        leaving: defaultdict[int, float] = defaultdict(float)
+        of_node: defaultdict[int, float] = defaultdict(float)
+        for group in groups:
+            for a, b in itertools.permutations(group, 2):
+                seconds = num_bytes / size / rates[_ordered(a, b)]
+                (within if self.nodes[a] == self.nodes[b] else leaving)[a] += seconds
+        for rank, seconds in leaving.items():
+            of_node[self.nodes[rank]] += seconds / self.lanes
+        return max([*within.values(), *leaving.values(), *of_node.values()])
 
     def latency(self, a: int, b: int) -> float:
         """Return the seconds that a small message takes between two ranks."""

@@ -21,6 +21,7 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.messages import (
     ENDS,
     Message,
+    expert_messages,
     gathered_weights,
     summed_gradients,
     tensor_messages,
@@ -124,6 +125,7 @@ def step_time(
         waits_s = {k: max(s - hidden_s, s / plan.units_of(k)) for k, s in waits_s.items()}
     for kind in waits_s:
         waits_s[kind] += placed.sums_s(tensor_messages(plan, micro, place=kind))
+        waits_s[kind] += placed.sums_s(expert_messages(plan, micro, place=kind))
     passes = _Passes(
         stages_s,
         [waits_s[kind] for kind in kinds],

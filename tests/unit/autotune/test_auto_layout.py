@@ -6,23 +6,27 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from hpc_tune.autotune.candidates import candidates, legal_layouts, orders, ring_order
 from hpc_tune.autotune.measured import Measured, by_data_sheet, compute_by_data_sheet
 from hpc_tune.autotune.search import as_json, as_lines, choose, choose_for, from_json
-from hpc_tune.config.constraints import allows_tensor, check
+from hpc_tune.config.constraints import allows_expert, allows_tensor, check
 from hpc_tune.config.load import load_config
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import build
+from hpc_tune.model.experts import dealable_experts
 from hpc_tune.plan.hardware import CLUSTERS, Machine
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import most_micro_rows
 from hpc_tune.plan.step_time import Compute, StepWork
 from hpc_tune.probe.links import Links, Pair
 from hpc_tune.step.layout import Layout
-from hpc_tune.step.size import ModelSize, Weights
+from hpc_tune.step.size import ModelSize, Weights, measure
+from tests.support.mixtures import write_mixture
 
 MODEL = LlamaConfig(num_hidden_layers=7, num_attention_heads=8, num_key_value_heads=4)
 COMPUTE = Compute(block_s=1e-5, head_s=1e-5, update_s=0.0)
@@ -119,6 +123,52 @@ def test_the_first_rank_always_works_and_slow_links_are_left_out():
 def test_pipelines_are_counted_with_the_micro_batches_that_a_run_takes(micro_size, layout, rows):
     settings = config(batch={"global_size": 64, "micro_size": micro_size})
     assert most_micro_rows(settings.batch, layout) == rows
+
+
+def test_experts_are_dealt_over_every_number_of_shards_that_divides_them():
+    def dealt(num_experts, **parts):
+        parallel = config(**parts).parallel
+        found = legal_layouts(parallel, MODEL, 4, True, num_experts)
+        return {(one.shard, one.tensor, one.expert) for one in found if one.size == 4}
+
+    dense = dealt(1)
+    assert {expert for *_, expert in dense} == {1}
+    assert dealt(8) - dense == {(2, 1, 2), (4, 1, 2), (4, 1, 4)}
+    assert dealt(6) - dense == {(2, 1, 2), (4, 1, 2)}
+    assert dense <= dealt(8) & dealt(6)
+    assert dealt(8, parallel={"layout": "auto", "expert": 2}) == {(2, 1, 2), (4, 1, 2)}
+    assert not dealt(1, parallel={"layout": "auto", "expert": 2})
+
+
+def test_what_cannot_be_with_dealt_experts_is_known():
+    def allowed(**parts):
+        settings = config(**parts)
+        return allows_expert(settings.parallel, settings.tune, settings.train)
+
+    assert allowed()
+    assert allowed(parallel={"layout": "auto"})
+    assert not allowed(tune={"method": "qlora"})
+    assert not allowed(train={"compile": True})
+    assert not check(config(parallel={"layout": "auto", "expert": 2}))
+    assert check(config(parallel={"layout": "auto", "expert": 2, "shard": 3}))
+
+
+def test_tokens_are_sent_where_gathering_all_experts_takes_longer(tmp_path):
+    directory = write_mixture("mixtral", tmp_path, num_local_experts=8)
+    built = build(directory, torch.float32, config().tune, 0, weights=False)
+    work = StepWork(measure(built.module), built.config, 4, 0, 4)
+    assert dealable_experts(built.module) == 8
+
+    def fastest(seq_len):
+        settings = config(batch={"global_size": 4, "micro_size": 1}, parallel={"shard": 4})
+        layouts = legal_layouts(settings.parallel, built.config, 4, False, 8)
+        machine = Machine(4, 1, GIB, 0)
+        of_rows = replace(work, seq_len=seq_len)
+        places = (settings.parallel, settings.batch, of_rows, machine, COMPUTE, network(4, 1e7))
+        return candidates(layouts, *places)[0].layout
+
+    assert fastest(8) == Layout(1, 4, expert=4)
+    assert fastest(8192) == Layout(1, 4)
 
 
 def best(room, net, size, parts=None, compute=COMPUTE, rows=64):

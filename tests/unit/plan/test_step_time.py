@@ -1,5 +1,6 @@
 """Predicted seconds of a step, against arithmetic written out."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -223,6 +224,21 @@ def test_two_ranks_that_gather_alone_use_both_directions_of_one_link():
     assert net.ring_s("all_gather", [[0, 1], [2, 3]], 4e6) == pytest.approx(1 / 2 * 4)
     assert net.ring_s("all_gather", [[0, 1, 2, 3]], 4e6) == pytest.approx(3 / 4 * 2)
     assert net.ring_s("all_reduce", [[0, 1], [2, 3]], 4e6) == pytest.approx(2 * 1 / 2 * 2)
+
+
+def test_what_each_rank_sends_to_each_other_shares_the_links_that_leave_a_node():
+    pairs = [
+        Pair((a, b), (a // 2, b // 2), 0.0, 4e6 if a // 2 == b // 2 else 1e6)
+        for a in range(4)
+        for b in range(a + 1, 4)
+    ]
+    net = Network.measured(Links(tuple(pairs), ()), (0, 0, 1, 1))
+    assert net.ring_s("all_to_all", [[0, 1]], 4e6) == pytest.approx(1 / 2 * 4 / 4)
+    # A quarter for each of the two on the other node, by both ranks of a node.
+    assert net.ring_s("all_to_all", [[0, 1, 2, 3]], 4e6) == pytest.approx(2 * 2 / 4 * 4)
+    assert net.ring_s("all_to_all", [[0, 2], [1, 3]], 4e6) == pytest.approx(2 * 1 / 2 * 4)
+    wide = replace(net, lanes=2.0)
+    assert wide.ring_s("all_to_all", [[0, 1, 2, 3]], 4e6) == pytest.approx(2 / 4 * 4)
 
 
 def test_a_pair_that_was_not_measured_is_as_another_of_its_nodes():
