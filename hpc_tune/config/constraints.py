@@ -22,7 +22,7 @@ def check(config: RunConfig) -> list[str]:
         *of_zero,
         *_offload_path(parallel),
         *_parallel(parallel, tune.method),
-        *(_experts(parallel, tune, train) if parallel.expert > 1 else ()),
+        *(_beside_experts(parallel, tune, train) if parallel.expert > 1 else ()),
         *(beside_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_float8(train, tune.method, config.model.dtype, config.run.device),
         *_beside_float8(train, tune),
@@ -65,23 +65,10 @@ def _without_zero(parallel: ParallelConfig) -> Iterator[str]:
         yield f"parallel.offload_optimizer={parallel.offload_optimizer} {needs}"
 
 
-def _experts(parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig) -> Iterator[str]:
-    """Yield what is wrong with experts that are dealt over ranks of the shard axis."""
-    said = f"parallel.expert={parallel.expert}"
-    is_open = parallel.shard is None and parallel.layout == "auto"
-    if not is_open and (parallel.shard is None or parallel.shard % parallel.expert):
-        yield (
-            f"{said} deals experts over ranks of parallel.shard, which is "
-            f"{parallel.shard or 'unset'}; set that to {parallel.expert} or a multiple of it"
-        )
-    for name in _beside_experts(parallel, tune, train):
-        yield f"{said} with {name} is not available; leave one of them out"
-
-
 def _beside_experts(
     parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig
 ) -> Iterator[str]:
-    """Yield the settings that do not go together with experts that are dealt over ranks."""
+    """Yield what these settings say against experts that are dealt over ranks."""
     others = {
         "parallel.zero_stage": parallel.zero_stage is not None,
         "parallel.tensor": (parallel.tensor or 1) > 1,
@@ -89,7 +76,8 @@ def _beside_experts(
         "tune.method=qlora": tune.method == "qlora",
         "train.compile": train.compile,
     }
-    yield from (name for name, is_set in others.items() if is_set)
+    for name in (name for name, is_set in others.items() if is_set):
+        yield f"parallel.expert > 1 with {name} is not available; leave one of them out"
 
 
 def _zero(
@@ -167,6 +155,12 @@ def _offload_path(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _parallel(parallel: ParallelConfig, method: str) -> Iterator[str]:
+    shard = parallel.shard or (parallel.expert if parallel.layout == "auto" else 1)
+    if shard % parallel.expert:
+        yield (
+            f"parallel.expert={parallel.expert} deals experts over ranks of parallel.shard, which "
+            f"is {parallel.shard or 'unset'}; set that to {parallel.expert} or a multiple of it"
+        )
     if parallel.stages_per_rank > 1 and (parallel.pipeline or 1) == 1:
         yield (
             f"parallel.stages_per_rank={parallel.stages_per_rank} has no effect without "
