@@ -45,7 +45,7 @@ class TokenSum:
         """Return one sum."""
         if batch.weights_N is not None:
             losses_N = losses_N * batch.weights_N
-        return losses_N.sum().unsqueeze(0)
+        return losses_N.sum(0, keepdim=True)  # no view: FSDP2 warns of these
 
 
 class LogProbabilities:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,7 @@ def test_a_layout_gives_what_one_process_gives(shared, references, launched, lay
         pytest.skip(NO_ASYNC_IO)
     ended = launched(layout, method)[layout, method]
     assert ended.code == 0, ended.output
+    assert not re.findall(r"\w+Warning: .*", ended.output), "packages warn a user, of what we do"
     one, run = references[method], shared / named(layout, method)
     gaps = {
         key: worst_gap(list(rows(run, key).values()), list(rows(one, key).values()))
