@@ -301,6 +301,7 @@ class _Trial:
         try:
             wanted = TuneConfig(method=tune.method, targets=tune.targets)
             built = _loaded(build(self.directory, torch.float32, wanted, 0))
+            built.module.within_documents &= self.within_documents
             loss = built.module(_batch([self.documents[:1]]))
             loss.backward()
         except ConfigError:  # the run's own model says it, or has targets that a small one lacks

@@ -62,6 +62,13 @@ def test_attention_that_needs_its_mask_is_left_to_transformers():
     assert not found.packing
 
 
+@pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.full)])
+def test_adapters_over_attention_that_needs_its_mask_are_tried_with_it(method):
+    found = try_out(config_of("deepseek_v32"), TuneConfig(method=method))
+    assert "NoneType" in found.attention
+    assert (found.loss, found.packing, found.adapters) == ("", "", "")
+
+
 def test_sliding_windows_that_do_not_reach_the_layers_are_found(monkeypatch):
     config = config_of("mistral", sliding_window=8)
     assert try_out(config) == Proof()
