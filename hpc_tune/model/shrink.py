@@ -11,6 +11,8 @@ what has to fit together (heads x values per head = width) still does.
 import re
 from typing import Any
 
+from hpc_tune.model.experts import chosen_experts
+
 VOCABULARY = 512
 WINDOW = 16  # tokens a layer sees, or takes at once: shorter than the documents of a trial
 FACTORS = (64, 32, 16, 8, 4, 2, 1)
@@ -36,7 +38,7 @@ _KINDS = (
 )
 # How many of the first layers have no experts.
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-_EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$|^zero_expert_num$")
+_EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
 _MIN_EXPERTS = 8  # or twice as many as a token chooses
 
 
@@ -63,7 +65,9 @@ def shrunk(config: Any, factor: int, all_layers: bool = False) -> Any:
         elif name.startswith("vocab_size") and isinstance(value, int):
             fields[name] = min(value, VOCABULARY)
         elif _EXPERTS.match(name) and isinstance(value, int):
-            fields[name] = min(value, _enough_experts(fields))
+            fields[name] = min(value, _enough_experts(config))
+        elif name == "zero_expert_num" and isinstance(value, int):  # LongCat's, of no computation
+            fields[name] = min(value, _MIN_EXPERTS)
         elif name.endswith(("token_id", "token_ids")):
             fields[name] = _small_token(name, value)
         elif name == "attn_layer_indices" and isinstance(value, list) and layers:
@@ -164,11 +168,10 @@ def _enough_layers(config: Any, fields: dict[str, Any], layers: int) -> int:
     return enough
 
 
-def _enough_experts(fields: dict[str, Any]) -> int:
+def _enough_experts(config: Any) -> int:
     """Return how many experts leave a token a choice, in as many groups as there are."""
-    chosen = _first_number(fields, ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")) or 1
-    groups = max(fields.get("n_group") or 1, 1)
-    experts = max(_MIN_EXPERTS, 2 * chosen, 2 * groups)
+    groups = max(getattr(config, "n_group", None) or 1, 1)
+    experts = max(_MIN_EXPERTS, 2 * chosen_experts(config), 2 * groups)
     return experts + -experts % groups
 
 

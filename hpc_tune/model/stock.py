@@ -2,14 +2,16 @@
 
 write_small   the architecture of a config, made small, with random values, as a directory
 stock_losses  the loss of each document in transformers' own model, and the gradient of their sum
+reference     both, with values for which rounding chooses no expert
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.errors import first_line
 from hpc_tune.lazy_imports import lazy_imports
@@ -18,13 +20,51 @@ from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
 
 MAX_VALUES = 64_000_000
 _SPREAD = 0.03  # noise on all first values, so that none is zero or one
+_DRAWS = 5  # of values, at most; the last are taken as they are
+_TIE = 2e-6  # of the largest score: rounding moves fp32 scores of such models by half as much
 
 
 class NoTrial(Exception):
     """No small model of this architecture can be made; the reason is its text."""
 
 
-def write_small(config: Any, directory: Path) -> None:
+class Choices(TorchDispatchMode):
+    """Notes how near two scores were of which torch.topk took one and left the other.
+
+    ``nearest``: by how much of the largest score they differed, at least.
+    """
+
+    def __init__(self) -> None:
+        """Note the choices within this context."""
+        super().__init__()
+        self.nearest = float("inf")
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether rounding may have decided a choice: another order of a sum makes another."""
+        return self.nearest < _TIE
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute as without this, and look at the scores."""
+        if func is torch.ops.aten.topk.default and self._is_choice(*args[:3]):
+            scores, count = args[0].detach(), args[1]
+            best = scores.topk(count + 1, dim=-1).values
+            gaps = (best[..., -2] - best[..., -1]) / best[..., 0].abs()
+            self.nearest = min([self.nearest, *gaps[gaps.isfinite()].tolist()])
+        return func(*args, **(kwargs or {}))
+
+    def _is_choice(self, scores: torch.Tensor, count: int, dim: int = -1) -> bool:
+        is_last = dim in (-1, scores.dim() - 1)
+        return scores.is_floating_point() and is_last and 0 < count < scores.shape[-1]
+
+
+def write_small(config: Any, directory: Path, seed: int = 0) -> None:
     """Write a small model of the architecture of ``config`` with random values into ``directory``.
 
     Raises:
@@ -45,7 +85,7 @@ def write_small(config: Any, directory: Path) -> None:
                 why = why or f"the smallest has {values:,} values"
                 continue
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+                torch.manual_seed(seed)
                 model = stock_class(config).from_config(small, dtype=torch.float32)
                 with torch.no_grad():
                     for parameter in model.parameters():
@@ -87,6 +127,26 @@ def stock_losses(
         why = f"{type(error).__name__}: {first_line(error)}"
         raise NoTrial(f"transformers' own training step fails with {why}") from None
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def reference(
+    config: Any, directory: Path, documents: Sequence[torch.Tensor]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Write a small model into ``directory`` and return ``stock_losses`` of it.
+
+    Where two experts have one score but for rounding, another order of a sum chooses the other,
+    and the loss is another though nothing is wrong: such a model is drawn anew.
+
+    Raises:
+        NoTrial: as both do.
+    """
+    for seed in range(_DRAWS):
+        write_small(config, directory, seed)
+        with Choices() as choices:
+            found = stock_losses(directory, documents)
+        if not choices.is_tied:
+            break
+    return found
 
 
 def _save(model: Any, directory: Path) -> None:

@@ -38,7 +38,7 @@ from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.quantize import require_bitsandbytes
 from hpc_tune.model.scoped import MicroBatch, batch_context
-from hpc_tune.model.stock import NoTrial, software, stock_losses, write_small
+from hpc_tune.model.stock import NoTrial, reference, software
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import slicing_problems
@@ -110,9 +110,8 @@ def try_out(config: Any, tune: TuneConfig = FULL) -> Proof:
     with lazy_imports(), tempfile.TemporaryDirectory(prefix="hpc_tune-trial-") as folder:
         directory = Path(folder)
         try:
-            write_small(config, directory)
             documents = _documents()
-            wanted, gradients = stock_losses(directory, documents)
+            wanted, gradients = reference(config, directory, documents)
         except NoTrial as why:
             return Proof(loss=f"no small model of this kind could be tried: {why}")
         trial = _Trial(directory, documents, wanted, gradients)

@@ -8,11 +8,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.model.experts import chosen_experts, num_experts
 from hpc_tune.model.shrink import VOCABULARY, factors, shrunk
+from hpc_tune.model.stock import Choices, write_small
 from hpc_tune.train.startup import proof
 from hpc_tune.train.startup.proof import Proof, prove, try_out
 
 QLORA = TuneConfig(method="qlora")
+GEMMA = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+GEMMA |= {"moe_intermediate_size": 704}
 SMALL = {"vocab_size": 512, "num_hidden_layers": 2, "pad_token_id": 0}
 
 
@@ -114,6 +118,51 @@ def test_mixtures_of_experts_are_trained_as_transformers_does_and_packed(kind):
     fields = {"head_dim": 128} if kind == "glm4_moe" else {}
     found = try_out(config_of(kind, **fields))
     assert (found.loss, found.packing, found.kernel) == ("", "", "")
+
+
+@pytest.mark.parametrize("kind", ["bailing_hybrid", "gemma4_text", "kimi_linear", "qwen3_moe"])
+def test_a_token_of_a_small_mixture_has_experts_to_choose_from(kind):
+    small = shrunk(config_of(kind, **GEMMA if kind == "gemma4_text" else {}), 2)
+    groups = getattr(small, "n_group", None) or 1
+    assert num_experts(small) >= 2 * chosen_experts(small) == 16
+    assert num_experts(small) % groups == 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.full) for kind in ("longcat_flash", "kimi_linear")],
+)
+def test_mixtures_with_names_of_their_own_for_numbers_of_experts_are_tried(kind):
+    assert not try_out(config_of(kind)).loss
+
+
+def test_a_small_model_in_which_rounding_decides_a_choice_is_drawn_anew(monkeypatch):
+    """Of the first values two experts have one score: transformers' own losses differ."""
+    drawn = []
+
+    def written(config, directory, seed=0):
+        drawn.append(seed)
+        write_small(config, directory, seed)
+
+    monkeypatch.setattr("hpc_tune.model.stock.write_small", written)
+    assert try_out(config_of("gemma4_text", **GEMMA)) == Proof()
+    assert drawn == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("scores", "count", "nearest"),
+    [
+        ([[4.0, 3.0, 1.0]], 1, 0.25),
+        ([[4.0, 3.0, 1.0], [2.0, 2.0, 1.0]], 1, 0.0),
+        ([[4.0, 3.0, 1.0], [2.0, 2.0, 1.0]], 2, 0.5),
+        ([[4.0, 4.0]], 2, float("inf")),  # all are taken
+        ([[4.0, float("-inf"), float("-inf")]], 2, float("inf")),  # masked
+    ],
+)
+def test_the_nearest_choice_is_between_the_last_taken_and_the_first_left(scores, count, nearest):
+    with Choices() as choices:
+        torch.topk(torch.tensor(scores), count, dim=-1)
+    assert choices.nearest == nearest
 
 
 @pytest.mark.parametrize("kind", ["lfm2_moe", "jamba"])
