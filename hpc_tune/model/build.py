@@ -21,6 +21,7 @@ from hpc_tune.model.box import Box
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.experts import settle_routers
 from hpc_tune.model.identity import identity_of, sample_of
+from hpc_tune.model.kept_fp32 import keep_fp32
 from hpc_tune.model.language import (
     LanguageModel,
     Names,
@@ -186,14 +187,14 @@ def build(
     model.config.use_cache = False
     within_documents = use_document_attention(model)
     dropout |= settle_routers(model)
+    keep_fp32(model, of_base, full)
     index = stored_index or ShapeIndex(stored_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if tune.method == "qlora":
         quantize_linears(model, dtype)
     own_names = {id(tensor): name for name, tensor in stored_tensors(model)}
     tied = own_names[id(model.get_input_embeddings().weight)] if language.is_tied else None
-    # Before peft allocates by the sizes of a config.json that may be wrong.
-    stored = _stored_names(directory, language, index, shapes, tied)
+    stored = _stored_names(directory, language, index, shapes, tied)  # before peft allocates
     root: nn.Module = model if full else with_adapters(language, tune, dtype, directory)
     module = LossModel(root, language.config, within_documents)
     module.objective = objective_of(tune)
