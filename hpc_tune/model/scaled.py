@@ -103,12 +103,18 @@ def refuse_quantised(index: "TensorIndex", directory: Path) -> None:
         if name.endswith(marks) or (name.endswith(".weight") and not dtype.is_floating_point)
     ]
     is_read = index.packed or any(dtype in FLOAT8 for dtype in index.dtypes.values())
-    if packed or (settings and not is_read):
-        where = f", such as in {packed[0]}" if packed else ""
+    if packed:
         raise DataError(
-            f"{directory}: its weights are quantised ({method}{where}); hpc_tune trains on bf16, "
-            "fp16, fp32, float8 and MXFP4 checkpoints. Take the one that it was made from, with "
-            "tune.method=qlora if memory is short"
+            f"{directory}: its weights are quantised ({method}, such as in {packed[0]}); hpc_tune "
+            "trains on bf16, fp16, fp32, float8 and MXFP4 checkpoints. Take the one that it was "
+            "made from, with tune.method=qlora if memory is short"
+        )
+    if settings and not is_read:
+        raise DataError(
+            f"{directory}/config.json says that weights are quantised ({method}), and none is in a "
+            "form of such that is known here. If they are whole, as a tool that merges or "
+            "dequantises may leave them, remove quantization_config from it; if not, take the "
+            "checkpoint that this one was made from"
         )
 
 

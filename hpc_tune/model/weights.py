@@ -46,6 +46,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",  # powers of two: scales
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # What JSON of another kind than ours raises where it is used.
@@ -118,7 +119,7 @@ class TensorIndex:
                     raise ValueError(f"{name} has no region of {shape} at {box.offset} of {full}")
                 if self.shapes.get(name, full) != full:
                     raise ValueError(f"{name} has the shape {full}, and another in another file")
-                self.dtypes[name] = _DTYPES[stored.get_dtype()]
+                self.dtypes[name] = self._dtype_of(stored.get_dtype(), name, file)
                 self.pieces.setdefault(name, []).append(Piece(file, stored_name, box))
                 self.shapes[name] = full
             self.num_bytes += file.stat().st_size
@@ -132,6 +133,14 @@ class TensorIndex:
                 or f"{file}: not a whole safetensors file ({error}); it is cut off or damaged, "
                 "copy it again"
             ) from None
+
+    def _dtype_of(self, stored: str, name: str, file: Path) -> torch.dtype:
+        if stored not in _DTYPES:
+            raise self._error(
+                f"{file}: {name} is stored as {stored}, which is not read here; take a checkpoint "
+                "in bf16, fp16, fp32, float8 with scales or MXFP4"
+            )
+        return _DTYPES[stored]
 
     def join(self, joined: Mapping[str, Joined]) -> None:
         """Know tensors that are made of stored ones, beside these, by names of their own."""

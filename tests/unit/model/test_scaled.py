@@ -88,6 +88,41 @@ def test_scales_that_are_missing_or_do_not_fit_are_refused(tmp_path):
         index_model_directory(tmp_path)
 
 
+def test_scales_that_are_powers_of_two_may_be_stored_as_exponents(tmp_path):
+    """As in DeepSeek's files from V3.1 on, scale_fmt ue8m0."""
+    stored(tmp_path, *KINDS["block"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    scales = {n for n in tensors if n.endswith("_scale_inv")}
+    powers = {n: torch.exp2(torch.log2(tensors[n]).ceil()) for n in scales}
+    exponents = {n: power.to(torch.float8_e8m0fnu) for n, power in powers.items()}
+    save_file({**tensors, **exponents}, file)
+    index = index_model_directory(tmp_path)
+    for name in scales:
+        weight = name.removesuffix("_scale_inv")
+        local = torch.empty(index.shapes[weight], dtype=torch.float32)
+        index.fill(local, weight)
+        rows, columns = local.shape
+        whole = powers[name].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        assert torch.equal(local, tensors[weight].float() * whole[:rows, :columns])
+
+
+def test_a_dtype_that_is_not_read_is_named(tmp_path):
+    write_tiny(tmp_path)
+    save_file({"a.weight": torch.ones(4, dtype=torch.uint16)}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"a\.weight is stored as U16, which is not read here"):
+        index_model_directory(tmp_path)
+
+
+def test_a_config_that_speaks_of_quantised_weights_where_none_are_is_refused_as_such(tmp_path):
+    write_tiny(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"\(mxfp4\), and none is .* remove quantization_config"):
+        index_model_directory(tmp_path)
+
+
 def test_a_stack_of_matrices_in_float8_is_refused(tmp_path):
     write_tiny(tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
