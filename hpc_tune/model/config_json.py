@@ -28,6 +28,13 @@ def _read(file: Path, changed_ns: int) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
+def asks_router_losses(directory: Path) -> bool:
+    """Whether config.json asks transformers for a loss of the routers."""
+    settings = config_json(directory)
+    parts = (settings, *settings.values())
+    return any(isinstance(part, dict) and part.get("output_router_logits") for part in parts)
+
+
 def require_an_end(directory: Path) -> None:
     """Refuse a number of layers or experts, one by one made, that no model has.
 

@@ -118,6 +118,17 @@ def dealable_experts(model: nn.Module) -> int:
     return math.gcd(*counts) if counts else 1
 
 
+def without_router_losses(config: Any) -> None:
+    """Ask no loss of its routers of a transformers configuration: it is ``tune.router_aux_loss``.
+
+    Tools that train with one leave that they asked for it in config.json.
+    """
+    parts: list[Any] = [config, getattr(config, "text_config", None)]
+    for part in parts:
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+
+
 def is_mixture(model: nn.Module) -> bool:
     """Whether some layers of a model are mixtures of experts."""
     return next(stacks_of(model), None) is not None

@@ -23,7 +23,7 @@ from torch import nn
 from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.config_json import config_json, require_an_end
-from hpc_tune.model.experts import Adapted, adapted_tensors
+from hpc_tune.model.experts import Adapted, adapted_tensors, without_router_losses
 from hpc_tune.model.joined import Part, joined_tensors, renamed_tensors
 from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
@@ -78,6 +78,7 @@ def read_config(directory: Path) -> Any:
         why = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{directory}/config.json cannot be used: {why}") from None
     _refuse_kernels(directory)
+    without_router_losses(config)
     return config
 
 

@@ -14,6 +14,7 @@ from hpc_tune.log import log
 from hpc_tune.model.balance import num_router_sums, routers_of_experts
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.config_json import asks_router_losses
 from hpc_tune.model.experts import is_mixture
 from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
@@ -109,6 +110,12 @@ def _say_of_model(built: BuiltModel, seq_len: int) -> None:
             "the model's own dropout and noise are off (%s in its config.json): they would differ "
             "with the number of ranks; tune.dropout is for adapters",
             ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
+        )
+    if asks_router_losses(built.directory) and not built.tune.router_losses:
+        log.warning(
+            "config.json asks for a loss of the routers (output_router_logits), as tools leave it "
+            "there that have trained with one; here it is tune.router_aux_loss, and not set: none "
+            "is learned"
         )
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:

@@ -7,8 +7,9 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
-from hpc_tune.train.model import _watched
-from hpc_tune.train.startup.proof import Proof
+from hpc_tune.model.language import read_config
+from hpc_tune.train.model import _say_of_model, _watched
+from hpc_tune.train.startup.proof import Proof, try_out
 from tests.support.mixtures import write_mixture
 
 LEARNS = TuneConfig(router_aux_loss=0.01, router_z_loss=0.001)
@@ -52,3 +53,19 @@ def test_losses_of_routers_that_cannot_be_watched_are_refused(
         found = _watched(built(bases[base], TuneConfig()), Proof(score=score), is_compiled)
     assert found.routers == ()
     assert (f"not counted: {said}" in caplog.text) == (base == "mixture")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe"])
+def test_a_loss_that_config_json_asks_transformers_for_is_not_learned_and_said(
+    tmp_path, caplog, family
+):
+    """As trl and LLaMA-Factory leave it there: transformers would add it to the loss."""
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    base = write_mixture(family, tmp_path / "base", **asked)
+    assert try_out(read_config(base)) == Proof(score="softmax")
+    with caplog.at_level("WARNING", logger="hpc_tune"):
+        _say_of_model(built(base), 128)
+        assert not caplog.text
+        _say_of_model(built(base, TuneConfig()), 128)
+    assert "asks for a loss of the routers" in caplog.text
+    assert "tune.router_aux_loss, and not set" in caplog.text
