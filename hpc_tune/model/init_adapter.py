@@ -1,11 +1,13 @@
 """Adapters that go on from ones that peft, or the Hugging Face Trainer, has saved."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.weights import ADAPTER_FILE, TensorIndex
@@ -56,7 +58,8 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     wanted = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
         fields[key] = _in_full(fields[key], wanted[key])
-    problems = [
+    problems = _other_ranks(fields, wanted, built.tune)
+    problems += [
         f"{key} is {fields[key]} there, and tune.{_FIELDS[key]} says {wanted[key]}"
         for key in _FIELDS
         if fields[key] != wanted[key]
@@ -73,6 +76,7 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
             "path_initial_model_for_weight_conversion"
         )
     index = TensorIndex([file])
+    _refuse_one_by_one(directory, index, built.saved_names.values())
     parameters = dict(built.module.named_parameters())
     shapes = {saved: tuple(parameters[own].shape) for own, saved in built.saved_names.items()}
     needed, stored = set(shapes), set(index.pieces)
@@ -87,6 +91,36 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
     return replace(built, start=index)
+
+
+def _refuse_one_by_one(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:
+    """Refuse an adapter with a pair of tensors for each expert, as for vLLM or transformers 4."""
+    names = (name for name in index.pieces if re.search(r"\.experts\.\d+\.", name))
+    if (first := next(names, None)) is not None and first not in {*known}:
+        raise ConfigError(
+            f"tune.init_from={directory}: it has {first}: experts one by one. Expected is peft's "
+            "form, a layer's experts in one pair of tensors: the folder export/adapter of a run, "
+            "or what peft saves with transformers 5"
+        )
+
+
+def _other_ranks(fields: dict[str, Any], wanted: dict[str, Any], tune: TuneConfig) -> list[str]:
+    """Return how the ranks and scales of experts differ, and take experts out of the patterns.
+
+    peft's own adapters have a pattern for them only where they have another rank than the others.
+    """
+    problems = []
+    for key, every, said in (
+        ("rank_pattern", "r", "the rank of experts is {} there, and tune.expert_rank says {}"),
+        (
+            *("alpha_pattern", "lora_alpha"),
+            "lora_alpha of experts is {} there, and {} here: tune.alpha x expert_rank / rank",
+        ),
+    ):
+        experts = [path for path in wanted[key] if path not in getattr(tune, key)]
+        pairs = [(fields[key].pop(path, fields[every]), wanted[key].pop(path)) for path in experts]
+        problems += [said.format(*pair) for pair in pairs if pair[0] != pair[1]][:1]
+    return problems
 
 
 def _in_full(patterns: Any, paths: Iterable[str]) -> Any:

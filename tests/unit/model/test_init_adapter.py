@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -19,6 +20,7 @@ from hpc_tune.model.build import build
 from hpc_tune.model.builtin import SHAPE, write_tiny
 from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.load import allocate, load_weights
+from tests.support.mixtures import write_mixture
 
 TOKENS_BT = torch.tensor([[5, 9, 2, 77, 31, 8, 8, 60]])
 
@@ -179,3 +181,57 @@ def test_an_adapter_that_is_no_lora_is_refused_by_its_name(tiny, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_type": "LOHA"}))
     with pytest.raises(ConfigError, match="peft_type is LOHA there"):
         started(tiny, tmp_path)
+
+
+def of_mixture(directory, **settings):
+    """Write an adapter of stock peft, on the experts of a mixture; return its model."""
+    base = AutoModelForCausalLM.from_pretrained(directory)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    fields = {"r": 4, "lora_alpha": 6.0, "target_modules": ["q_proj"], "target_parameters": names}
+    model = get_peft_model(base, LoraConfig(**fields | settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+EXPERTS = {"targets": ["q_proj", "experts"]}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_an_adapter_on_experts_that_peft_saved_is_where_training_begins(tmp_path, family):
+    """It has one rank for all, and so no pattern for experts."""
+    base = write_mixture(family, tmp_path / "base")
+    theirs = of_mixture(base)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = started(base, tmp_path / "adapter", expert_rank=4, **EXPERTS)
+    assert gap(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "the rank of experts is 4 there, and tune.expert_rank says 2"),
+        (
+            {"rank_pattern": {"mlp.experts.gate_up_proj": 2, "mlp.experts.down_proj": 2}},
+            "lora_alpha of experts is 6.0 there, and 3.0 here: tune.alpha x expert_rank / rank",
+        ),
+    ],
+)
+def test_experts_of_another_rank_or_scale_are_refused_by_the_setting(tmp_path, settings, said):
+    base = write_mixture("qwen3_moe", tmp_path / "base")
+    of_mixture(base, **settings).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError) as refused:
+        started(base, tmp_path / "adapter", expert_rank=2, **EXPERTS)
+    assert said in str(refused.value)
+    assert "tune.rank_pattern" not in str(refused.value)
+
+
+def test_an_adapter_with_experts_one_by_one_is_refused_as_such(tmp_path):
+    base, folder = write_mixture("qwen3_moe", tmp_path / "base"), tmp_path / "adapter"
+    of_mixture(base).save_pretrained(folder)
+    name = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_A.weight"
+    save_file({name: torch.ones(4, 64)}, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"experts one by one\. Expected is peft's form"):
+        started(base, folder, expert_rank=4, **EXPERTS)
