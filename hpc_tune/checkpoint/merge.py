@@ -174,10 +174,14 @@ class Merged:
     def _add_adapter(self, out: torch.Tensor, name: str, layer: str) -> None:
         """W + scale B A by blocks of rows; DoRA: each row scaled to its magnitude.
 
-        A transposed W gets the transposed product.
+        A transposed W gets the transposed product, and a part of W, such as the gate where the
+        model has gate and up in one, that of its rows.
         """
         scale = self._tune.scale_of(layer.removeprefix(ADAPTER_PREFIX))
         a, b = (read_tensor(self._trained, f"{layer}.lora_{x}.weight") for x in "AB")
+        _, part = self._parts.get(name, (name, None))
+        own = slice(None) if part is None else part.box.slices()[0]
+        b = b[own]
         if name in self._transposed:
             a, b = b.t(), a.t()
         rows = max(1, PIECE_BYTES // (4 * out.shape[1]))
@@ -187,7 +191,7 @@ class Merged:
             self._stored.fill(block, name, (start, 0))
             block.addmm_(b[start : start + rows], a, alpha=scale)
             if self._tune.method == "dora":
-                magnitude = read_tensor(self._trained, f"{layer}.lora_magnitude_vector")
+                magnitude = read_tensor(self._trained, f"{layer}.lora_magnitude_vector")[own]
                 wanted = magnitude[start : start + rows]
                 block *= (wanted / block.norm(dim=1)).unsqueeze(1)
             out[start : start + rows] = block

@@ -6,12 +6,14 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.checkpoint.export import export_adapter, export_merged
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
+from hpc_tune.model.language import stock_class
+from hpc_tune.model.stock import write_small
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import write_mixture
 from tests.unit.checkpoint.test_export import TOKENS_BT, stock, trained
@@ -88,3 +90,22 @@ def test_a_rank_of_experts_without_adapters_on_experts_is_refused(mixtures):
     tune = TuneConfig(method="lora", expert_rank=4)
     with pytest.raises(ConfigError, match=r"expert_rank=4 has no effect.*\[all-linear, experts\]"):
         build(mixtures["mixtral"], torch.float32, tune, 0)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_layer_whose_gate_and_up_lie_apart_in_files_is_merged(tmp_path, method):
+    """MiniMax-M3's dense layers: one linear layer of the model, two tensors of its files."""
+    base = tmp_path / "base"
+    base.mkdir()
+    config = AutoConfig.for_model("minimax_m3_vl")
+    write_small(config, base)
+    tune = TuneConfig(method=method, rank=4, alpha=6.0, targets=["gate_up_proj"])
+    module = trained(base, tune, tmp_path / "step")
+    out = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
+    models = [
+        stock_class(config).from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (out, base)
+    ]
+    merged, first = map(logits, models)
+    assert torch.allclose(merged, logits(module), atol=1e-4)
+    assert not torch.allclose(merged, first, atol=1e-2)
