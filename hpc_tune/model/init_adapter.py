@@ -37,23 +37,8 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
         ConfigError: lists every way in which they are not adapters of this model and ``tune``.
         DataError: if their file is damaged.
     """
-    file, settings = directory / ADAPTER_FILE, directory / "adapter_config.json"
-    if not file.is_file() or not settings.is_file():
-        has_pickle = (directory / "adapter_model.bin").is_file()
-        advice = (
-            "adapter_model.bin is a pickle, which is not read; load it with peft and save it again"
-            if has_pickle
-            else "name the folder that peft's save_pretrained or the Trainer wrote"
-        )
-        raise ConfigError(
-            f"tune.init_from={directory}: expected {ADAPTER_FILE} and adapter_config.json in it; "
-            + advice
-        )
-    try:
-        saved = json.loads(settings.read_text(encoding="utf-8"))
-        fields = {key: saved.get(key, {} if "pattern" in key else False) for key in _FIELDS}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
+    file, saved = directory / ADAPTER_FILE, _settings_of(directory)
+    fields = {key: saved.get(key, {} if "pattern" in key else False) for key in _FIELDS}
     model: Any = built.module.model
     wanted = {key: getattr(model.peft_config["default"], key) for key in _FIELDS}
     for key in ("rank_pattern", "alpha_pattern"):
@@ -91,6 +76,27 @@ def start_from(built: BuiltModel, directory: Path) -> BuiltModel:
     if problems:
         raise ConfigError(f"tune.init_from={directory}: " + "; ".join(problems))
     return replace(built, start=index)
+
+
+def _settings_of(directory: Path) -> dict[str, Any]:
+    """Return what the adapter_config.json beside an adapter's file says."""
+    file, settings = directory / ADAPTER_FILE, directory / "adapter_config.json"
+    if not file.is_file() or not settings.is_file():
+        has_pickle = (directory / "adapter_model.bin").is_file()
+        advice = (
+            "adapter_model.bin is a pickle, which is not read; load it with peft and save it again"
+            if has_pickle
+            else "name the folder that peft's save_pretrained or the Trainer wrote"
+        )
+        raise ConfigError(
+            f"tune.init_from={directory}: expected {ADAPTER_FILE} and adapter_config.json in it; "
+            + advice
+        )
+    try:
+        saved = json.loads(settings.read_text(encoding="utf-8"))
+        return {**saved}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"tune.init_from: {settings} cannot be read: {error}") from None
 
 
 def _refuse_one_by_one(directory: Path, index: TensorIndex, known: Iterable[str]) -> None:
