@@ -19,7 +19,7 @@ from hpc_tune.checkpoint.adapter_config import write_config
 from hpc_tune.checkpoint.card import CARD, CONFIG, write_card
 from hpc_tune.checkpoint.chat_template import OTHERS, write_template
 from hpc_tune.checkpoint.merge import ADAPTER_PREFIX, Merged, read_tensor
-from hpc_tune.checkpoint.mixture import of_mixture, stacks_in
+from hpc_tune.checkpoint.mixture import of_mixture, passed_over_by_peft, stacks_in
 from hpc_tune.checkpoint.per_expert import per_expert
 from hpc_tune.checkpoint.store import synced
 from hpc_tune.config.tune import TuneConfig
@@ -76,6 +76,12 @@ def export_adapter(
         whole = any(map(_LANGUAGE_MODEL.match, named))
         write_card(checkpoint, base, temporary, "adapter", whole)
     stacks = stacks_in(base)
+    if lost := passed_over_by_peft(index, base) if stacks else []:
+        log.warning(
+            "peft does not load %d of the adapters in %s, such as of %s: for this kind of model it "
+            "takes their names for others. Use export --to merged",
+            *(len(lost), out, lost[0]),
+        )
     if any(n.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] in stacks for n in index.pieces):
         _export_per_expert(checkpoint, base, out, template)
     return out

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpc_tune.model.experts import Adapted, adapted_tensors, has_experts
-from hpc_tune.model.language import language_model, read_config, read_shape
+from hpc_tune.model.joined import renamed_again
+from hpc_tune.model.language import language_model, read_config, read_shape, whole_model
 from hpc_tune.model.weights import TensorIndex
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ def _stacks_in(base: Path) -> Mapping[str, Adapted]:
     language = language_model(read_config(base), base, torch.float32, None)
     of_whole = language.names.of_whole
     return {of_whole(layer): one for layer, one in adapted_tensors(language.model).items()}
+
+
+def passed_over_by_peft(index: TensorIndex, base: Path) -> list[str]:
+    """Return the layers whose adapters in ``index`` peft does not load over the model of a base."""
+    named = (n.removeprefix(_ADAPTERS) for n in index.pieces if ".lora_" in n)
+    lost = renamed_again(whole_model(read_config(base)), named)
+    return sorted({name.partition(".lora_")[0] for name in lost})
 
 
 def of_mixture(

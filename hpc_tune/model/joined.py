@@ -11,7 +11,7 @@ Shapes, mostly: E experts, I inner features (2I where gate and up are joined), H
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,17 @@ def renamed_tensors(model: Any, index: "TensorIndex") -> dict[str, str]:
         if converted is None and name != stored:
             renamed[name] = stored
     return renamed
+
+
+def renamed_again(model: Any, names: Iterable[str]) -> list[str]:
+    """Return those of the names that a whole ``model`` has which transformers' table renames.
+
+    peft takes the names of an adapter through it, too, and passes over these.
+    """
+    from transformers.core_model_loading import rename_source_key
+
+    conversions = _conversions(model)
+    return [name for name in names if rename_source_key(name, *conversions)[0] != name]
 
 
 def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:

@@ -269,6 +269,11 @@ def language_model(
     return replace(language, model=_text_model(config, text, dtype))
 
 
+def whole_model(config: Any) -> Any:
+    """Return the model of a whole configuration on the meta device, as users would load it."""
+    return _on_meta(stock_class(config), config, torch.float32)
+
+
 def _on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
     with lazy_imports(), torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).

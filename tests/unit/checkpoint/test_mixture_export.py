@@ -109,3 +109,17 @@ def test_a_layer_whose_gate_and_up_lie_apart_in_files_is_merged(tmp_path, method
     merged, first = map(logits, models)
     assert torch.allclose(merged, logits(module), atol=1e-4)
     assert not torch.allclose(merged, first, atol=1e-2)
+
+
+@pytest.mark.parametrize(("family", "lost"), [("laguna", 9), ("hy_v3", 0)])
+def test_adapters_that_peft_passes_over_are_said(tmp_path, caplog, family, lost):
+    """Of Laguna's shared experts, which transformers renames although they have their own name."""
+    base = tmp_path / "base"
+    base.mkdir()
+    write_small(AutoConfig.for_model(family), base)
+    module = trained(base, EXPERTS, tmp_path / "step")
+    with caplog.at_level("WARNING", logger="hpc_tune"):
+        out = export_adapter(tmp_path / "step", EXPERTS, base, tmp_path / "adapter")
+    assert (f"peft does not load {lost} of the adapters" in caplog.text) == (lost > 0)
+    loaded = PeftModel.from_pretrained(stock(base), out).eval()
+    assert torch.allclose(logits(loaded), logits(module), atol=1e-4) == (lost == 0)
