@@ -20,7 +20,7 @@ _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_stat
 ROUTED, OTHERS = "routed experts", "norms, embeddings and the rest"
 _STACK = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe's are linears
 _SHARED = re.compile(r"shared_(expert|mlp)")
-_CORRECTIONS = {"e_score_correction_bias", "expert_bias"}
+CORRECTIONS = {"e_score_correction_bias", "expert_bias"}
 _NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
 
 
@@ -153,7 +153,7 @@ def settle_routers(model: nn.Module) -> dict[str, float]:
     """
     removed: dict[str, float] = {}
     for module in model.modules():
-        for name in _CORRECTIONS & module._parameters.keys():
+        for name in CORRECTIONS & module._parameters.keys():
             values = module._parameters.pop(name)
             assert values is not None
             module.register_buffer(name, values.detach())

@@ -6,15 +6,17 @@ reference     both, with values for which rounding chooses no expert
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_tune.errors import first_line
 from hpc_tune.lazy_imports import lazy_imports
+from hpc_tune.model.experts import CORRECTIONS
 from hpc_tune.model.language import read_config, stock_class
 from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
 
@@ -88,9 +90,8 @@ def write_small(config: Any, directory: Path, seed: int = 0) -> None:
                 torch.manual_seed(seed)
                 model = stock_class(config).from_config(small, dtype=torch.float32)
                 with torch.no_grad():
-                    for parameter in model.parameters():
-                        if parameter.is_floating_point():
-                            parameter.add_(torch.randn(parameter.shape), alpha=_SPREAD)
+                    for values in _valued(model):
+                        values.add_(torch.randn(values.shape), alpha=_SPREAD)
             _loss(model.eval(), torch.arange(3, 12))
             _save(model, directory)
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
@@ -98,6 +99,13 @@ def write_small(config: Any, directory: Path, seed: int = 0) -> None:
             continue
         return
     raise NoTrial(why)
+
+
+def _valued(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what a checkpoint has values of: parameters, and the biases of routers' choices."""
+    yield from (p for p in model.parameters() if p.is_floating_point())
+    for module in model.modules():
+        yield from (b for n, b in module.named_buffers(recurse=False) if n in CORRECTIONS)
 
 
 def stock_losses(

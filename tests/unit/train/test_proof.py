@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.model.experts import chosen_experts, num_experts
+from hpc_tune.model.load import load_weights
 from hpc_tune.model.shrink import VOCABULARY, factors, shrunk
 from hpc_tune.model.stock import Choices, write_small
 from hpc_tune.train.startup import proof
@@ -118,6 +119,18 @@ def test_mixtures_of_experts_are_trained_as_transformers_does_and_packed(kind):
     fields = {"head_dim": 128} if kind == "glm4_moe" else {}
     found = try_out(config_of(kind, **fields))
     assert (found.loss, found.packing, found.kernel) == ("", "", "")
+
+
+def test_biases_of_a_routers_choice_that_are_not_loaded_are_found(monkeypatch):
+    def loaded(built):
+        load_weights(built)
+        for name, buffer in built.module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                assert buffer.any()
+                buffer.zero_()
+
+    monkeypatch.setattr(proof, "load_weights", loaded)
+    assert "loss" in try_out(config_of("deepseek_v3")).loss
 
 
 @pytest.mark.parametrize("kind", ["bailing_hybrid", "gemma4_text", "kimi_linear", "qwen3_moe"])
