@@ -78,7 +78,7 @@ def test_the_first_loss_is_that_of_equal_answers(alone):
 def test_layouts_and_micro_batches_change_no_loss(alone, objective, names):
     folder, data, references = alone
     method = METHODS[objective]
-    layouts = {k: LAYOUTS[k] for k in names if (method, k) != ("dora", "zero")}
+    layouts = {k: LAYOUTS[k] for k in names if method != "dora" or k not in ("zero", "tensor")}
     jobs = [
         {
             "overrides": settings(
