@@ -26,6 +26,7 @@ from hpc_tune.engine.native import NativeEngine
 from hpc_tune.log import configure
 from hpc_tune.memory.host import find_limit
 from hpc_tune.model.build import build, compute_dtype
+from hpc_tune.model.experts import dealable_experts
 from hpc_tune.plan.hardware import machine_of
 from hpc_tune.plan.network import Network
 from hpc_tune.plan.resolve import keeps_gathered, with_layout
@@ -87,13 +88,15 @@ def main():
     def built():
         return build(Path(config.model.path), dtype, config.tune, config.train.seed)
 
-    size, model = measure(built().module), built().config
+    module, model = built().module, built().config
+    size, num_experts = measure(module), dealable_experts(module)
+    del module
     work = StepWork(size, model, config.batch.global_size, config.data.seq_len, dtype.itemsize)
     network = Network.measured(measured.links, measured.nodes)
     all_ranks = len(measured.nodes)
     order = chosen.ranks if len(chosen.ranks) == all_ranks else tuple(range(all_ranks))
     with_tensor = allows_tensor(config.tune, config.train)
-    layouts = legal_layouts(config.parallel, model, all_ranks, with_tensor)
+    layouts = legal_layouts(config.parallel, model, all_ranks, with_tensor, num_experts)
     settings = (config.parallel, config.batch, work, machine, measured.compute, network)
     ranked = candidates(layouts, *settings)
     whole = [c.layout for c in ranked if c.layout.size == all_ranks]

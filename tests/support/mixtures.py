@@ -58,6 +58,19 @@ def write_mixture(family: str, directory: Path, **said: Any) -> Path:
     return directory
 
 
+def write_large_mixture(family: str, directory: Path, **said: Any) -> Path:
+    """Do the same in the sizes that are said, in fp32."""
+    with lazy_imports():
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_tiny(directory)
+    (directory / "model.safetensors").unlink()
+    config = AutoConfig.for_model(family, **_SHAPE | _FAMILIES[family] | said)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
 def spread_experts(directory: Path) -> None:
     """Make routers choose more evenly: their values are larger than first values are."""
     from safetensors.torch import load_file, save_file
