@@ -107,9 +107,7 @@ def choose(
     work = StepWork(size, built.config, config.batch.global_size, seq_len, dtype.itemsize)
     network = Network.measured(measured.links, measured.nodes)
     with_tensor = allows_tensor(config.tune, config.train)
-    num_experts = (
-        dealable_experts(built.module) if allows_expert(asked, config.tune, config.train) else 1
-    )
+    num_experts = dealable_experts(built.module) if allows_expert(asked, config.train) else 1
     layouts = legal_layouts(asked, built.config, num_ranks, with_tensor, num_experts)
     if built.tokens and built.tied:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]

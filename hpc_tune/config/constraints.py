@@ -22,7 +22,7 @@ def check(config: RunConfig) -> list[str]:
         *of_zero,
         *_offload_path(parallel),
         *_parallel(parallel, tune.method),
-        *(_beside_experts(parallel, tune, train) if parallel.expert > 1 else ()),
+        *(_beside_experts(parallel, train) if parallel.expert > 1 else ()),
         *(beside_tensor(tune, train) if (parallel.tensor or 1) > 1 else ()),
         *_float8(train, tune.method, config.model.dtype, config.run.device),
         *_beside_float8(train, tune),
@@ -65,15 +65,12 @@ def _without_zero(parallel: ParallelConfig) -> Iterator[str]:
         yield f"parallel.offload_optimizer={parallel.offload_optimizer} {needs}"
 
 
-def _beside_experts(
-    parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig
-) -> Iterator[str]:
+def _beside_experts(parallel: ParallelConfig, train: TrainConfig) -> Iterator[str]:
     """Yield what these settings say against experts that are dealt over ranks."""
     others = {
         "parallel.zero_stage": parallel.zero_stage is not None,
         "parallel.tensor": (parallel.tensor or 1) > 1,
         "parallel.offload_params": parallel.offload_params != "none",
-        "tune.method=qlora": tune.method == "qlora",
         "train.compile": train.compile,
     }
     for name in (name for name, is_set in others.items() if is_set):
@@ -199,9 +196,9 @@ def allows_tensor(tune: TuneConfig, train: TrainConfig) -> bool:
     return not any(beside_tensor(tune, train))
 
 
-def allows_expert(parallel: ParallelConfig, tune: TuneConfig, train: TrainConfig) -> bool:
+def allows_expert(parallel: ParallelConfig, train: TrainConfig) -> bool:
     """Return whether these settings go together with parallel.expert > 1."""
-    return not any(_beside_experts(parallel, tune, train))
+    return not any(_beside_experts(parallel, train))
 
 
 def _float8(train: TrainConfig, method: str, dtype: str, device: str) -> Iterator[str]:

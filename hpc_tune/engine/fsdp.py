@@ -89,9 +89,13 @@ def _units(
 
 
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
-    """Return the dimension along which ``ranks`` shard a stack: experts, or else what divides."""
+    """Return the dimension along which ``ranks`` shard a stack: experts, or else what divides.
+
+    An expert in 4 bits stays whole: its bytes are quantised together.
+    """
     divided = (dim for dim, size in enumerate(parameter.shape) if size % ranks == 0)
-    return Shard(next(divided, 0))
+    is_packed = not parameter.is_floating_point()
+    return Shard(0 if is_packed else next(divided, 0))
 
 
 def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:

@@ -37,8 +37,8 @@ ON_EIGHT = {
 EXPERTS = ["tune.targets=[all-linear,experts]", "tune.rank=4"]
 
 
-def words_of(tmp_path, family):
-    model = write_mixture(family, tmp_path / family)
+def words_of(tmp_path, family, **said):
+    model = write_mixture(family, tmp_path / family, **said)
     words = [*SMALL, f"model.path={model}", "data.path=builtin:pydocs:heldout"]
     words += ["batch.global_size=4", "train.max_steps=4", f"data.cache={tmp_path / 'data'}"]
     return [*words, "optim.lr=1e-3"]
@@ -89,6 +89,23 @@ def test_families_have_one_loss_in_more_layouts(tmp_path, family, trained):
     assert set(many_runs(2, jobs_of(tmp_path, words, on_two), tmp_path, timeout=900.0)) == {0}
     assert set(many_runs(4, jobs_of(tmp_path, words, on_four), tmp_path, timeout=900.0)) == {0}
     assert_alike(tmp_path, (*on_two, *on_four))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_experts_in_four_bits_have_one_loss_wherever_they_are_dealt(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    words = [*words_of(tmp_path, "mixtral", num_local_experts=8), *EXPERTS, "tune.method=qlora"]
+    assert many_runs(1, jobs_of(tmp_path, words, {"alone": ["batch.micro_size=4"]}), tmp_path) == [
+        0
+    ]
+    on_two = {k: (ON_TWO | ON_TWO_TOO)[k] for k in ("shard", "expert", "pipeline", "recomputed")}
+    assert set(many_runs(2, jobs_of(tmp_path, words, on_two), tmp_path, timeout=900.0)) == {0}
+    assert set(many_runs(4, jobs_of(tmp_path, words, ON_FOUR), tmp_path, timeout=900.0)) == {0}
+    assert_alike(tmp_path, (*on_two, *ON_FOUR))
+    for name in ("expert", *ON_FOUR):
+        sent, expected = (rows(tmp_path / name, f"{k}_bytes")[2] for k in ("sent", "expected"))
+        assert sent["all_gather"] == expected["all_gather"], name
 
 
 @pytest.mark.full

@@ -143,11 +143,11 @@ def test_experts_are_dealt_over_every_number_of_shards_that_divides_them():
 def test_what_cannot_be_with_dealt_experts_is_known():
     def allowed(**parts):
         settings = config(**parts)
-        return allows_expert(settings.parallel, settings.tune, settings.train)
+        return allows_expert(settings.parallel, settings.train)
 
     assert allowed()
     assert allowed(parallel={"layout": "auto"})
-    assert not allowed(tune={"method": "qlora"})
+    assert allowed(tune={"method": "qlora"})
     assert not allowed(train={"compile": True})
     assert not check(config(parallel={"layout": "auto", "expert": 2}))
     assert check(config(parallel={"layout": "auto", "expert": 2, "shard": 3}))
