@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank of the axis holds a slice of every matrix (arXiv:1909.08053).
 
-    the model's own plan (base_model_tp_plan) -> slices of parameters on the meta device
+    the model's own plan (``plan_of``) -> slices of parameters on the meta device
     -> hooks that sum activations after rowwise layers and gradients before columnwise ones
 
 Slices are plain tensors, so attention, adapters and FSDP2 work on them as on a smaller model; where
@@ -29,7 +29,7 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.loss import decoder_of, scale_logits
-from hpc_tune.step.slices import EXPERTS, parts_of, stack_cuts, style_of
+from hpc_tune.step.slices import EXPERTS, parts_of, plan_of, stack_cuts, style_of
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
     """
     slicer = _Slicer(axis)
     lm = built.module.causal_lm()
-    decoder = decoder_of(lm)
+    decoder, plan = decoder_of(lm), plan_of(built.config)
     seen: set[nn.Module] = set()
     for name, module in list(decoder.named_modules()):
-        style = style_of(name, built.config.base_model_tp_plan)
+        style = style_of(name, plan)
         if style == "replicated_with_grad_allreduce":
             slicer.partial |= set(module.parameters())
         elif style == EXPERTS:

@@ -20,6 +20,7 @@ _STYLES = {
     *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS),
 }
 _INNER = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
+_BETWEEN = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}  # see plan_of
 _NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
 _ALIGNED = 4  # inner features of an expert in a slice: products of experts want 16 bytes
 
@@ -45,9 +46,23 @@ class Stacked:
             yield (b, a, 0) if dim == outputs else (a, b, 1)
 
 
+def plan_of(config: Any) -> dict[str, str]:
+    """Return the model's own plan, with what it leaves out between columnwise and rowwise layers.
+
+    Norms of each head (GLM-4.5, Qwen3-VL-MoE) and activations that learn (Apertus) see a part of
+    the features on each rank, so their gradients are partial sums. Nothing without a plan.
+    """
+    plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
+    for path, style in list(plan.items()):
+        parent, _, name = path.rpartition(".")
+        if style == "colwise" and name in _BETWEEN:
+            plan.setdefault(f"{parent}.{_BETWEEN[name]}", "replicated_with_grad_allreduce")
+    return plan
+
+
 def slicing_problems(config: Any, ranks: int) -> list[str]:
     """Return the reasons why a model cannot be split over ``ranks``; none if it can."""
-    plan = getattr(config, "base_model_tp_plan", None)
+    plan = plan_of(config)
     if not plan or not set(plan.values()) <= _STYLES:
         return [
             f"parallel.tensor={ranks}: transformers has no plan for splitting a "
@@ -86,7 +101,7 @@ def stack_cuts(layer: Any, config: Any, path: str) -> list[tuple[Stacked, int, i
     A rank has a share of each expert's inner features. Gate and up lie one after the other in one
     stack, whose two parts are cut each by itself.
     """
-    plan, cuts = config.base_model_tp_plan, []
+    plan, cuts = plan_of(config), []
     stacks = stacked_in(layer)
     is_turned = any(style_of(f"{path}.{s.name}", plan) == "packed_rowwise" for s in stacks)
     for stack in stacks:
@@ -177,7 +192,7 @@ def gathered_features(module: LossModel) -> tuple[int, int]:
 
 def _styled(module: LossModel) -> Iterator[tuple[str, Any, str]]:
     """Yield the layers that the model's plan names: paths and styles; none without a plan."""
-    plan = getattr(module.config, "base_model_tp_plan", None) or {}
+    plan = plan_of(module.config)
     if not set(plan.values()) <= _STYLES:
         return
     for name, layer in decoder_of(module.causal_lm()).named_modules():

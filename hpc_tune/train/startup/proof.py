@@ -43,7 +43,7 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
-from hpc_tune.train.startup.two_threads import TwoThreads, joined_gradients
+from hpc_tune.train.startup.two_threads import TwoThreads, joined_gradients, unlike_gradient
 
 LENGTHS = (24, 40, 17)  # tokens of the documents: none divides another, all but one behind a window
 LOSS_TOLERANCE = 1e-5  # of a loss sum in fp32, whose own rounding is ten times smaller
@@ -341,6 +341,8 @@ class _Trial:
             raise errors[0]
         if any(_differ(loss, sum(self.losses)) for loss in losses):
             return f"in two slices the loss is {losses[0]:.6g}, not {sum(self.losses):.6g}"
+        if name := unlike_gradient(models):
+            return f"the gradient of {name} is one of each slice, and transformers' plan sums none"
         return _wrong_gradient(joined_gradients(models), self.wanted(self.build()))
 
 

@@ -56,6 +56,17 @@ def joined_gradients(models: list[Any]) -> dict[str, torch.Tensor]:
             joined[name] = torch.cat([piece for pair in parts for piece in pair], dim=cut.dim)
         else:
             joined[name] = first + second if name in partial else first
-            if name not in partial and not torch.allclose(first, second, rtol=1e-3, atol=1e-5):
-                joined[name] = torch.full_like(first, float("nan"))
     return joined
+
+
+def unlike_gradient(models: list[Any]) -> str:
+    """Return the first parameter that both slices hold whole, with different gradients; or ""."""
+    (one, partial), (other, _) = models
+    others = dict(other.module.named_parameters())
+    for name, parameter in one.module.named_parameters():
+        first, second = parameter.grad, others[name].grad
+        if first is None or second is None or name in one.slices or name in partial:
+            continue
+        if not torch.allclose(first, second, rtol=1e-3, atol=1e-5):
+            return name
+    return ""

@@ -19,7 +19,7 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.slices import roles_of
 from hpc_tune.train.startup.proof import _batch, _documents
-from hpc_tune.train.startup.two_threads import TwoThreads, joined_gradients
+from hpc_tune.train.startup.two_threads import TwoThreads, joined_gradients, unlike_gradient
 
 TARGETS = (["lm_head"], ["q_proj", "lm_head"], ["down_proj", "lm_head"])
 
@@ -84,6 +84,7 @@ def test_two_slices_have_the_loss_and_the_gradients_of_the_whole(base, targets):
     gradients = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     assert any("lm_head" in name for name in gradients)
     joined = joined_gradients(models)
+    assert not unlike_gradient(models)
     assert joined.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(joined[name], gradient, rtol=1e-3, atol=1e-5), name

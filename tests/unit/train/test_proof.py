@@ -83,10 +83,24 @@ def test_sliding_windows_that_do_not_reach_the_layers_are_found(monkeypatch):
     assert found == Proof(kernel=found.kernel)
 
 
-def test_slices_whose_gradients_are_parts_of_a_sum_are_found():
-    found = try_out(config_of("apertus"))
+@pytest.mark.parametrize(
+    ("kind", "said", "name"),
+    [
+        ("apertus", {}, "layers.0.mlp.act_fn.alpha_p"),
+        ("glm4_moe", {"head_dim": 128, "use_qk_norm": True}, "layers.0.self_attn.q_norm.weight"),
+        pytest.param(
+            "qwen3_vl_moe", {}, "layers.0.self_attn.q_norm.weight", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_gradients_that_transformers_plan_leaves_parts_of_a_sum_are_summed(
+    kind, said, name, monkeypatch
+):
+    assert not try_out(config_of(kind, **said)).tensor
+    monkeypatch.setattr("hpc_tune.step.slices._BETWEEN", {})
+    found = try_out(config_of(kind, **said))
     assert not found.loss
-    assert "alpha_p" in found.tensor
+    assert f"{name} is one of each slice" in found.tensor
 
 
 def test_a_buffer_that_nothing_fills_is_named_and_not_trained_with():
