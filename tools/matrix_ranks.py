@@ -33,6 +33,7 @@ from hpc_tune.world.comm import Comm
 ROWS_PER_LAUNCH = 60
 LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3, "experts": 5e-3}
+EXPERTS = {"jetmoe": "input_linear, output_linear"}  # of other names than experts
 
 
 def documents() -> list[torch.Tensor]:
@@ -49,12 +50,25 @@ def settings(row: dict[str, Any]) -> RunConfig:
     words += [f"model.path={row['directory']}", "data.path=unused.jsonl", f"train.seed={SEED}"]
     words += [f"optim.lr={LR[row['method']]}", "parallel.reshard=micro"]
     if row["method"] == "experts":
-        words += ["tune.targets=[all-linear, experts]", "tune.expert_rank=8"]
+        experts = EXPERTS.get(Path(row["directory"]).name, "experts")
+        words += [f"tune.targets=[all-linear, {experts}]", "tune.expert_rank=8"]
     if layout == "zero3":
         words += ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.reshard=auto"]
     elif layout != "one":
         words += [f"parallel.{layout}=2", *(["parallel.shard=2"] if layout == "expert" else [])]
     return load_config(None, words)
+
+
+def layout_of(row: dict[str, Any], size: int) -> Layout:
+    """Return how ``size`` ranks train a row: all of them along its one axis."""
+    name = row["layout"]
+    return Layout(
+        1 if name != "one" else size,
+        size if name in ("shard", "zero3", "expert") else 1,
+        size if name == "tensor" else 1,
+        size if name == "pipeline" else 1,
+        size if name == "expert" else 1,
+    )
 
 
 def batches(row: dict[str, Any], layout: Layout, data_rank: int) -> list[Batch]:
@@ -68,13 +82,8 @@ def batches(row: dict[str, Any], layout: Layout, data_rank: int) -> list[Batch]:
 
 def losses_of(row: dict[str, Any], comm: Comm) -> list[float]:
     """Train a row; return the loss of each step."""
-    config, size, name = settings(row), comm.world.size, row["layout"]
-    layout = Layout(
-        1 if name != "one" else size,
-        size if name in ("shard", "zero3", "expert") else 1,
-        size if name == "tensor" else 1,
-        size if name == "pipeline" else 1,
-    )
+    config, name = settings(row), row["layout"]
+    layout = layout_of(row, comm.world.size)
     built = build(Path(row["directory"]), torch.float32, config.tune, SEED)
     built.module.within_documents &= row["attention"]
     plan = StepPlan.of(built, layout, config.parallel)
