@@ -56,9 +56,12 @@ def with_adapters(
     _require_targets(tune, model, linear)
     targets = targets_of(model, tune)
     if tune.expert_rank and not targets.stacks:
+        names = _names_of_stacks(model)
+        advice = f"name them, as in [all-linear, {', '.join(names)}], or " if names else ""
         raise ConfigError(
             f"tune.expert_rank={tune.expert_rank} has no effect: tune.targets={tune.targets} name "
-            "no routed experts; name them, as in [all-linear, experts], or leave it out"
+            f"no routed experts{'' if names else ', of which this model has none'}; {advice}leave "
+            "it out"
         )
     try:
         wrapped = _wrapped(model, replace(lora_config(tune, targets), modules_to_save=None))
@@ -227,13 +230,17 @@ def _require_targets(tune: TuneConfig, model: nn.Module, linear: list[str]) -> N
     if unknown:
         near = difflib.get_close_matches(unknown[0], linear, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
-        experts = sorted({path.rpartition(".")[2] for path, _ in stacks_of(model)})
+        experts = _names_of_stacks(model)
         # Files have other names for them, one by one: w1, gate_proj.
         routed = f"; its routed experts, as one: {', '.join(experts)}" if experts else ""
         raise ConfigError(
             f"tune.targets={tune.targets}: no layer of this model is called "
             f"{', '.join(unknown)}{hint} Its linear layers: {', '.join(linear)}{routed}"
         )
+
+
+def _names_of_stacks(model: nn.Module) -> list[str]:
+    return sorted({path.rpartition(".")[2] for path, _ in stacks_of(model)})
 
 
 def _require_patterns(tune: TuneConfig, layers: list[str], stacks: tuple[str, ...]) -> None:
