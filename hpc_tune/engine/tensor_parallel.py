@@ -29,7 +29,14 @@ from hpc_tune.engine.counted_collectives import CountedCollectives
 from hpc_tune.model.build import BuiltModel, Slice
 from hpc_tune.model.dropout import RowDropout
 from hpc_tune.model.loss import decoder_of, scale_logits
-from hpc_tune.step.slices import EXPERTS, parts_of, plan_of, stack_cuts, style_of
+from hpc_tune.step.slices import (
+    EXPERTS,
+    is_fed_by_gathered,
+    parts_of,
+    plan_of,
+    stack_cuts,
+    style_of,
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,9 @@ def slice_model(built: BuiltModel, axis: Axis) -> tuple[BuiltModel, frozenset[st
             slicer.experts(module, built.config, name)
         elif style is not None and style.startswith("colwise"):
             slicer.columns(module, gather=style == "colwise_gather_output")
+            if is_fed_by_gathered(name, style):
+                module.register_forward_pre_hook(_sum_input_gradient(axis), with_kwargs=True)
+                continue
             parent = decoder.get_submodule(name.rpartition(".")[0])
             if parent not in seen:
                 seen.add(parent)

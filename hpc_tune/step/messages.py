@@ -140,7 +140,8 @@ def tensor_messages(
     """Yield the messages of activations on the tensor axis.
 
     Per block two all-reduces of tokens x hidden forward, of products, and two backward, of what
-    flows between blocks (arXiv:1909.08053), in a mixture of experts others; one for the embedding.
+    flows between blocks (arXiv:1909.08053), in a mixture of experts others, and one within linear
+    attention; one for the embedding.
     A frozen one, behind which no norm is trained, needs no gradient from the first block. A block
     that runs again does its first sums again, and stops before its last. The head, where the rank
     has it: the gradient of the tokens with loss, and three numbers of each in fp32, again where
@@ -159,6 +160,8 @@ def tensor_messages(
     backward -= sums[0].of_input and is_first and not plan.size.trains_first
     yield over(values * plan.itemsize, forward)
     yield over(values * wire, backward)
+    if inner := sum(of_block.inner_features for of_block in sums):
+        yield over(values // model.hidden_size * inner * wire)
     if routed := sum(of_block.routed for of_block in sums):
         yield over(values // model.hidden_size * chosen_experts(model) * wire, routed)
     if is_first:

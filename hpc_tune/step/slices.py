@@ -19,7 +19,10 @@ _STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
     *("replicated_with_grad_allreduce", "packed_colwise", "packed_rowwise", EXPERTS),
 }
-_INNER = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
+_INNER = (
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),
+    *("linear_num_key_heads", "linear_num_value_heads"),  # of linear attention
+)
 _BETWEEN = {"q_proj": "q_norm", "k_proj": "k_norm", "up_proj": "act_fn"}  # see plan_of
 _NUMBER = re.compile(r"\.(\d+)\.")  # of a decoder block, in a path
 _ALIGNED = 4  # inner features of an expert in a slice: products of experts want 16 bytes
@@ -58,6 +61,15 @@ def plan_of(config: Any) -> dict[str, str]:
         if style == "colwise" and name in _BETWEEN:
             plan.setdefault(f"{parent}.{_BETWEEN[name]}", "replicated_with_grad_allreduce")
     return plan
+
+
+def is_fed_by_gathered(path: str, style: str) -> bool:
+    """Return whether a layer's input is made of outputs that were gathered in the same module.
+
+    So is that of linear attention's last layer (Qwen3-Next): what lies between is computed whole on
+    each rank, and wants the sum of the gradients before the gathered outputs get their own.
+    """
+    return style == "colwise_gather_output" and path.endswith(".out_proj")
 
 
 def slicing_problems(config: Any, ranks: int) -> list[str]:
@@ -153,32 +165,37 @@ class Sums:
     """All-reduces of the tensor axis in a decoder block.
 
     ``forward``: of products; ``backward``: of their inputs' gradients, the first of them that of
-    the block's input with ``of_input``; ``routed``: of the gradients of what routers give experts.
+    the block's input with ``of_input``; ``routed``: of the gradients of what routers give experts;
+    ``inner_features``: of a token, whose gradients are summed within linear attention.
     """
 
     forward: int
     backward: int
     routed: int = 0
     of_input: bool = True
+    inner_features: int = 0
 
 
 def sums_of(module: LossModel) -> tuple[Sums, ...]:
     """Return the sums of ``slice_model`` in each block: one for each product that is split by its
     inputs, and one for the input of all that are split by their outputs and share it.
     """
-    blocks: list[list[tuple[str, str]]] = [[] for _ in range(module.config.num_hidden_layers)]
-    for path, _, style in _styled(module):
+    blocks: list[list[tuple[str, Any, str]]] = [[] for _ in range(module.config.num_hidden_layers)]
+    for path, layer, style in _styled(module):
         if (number := _NUMBER.search(path)) is not None:
-            blocks[int(number[1])].append((path, style))
+            blocks[int(number[1])].append((path, layer, style))
     return tuple(map(_sums_in, blocks))
 
 
-def _sums_in(styled: list[tuple[str, str]]) -> Sums:
-    experts = sum(style == EXPERTS for _, style in styled)
-    forward = sum(style.startswith("rowwise") for _, style in styled)
-    sharing = {path.rpartition(".")[0] for path, style in styled if style.startswith("colwise")}
+def _sums_in(styled: list[tuple[str, Any, str]]) -> Sums:
+    experts = sum(style == EXPERTS for _, _, style in styled)
+    forward = sum(style.startswith("rowwise") for _, _, style in styled)
+    inner = [layer for path, layer, style in styled if is_fed_by_gathered(path, style)]
+    columns = (path for path, _, style in styled if style.startswith("colwise"))
+    sharing = {path.rpartition(".")[0] for path in columns}
     of_input = not styled or any("attn" in path or "attention" in path for path in sharing)
-    return Sums(forward + experts, len(sharing) + experts, experts, of_input)
+    features = sum(parts_of(layer)[0].in_features for layer in inner)
+    return Sums(forward + experts, len(sharing) + experts, experts, of_input, features)
 
 
 def gathered_features(module: LossModel) -> tuple[int, int]:

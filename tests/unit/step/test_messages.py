@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.tune import TuneConfig
@@ -32,6 +33,17 @@ def write_shape(folder, name="llama3-8b", blocks=BLOCKS, **more):
     text = json.dumps({**shape, **small, **heads, **ids, "head_dim": 16, **more})
     folder.mkdir()
     (folder / "config.json").write_text(text)
+    return folder
+
+
+def write_linear(folder):
+    """Write the config.json of a small model three of whose four blocks have linear attention."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDE, "vocab_size": VOCAB, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    linear = {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")}
+    linear |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+    config = AutoConfig.for_model("qwen3_5_text", **sizes, **heads, **linear, pad_token_id=0)
+    config.save_pretrained(folder)
     return folder
 
 
@@ -196,6 +208,7 @@ CASES = [
     ("tied", [FULL, FP32, "parallel.tensor=2", "parallel.pipeline=4"]),
     ("tied", [FULL, BF16, IN_FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
     ("phi", [LORA, FP32, "parallel.tensor=2", "parallel.recompute=selective"]),
+    ("linear", [FULL, FP32, "parallel.tensor=2"]),
     ("mixture", [LORA, FP32, "parallel.shard=4", "parallel.expert=2", BLOCK, EXPERTS]),
 ]
 MORE_CASES = [
@@ -212,6 +225,7 @@ MORE_CASES = [
     ),
     ("tied", [FULL, FP32, "parallel.shard=2", "parallel.reduce_dtype=bf16", BLOCK]),
     ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.recompute=full"]),
+    ("linear", [LORA, BF16, "parallel.tensor=2", "parallel.recompute=full"]),
     ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
     *(
         ("llama", [method, BF16, IN_FP32, *(f"parallel.{axis}" for axis in axes)])
@@ -246,6 +260,7 @@ def test_the_engine_counts_what_the_formulas_say(tmp_path, mixture, cases):
         "llama": write_shape(tmp_path / "llama", blocks=5, tie_word_embeddings=False),
         "qwen": write_shape(tmp_path / "qwen", "qwen3-32b", blocks=5),
         "phi": write_shape(tmp_path / "phi", "phi3-mini", blocks=2),
+        "linear": write_linear(tmp_path / "linear"),
         "mixture": mixture,
     }
     axes = ("replicate", "shard", "tensor", "pipeline")

@@ -103,6 +103,17 @@ def test_gradients_that_transformers_plan_leaves_parts_of_a_sum_are_summed(
     assert f"{name} is one of each slice" in found.tensor
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_5_text", pytest.param("qwen3_next", marks=pytest.mark.full)],
+)
+def test_linear_attention_is_sliced_though_it_is_computed_whole(kind, monkeypatch):
+    """Its last layer is split by outputs: what it reads gets a part of its gradient on a rank."""
+    assert not try_out(config_of(kind)).tensor
+    monkeypatch.setattr("hpc_tune.engine.tensor_parallel.is_fed_by_gathered", lambda *_: False)
+    assert "linear_attn" in try_out(config_of(kind)).tensor
+
+
 def test_a_buffer_that_nothing_fills_is_named_and_not_trained_with():
     assert "mup_vector" in try_out(config_of("falcon_h1", num_hidden_layers=2)).loss
 
