@@ -50,6 +50,12 @@ def test_a_mixture_has_the_losses_of_stock_tools_with_adapters_on_attention_and_
 
 
 @pytest.mark.full
+def test_experts_that_call_a_layer_as_often_as_tokens_want_do_not_hold_up_zero_3():
+    table, _ = table_of("--only", "longcat_flash", "--methods", "full", "--layouts", "zero3")
+    assert float(table["longcat_flash", "full"][4]) < 1e-4
+
+
+@pytest.mark.full
 @pytest.mark.timeout(5400)
 def test_no_architecture_is_trained_wrong_or_crashes():
     # docs/models.md has all methods: python tools/matrix.py --out docs/models.md

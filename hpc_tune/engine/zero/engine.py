@@ -41,6 +41,8 @@ from hpc_tune.model.balance import RouterWatch
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.dropout import use_row_dropout
+from hpc_tune.model.experts import stacks_of
+from hpc_tune.model.grouped_experts import is_decorated
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.neftune import use_neftune
 from hpc_tune.model.objective import Objective
@@ -232,6 +234,7 @@ class ZeroEngine:
         if self._stage == 3:
             from hpc_tune.engine.zero.partition import partition
 
+            _gather_experts_at_once(built.module)
             partition(built, config, self._device, reserve)
         else:
             allocate(built.module, self._device)
@@ -242,6 +245,19 @@ class ZeroEngine:
             reserve(SAVED_COPIES * 4 * sum(p.numel() for _, p in trained) // self._size)
         loaded = dict(built.module.named_parameters())
         return adamw_of([{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim)
+
+
+def _gather_experts_at_once(module: nn.Module) -> None:
+    """Let DeepSpeed see experts that run by their own code as one layer, without those in it.
+
+    LongCat's call such a layer for each expert that has tokens, which differ by rank: each call
+    gathers weights ahead, and ranks would wait for each other in other collectives.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for _, experts in stacks_of(module):
+        if not is_decorated(experts):
+            set_z3_leaf_module(experts, True)
 
 
 def _named(part: str, name: str) -> str:
