@@ -284,6 +284,9 @@ class _Trial:
         built = self.build()
         if staging_problems(built.config, 2, 1):
             return ""  # refused elsewhere, with a reason
+        blocks, said = len(list(block_list(built.module))), built.config.num_hidden_layers
+        if blocks != said:  # LongCat's have two layers each
+            return f"it has {blocks} decoder blocks where its configuration says {said} layers"
         plan = StepPlan.of(built, Layout(1, 1, pipeline=2), ParallelConfig())
         batch = _batch([[tokens_T] for tokens_T in self.documents])
         out: Any = None  # hidden states, then the loss

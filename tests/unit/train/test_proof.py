@@ -174,6 +174,13 @@ def test_mixtures_with_names_of_their_own_for_numbers_of_experts_are_tried(kind)
     assert not try_out(config_of(kind)).loss
 
 
+@pytest.mark.full
+def test_a_model_with_other_numbers_of_blocks_and_layers_is_cut_into_no_stages():
+    found = try_out(config_of("longcat_flash"))
+    assert not found.loss
+    assert found.pipeline == "it has 2 decoder blocks where its configuration says 4 layers"
+
+
 def test_a_small_model_in_which_rounding_decides_a_choice_is_drawn_anew(monkeypatch):
     """Of the first values two experts have one score: transformers' own losses differ."""
     drawn = []
