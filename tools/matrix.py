@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from matrix_models import MODELS, config_of
+from matrix_models import MODELS, SEEDS, config_of
 from matrix_page import LAYOUTS, METHODS, Page
 from matrix_ranks import LENGTHS, LR, ROWS_PER_LAUNCH, SEED, STEPS, documents
 
@@ -249,7 +249,7 @@ def _prepare(name: str, work: Path) -> Proof:
         (work / name).mkdir(parents=True, exist_ok=True)
         proof = prove(config, TuneConfig(method="qlora"))
         if not proof.loss:
-            write_small(config, work / name)
+            write_small(config, work / name, SEEDS.get(name, 0))
         return proof
     except (NoTrial, ValueError, TypeError) as error:
         return Proof(loss=f"no small model of this kind could be tried: {error}")

@@ -60,6 +60,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},
 }
 
+# Of other values than the first: with those a step's loss hung on a tie of two experts' scores.
+SEEDS = {"afmoe": 1}
+
 
 def config_of(name: str) -> Any:
     """Return the configuration of an architecture; some have a name for one of two kinds."""
