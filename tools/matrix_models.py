@@ -60,8 +60,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},
 }
 
-# Of other values than the first: with those a step's loss hung on a tie of two experts' scores.
-SEEDS = {"afmoe": 1}
+# Of nine draws, the one in which no choice of experts of stock's own steps is near a tie.
+SEEDS = {"afmoe": 2}
 
 
 def config_of(name: str) -> Any:
