@@ -22,7 +22,7 @@ SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24,
 EXPERTS = """
 exaone_moe flex_olmo gemma4 glm4_moe_lite gpt_oss granitemoe granitemoeshared jetmoe llama4_text
 longcat_flash minimax minimax_m2 mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text
-qwen3_moe qwen3_next afmoe aria jamba ernie4_5_moe deepseek_v3 deepseek_v32
+qwen3_moe qwen3_next qwen3_vl_moe afmoe aria jamba ernie4_5_moe deepseek_v3 deepseek_v32
 """
 HEADS_OF_128 = {"head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
