@@ -153,6 +153,13 @@ def test_what_cannot_be_with_dealt_experts_is_known():
     assert check(config(parallel={"layout": "auto", "expert": 2, "shard": 3}))
 
 
+def test_a_number_of_ranks_that_experts_cannot_be_dealt_over_is_refused():
+    parallel = {"layout": "auto", "expert": 2}
+    settings = config(model={"path": "shape:llama3-8b"}, parallel=parallel)
+    with pytest.raises(ConfigError, match="experts of a llama model can be dealt over no ranks"):
+        choose_for(settings, Machine(1, 2, 80 * GIB, 512 * GIB), None, "h100-ib400")
+
+
 def test_tokens_are_sent_where_gathering_all_experts_takes_longer(tmp_path):
     directory = write_mixture("mixtral", tmp_path, num_local_experts=8)
     built = build(directory, torch.float32, config().tune, 0, weights=False)
