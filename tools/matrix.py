@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import transformers
 from matrix_models import MODELS, SEEDS, config_of
-from matrix_page import LAYOUTS, METHODS, Page
-from matrix_ranks import LENGTHS, LR, ROWS_PER_LAUNCH, SEED, STEPS, documents
+from matrix_page import LAYOUTS, METHODS, Note, Page
+from matrix_ranks import LENGTHS, LR, RANKS, ROWS_PER_LAUNCH, SEED, STEPS, documents
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import HpcTuneError
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--work", type=Path, help="keep what was done there, and go on from it")
     parser.add_argument("--out", type=Path, help="write the page there, too")
     options = parser.parse_args(arguments)
@@ -281,8 +281,8 @@ def _cells(rows: list[dict[str, Any]], work: Path) -> dict[tuple[str, str, str],
             except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
                 wanted[key] = f"stock fails: {type(error).__name__}: {str(error)[:120]}"
     tried = [row for row in rows if not isinstance(wanted[row["name"], row["method"]], str)]
-    for ranks in (1, 2):
-        mine = [row for row in tried if (row["layout"] == "one") == (ranks == 1)]
+    for ranks in sorted(set(RANKS.values())):
+        mine = [row for row in tried if RANKS[row["layout"]] == ranks]
         for row, told in zip(mine, launch(mine, ranks, work) if mine else [], strict=True):
             stock_losses: Any = wanted[row["name"], row["method"]]
             key = row["name"], row["method"]
@@ -323,32 +323,38 @@ def _page(
     page = Page()
     for name, proof in proofs.items():
         if proof.loss:
-            page.notes.append(f"- **{name}** is refused: {_short(proof.loss)}.")
+            page.notes.append(Note(name, "", _short(proof.loss)))
             continue
-        is_mixture = has_experts(read_shape(work / name))
+        shape = read_shape(work / name)
+
+        def note(*about: str, text: str, name: str = name, kind: str = shape.model_type) -> None:
+            of_any = text.replace(f" a {kind} model", " such a model").replace(f" {kind} ", " ")
+            page.notes.append(Note(name, ", ".join(about), _short(of_any)))
+
+        is_mixture = has_experts(shape)
         for method in (m for m in methods if is_mixture or m != "experts"):
             nowhere = {
-                layout: "-" if is_mixture or layout != "expert" else "" for layout in LAYOUTS
+                layout: "-" if is_mixture or "expert" not in layout else "" for layout in LAYOUTS
             }
             row = [cells.get((name, method, layout), nowhere[layout]) for layout in LAYOUTS]
             for layout, text in zip(LAYOUTS, row, strict=True):
                 if text.startswith("refused: "):
-                    page.notes.append(f"- {name}, {method}, {layout}: {_short(text[9:])}.")
+                    note(method, layout, text=text[9:])
             shown = ["-" if text.startswith("refused") else text for text in row]
             page.rows[name, method] = ["no" if proof.packing else "yes", *shown]
         for layout in ("tensor", "pipeline"):
             if why := _refused(name, proof, layout, work / name):
-                page.notes.append(f"- {name}, {layout}: {_short(why)}.")
+                note(layout, text=why)
         if proof.adapters:
-            page.notes.append(f"- {name}, qlora: {_short(proof.adapters)}.")
+            note("qlora", text=proof.adapters)
         if proof.packing:
-            page.notes.append(f"- {name}, packed: {_short(proof.packing)}.")
+            note("packed", text=proof.packing)
     return page
 
 
 def _short(text: str) -> str:
     first = text.strip().split("\n")[0].rstrip(".")
-    return first if len(first) < 220 else first[:217] + "..."
+    return f"{first if len(first) < 220 else first[:217] + '..'}."
 
 
 if __name__ == "__main__":

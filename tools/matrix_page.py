@@ -6,14 +6,23 @@ A matrix of some architectures, methods or layouts replaces their cells and leav
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 METHODS = ("lora", "experts", "full", "dora", "qlora")
-LAYOUTS = ("one", "shard", "tensor", "pipeline", "zero3", "expert")
-_HEADER = "| architecture | packed | method | one rank | shard 2 | tensor 2 | pipeline 2 | ZeRO-3 |"
-_HEADER += " expert 2 |"
+# By the names of rows and notes: what heads its column.
+LAYOUTS = {
+    "one": "one rank",
+    "shard": "shard 2",
+    "tensor": "tensor 2",
+    "pipeline": "pipeline 2",
+    "zero3": "ZeRO-3",
+    "expert": "expert 2",
+    "expert4": "shard 4, expert 2",
+}
+_HEADER = f"| architecture | packed | method | {' | '.join(LAYOUTS.values())} |"
 _REFUSED = "## What is refused, and why"
-_NOTE = re.compile(r"^- (\*\*)?(?P<name>[\w.-]+)(\*\*)?(, (?P<first>\w+))?(, (?P<second>\w+))?")
-_Names = Collection[str]
+_ALL = "in all"
+_NOTE = re.compile(r"- \*\*(?P<about>[\w ,]+)\*\* \((?P<names>[\w., -]+)\): (?P<text>.*)")
 _TEXT = """\
 Each architecture was made small, with random values, and trained for some steps by
 stock transformers, peft and AdamW, and by hpc_tune. A number is the largest gap between
@@ -21,8 +30,17 @@ their losses of a step, relative; `-` is refused before a run begins, for the re
 below. `3e-04 of 4e-04`: stock tools' own losses change by the second number when all
 weights change by a ten-millionth. A model of yours is tried in the same way at its
 first start. `experts`: lora, on the routed experts of a mixture too; `expert 2`:
-`parallel.expert`, for mixtures. An empty cell was not tried.
+`parallel.expert`, for mixtures; `shard 4, expert 2`: on four ranks, of which two share an
+expert. An empty cell was not tried.
 """
+
+
+class Note(NamedTuple):
+    """Why an architecture is refused in a method, a layout or both: ``about``; or "" in all."""
+
+    name: str
+    about: str
+    text: str
 
 
 @dataclass
@@ -30,13 +48,18 @@ class Page:
     """Cells by architecture and method, the first of them whether it is packed; and notes."""
 
     rows: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
     @classmethod
     def read(cls, text: str) -> "Page":
         """Return what a written page holds."""
         table, _, notes = text.partition(_REFUSED)
-        page = cls(notes=[line for line in notes.splitlines() if line.startswith("- ")])
+        page = cls()
+        for found in map(_NOTE.match, notes.splitlines()):
+            if found:
+                about = found["about"].replace(_ALL, "")
+                names = found["names"].split(", ")
+                page.notes += [Note(name, about, found["text"]) for name in names]
         for line in table.splitlines():
             name, *cells = line[2:-2].split(" | ") if line.startswith("| ") else [""]
             if len(cells) > 2 and name != "architecture":
@@ -53,15 +76,10 @@ class Page:
     ) -> "Page":
         """Return the page with what a matrix of these architectures, methods and layouts says."""
 
-        def is_kept(note: str) -> bool:
-            found = _NOTE.match(note)
-            assert found is not None, note
-            if found["name"] not in names:
-                return True
-            said = [part for part in (found["first"], found["second"]) if part]
-            return any(
+        def is_kept(note: Note) -> bool:
+            return note.name not in names or any(
                 part in every and part not in tried
-                for part in said
+                for part in note.about.split(", ")
                 for every, tried in ((METHODS, methods), (LAYOUTS, layouts))
             )
 
@@ -80,7 +98,6 @@ class Page:
         """Return the page as it is written, its architectures in the order of ``known``."""
         order = {name: number for number, name in enumerate(known)}
         rows = sorted(self.rows, key=lambda key: (order[key[0]], METHODS.index(key[1])))
-        notes = sorted(self.notes, key=lambda note: order[_NOTE.match(note)["name"]])  # type: ignore[index]
         lines = [
             "# Models\n",
             f"Made by `python tools/matrix.py --out docs/models.md` with {versions}.\n",
@@ -91,4 +108,11 @@ class Page:
         for name, method in rows:
             packed, *gaps = self.rows[name, method]
             lines.append(f"| {name} | {packed} | {method} | {' | '.join(gaps)} |")
+        alike: dict[tuple[str, str], list[str]] = {}
+        for note in sorted(self.notes, key=lambda note: (note.about, order[note.name])):
+            alike.setdefault((note.about, note.text), []).append(note.name)
+        notes = [
+            f"- **{about or _ALL}** ({', '.join(names)}): {text}"
+            for (about, text), names in alike.items()
+        ]
         return "\n".join([*lines, "", _REFUSED, "", *notes, ""])

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matrix_page import LAYOUTS
 
 from hpc_tune.batch import Batch, empty_batch
 from hpc_tune.config.load import load_config
@@ -31,6 +32,7 @@ from hpc_tune.world.bootstrap import bootstrap, shutdown
 from hpc_tune.world.comm import Comm
 
 ROWS_PER_LAUNCH = 60
+RANKS = {layout: 2 for layout in LAYOUTS} | {"one": 1, "expert4": 4}
 LENGTHS, STEPS, SEED = (24, 40, 17, 30), 3, 5
 LR = {"full": 1e-3, "lora": 5e-3, "dora": 5e-3, "qlora": 5e-3, "experts": 5e-3}
 EXPERTS = {"jetmoe": "input_linear, output_linear"}  # of other names than experts
@@ -54,20 +56,22 @@ def settings(row: dict[str, Any]) -> RunConfig:
         words += [f"tune.targets=[all-linear, {experts}]", "tune.expert_rank=8"]
     if layout == "zero3":
         words += ["parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.reshard=auto"]
+    elif "expert" in layout:
+        words += [f"parallel.shard={RANKS[layout]}", "parallel.expert=2"]
     elif layout != "one":
-        words += [f"parallel.{layout}=2", *(["parallel.shard=2"] if layout == "expert" else [])]
+        words += [f"parallel.{layout}=2"]
     return load_config(None, words)
 
 
 def layout_of(row: dict[str, Any], size: int) -> Layout:
-    """Return how ``size`` ranks train a row: all of them along its one axis."""
+    """Return how ``size`` ranks train a row: all of them along its axis."""
     name = row["layout"]
     return Layout(
         1 if name != "one" else size,
-        size if name in ("shard", "zero3", "expert") else 1,
+        size if name in ("shard", "zero3", "expert", "expert4") else 1,
         size if name == "tensor" else 1,
         size if name == "pipeline" else 1,
-        size if name == "expert" else 1,
+        2 if "expert" in name else 1,
     )
 
 
