@@ -157,7 +157,8 @@ class TuneConfig(Section):
         "all-linear: every one but the output head; fewer take less memory and learn less. Of a "
         "mixture of experts it leaves out routed experts and routers, which are named beside it: "
         "[all-linear, experts]. A named layer whose adapters get no gradient is refused, such as "
-        "Jamba's dt_proj; one among all-linear is told of.",
+        "Jamba's dt_proj; one among all-linear is told of. So is Mamba's out_proj, whose weight "
+        "its fused kernels take as it is.",
     )
     modules_to_save: list[str] = Field(
         [],

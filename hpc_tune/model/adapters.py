@@ -25,6 +25,7 @@ from hpc_tune.model.modules_to_save import train_modules
 from hpc_tune.model.token_rows import token_ids, train_rows
 
 ALL_LINEAR = "all-linear"
+_MAMBA_1 = ("mamba", "falcon_mamba")  # Jamba's layers are of it too, and call each projection
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def with_adapters(
         {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds)}
     )
     _require_targets(tune, model, linear)
+    _require_called(tune, model)
     targets = targets_of(model, tune)
     if tune.expert_rank and not targets.stacks:
         names = _names_of_stacks(model)
@@ -124,13 +126,14 @@ def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
     """Return what ``tune.targets`` means in a model, before it has adapters.
 
     In a mixture of experts all-linear means attention, dense layers and shared experts; stacks of
-    experts and routers are adapted where they are named.
+    experts and routers are adapted where they are named. It leaves out ``fused_projections``.
 
     Raises:
         ConfigError: if experts are named that cannot have adapters with these settings.
     """
     routers, stacks = routers_of(model), [path for path, _ in stacks_of(model)]
-    if not stacks:
+    fused = fused_projections(model, _kind(model))
+    if not stacks and not fused:
         return Targets(tune.targets)
     named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name in named if name != ALL_LINEAR]
@@ -139,7 +142,7 @@ def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
     chosen = [path for path in bare if _is_named(path, modules)]
     rest = [n for n in modules if not any(_is_named(path, [n]) for path in (*stacks, *bare))]
     if ALL_LINEAR in named:
-        rest += _all_linear(model, set(routers))
+        rest += _all_linear(model, {*routers, *fused})
     if adapted:
         _require_plain(tune)
     parameters = [name for path in adapted for name in stacked_tensors(model, path)]
@@ -159,13 +162,48 @@ def _is_bare(router: nn.Module) -> bool:
     return type(router) is not nn.Linear and isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
-def _all_linear(model: Any, routers: set[str]) -> list[str]:
-    """Return the paths of all linear layers but routers and the output head."""
+def fused_projections(model: nn.Module, kind: str) -> list[str]:
+    """Return the paths of linear layers whose weights a fused kernel takes as they are.
+
+    ``kind``: the model's ``model_type``.
+    Where mamba_ssm is installed, Mamba 2's kernel does the output projection too, and Mamba 1's
+    all after the first; peft's layer around it is not called, and its adapter is not trained
+    (https://github.com/huggingface/peft/issues/2274, 2556). They have none on any device, so that
+    a run may go on anywhere.
+    """
+    found = []
+    for path, module in model.named_modules():
+        own = module._parameters.keys()
+        if {"A_log", "D", "dt_bias"} <= own:
+            found.append(f"{path}.out_proj")
+        elif {"A_log", "D"} <= own and kind in _MAMBA_1:
+            found += [f"{path}.{name}" for name in ("x_proj", "dt_proj", "out_proj")]
+    return found
+
+
+def _kind(model: Any) -> str:
+    return getattr(getattr(model, "config", None), "model_type", "")
+
+
+def _require_called(tune: TuneConfig, model: nn.Module) -> None:
+    """Refuse named targets among ``fused_projections``."""
+    named = [] if isinstance(tune.targets, str) else tune.targets
+    fused = fused_projections(model, _kind(model))
+    if bad := [name for name in named if any(_is_named(path, [name]) for path in fused)]:
+        raise ConfigError(
+            f"tune.targets={tune.targets}: the fused kernels of state-space layers take the weight "
+            f"of {bad[0]} as it is, so that its adapter would not be trained; leave "
+            f"{', '.join(bad)} out (all-linear does)"
+        )
+
+
+def _all_linear(model: Any, others: set[str]) -> list[str]:
+    """Return the paths of all linear layers but these and the output head."""
     head = model.get_output_embeddings()
     return [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and path not in routers
+        if isinstance(module, nn.Linear) and module is not head and path not in others
     ]
 
 

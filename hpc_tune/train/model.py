@@ -11,6 +11,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
+from hpc_tune.model.adapters import ALL_LINEAR, fused_projections
 from hpc_tune.model.balance import num_router_sums, routers_of_experts
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
@@ -123,6 +124,14 @@ def _say_of_model(built: BuiltModel, seq_len: int) -> None:
             "data.seq_len=%d is longer than the model's %d positions, and it was never trained on "
             "later ones: use %d or less, or a config.json that scales them (rope_scaling)",
             *(seq_len, longest, longest),
+        )
+    fused = fused_projections(built.module, built.config.model_type)
+    if fused and built.tune.method != "full" and ALL_LINEAR in built.tune.targets:
+        log.info(
+            "tune.targets=%s leaves out %s of state-space layers: their fused kernels take the "
+            "weight as it is, and would not train an adapter",
+            built.tune.targets,
+            ", ".join(sorted({path.rpartition(".")[2] for path in fused})),
         )
     if built.others:
         log.info("ignored in the model's files: %s", ", ".join(built.others))

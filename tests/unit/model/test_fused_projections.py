@@ -1,0 +1,62 @@
+"""Projections that kernels of state-space layers do themselves have no adapters."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hpc_tune.config.tune import TuneConfig
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.build import build
+from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.stock import write_small
+from hpc_tune.train.model import _say_of_model
+
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
+FAMILIES = {
+    "nemotron_h": ({}, {"out_proj"}),
+    "granitemoehybrid": (LAYERS | {"num_local_experts": 0}, {"out_proj"}),
+    "mamba2": ({}, {"out_proj"}),
+    "falcon_mamba": ({}, {"out_proj", "x_proj", "dt_proj"}),
+    "jamba": ({}, set()),  # Mamba 1 with norms between: it calls each projection
+    "qwen3_next": ({}, set()),  # its linear attention has an A_log, and calls its out_proj
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory):
+    fields, expected = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("model") / request.param
+    write_tiny(folder)
+    (folder / "model.safetensors").unlink()
+    write_small(AutoConfig.for_model(request.param, **fields), folder)
+    return folder, expected
+
+
+def adapted(built):
+    return {name.split(".lora_A")[0].rpartition(".")[2] for name in built.saved_names.values()}
+
+
+def test_all_linear_leaves_them_out_and_says_so(model, caplog):
+    folder, expected = model
+    built = build(folder, torch.float32, TuneConfig(), 0)
+    assert "in_proj" in adapted(built) or "in_proj_qkvz" in adapted(built)
+    assert not adapted(built) & expected
+    if not expected:
+        assert "out_proj" in adapted(built)
+    with caplog.at_level(logging.INFO, logger="hpc_tune"):
+        _say_of_model(built, 64)
+    said = f"tune.targets=all-linear leaves out {', '.join(sorted(expected))} of state-space layers"
+    assert (said in caplog.text) == bool(expected)
+
+
+def test_a_named_one_is_refused(model):
+    folder, expected = model
+    tune = TuneConfig(targets=["in_proj" if expected else "out_proj", *sorted(expected)])
+    if not expected:
+        assert "out_proj" in adapted(build(folder, torch.float32, tune, 0))
+        return
+    with pytest.raises(ConfigError, match="fused kernels") as error:
+        build(folder, torch.float32, tune, 0)
+    assert f"leave {', '.join(sorted(expected))} out" in str(error.value)
