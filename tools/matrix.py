@@ -33,6 +33,7 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.experts import has_experts, routers_of
+from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.grouped_experts import is_decorated, stack_names
 from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.load import allocate, load_weights
@@ -133,10 +134,12 @@ def _round_matrix(matrix: torch.Tensor) -> None:
 def _linears_outside_blocks(model: Any) -> list[str]:
     """Return the names of the linear layers that hpc_tune does not quantise.
 
-    The decoder's blocks without routers: those of parts for images may be more and larger.
+    The decoder's blocks without routers and what fused kernels read: those of parts for images may
+    be more and larger.
     """
     blocks = block_list(decoder_of(model))
-    inside = set(blocks.modules()) - set(routers_of(blocks).values())
+    whole = {*routers_of(blocks), *fused_projections(blocks)}
+    inside = set(blocks.modules()) - {blocks.get_submodule(path) for path in whole}
     return [
         name
         for name, module in model.named_modules()

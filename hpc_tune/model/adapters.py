@@ -20,12 +20,12 @@ from hpc_tune.config.tune import TuneConfig, patterns_of
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.experts import chosen_experts, routers_of, stacked_tensors, stacks_of
+from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.language import LanguageModel
 from hpc_tune.model.modules_to_save import train_modules
 from hpc_tune.model.token_rows import token_ids, train_rows
 
 ALL_LINEAR = "all-linear"
-_MAMBA_1 = ("mamba", "falcon_mamba")  # Jamba's layers are of it too, and call each projection
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
         ConfigError: if experts are named that cannot have adapters with these settings.
     """
     routers, stacks = routers_of(model), [path for path, _ in stacks_of(model)]
-    fused = fused_projections(model, _kind(model))
+    fused = list(fused_projections(model))
     if not stacks and not fused:
         return Targets(tune.targets)
     named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
@@ -162,33 +162,10 @@ def _is_bare(router: nn.Module) -> bool:
     return type(router) is not nn.Linear and isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
-def fused_projections(model: nn.Module, kind: str) -> list[str]:
-    """Return the paths of linear layers whose weights a fused kernel takes as they are.
-
-    ``kind``: the model's ``model_type``.
-    Where mamba_ssm is installed, Mamba 2's kernel does the output projection too, and Mamba 1's
-    all after the first; peft's layer around it is not called, and its adapter is not trained
-    (https://github.com/huggingface/peft/issues/2274, 2556). They have none on any device, so that
-    a run may go on anywhere.
-    """
-    found = []
-    for path, module in model.named_modules():
-        own = module._parameters.keys()
-        if {"A_log", "D", "dt_bias"} <= own:
-            found.append(f"{path}.out_proj")
-        elif {"A_log", "D"} <= own and kind in _MAMBA_1:
-            found += [f"{path}.{name}" for name in ("x_proj", "dt_proj", "out_proj")]
-    return found
-
-
-def _kind(model: Any) -> str:
-    return getattr(getattr(model, "config", None), "model_type", "")
-
-
 def _require_called(tune: TuneConfig, model: nn.Module) -> None:
     """Refuse named targets among ``fused_projections``."""
     named = [] if isinstance(tune.targets, str) else tune.targets
-    fused = fused_projections(model, _kind(model))
+    fused = list(fused_projections(model))
     if bad := [name for name in named if any(_is_named(path, [name]) for path in fused)]:
         raise ConfigError(
             f"tune.targets={tune.targets}: the fused kernels of state-space layers take the weight "

@@ -20,6 +20,7 @@ from torch import nn
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.experts import routers_of, stacks_of
+from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.grouped_experts import (
     is_decorated,
     packing_name,
@@ -134,7 +135,9 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_linears(model: Any, dtype: torch.dtype) -> None:
-    """Replace every linear layer inside of the decoder blocks but routers, on the meta device.
+    """Replace every linear layer inside of the decoder blocks, on the meta device.
+
+    But routers and what fused kernels read.
 
     Some families read a layer's weight themselves, unless the config says, as transformers does of
     what it has quantised, that it is no matrix (Jamba).
@@ -144,10 +147,11 @@ def quantize_linears(model: Any, dtype: torch.dtype) -> None:
     """
     require_bitsandbytes()
     blocks = block_list(model)
-    routers = set(routers_of(blocks).values())
+    whole = {*routers_of(blocks), *fused_projections(blocks)}
+    others = {blocks.get_submodule(path) for path in whole}
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):
-            if type(child) is nn.Linear and child not in routers:
+            if type(child) is nn.Linear and child not in others:
                 setattr(owner, name, FourBitLinear(child, dtype))
     model.config._is_quantized = True
 

@@ -11,12 +11,13 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
 from hpc_tune.log import log
-from hpc_tune.model.adapters import ALL_LINEAR, fused_projections
+from hpc_tune.model.adapters import ALL_LINEAR
 from hpc_tune.model.balance import num_router_sums, routers_of_experts
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import asks_router_losses
 from hpc_tune.model.experts import is_mixture
+from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
 from hpc_tune.model.language import read_config
@@ -125,13 +126,13 @@ def _say_of_model(built: BuiltModel, seq_len: int) -> None:
             "later ones: use %d or less, or a config.json that scales them (rope_scaling)",
             *(seq_len, longest, longest),
         )
-    fused = fused_projections(built.module, built.config.model_type)
-    if fused and built.tune.method != "full" and ALL_LINEAR in built.tune.targets:
+    fused = sorted({path.rpartition(".")[2] for path in fused_projections(built.module)})
+    what = ["have no adapters"] if ALL_LINEAR in built.tune.targets else []
+    what += ["are not in 4 bits"] if built.tune.method == "qlora" else []
+    if fused and what and built.tune.method != "full":
         log.info(
-            "tune.targets=%s leaves out %s of state-space layers: their fused kernels take the "
-            "weight as it is, and would not train an adapter",
-            built.tune.targets,
-            ", ".join(sorted({path.rpartition(".")[2] for path in fused})),
+            "%s of state-space layers %s: fused kernels take their weights as they are",
+            *(", ".join(fused), " and ".join(what)),
         )
     if built.others:
         log.info("ignored in the model's files: %s", ", ".join(built.others))

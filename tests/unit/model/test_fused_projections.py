@@ -4,12 +4,14 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
+from hpc_tune.model.quantize import FourBitLinear
 from hpc_tune.model.stock import write_small
 from hpc_tune.train.model import _say_of_model
 
@@ -47,8 +49,9 @@ def test_all_linear_leaves_them_out_and_says_so(model, caplog):
         assert "out_proj" in adapted(built)
     with caplog.at_level(logging.INFO, logger="hpc_tune"):
         _say_of_model(built, 64)
-    said = f"tune.targets=all-linear leaves out {', '.join(sorted(expected))} of state-space layers"
+    said = f"{', '.join(sorted(expected))} of state-space layers have no adapters: fused"
     assert (said in caplog.text) == bool(expected)
+    assert ("state-space" in caplog.text) == bool(expected)
 
 
 def test_a_named_one_is_refused(model):
@@ -60,3 +63,22 @@ def test_a_named_one_is_refused(model):
     with pytest.raises(ConfigError, match="fused kernels") as error:
         build(folder, torch.float32, tune, 0)
     assert f"leave {', '.join(sorted(expected))} out" in str(error.value)
+
+
+def test_they_are_not_in_4_bits_and_that_is_said(model, caplog):
+    folder, expected = model
+    first = "in_proj_qkvz" if folder.name == "qwen3_next" else "in_proj"
+    built = build(folder, torch.bfloat16, TuneConfig(method="qlora", targets=[first]), 0)
+    modules = dict(built.module.named_modules())
+    linears = {name.rpartition(".")[2] for name, m in modules.items() if type(m) is nn.Linear}
+    packed = {
+        name.replace(".base_layer", "").rpartition(".")[2]
+        for name, module in modules.items()
+        if isinstance(module, FourBitLinear)
+    }
+    assert first in packed
+    assert not packed & expected
+    assert linears >= expected
+    with caplog.at_level(logging.INFO, logger="hpc_tune"):
+        _say_of_model(built, 64)
+    assert ("of state-space layers are not in 4 bits: fused" in caplog.text) == bool(expected)
