@@ -26,6 +26,7 @@ from hpc_tune.model.config_json import config_json, require_an_end
 from hpc_tune.model.experts import Adapted, adapted_tensors, without_router_losses
 from hpc_tune.model.joined import Part, joined_tensors, renamed_tensors
 from hpc_tune.model.loss import decoder_of
+from hpc_tune.model.own_functions import use_own_functions_on_cpu
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 from hpc_tune.pointer_file import why_pointer
 
@@ -278,12 +279,14 @@ def _on_meta(auto: Any, config: Any, dtype: torch.dtype) -> Any:
     with lazy_imports(), torch.device("meta"):
         # Without a choice transformers takes sdpa where the family has it, else eager (Gemma 2).
         try:
-            return auto.from_config(config, dtype=dtype)
+            model = auto.from_config(config, dtype=dtype)
         except Exception as error:  # whatever the model's own code raises for odd sizes
             raise DataError(
                 f"transformers makes no {config.model_type} model of this config.json: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from None
+        use_own_functions_on_cpu(model)
+        return model
 
 
 def _text_model(config: Any, text: Any, dtype: torch.dtype) -> Any:

@@ -18,6 +18,7 @@ from hpc_tune.errors import first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.experts import CORRECTIONS
 from hpc_tune.model.language import read_config, stock_class
+from hpc_tune.model.own_functions import use_own_functions_on_cpu
 from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
 
 MAX_VALUES = 64_000_000
@@ -92,6 +93,7 @@ def write_small(config: Any, directory: Path, seed: int = 0) -> None:
                 with torch.no_grad():
                     for values in _valued(model):
                         values.add_(torch.randn(values.shape), alpha=_SPREAD)
+            use_own_functions_on_cpu(model)
             _loss(model.eval(), torch.arange(3, 12))
             _save(model, directory)
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
@@ -126,6 +128,7 @@ def stock_losses(
             )
             .eval()
         )
+        use_own_functions_on_cpu(model)
         losses = []
         for tokens_T in documents:
             total = _loss(model, tokens_T)
