@@ -280,8 +280,8 @@ def test_a_model_that_looks_at_its_weights_itself_cannot_have_them_in_four_bits(
     ("kind", "targets", "said"),
     [
         ("jamba", "all-linear", "model.layers.*.mamba.dt_proj"),
-        ("falcon_mamba", ["in_proj", "dt_proj"], "backbone.layers.*.mixer.dt_proj"),
-        ("falcon_mamba", ["in_proj", "x_proj"], ""),
+        ("jamba", ["in_proj", "dt_proj"], "model.layers.*.mamba.dt_proj"),
+        ("jamba", ["in_proj", "x_proj"], ""),
         ("llama", "all-linear", ""),
     ],
 )
