@@ -7,6 +7,7 @@ finish_dora     first values that need the weights of several ranks
 
 import math
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +189,20 @@ def _init_buffers(model: Any) -> None:
             owners[path] = module if inside else owners[path.rpartition(".")[0]]
             if module._non_persistent_buffers_set:
                 owners[path]._init_weights(module)
-    buffers = dict(model.named_buffers())
-    if left := [name for name in unfilled if buffers[name].isnan().any()]:
+        if _unfilled(model, unfilled):  # by the model around them (Falcon-H1)
+            for owner in dict.fromkeys(owners.values()):
+                owner._init_weights(owner)
+    if left := _unfilled(model, unfilled):
         raise DataError(
             f"{model.config.model_type}: no file and no code of transformers gives {left[0]} its "
             "values; this architecture cannot be trained here"
         )
+
+
+def _unfilled(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names of buffers that have no values yet."""
+    buffers = dict(model.named_buffers())
+    return [name for name in names if buffers[name].isnan().any()]
 
 
 def finish_dora(built: BuiltModel) -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_tune.config.tune import TuneConfig
+from hpc_tune.model import load
 from hpc_tune.model.experts import chosen_experts, num_experts
 from hpc_tune.model.load import load_weights
 from hpc_tune.model.shrink import VOCABULARY, factors, shrunk
@@ -114,8 +115,13 @@ def test_linear_attention_is_sliced_though_it_is_computed_whole(kind, monkeypatc
     assert "linear_attn" in try_out(config_of(kind)).tensor
 
 
-def test_a_buffer_that_nothing_fills_is_named_and_not_trained_with():
-    assert "mup_vector" in try_out(config_of("falcon_h1", num_hidden_layers=2)).loss
+def test_a_buffer_is_filled_by_the_model_around_its_layers(monkeypatch):
+    """And one that nothing fills is named, and not trained with."""
+    config = config_of("falcon_h1", num_hidden_layers=2)
+    assert not try_out(config).loss
+    real = load._unfilled
+    monkeypatch.setattr(load, "_unfilled", lambda model, names: real(model, names) or list(names))
+    assert "gives model.layers.0.mamba.mup_vector its values" in try_out(config).loss
 
 
 def test_what_transformers_cannot_train_itself_is_refused_with_its_words():
