@@ -1,8 +1,9 @@
 """Rank-aware logging and the progress display.
 
 Rank 0 logs for the world: ``log.info`` prints there only. A warning is printed by the rank that
-has it, after its number. Everything goes to stderr, so that a command's result on stdout can be
-piped. In a run each rank also has a file, where every line has its time.
+has it, after its number, but by rank 0 alone with ``extra=OF_ALL``: all ranks have that one.
+Everything goes to stderr, so that a command's result on stdout can be piped. In a run each rank
+also has a file, where every line has its time.
 """
 
 import contextlib
@@ -19,6 +20,9 @@ log = logging.getLogger("hpc_tune")
 # They warn of kernels that this machine cannot load.
 _CHATTER = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
+# It advises of packages that would be faster on a GPU: rank 0 prints it.
+_ADVICE = ("transformers.integrations.hub_kernels",)
+OF_ALL = {"of_all": True}
 PLAIN_LINE_EVERY_S = 10.0
 
 
@@ -48,14 +52,15 @@ class _RankFile(logging.FileHandler):
 
 
 def configure(rank: int) -> None:
-    """Send this process's log to stderr; ranks above 0 keep only warnings and errors."""
+    """Send this process's log to stderr; ranks above 0 keep only their own warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_RankFormatter(rank))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    handler.addFilter(lambda record: rank == 0 or not getattr(record, "of_all", False))
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(logging.INFO)
-    for name in _CHATTER:
+    for name in (*_CHATTER, *(_ADVICE if rank else ())):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hpc_tune.errors import ConfigError
-from hpc_tune.log import log
+from hpc_tune.log import OF_ALL, log
 from hpc_tune.memory.policy import COMPILING_SHARE
 from hpc_tune.memory.process_bytes import COMPILING_BYTES
 from hpc_tune.model.scoped import MicroBatch, batch_context
@@ -87,7 +87,8 @@ def prepare_compiler(
     if device.type == "cpu":
         log.warning(
             "train.compile=true may gain nothing on CPUs: hpc_tune's own layers were as fast where "
-            "both were measured, and need no compiling; compare tokens/s with train.compile=false"
+            "both were measured, and need no compiling; compare tokens/s with train.compile=false",
+            extra=OF_ALL,
         )
     workers = num_workers(threads, host_bytes)
     config.compile_threads = workers

@@ -12,7 +12,7 @@ from hpc_tune.config.schema import TrainConfig
 from hpc_tune.data.loader import HeldOut, Loader
 from hpc_tune.data.sampler import SampleOrder
 from hpc_tune.engine.base import Engine, evaluate
-from hpc_tune.log import log
+from hpc_tune.log import OF_ALL, log
 from hpc_tune.model.objective import measures_of
 from hpc_tune.rundir import displacement
 from hpc_tune.step.plan import StepPlan
@@ -139,6 +139,7 @@ class Evaluation:
                 log.warning(
                     "step %d: the held-out loss%s is %s; it is never taken for the best",
                     *(step, f" of {name}" if name else "", own),
+                    extra=OF_ALL,
                 )
         over = f"{num} {'tokens' if self._plan.num_sums == 1 else 'pairs'}"
         also = "".join(f", {name.replace('_', ' ')} {v:.4g}" for name, v in measures.items())
@@ -150,7 +151,7 @@ class Evaluation:
             "step %d: held-out loss %.4f%s over %s%s (%.1fs)", step, loss, of, over, also, eval_s
         )
         if len(self.evals.chosen) == displacement.MIN_FALLS + 1:  # once for each time that it falls
-            log.warning("step %d: %s", step, displacement.warning(self.evals.chosen))
+            log.warning("step %d: %s", step, displacement.warning(self.evals.chosen), extra=OF_ALL)
         return Measured(num, eval_s, measures, losses)
 
     def _sums(

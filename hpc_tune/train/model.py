@@ -10,7 +10,7 @@ from hpc_tune.config.schema import RunConfig
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.engine.adamw_8bit import require_torchao
 from hpc_tune.errors import ConfigError, DataError
-from hpc_tune.log import log
+from hpc_tune.log import OF_ALL, log
 from hpc_tune.model.adapters import ALL_LINEAR
 from hpc_tune.model.balance import num_router_sums, routers_of_experts
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
@@ -97,6 +97,7 @@ def build_model(job: Job, fresh: bool) -> Model:
         log.warning(
             "data.packing is off, one document per row, since for a %s model %s",
             *(kind, proof.packing),
+            extra=OF_ALL,
         )
         data = config.data.model_copy(update={"packing": False})
         config = config.model_copy(update={"data": data})
@@ -112,12 +113,14 @@ def _say_of_model(built: BuiltModel, seq_len: int) -> None:
             "the model's own dropout and noise are off (%s in its config.json): they would differ "
             "with the number of ranks; tune.dropout is for adapters",
             ", ".join(f"{name}={value:g}" for name, value in sorted(built.dropout.items())),
+            extra=OF_ALL,
         )
     if asks_router_losses(built.directory) and not built.tune.router_losses:
         log.warning(
             "config.json asks for a loss of the routers (output_router_logits), as tools leave it "
             "there that have trained with one; here it is tune.router_aux_loss, and not set: none "
-            "is learned"
+            "is learned",
+            extra=OF_ALL,
         )
     longest = getattr(built.config, "max_position_embeddings", None)
     if longest is not None and seq_len > longest:
@@ -125,6 +128,7 @@ def _say_of_model(built: BuiltModel, seq_len: int) -> None:
             "data.seq_len=%d is longer than the model's %d positions, and it was never trained on "
             "later ones: use %d or less, or a config.json that scales them (rope_scaling)",
             *(seq_len, longest, longest),
+            extra=OF_ALL,
         )
     fused = sorted({path.rpartition(".")[2] for path in fused_projections(built.module)})
     what = ["have no adapters"] if ALL_LINEAR in built.tune.targets else []
@@ -171,7 +175,8 @@ def _require_trained(built: BuiltModel, proof: Proof) -> None:
         return
     tune, kind = built.tune, built.config.model_type
     if tune.method == "full":
-        log.warning("these get no gradient and stay as they are: %s", ", ".join(untrained))
+        text = "these get no gradient and stay as they are: %s"
+        log.warning(text, ", ".join(untrained), extra=OF_ALL)
         return
     targets = [] if isinstance(tune.targets, str) else tune.targets
     named = [t for t in targets if any(f".{part}".endswith(f".{t}") for part in untrained)]
@@ -181,7 +186,7 @@ def _require_trained(built: BuiltModel, proof: Proof) -> None:
     )
     if named:
         raise ConfigError(f"tune.targets={tune.targets}: {why}; leave {', '.join(named)} out")
-    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why)
+    log.warning("tune.targets=%s: %s; they stay zero", tune.targets, why, extra=OF_ALL)
 
 
 def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
@@ -209,7 +214,7 @@ def _watched(built: BuiltModel, proof: Proof, is_compiled: bool) -> BuiltModel:
             f"{'it' if len(losses) == 1 else 'them'} out"
         )
     if is_mixture(built.module):
-        log.warning("the tokens of each expert are not counted: %s", why)
+        log.warning("the tokens of each expert are not counted: %s", why, extra=OF_ALL)
     return built
 
 
@@ -220,6 +225,7 @@ def _warn_of_whole_stacks(built: BuiltModel) -> None:
             "computes them in a way of its own",
             built.config.model_type,
             format_bytes(whole),
+            extra=OF_ALL,
         )
 
 

@@ -77,6 +77,7 @@ def test_a_run_that_cannot_pack_says_so_trains_row_by_row_and_goes_on(tmp_path):
     assert (stopped.code, ended.code) == (75, 0), stopped.output + ended.output
     for one in (stopped, ended):
         assert "data.packing is off, one document per row" in one.output
+        assert "[rank 1]" not in one.output  # what all ranks have is said once
         assert "of a row" in one.output or "in one row" in one.output
     assert "resumed from" in ended.output
     alone = [*words, "data.packing=false", f"run.dir={tmp_path / 'alone'}"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune import log as log_module
-from hpc_tune.log import Progress, configure, log, logging_to
+from hpc_tune.log import OF_ALL, Progress, configure, log, logging_to
 from hpc_tune.rundir.json_lines import JsonLines
 from hpc_tune.train.metrics import drop_after
 
@@ -106,11 +106,13 @@ def test_rank_0_speaks_and_the_others_only_warn_with_their_rank(capsys):
     configure(0)
     log.info("step %d", 1)
     log.warning("careful")
+    log.warning("careful, all", extra=OF_ALL)
     configure(3)
     log.info("unheard")
+    log.warning("careful, all", extra=OF_ALL)
     log.error("bad")
     said = capsys.readouterr()
-    assert said.err == "step 1\nwarning: careful\n[rank 3] error: bad\n"
+    assert said.err == ("step 1\nwarning: careful\nwarning: careful, all\n[rank 3] error: bad\n")
     assert said.out == ""
 
 
