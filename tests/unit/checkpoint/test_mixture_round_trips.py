@@ -20,18 +20,15 @@ from tests.unit.checkpoint.test_export import close, trained
 from tests.unit.checkpoint.test_mixture_export import logits
 
 TUNE = TuneConfig(method="lora", rank=4, alpha=6.0, targets=["all-linear", "experts"])
-# peft has no adapters on a Mamba layer's out_proj; Jamba on CPUs passes over that of dt_proj.
-OTHER_TARGETS = {
-    "jamba": ["q_proj", "in_proj", "out_proj", "gate_proj", "experts"],
-    "nemotron_h": ["q_proj", "v_proj", "experts"],
-}
+# Jamba passes over an adapter on dt_proj.
+OTHER_TARGETS = {"jamba": ["q_proj", "in_proj", "out_proj", "gate_proj", "experts"]}
 STACK = r"\.experts\.|(input|output)_linear"
 UNNAMED = ("aria", "llama4_text")  # no names are known for their single experts
 SMALL = ("qwen3_moe", "granitemoe", "deepseek_v3")
 OTHERS = """
 afmoe aria deepseek_v2 deepseek_v32 ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite gpt_oss
-granitemoeshared hunyuan_v1_moe jamba lfm2_moe llama4_text minimax minimax_m2 mixtral nemotron_h
-olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_next
+granitemoehybrid-experts granitemoeshared hunyuan_v1_moe jamba lfm2_moe llama4_text minimax
+minimax_m2 mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_next
 """
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in OTHERS.split()]
 
