@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, H heads, K heads of keys and values, D values per head
 """
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -21,6 +22,9 @@ from hpc_tune.model import tiled_attention, varlen_attention
 from hpc_tune.model.scoped import Document, batch_context
 
 NAME = "hpc_tune_documents"
+# Sparse attention (DeepSeek V3.2): a part of a layer chooses the keys of each token. transformers
+# masks the others for its own implementations alone, and would leave that to any other.
+_INDEXER = re.compile(r"(^|\.)indexer$")
 
 
 def documents_of(lengths: Sequence[Sequence[int]]) -> list[Document]:
@@ -47,6 +51,8 @@ def use_document_attention(model: Any) -> bool:
 
     _tell_masks_positions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+        return False
+    if any(_INDEXER.search(path) for path, _ in model.named_modules()):
         return False
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
