@@ -23,15 +23,37 @@ EXPERTS = """
 exaone_moe flex_olmo gemma4 glm4_moe_lite gpt_oss granitemoe granitemoeshared jetmoe llama4_text
 longcat_flash minimax minimax_m2 mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text
 qwen3_moe qwen3_next qwen3_vl_moe afmoe aria jamba ernie4_5_moe deepseek_v3 deepseek_v32
+axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v4 dots3_note ernie4_5_vl_moe flint glm4v_moe
+glm5_next glm_moe_dsa granitemoe_swa hy_v3 hy_v4 inkling2 inkling_mm_model kimi_k25 kimi_linear
+kolibri1 laguna llama4 mellum mimo_v2_flash minimax_m3_vl mistral4 mistral_large4 muse_spark
+nemotron_h_omni openai_privacy_filter qwen3_omni_moe solar_open unlimited_ocr
 """
+INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128}
+INDEXER |= {"indexer_budget": 2048, "indexer_compress_ratio": 16}
+QUARTER = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 HEADS_OF_128 = {"head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {} for part in (DENSE, WITH_IMAGES, OTHERS, EXPERTS) for name in part.split()},
     "bamba": {"attn_layer_indices": [1, 2]},
+    "dbrx": {
+        **{"d_model": 6144, "n_heads": 48, "n_layers": 40},
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 5e5},
+        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    },
+    "deepseek_ocr2": {
+        "text_config": {
+            **{"hidden_size": 1280, "num_attention_heads": 10, "num_hidden_layers": 12},
+            **{"moe_intermediate_size": 896, "num_experts_per_tok": 6},
+            "mlp_layer_types": ["dense"] + ["sparse"] * 11,
+        }
+    },
     "deepseek_v2": {
         "num_experts_per_tok": 6,
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 1408,
+    },
+    "diffusion_gemma": {
+        "text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
     },
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "falcon_h1": {"num_hidden_layers": 2},
@@ -56,6 +78,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "ministral": HEADS_OF_128,
     "qwen2_5_vl": {"text_config": {"rope_parameters": SECTIONS}},
+    "qwen3_omni_moe_thinker": {"text_config": HEADS_OF_128 | {"num_attention_heads": 32}},
+    "qwen4_exp": {
+        "text_config": INDEXER | {"rope_parameters": QUARTER | {"mrope_section": [11, 11, 10]}}
+    },
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "nemotron": {"num_key_value_heads": 8},
     "olmo_hybrid": {},
 }

@@ -20,8 +20,7 @@ from hpc_tune.config.constraints import allows_expert, allows_tensor
 from hpc_tune.config.schema import RunConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.log import log
-from hpc_tune.model.experts import dealable_experts
-from hpc_tune.model.loss import LossModel
+from hpc_tune.model.experts import require_dealable
 from hpc_tune.plan.hardware import CLUSTERS, Cluster, Machine
 from hpc_tune.plan.memory_model import most_bytes, surely_fits
 from hpc_tune.plan.network import Network
@@ -109,7 +108,7 @@ def choose(
     network = Network.measured(measured.links, measured.nodes)
     with_tensor = allows_tensor(config.tune, config.train)
     may_deal = allows_expert(asked, config.train)
-    num_experts = _dealable(built.module, asked.expert) if may_deal else 1
+    num_experts = require_dealable(built.module, asked.expert) if may_deal else 1
     layouts = legal_layouts(asked, built.config, num_ranks, with_tensor, num_experts)
     if built.tokens and built.tied:  # the head reads their rows too: train/model.py
         layouts = [layout for layout in layouts if layout.tensor == layout.pipeline == 1]
@@ -133,21 +132,6 @@ def choose(
     simple = next((c for c in legal if c.layout == layout), None)
     alone = next((c for c in legal if c.layout.size == 1), None)
     return Choice(rows, refused, simple, alone, num_ranks)
-
-
-def _dealable(module: LossModel, asked: int) -> int:
-    """Return a number whose divisors experts may be dealt over; that which is set must be one.
-
-    Raises:
-        ConfigError: if it is not.
-    """
-    found = dealable_experts(module)
-    if found % asked:
-        raise ConfigError(
-            f"parallel.expert={asked}: the experts of a {module.config.model_type} model can be "
-            f"dealt over {f'a divisor of {found}' if found > 1 else 'no'} ranks; leave it out"
-        )
-    return found
 
 
 def as_lines(choice: Choice) -> list[str]:

@@ -19,7 +19,13 @@ from torch import nn
 from hpc_tune.config.tune import TuneConfig, patterns_of
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.lazy_imports import lazy_imports
-from hpc_tune.model.experts import chosen_experts, routers_of, stacked_tensors, stacks_of
+from hpc_tune.model.experts import (
+    chosen_experts,
+    holders_of,
+    routers_of,
+    stacked_tensors,
+    stacks_of,
+)
 from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.language import LanguageModel
 from hpc_tune.model.modules_to_save import train_modules
@@ -133,10 +139,15 @@ def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
     """
     routers, stacks = routers_of(model), [path for path, _ in stacks_of(model)]
     fused = list(fused_projections(model))
-    if not stacks and not fused:
+    if not stacks and not routers and not fused:
         return Targets(tune.targets)
     named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name in named if name != ALL_LINEAR]
+    if unstacked := [p for p in _unstacked(model) if _is_named(p, modules)]:
+        raise ConfigError(
+            f"tune.targets={tune.targets}: {unstacked[0]} has no adapters: the experts in it are "
+            "neither linear layers nor a stack of them; leave them out, or use tune.method=full"
+        )
     adapted = tuple(path for path in stacks if _is_named(path, modules))
     bare = [path for path, router in routers.items() if _is_bare(router)]
     chosen = [path for path in bare if _is_named(path, modules)]
@@ -154,6 +165,15 @@ def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
 
 def _is_named(path: str, names: list[str]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _unstacked(model: nn.Module) -> list[str]:
+    """Return the paths of modules, and of what they are in, whose experts can have no adapters."""
+    stacks = {path for path, _ in stacks_of(model)}
+    held = [
+        (p, m) for p, m in holders_of(model) if p not in stacks and not isinstance(m, nn.Linear)
+    ]
+    return [path for p, _ in held for path in (p, p.rpartition(".")[0])]
 
 
 def _is_bare(router: nn.Module) -> bool:

@@ -4,7 +4,7 @@ build   the module tree with adapters, no byte of weights
 (the engine shards it; then see load.py)
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,8 +265,23 @@ def _stored_names(
             f"{directory}: {len(missing)} of {len(shapes)} tensors that config.json asks for "
             f"are not in its safetensors files, such as {', '.join(missing[:3])}"
             + _behind_a_prefix(missing[0], index)
+            + _of_unknown_making(missing, language.names, index)
         )
     return names
+
+
+def _of_unknown_making(
+    missing: Sequence[str], names: Names, index: TensorIndex | ShapeIndex
+) -> str:
+    """Return by what transformers makes a missing tensor of others that are there, if it does."""
+    unfollowed = getattr(index, "unfollowed", {})
+    found = next((name for name in missing if names.of_whole(name) in unfollowed), None)
+    if found is None:
+        return ""
+    return (
+        f". transformers makes {found} of others by {unfollowed[names.of_whole(found)]}, which is "
+        "not followed here: such a model is not read"
+    )
 
 
 def _behind_a_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:

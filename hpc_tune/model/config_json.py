@@ -28,6 +28,14 @@ def _read(file: Path, changed_ns: int) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
+def common_value(config: Any, name: str) -> Any:
+    """Return a value of transformers' ``config`` that all layers have, None where they differ."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # it is said for each layer, and transformers gives none for all
+        return None
+
+
 def asks_router_losses(directory: Path) -> bool:
     """Whether config.json asks transformers for a loss of the routers."""
     settings = config_json(directory)

@@ -5,6 +5,7 @@ each token a few of them. Families differ in where both are, so they are found b
 """
 
 import contextlib
+import itertools
 import math
 import re
 import types
@@ -15,10 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from hpc_tune.errors import ConfigError
+from hpc_tune.model.config_json import common_value
+
 # The module between a stack of experts and the tokens, or a part of it, in its path.
 _ROUTER = re.compile(r"(^|\.)(router|gate|shared_expert_gate|classifier|moe_statics)(\.|$)")
 ROUTED, OTHERS = "routed experts", "norms, embeddings and the rest"
 _STACK = re.compile(r"(^|\.)experts\.|_linear\.(base_layer\.)*weight$")  # JetMoe's are linears
+_INSIDE = re.compile(r"(^|\.)experts(\.|$)")
 _SHARED = re.compile(r"shared_(expert|mlp)")
 CORRECTIONS = {"e_score_correction_bias", "expert_bias"}
 _NOISE = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
@@ -79,8 +84,14 @@ def has_experts(config: Any) -> bool:
 
 def _counts(config: Any) -> list[int]:
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    counts = [getattr(config, name, None) for name in names]
+    counts = [common_value(part, name) for part in _parts(config) for name in names]
     return [count for count in counts if isinstance(count, int) and count > 1]
+
+
+def _parts(config: Any) -> list[Any]:
+    """Return a language model's configuration and the parts of it, as DBRX has for its experts."""
+    names = getattr(config, "sub_configs", ())
+    return [config, *(part for name in names if (part := getattr(config, name, None)) is not None)]
 
 
 def num_experts(config: Any) -> int:
@@ -95,8 +106,9 @@ def chosen_share(config: Any) -> float:
 
 def chosen_experts(config: Any) -> int:
     """Return how many experts a router gives a token, by a model's configuration; 1 if unknown."""
-    for name in ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"):
-        value = getattr(config, name, None)
+    names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+    for part, name in itertools.product(_parts(config), names):
+        value = common_value(part, name)
         if isinstance(value, list) and value:
             value = max(value)
         if isinstance(value, int) and value > 0:
@@ -118,6 +130,21 @@ def dealable_experts(model: nn.Module) -> int:
     return math.gcd(*counts) if counts else 1
 
 
+def require_dealable(model: Any, ranks: int) -> int:
+    """Return ``dealable_experts`` of a model with a ``config``; ``ranks`` must divide it.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    found = dealable_experts(model)
+    if found % ranks:
+        raise ConfigError(
+            f"parallel.expert={ranks}: the experts of a {model.config.model_type} model can be "
+            f"dealt over {f'a divisor of {found}' if found > 1 else 'no'} ranks; leave it out"
+        )
+    return found
+
+
 def without_router_losses(config: Any) -> None:
     """Ask no loss of its routers of a transformers configuration: it is ``tune.router_aux_loss``.
 
@@ -131,7 +158,16 @@ def without_router_losses(config: Any) -> None:
 
 def is_mixture(model: nn.Module) -> bool:
     """Whether some layers of a model are mixtures of experts."""
-    return next(stacks_of(model), None) is not None
+    return next(holders_of(model), None) is not None
+
+
+def holders_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that hold experts, also where these are no stacks (DBRX), with paths."""
+    stacks = {path for path, _ in stacks_of(model)}
+    for path, module in model.named_modules():
+        own = module.named_parameters(recurse=False)
+        if path in stacks or (_INSIDE.search(path) and any(p.dim() > 1 for _, p in own)):
+            yield path, module
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -176,7 +212,7 @@ def kinds_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
     Adapters belong to what they are on.
     """
-    roots = {path.replace(".base_layer", "") for path, _ in stacks_of(model)}
+    roots = {path.replace(".base_layer", "") for path, _ in holders_of(model)}
     kinds = {}
     for name, parameter in model.named_parameters() if roots else ():
         path = name.replace(".base_layer", "")

@@ -105,7 +105,8 @@ def renamed_again(model: Any, names: Iterable[str]) -> list[str]:
 def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:
     """Return, by its name in the whole ``model``, each tensor that is joined of stored ones.
 
-    Those that transformers makes in a way that is not followed here are left out.
+    Those that transformers makes in a way that is not followed here are left out, and noted in the
+    ``index``.
 
     Raises:
         DataError: if the experts of a layer are not all there, or differ in shape.
@@ -124,8 +125,12 @@ def joined_tensors(model: Any, index: "TensorIndex") -> Mapping[str, Joined]:
             sources[name][pattern].append(stored)
     joined = {}
     for name, by_source in sources.items():
-        _require_all(name, by_source, own.get(name, ()))
         converter = by_pattern[next(iter(by_source))]
+        operations = {type(operation).__name__ for operation in converter.operations}
+        if operations - _FOLLOWED.keys():
+            index.unfollowed[name] = " and ".join(sorted(operations - _FOLLOWED.keys()))
+            continue
+        _require_all(name, by_source, own.get(name, ()))
         found = _joined(converter, by_source, index, own.get(name))
         if found is not None:
             joined[name] = found
@@ -143,17 +148,14 @@ def _joined(
     index: "TensorIndex",
     wanted: tuple[int, ...] | None,
 ) -> Joined | None:
-    """Return what a conversion makes of stored tensors, or None if it is not followed here."""
+    """Return what a conversion makes of stored tensors, or None if that is not one tensor."""
     groups = [
         [_whole(stored, index.shapes[stored]) for stored in by_source[pattern]]
         for pattern in converter.source_patterns
         if pattern in by_source
     ]
     for operation in converter.operations:
-        follow = _FOLLOWED.get(type(operation).__name__)
-        if follow is None:
-            return None
-        groups = follow(operation, groups, wanted)
+        groups = _FOLLOWED[type(operation).__name__](operation, groups, wanted)
     return groups[0][0] if len(groups) == 1 and len(groups[0]) == 1 else None
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from hpc_tune.model import varlen_attention
+from hpc_tune.model.config_json import common_value
 from hpc_tune.model.varlen_attention import DTYPES, MAX_VALUES, MIN_CAPABILITY, MULTIPLE
 
 Source = Literal["own", "F.rms_norm", "transformers"]
@@ -107,7 +108,7 @@ def kernels_of(
             why = f"the kernel needs a GPU of compute capability 8.0 or later, not {found}"
         else:
             heads = config.num_attention_heads
-            groups = heads // (getattr(config, "num_key_value_heads", None) or heads)
+            groups = heads // (common_value(config, "num_key_value_heads") or heads)
             tried = (device, dtype, _head_size(config), groups)
             why = varlen_attention.kernel_fault(*tried)
             if windows and not why:
@@ -136,7 +137,7 @@ def _why_not_taken(config: Any, dtype: torch.dtype) -> str:
     if dtype not in DTYPES:
         found = str(dtype).removeprefix("torch.")
         return f"the kernel takes bfloat16 and float16, not {found}"
-    if not isinstance(getattr(config, "num_attention_heads", None), int):
+    if not isinstance(common_value(config, "num_attention_heads"), int):
         return "its layers differ in their heads"
     size = _head_size(config)
     if size > MAX_VALUES or size % MULTIPLE:

@@ -138,15 +138,26 @@ def language_config(config: Any, directory: Path) -> Any:
         DataError: if it is not a causal LM's.
     """
     with lazy_imports():
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        )
 
     kind = config.model_type
+    # Mistral 4 is one by its class, and listed among others alone.
+    of_class = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind))
+    is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or of_class.endswith("ForCausalLM")
     try:
         text = config.get_text_config()
     except ValueError:  # it has several: an encoder's and a decoder's
         raise DataError(f"{directory}: model_type {kind} is not a causal LM") from None
-    if text is config and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if text is config and not is_causal:
         raise DataError(f"{directory}: model_type {kind} is not a causal LM")
+    if "Diffusion" in of_class:
+        raise DataError(
+            f"{directory}: a {kind} model fills blocks of text in many steps; here models learn to "
+            "say one token after the other"
+        )
     if stock_class(config) is None:
         raise DataError(
             f"{directory}: a {kind} model has parts for other things than text or images, which "

@@ -19,7 +19,7 @@ from torch import nn
 
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.experts import routers_of, stacks_of
+from hpc_tune.model.experts import holders_of, routers_of
 from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.grouped_experts import (
     is_decorated,
@@ -233,8 +233,8 @@ def quantize_stacks(blocks: nn.ModuleList, dtype: torch.dtype) -> None:
 
 
 def whole_stack_bytes(module: nn.Module) -> int:
-    """Return the bytes of frozen stacks of experts that are not packed: of undecorated experts."""
-    own = (p for _, part in stacks_of(module) for p in part.parameters(recurse=False))
+    """Return the bytes of frozen experts that are not packed: of undecorated ones."""
+    own = (p for _, part in holders_of(module) for p in part.parameters(recurse=False))
     return sum(p.nbytes for p in own if not p.requires_grad and p.is_floating_point())
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_tune.errors import first_line
+from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
 from hpc_tune.model.experts import CORRECTIONS
-from hpc_tune.model.language import read_config, stock_class
+from hpc_tune.model.language import language_config, read_config, stock_class
 from hpc_tune.model.own_functions import use_own_functions_on_cpu
-from hpc_tune.model.shrink import OTHER_FACTORS, factors, shrunk_whole
+from hpc_tune.model.shrink import FEWER, OTHER_FACTORS, factors, shrunk_whole
 
 MAX_VALUES = 64_000_000
 _SPREAD = 0.03  # noise on all first values, so that none is zero or one
@@ -77,11 +77,15 @@ def write_small(config: Any, directory: Path, seed: int = 0) -> None:
         from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    why, text = "", config.get_text_config()
+    try:
+        why, text = "", language_config(config, directory)
+    except DataError as error:
+        raise NoTrial(str(error).removeprefix(f"{directory}: ")) from None
     others = (1,) if text is config else OTHER_FACTORS
-    for all_layers, factor, of_others in itertools.product((False, True), factors(text), others):
+    for sizes in itertools.product(FEWER, (False, True), factors(text), others):
+        fewer, all_layers, factor, of_others = sizes
         try:
-            small = shrunk_whole(config, factor, all_layers, of_others)
+            small = shrunk_whole(config, factor, all_layers, fewer, of_others)
             with torch.device("meta"):
                 model = stock_class(config).from_config(small, dtype=torch.float32)
             if (values := sum(p.numel() for p in model.parameters())) > MAX_VALUES:

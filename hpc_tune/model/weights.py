@@ -85,6 +85,7 @@ class TensorIndex:
         self.packed: Mapping[str, Packed] = {}
         self.unread: tuple[str, ...] = ()  # other weights in the directory
         self.joined: dict[str, Joined] = {}  # tensors of the model that lie in several of these
+        self.unfollowed: dict[str, str] = {}  # those that nothing here joins, and what would
         self._error = error
         self._open: tuple[Path, Any] | None = None
         for file in files:

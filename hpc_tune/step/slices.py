@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from hpc_tune.model.config_json import common_value
 from hpc_tune.model.loss import LossModel, decoder_of
 
 Role = Literal["slice", "partial"]
@@ -80,8 +81,13 @@ def slicing_problems(config: Any, ranks: int) -> list[str]:
             f"parallel.tensor={ranks}: transformers has no plan for splitting a "
             f"{config.model_type} model's matrices; use parallel.shard"
         ]
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads = common_value(config, "num_attention_heads")
+    if heads is None:
+        return [
+            f"parallel.tensor={ranks}: the layers of this {config.model_type} model differ in "
+            "their heads; use parallel.shard"
+        ]
+    kv_heads = common_value(config, "num_key_value_heads") or heads
     features = getattr(config, "intermediate_size", None)  # or those of each layer
     features = [features or 0] if isinstance(features, int | None) else features
     counts = {"intermediate features": gcd(*features)}  # none where all layers have experts

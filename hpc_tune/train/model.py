@@ -16,7 +16,7 @@ from hpc_tune.model.balance import num_router_sums, routers_of_experts
 from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import asks_router_losses
-from hpc_tune.model.experts import is_mixture
+from hpc_tune.model.experts import is_mixture, require_dealable
 from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
@@ -275,6 +275,7 @@ def resolve_layout(job: Job, model: Model) -> Resolved:
     resolved = resolve(
         asked, model.size, model.built.config, machine, comm.world.size, comm.world.rank
     )
+    require_dealable(model.built.module, resolved.layout.expert)
     if comm.is_rank_0:
         for warning in without_effect(resolved.layout, asked):
             log.warning(warning)

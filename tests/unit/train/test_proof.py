@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -70,9 +71,58 @@ def test_attention_that_needs_its_mask_is_left_to_transformers():
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.full)])
 def test_adapters_over_attention_that_needs_its_mask_are_tried_with_it(method):
-    found = try_out(config_of("deepseek_v32"), TuneConfig(method=method))
-    assert "NoneType" in found.attention
+    found = try_out(config_of("doge"), TuneConfig(method=method))
+    assert "in transformers" in found.attention
     assert (found.loss, found.packing, found.adapters) == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "deepseek_v32",
+        *(
+            pytest.param(kind, marks=pytest.mark.full)
+            for kind in ("mistral_large4", "axk2", "glm_moe_dsa", "dots3_note", "minimax_m3_vl")
+        ),
+    ],
+)
+def test_tokens_see_the_keys_alone_that_an_indexer_chooses(kind, monkeypatch):
+    """transformers makes the mask of them for its own implementations of attention alone."""
+    found = try_out(config_of(kind))
+    assert (found.loss, found.packing, found.attention) == ("", "", "")
+    monkeypatch.setattr("hpc_tune.model.packed_attention._INDEXER", re.compile("^no such part$"))
+    assert "in transformers" in try_out(config_of(kind)).loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("cohere2_moe", {}),
+        ("glm4v_moe", {}),
+        ("mistral4", {}),
+        ("step3p7", {"text_config": {"sliding_window": 512}}),
+        pytest.param("glm5_next", {}, marks=pytest.mark.full),
+        pytest.param("unlimited_ocr", {}, marks=pytest.mark.full),
+        pytest.param("dots3_note", {}, marks=pytest.mark.full),
+    ],
+)
+def test_mixtures_of_wide_layers_or_in_several_parts_are_made_small_and_tried(kind, said):
+    """With fewer heads, parts within parts, and widths that have to fit to the text's."""
+    assert not try_out(config_of(kind, **said)).loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "why"),
+    [
+        ("ernie4_5_vl_moe", {}, "by ErnieFuseAndSplitTextVisionExperts, which is not followed"),
+        ("inkling2", {}, "by Interleave, which is not followed here"),
+        ("diffusion_gemma", {}, "fills blocks of text in many steps"),
+        ("qwen3_omni_moe", {}, "has parts for other things than text or images"),
+        ("openai_privacy_filter", {}, "is not a causal LM"),
+    ],
+)
+def test_mixtures_that_are_not_read_or_make_no_text_are_refused_with_the_reason(kind, said, why):
+    assert why in try_out(config_of(kind, **said)).loss
 
 
 def test_sliding_windows_that_do_not_reach_the_layers_are_found(monkeypatch):
