@@ -81,7 +81,7 @@ def compute_by_data_sheet(
     """Return seconds per token of a block and of the head, at ``_REACHED`` of the flops."""
     head = (6 if size.is_full else 4) * model.vocab_size * model.hidden_size
     whole = flops_per_token(size, model, seq_len)
-    block = (whole - head) / model.num_hidden_layers * (4 / 3 if recompute else 1)
+    block = (whole - head) / size.blocks(model) * (4 / 3 if recompute else 1)
     speed = _REACHED * cluster.flops
     # AdamW reads and writes some 28 bytes per value; devices of a petaflop move 3 TB/s.
     memory_s = 300 / cluster.flops  # per byte

@@ -105,7 +105,7 @@ def make_plan(
         )
         what = (*_as_traced(resolved), config.optim, batch.global_size, micro_rows, seq_len)
         step = _with_kernels(TracedStep(shape, *what), built, config.train.compile, on_gpu, masked)
-        is_deep = built.config.num_hidden_layers > _WHOLE_UP_TO
+        is_deep = size.blocks(built.config) > _WHOLE_UP_TO
         trace = partial(of_few_tokens, remembered(of_few_blocks if is_deep else trace_step))
         report = _of_zero(of_worst_rank(trace, step), resolved)
         model_bytes = _model_bytes(shape, built, size, resolved.layout, config.optim.is_8bit)

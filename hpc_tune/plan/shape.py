@@ -14,7 +14,9 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import DTYPES, BuiltModel, build
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
+from hpc_tune.model.language import read_config, read_shape
 from hpc_tune.model.shapes import nearest_shape, shape_directory, shape_names
+from hpc_tune.model.shrink import LAYERS
 
 
 @dataclass(frozen=True)
@@ -33,28 +35,36 @@ class ModelShape:
     @property
     def num_blocks(self) -> int:
         """Its decoder blocks."""
-        num_blocks: int = self._config["num_hidden_layers"]
-        return num_blocks
+        return _blocks_of(read_shape(self.directory))[1]
 
     def with_blocks(self, num_blocks: int, directory: Path) -> "ModelShape":
         """Return such a model with another number of blocks; ``directory`` gets its config.json.
 
         What the configuration lists for each block, such as kinds of attention, is repeated or cut.
         """
-        before = self._config["num_hidden_layers"]
-        each_block = {
-            name: [value[n % before] for n in range(num_blocks)]
-            for name, value in self._config.items()
-            if isinstance(value, list) and len(value) == before
-        }
-        text = json.dumps({**self._config, **each_block, "num_hidden_layers": num_blocks})
-        (directory / "config.json").write_text(text, encoding="utf-8")
+        config = read_config(self.directory)
+        text = config.get_text_config()
+        written: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
+        inside = [name for name in config.sub_configs if getattr(config, name, None) is text]
+        part = next((written[n] for n in inside if isinstance(written.get(n), dict)), written)
+        name, before = _blocks_of(text)
+        for key, value in list(part.items()):
+            if key in LAYERS:  # another name of the same number
+                del part[key]
+            elif isinstance(value, list) and len(value) == before:
+                part[key] = [value[n % before] for n in range(num_blocks)]
+        part[name] = num_blocks
+        (directory / "config.json").write_text(json.dumps(written), encoding="utf-8")
         return replace(self, directory=directory)
 
-    @property
-    def _config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
-        return config
+
+def _blocks_of(config: Any) -> tuple[str, int]:
+    """Return how a language model's configuration calls the number of its blocks, and that.
+
+    What is stored counts blocks; ``num_hidden_layers`` may be twice that (LongCat's have two).
+    """
+    fields = config.to_dict()
+    return next((name, fields[name]) for name in LAYERS if isinstance(fields.get(name), int))
 
 
 def planned_dtype(name: str, on_gpu: bool) -> torch.dtype:

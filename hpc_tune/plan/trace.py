@@ -182,7 +182,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         str(layout),
         world_size,
         step.rank,
-        built.config.num_hidden_layers,
+        plan.size.blocks(built.config),
         step.num_micro,
         step.parallel.reshard,
         *kinds,

@@ -152,7 +152,7 @@ def tensor_messages(
     blocks, is_first = plan.blocks_of(place), place == 0
     num_blocks = len(blocks)
     recomputes = recomputes or plan.parallel.recompute != "none"
-    of_all = plan.size.sums or [Sums(FORWARD_SUMS, BACKWARD_SUMS)] * int(model.num_hidden_layers)
+    of_all = plan.size.sums or [Sums(FORWARD_SUMS, BACKWARD_SUMS)] * plan.size.blocks(model)
     sums = [of_all[block] for block in blocks]
     forward = sum(of_block.forward for of_block in sums)
     forward += max(0, forward - num_blocks) if recomputes else 0
@@ -176,7 +176,7 @@ def tensor_messages(
     ahead, back = plan.size.gathered_features
     features = (2 * ahead if recomputes else ahead) + back
     tokens = values // model.hidden_size
-    gathered = tokens * plan.itemsize * features * num_blocks // model.num_hidden_layers
+    gathered = tokens * plan.itemsize * features * num_blocks // plan.size.blocks(model)
     if gathered:
         yield _over(plan, "all_gather", ("tensor",), gathered)
 

@@ -163,14 +163,14 @@ class StepPlan:
     @cached_property
     def stages(self) -> list[range]:
         """The decoder blocks of each stage; rank p of the pipeline axis has stages p, p + P, ..."""
-        layers = int(self.model.num_hidden_layers)
+        num_blocks = self.size.blocks(self.model)
         if self.layout.pipeline == 1:
-            return [range(layers)]
+            return [range(num_blocks)]
         blocks = [w for w in self.size.weights if w.part == "blocks"]
         routed = sum(w.num_values for w in blocks if w.kind == ROUTED)
         values = sum(w.num_values for w in blocks) - routed * (1 - chosen_share(self.model))
         settings = (self.layout, self.parallel.stages_per_rank, self.loss_share)
-        return stage_blocks(self.model, values / layers, *settings)
+        return stage_blocks(self.model, num_blocks, values / num_blocks, *settings)
 
     def blocks_of(self, place: int) -> list[int]:
         """Return the decoder blocks of a rank at ``place`` on the pipeline axis."""
@@ -189,7 +189,7 @@ class StepPlan:
 
         ``place``: its own on the pipeline axis. The first has the embedding, the last the head.
         """
-        layout, layers = self.layout, self.model.num_hidden_layers
+        layout, num_blocks = self.layout, self.size.blocks(self.model)
         is_first, is_last = place == 0, place == layout.pipeline - 1
         holds = {"blocks": True, "embedding": is_first or (is_last and self.is_tied)}
         held = []
@@ -198,7 +198,7 @@ class StepPlan:
                 continue
             part = weights.num_values
             if weights.part == "blocks":
-                part = weights.in_blocks(self.blocks_of(place), layers)
+                part = weights.in_blocks(self.blocks_of(place), num_blocks)
             ways = layout.tensor if weights.role == "slice" else 1
             ways *= self.layout.expert if weights.kind == ROUTED else 1
             num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))

@@ -48,10 +48,10 @@ class Weights:
     kind: str = ""
     by_block: tuple[int, ...] = ()
 
-    def in_blocks(self, blocks: Sequence[int], layers: int) -> int:
-        """Return the values in some of the ``layers`` decoder blocks."""
+    def in_blocks(self, blocks: Sequence[int], num_blocks: int) -> int:
+        """Return the values in some of the ``num_blocks`` decoder blocks."""
         if not self.by_block:
-            return self.num_values * len(blocks) // layers
+            return self.num_values * len(blocks) // num_blocks
         return sum(self.by_block[block] for block in blocks)
 
 
@@ -62,7 +62,8 @@ class ModelSize:
     ``scale_bytes`` are those that tell what a 4-bit base's codes mean. ``weights``: all parameters
     by what layouts do with them. ``gathered_features``: those of a token that the tensor axis
     gathers in all blocks, forward and backward; ``sums``: what it adds up in each.
-    ``spared_bytes``: what 8-bit moments take less.
+    ``spared_bytes``: what 8-bit moments take less. ``num_blocks``: its decoder blocks, where they
+    were looked at; a configuration may say how many layers of attention there are in them.
     """
 
     num_frozen: int
@@ -74,6 +75,7 @@ class ModelSize:
     gathered_features: tuple[int, int] = (0, 0)
     sums: tuple[Sums, ...] = ()
     spared_bytes: int = 0
+    num_blocks: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -107,6 +109,10 @@ class ModelSize:
         """Bytes of a trained value as it is stored."""
         return self.trained_bytes // self.num_trained
 
+    def blocks(self, model: Any) -> int:
+        """Return the number of decoder blocks of a transformers config's model."""
+        return self.num_blocks or int(model.num_hidden_layers)
+
     def wire(self, itemsize: int) -> int:
         """Return the bytes of a value between blocks: as weights are stored, where all are trained.
 
@@ -135,6 +141,7 @@ def measure(module: nn.Module, is_8bit: bool = False) -> ModelSize:
         (0, 0) if model is None else gathered_features(model),
         () if model is None else sums_of(model),
         sum(_spared_bytes(p) for p in trained) if is_8bit else 0,
+        0 if model is None else len(block_list(model)),
     )
 
 

@@ -58,7 +58,12 @@ def balance_stages(
 
 
 def stage_blocks(
-    config: Any, block_values: float, layout: Layout, stages_per_rank: int, loss_share: float
+    config: Any,
+    num_blocks: int,
+    block_values: float,
+    layout: Layout,
+    stages_per_rank: int,
+    loss_share: float,
 ) -> list[range]:
     """Return the blocks of each stage of a model whose blocks each compute with ``block_values``.
 
@@ -66,7 +71,7 @@ def stage_blocks(
     """
     head_values = config.vocab_size * config.hidden_size
     return balance_stages(
-        config.num_hidden_layers,
+        num_blocks,
         layout.pipeline * stages_per_rank,
         loss_share * head_values / block_values,
         layout.pipeline,

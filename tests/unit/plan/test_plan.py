@@ -306,17 +306,50 @@ def test_on_cpus_a_plan_is_of_the_dtype_that_a_run_computes_with(name):
     assert planned_dtype(name, on_gpu=False) == compute_dtype(name, torch.device("cpu"))
 
 
-def test_a_shallower_model_lists_only_its_own_blocks(tmp_path):
+KINDS = ["sliding_attention", "full_attention"] * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"model_type": "gemma2", "num_hidden_layers": 6, "layer_types": KINDS}, None),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {"num_hidden_layers": 6, "layer_types": KINDS},
+            },
+            "text_config",
+        ),
+    ],
+)
+def test_a_shallower_model_lists_only_its_own_blocks(config, part, tmp_path):
     """Configurations that list the kind of each block are refused with a wrong number of them."""
-    kinds = ["sliding_attention", "full_attention"] * 3
-    config = {"num_hidden_layers": 6, "layer_types": kinds, "eos_token_id": [1, 2]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, 2]}))
     shape = ModelShape(tmp_path, torch.float32, TuneConfig(), seed=0)
-    for num, expected in ((4, kinds[:4]), (8, kinds + kinds[:2])):
+    assert shape.num_blocks == 6
+    for num, expected in ((4, KINDS[:4]), (8, KINDS + KINDS[:2])):
         (folder := tmp_path / str(num)).mkdir()
-        shape.with_blocks(num, folder)
+        assert shape.with_blocks(num, folder).num_blocks == num
         written = json.loads((folder / "config.json").read_text())
-        assert written == {**config, "num_hidden_layers": num, "layer_types": expected}
+        own = written if part is None else written[part]
+        own_before = config if part is None else config[part]
+        assert own.items() >= {"num_hidden_layers": num, "layer_types": expected}.items()
+        assert own.keys() - {"eos_token_id"} == own_before.keys()
+        assert written["eos_token_id"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "name"),
+    [("longcat_flash", {"num_layers": 5}, "num_layers"), ("gpt2", {"n_layer": 5}, "n_layer")],
+)
+def test_blocks_are_counted_by_the_name_that_a_family_has_for_them(kind, said, name, tmp_path):
+    """LongCat's blocks have two layers of attention, which num_hidden_layers counts."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **said}))
+    shape = ModelShape(tmp_path, torch.float32, TuneConfig(), seed=0)
+    assert shape.num_blocks == 5
+    (tmp_path / "3").mkdir()
+    assert shape.with_blocks(3, tmp_path / "3").num_blocks == 3
+    assert json.loads((tmp_path / "3" / "config.json").read_text())[name] == 3
 
 
 def test_on_cpus_a_base_of_another_dtype_than_the_files_is_private():
