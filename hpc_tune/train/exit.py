@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from hpc_tune.config.schema import MemoryConfig, RunSettings
 from hpc_tune.errors import (
     EXIT_FAILED,
+    EXIT_USER,
     ConfigError,
     HpcTuneError,
     InterruptError,
@@ -35,6 +36,7 @@ from hpc_tune.rundir import details, heartbeat, outcome
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.outcome import Outcome, stopped
 from hpc_tune.rundir.owner import InUseError, release
+from hpc_tune.rundir.refused import PREPARED, take_back
 from hpc_tune.train.governor import MORE_MEMORY, Governor, facts_of
 from hpc_tune.units import format_bytes, format_seconds
 from hpc_tune.world import liveness
@@ -99,11 +101,25 @@ def translating(cause_of: Callable[[BaseException], BaseException]) -> Iterator[
 def fail(comm: Comm | None, error: BaseException, run_dir: Path | None) -> NoReturn:
     """Report once for the world what went wrong, write outcome.json, and end every rank."""
     run_dir = None if isinstance(error, InUseError) else run_dir
+    _take_back(comm, error, run_dir)
     code, reported = _report(comm, error, run_dir)
     # The rank that reports ends the world, perhaps before rank 0 can do anything more.
     if comm is not None and run_dir is not None and (reported or comm.is_rank_0):
         release(run_dir, comm.nonce)
     die(comm, code)
+
+
+def _take_back(comm: Comm | None, error: BaseException, run_dir: Path | None) -> None:
+    """Remove what a refused start has made in the run directory, and say what stays of it.
+
+    Rank 0 alone, which knows what was there: on other hosts another folder may have this name.
+    """
+    if comm is None or not comm.is_rank_0 or run_dir is None:
+        return
+    before, is_refused = comm.resume_point.before, getattr(error, "exit_code", None) == EXIT_USER
+    if before is not None and is_refused and (left := take_back(run_dir, before)):
+        words = "prepared data" if left == [PREPARED] else ", ".join(left)
+        print(f"left of this start in run.dir={run_dir}: {words}", file=sys.stderr, flush=True)
 
 
 def _report(comm: Comm | None, error: BaseException, run_dir: Path | None) -> tuple[int, bool]:

@@ -18,6 +18,7 @@ from hpc_tune.rundir import heartbeat, nearby, outcome, previous
 from hpc_tune.rundir.json_lines import EVENTS, Events
 from hpc_tune.rundir.owner import RunLock, require_shared, this_process
 from hpc_tune.rundir.previous import Previous
+from hpc_tune.rundir.refused import names_in
 from hpc_tune.trackers.trackers import require_trackers
 from hpc_tune.train.exit import (
     MemoryExit,
@@ -90,11 +91,12 @@ def open_job(
         keep = config.checkpoint
         store = Store(run_dir / "checkpoints", keep.keep, keep.keep_every, keep.keep_best)
         owner = RunLock(run_dir, this_process(comm.nonce, run_dir), lost)
+        resume_point.before = comm.on_rank_0(
+            "looking at the run directory", lambda: names_in(run_dir)
+        )
         last = comm.on_rank_0(
             "making the run directory",
-            lambda: _make_run_dir(
-                run_dir, owner, config.run, store, partial(write_resolved, config)
-            ),
+            lambda: _make_run_dir(run_dir, owner, config.run, partial(write_resolved, config)),
         )
         _require_shared(comm, run_dir)
         owner.know_folder()
@@ -129,12 +131,11 @@ def _make_run_dir(
     run_dir: Path,
     owner: RunLock,
     run: RunSettings,
-    store: Store,
     write_settings: Callable[[Path], None],
 ) -> Previous:
     """Make and take the run directory; fail now, not at the first save, if it is not writable.
 
-    What tells of a run that has checkpoints stays as it is until they are resumed.
+    The settings of a run that is there stay as they are until nothing can refuse this start.
     """
     require_trackers(run)
     try:
@@ -145,7 +146,7 @@ def _make_run_dir(
         heartbeat.clear(run_dir)
         outcome.begin(run_dir)
         write_settings(run_dir / nearby.STARTING)
-        if not store.steps():
+        if not (run_dir / nearby.SETTINGS).exists():
             write_settings(run_dir / nearby.SETTINGS)
     except OSError as error:
         raise ConfigError(

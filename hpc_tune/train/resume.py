@@ -117,6 +117,7 @@ def keep_settings(job: Job, data: Data) -> None:
         ConfigError: if the file system refuses.
     """
     job.setup_comm.on_rank_0("keeping the settings", lambda: _keep(job.dir, data.template))
+    job.resume_point.before = None
 
 
 def _keep(run_dir: Path, template: str | None) -> None:

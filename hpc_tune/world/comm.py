@@ -49,9 +49,13 @@ class Watch(Protocol):
 
 @dataclass
 class ResumePoint:
-    """The step from which the next start would resume; None while it is not known."""
+    """The step from which the next start would resume; None while it is not known.
+
+    ``before``: what was in the run directory before this start, while that may be refused.
+    """
 
     step: int | None = None
+    before: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

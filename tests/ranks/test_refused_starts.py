@@ -1,4 +1,4 @@
-"""A start that is refused changes nothing in a run that has checkpoints."""
+"""A start that is refused changes nothing in a run that has checkpoints, and leaves no new one."""
 
 import shutil
 from pathlib import Path
@@ -21,6 +21,42 @@ def content_of(run_dir: Path) -> dict[str, bytes]:
     files = [run_dir / "config.resolved.yaml", run_dir / "chat_template.jinja"]
     files += (run_dir / "checkpoints").rglob("*.*")
     return {str(file.relative_to(run_dir)): file.read_bytes() for file in files}
+
+
+TELLS = {"outcome.json", "events.jsonl"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["tune.method=lora", "tune.targets=[no_such_layer]"], "no_such_layer"),
+        (["parallel.shard=3"], "parallel.shard=3"),
+        (["memory.host_limit=1MiB"], "memory"),
+        (["tune.method=lora", "tune.init_from=/nowhere"], "/nowhere"),
+        (["checkpoint.resume=/nowhere"], "/nowhere"),
+    ],
+    ids=["data", "targets", "layout", "memory", "adapter", "checkpoint"],
+)
+def test_in_a_new_run_directory(tmp_path, ranks, words, said):
+    run_dir = tmp_path / "run"
+    done = train([*BASE, "data.path=builtin:pydocs:heldout", f"run.dir={run_dir}", *words], n=ranks)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "left of this start" not in done.stderr
+    assert {path.name for path in run_dir.iterdir()} <= TELLS
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_after_data_was_prepared_it_alone_stays_and_is_told(tmp_path, ranks):
+    (tmp_path / "held_out.jsonl").write_text('{"no": "text"}\n')
+    words = [*BASE, "data.path=builtin:pydocs:heldout", f"run.dir={tmp_path}"]
+    done = train([*words, f"data.eval_path={tmp_path / 'held_out.jsonl'}"], n=ranks)
+    assert done.returncode == 2, done.stderr
+    assert f"left of this start in run.dir={tmp_path}: prepared data" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == TELLS | {"held_out.jsonl", "data"}
 
 
 @pytest.mark.full

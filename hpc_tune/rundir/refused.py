@@ -1,0 +1,42 @@
+"""A start that is refused leaves its run directory as it was, but for what tells of it.
+
+before   what is in the directory when the start begins
+fail     removes what has come since: logs, settings, a small model; prepared data stays, for
+         the next start, as hours of work may be in it
+"""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from hpc_tune.rundir import nearby, outcome, owner
+from hpc_tune.rundir.json_lines import EVENTS
+
+PREPARED = "data"
+# What tells of the start, and what the start that ends removes itself.
+_LEFT = {outcome.FILE, outcome.RESERVE, EVENTS, owner.FILE}
+
+
+def names_in(run_dir: Path) -> frozenset[str]:
+    """Return what is in a run directory; nothing where there is none."""
+    try:
+        return frozenset(entry.name for entry in run_dir.iterdir())
+    except OSError:
+        return frozenset()
+
+
+def take_back(run_dir: Path, before: frozenset[str]) -> list[str]:
+    """Remove what is in ``run_dir`` and was not ``before``; return the names of what stays of it.
+
+    Those are prepared data, and what the file system does not let go.
+    """
+    is_prepared = any(not name.startswith(".") for name in names_in(run_dir / PREPARED))
+    kept = {PREPARED} if is_prepared else set()  # else there are parts of files alone
+    for name in {*(names_in(run_dir) - before - _LEFT - kept), nearby.STARTING}:
+        path = run_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return sorted(names_in(run_dir) - before - _LEFT)

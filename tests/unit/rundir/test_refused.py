@@ -1,0 +1,39 @@
+"""What a refused start has made in a run directory is removed, and nothing else."""
+
+from hpc_tune.rundir.refused import names_in, take_back
+
+
+def made_by_a_start(run_dir):
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / "logs" / "rank-0.txt").touch()
+    for name in ("config.resolved.yaml", "outcome.json", "events.jsonl", "live.json"):
+        (run_dir / name).touch()
+    (run_dir / "data").mkdir(exist_ok=True)
+
+
+def test_a_new_directory_keeps_what_tells_of_the_start(tmp_path):
+    run_dir = tmp_path / "run"
+    assert (before := names_in(run_dir)) == frozenset()
+    made_by_a_start(run_dir)
+    (run_dir / "data" / ".prepared.h5.1234.parts").mkdir()
+    (run_dir / "weights").symlink_to(tmp_path)
+    assert take_back(run_dir, before) == []
+    assert names_in(run_dir) == {"outcome.json", "events.jsonl", "live.json"}
+    assert tmp_path.is_dir()
+
+
+def test_prepared_data_stays_and_is_told(tmp_path):
+    before = names_in(tmp_path)
+    made_by_a_start(tmp_path)
+    (tmp_path / "data" / "prepared.h5").touch()
+    assert take_back(tmp_path, before) == ["data"]
+    assert (tmp_path / "data" / "prepared.h5").exists()
+
+
+def test_what_was_there_stays(tmp_path):
+    made_by_a_start(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    before = names_in(tmp_path)
+    (tmp_path / "memory").mkdir()
+    assert take_back(tmp_path, before) == []
+    assert names_in(tmp_path) == before
