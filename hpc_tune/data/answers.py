@@ -7,7 +7,8 @@ render(messages[:i], with the generation prompt) and render(messages[:i + 1]), w
 beginnings of the whole text: what the model has to write after the prompt that it gets in use.
 Templates that render a turn differently once others follow (they drop earlier reasoning, or append
 an end to the whole) break that. *Probes*: the whole chat is rendered again with another text in
-place of answer i. What the two have in common before and after it is not the answer's.
+place of answer i. What the two have in common before and after it is not the answer's. *Calls* of
+tools have no such text: they lie between the probes of their neighbours, and end as they do alone.
 
 An answer ends with the control token that ends its turn, which the model has to learn as well.
 """
@@ -24,6 +25,7 @@ Messages = Sequence[dict[str, Any]]
 RenderFirst = Callable[[int, bool], str | None]
 PROBE = "xPr0be7Qx"
 _QUESTION = {"role": "user", "content": PROBE}
+_RESULT = {"role": "tool", "content": PROBE}
 MARK = "\ufdd0"  # no character, by Unicode
 _BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
@@ -89,7 +91,9 @@ class AnswerFinder:
         if None in spans:
             opening = self._opening(render, render_first, messages)
             spans = [
-                self._by_probe(render, render_first, messages, number, full, opening) or known
+                self._by_calls(render, render_first, messages, number, full, opening)
+                or self._by_probe(render, render_first, messages, number, full, opening)
+                or known
                 for number, known in zip(answers, spans, strict=True)
             ]
         end = 0
@@ -101,8 +105,28 @@ class AnswerFinder:
         return spans
 
     def is_ended(self, full: str, span: Span) -> bool:
-        """Return whether an answer ends with a control token, at which a model stops."""
-        return full[span[0] : span[1]].endswith(self._controls)
+        """Return whether an answer ends with a control token, at which a model stops.
+
+        White space behind it, in a block that the template marks, does not matter.
+        """
+        return full[span[0] : span[1]].rstrip().endswith(self._controls)
+
+    def opening_of_next(
+        self, render: Render, messages: Messages, number: int, full: str, span: Span
+    ) -> str:
+        """Return the control token that follows an answer, with the white space in front of it.
+
+        Of a template that ends no answer it is the one at which a model stops: it opens the turn
+        of the user, or of the tools that the answer calls. Empty if there is none.
+        """
+        called = bool(messages[number].get("tool_calls"))
+        followers = messages[number + 1 : number + 2] or [_RESULT if called else _QUESTION]
+        if followers[0]["role"] in ("assistant", "system"):
+            return ""
+        whole = render([*messages[: number + 1], {**followers[0], "content": PROBE}]) or ""
+        head = whole.partition(PROBE)[0]
+        found = self._most_alike(head, 0, full[slice(*span)].rstrip())
+        return head[len(head[: found.start()].rstrip()) : found.end()] if found else ""
 
     def _by_beginnings(self, render_first: RenderFirst, number: int, full: str) -> Span | None:
         if number == 0:
@@ -137,12 +161,15 @@ class AnswerFinder:
         alone = whole if is_last else render(probed[: number + 1])
         before, _, after = whole.partition(PROBE)
         prompt = render_first(number, True) if number else None
-        start = self._start(before, prompt, opening, is_first=number == 0)
+        start = len(prompt) if prompt and before.startswith(prompt) else None
+        start = start or self._behind_prompt(render, messages, number, full, opening)
+        if start is None or start > len(before):
+            start = self._behind_opening(before, opening, is_first=number == 0)
         if full[:start] != before[:start]:
             return None
         after_alone = (alone or "").partition(PROBE)[2]
         ends = self._common_run(after, after_alone)
-        if not ends and self._next_control.match(after_alone):
+        if not ends and (alone is None or self._next_control.match(after_alone)):
             ends = self._end_of_any_turn(render, messages, number, after, opening)
         if full.endswith(after):
             stop = len(full) - len(after) + ends
@@ -154,17 +181,85 @@ class AnswerFinder:
                 return None
         return (start, stop) if start < stop else None
 
-    def _start(self, before: str, prompt: str | None, opening: str, is_first: bool) -> int:
+    def _by_calls(
+        self,
+        render: Render,
+        render_first: RenderFirst,
+        messages: Messages,
+        number: int,
+        full: str,
+        opening: str,
+    ) -> Span | None:
+        """Return the characters of an answer that calls tools.
+
+        It ends before the next message's content, with the control token behind which most is as
+        where it ends the chat: its reasoning may be left out later, its calls are not.
+        """
+        if not messages[number].get("tool_calls"):
+            return None
+        start = self._behind_prompt(render, messages, number, full, opening)
+        limit = len(full)
+        if number + 1 < len(messages):
+            probed = render(_with_probe(messages, number + 1)) or ""
+            limit = len(os.path.commonprefix([full, probed.partition(PROBE)[0]]))
+        alone = (render_first(number + 1, False) or "").rstrip()
+        if start is None or not alone.endswith(self._controls):
+            return None
+        end = max((c for c in self._controls if alone.endswith(c)), key=len)
+        found = self._most_alike(full[:limit], start, alone.removesuffix(end), end)
+        return (start, found.end()) if found else None
+
+    def _most_alike(
+        self, text: str, start: int, answer: str, end: str = ""
+    ) -> re.Match[str] | None:
+        """Return the control token in ``text`` before which it is most like the end of ``answer``.
+
+        It is ``end``, if that is given, and stands behind ``start``; of several the last.
+        """
+        best, most = None, 1
+        for control in self._control.finditer(text, start):
+            before = text[start : control.start()].rstrip()
+            same = len(os.path.commonprefix([before[::-1], answer[::-1]]))
+            if same >= most and end in ("", control[0]):
+                best, most = control, same
+        return best
+
+    def _behind_prompt(
+        self, render: Render, messages: Messages, number: int, full: str, opening: str
+    ) -> int | None:
+        """Return where an answer begins: behind the prompt that follows the message before it.
+
+        Where the prompt opens a block of reasoning that a finished turn does not have, behind what
+        both have. A finished turn may have an opening that the prompt leaves out (after tools).
+        """
+        if number == 0:
+            return None
+        probed = _with_probe(messages, number - 1)
+        texts = [render(probed), render(probed[:number]), render(probed[:number], generation=True)]
+        if any(text is None or text.count(PROBE) != 1 for text in texts):
+            return None
+        rest, told, prompt = ((text or "").partition(PROBE)[2] for text in texts)
+        if not full.endswith(rest):
+            return None
+        least = len(os.path.commonprefix([told, prompt]))
+        for length in [len(prompt), *self._pieces(prompt)]:
+            if (length > least or length == len(prompt)) and rest.startswith(prompt[:length]):
+                start = len(full) - len(rest) + length
+                return start + len(opening) * full.startswith(opening, start)
+        return None
+
+    def _pieces(self, opening: str) -> list[int]:
+        """Return where control tokens and lines of an opening end, the longest part first."""
+        ends = [found.end() for found in re.finditer(rf"{self._control.pattern}|\n", opening)]
+        return sorted({*ends, len(opening)} - {0}, reverse=True)
+
+    def _behind_opening(self, before: str, opening: str, is_first: bool) -> int:
         """Return where an answer begins in ``before``, the text up to its content.
 
-        Behind the prompt that the model gets in use; where that opens a block of reasoning that a
-        finished turn does not have, behind what both have. In front of a chat's first message there
-        is no other turn, whose opening could be taken for its own.
+        Behind what opens an answer's turn, or the part of it that is there. In front of a chat's
+        first message there is no other turn, whose opening could be taken for its own.
         """
-        if prompt and before.startswith(prompt):
-            return len(prompt)
-        pieces = [m.end() for m in re.finditer(rf"{self._control.pattern}|\n", opening)]
-        for length in sorted({*pieces, len(opening)} - {0}, reverse=True):
+        for length in self._pieces(opening):
             at = before.rfind(opening[:length])
             is_own = is_first and length == len(opening)
             if at >= 0 and (is_own or not self._control.search(before, at + length)):
@@ -218,3 +313,8 @@ class AnswerFinder:
         while (a := self._next_control.match(one, end)) and other.startswith(a[0], end):
             end = a.end()
         return end
+
+
+def _with_probe(messages: Messages, number: int) -> Messages:
+    """Return messages with a probe in place of one's content."""
+    return [*messages[:number], {**messages[number], "content": PROBE}, *messages[number + 1 :]]

@@ -4,9 +4,11 @@
     tool_calls, function_call (OpenAI's older form)  -> a list of {type, function: {name, ...}}
 
 Either may be JSON as text, as files of one type per column hold them. Arguments become an object:
-templates write them as JSON.
+templates write them as JSON, but for a few that want a text.
 """
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from hpc_tune.data.values import WrongRecord, from_json, is_unset, name_of, shown
@@ -65,6 +67,24 @@ def calls_of(message: dict[str, Any], tools: list[Any] | None, where: str) -> li
                 if value is not None or name in properties
             }
     return calls
+
+
+def with_text_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have their arguments as JSON in a text."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if isinstance(function.get("arguments"), dict):
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        function = {**function, "arguments": text}
+    return {**call, "function": function} if "function" in call else function
 
 
 def _list_of(record: dict[str, Any], field: str) -> list[Any]:

@@ -6,13 +6,15 @@ template writes the text (plain text, prompts and answers of a base model), it i
 stock tokenizer, control tokens included.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from hpc_tune.data.answers import PROBE, AnswerFinder, Span, blocks_of
+from hpc_tune.data.answers import PROBE, AnswerFinder, Render, Span, blocks_of
+from hpc_tune.data.calls import with_text_arguments
 from hpc_tune.data.controls import ESCAPED_IN_JSON, StandIns
 from hpc_tune.data.counts import Counters
 from hpc_tune.data.records import Chat, Completion
@@ -96,7 +98,7 @@ class Renderer:
         try:
             messages = self.stand_ins.hide_in(example.messages)
             example = replace(example, messages=messages, tools=self.stand_ins.hide(example.tools))
-            full = self._apply(messages, False, example.tools)
+            example, full = self._written(example)
         except REFUSALS as error:
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             reason = f"{kind}{str(error)[:_REASON_CHARS]}"
@@ -106,13 +108,13 @@ class Renderer:
         self._count_left_out(example, full)
         if self._loss_on == "all" and not (example.unlearned or example.weights):
             return Rendered(full, None, weights=_unless_ones([example.weight]))
-        numbers = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        numbers = [n for n, m in enumerate(example.messages) if m["role"] == "assistant"]
         if not numbers:
             return f"no answer of the assistant{roles}"
         spans = self._spans(example, numbers, full)
         if self._loss_on == "all":
             return self._all_but(example, numbers, spans, full)
-        for role in (m["role"] for m in messages if m["role"] != "assistant"):
+        for role in (m["role"] for m in example.messages if m["role"] != "assistant"):
             if role.strip().lower() in _ANSWERING:
                 self._counters.count_role("other_answers", role)
         return self._answers_of(example, numbers, spans, full)
@@ -129,15 +131,17 @@ class Renderer:
                 continue
             message = example.messages[number]
             self._counters.lost_reasoning += _reasoning(message) not in answer
-            self._counters.lost_calls += any(name not in answer for name in _called(message))
+            names = Counter(_called(message))
+            self._counters.lost_calls += any(answer.count(n) < names[n] for n in names)
             if _is_empty(message, answer):
                 num_empty += 1
             elif span is None:
                 self._counters.unclear_answers += 1
             else:
+                if not self._answers.is_ended(full, span):
+                    full, span = self._with_end(example, number, full, span)
                 learned.append(span)
                 weights.append(example.weights.get(number, example.weight))
-                self._counters.unended_answers += not self._answers.is_ended(full, span)
         self._counters.empty_answers += num_empty
         if learned:
             return Rendered(full, learned, weights=_unless_ones(weights))
@@ -147,6 +151,50 @@ class Renderer:
             return "no answer that is to be learned"
         return "the chat template does not show where the answer begins"
 
+    def _with_end(self, chat: Chat, number: int, full: str, span: Span) -> tuple[str, Span]:
+        """Return the text, and an answer that no control token ends with the one that follows it.
+
+        It is added to the text where the answer is the last message. Where the template marks what
+        is to be learned, that is all.
+        """
+        if self._templates.choose(chat.tools is not None)[1] is not None:
+            self._counters.unended_answers += 1
+            return full, span
+        stop = span[0] + len(full[slice(*span)].rstrip())
+        render = self._render_of(chat)
+        end = self._answers.opening_of_next(render, chat.messages, number, full, span)
+        if end and number + 1 == len(chat.messages):
+            full = full[:stop] + end
+        if not end or not full.startswith(end, stop):
+            self._counters.unended_answers += 1
+            return full, span
+        self._counters.ended_by_next += 1
+        return full, (span[0], stop + len(end))
+
+    def _render_of(self, chat: Chat) -> Render:
+        """Return what renders messages of a chat, with its tools."""
+
+        def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
+            try:
+                return self._apply(messages, generation, chat.tools)
+            except REFUSALS:
+                return None
+
+        return render
+
+    def _written(self, chat: Chat) -> tuple[Chat, str]:
+        """Return a chat as the template takes it, and its text; raises one of REFUSALS.
+
+        Some templates (DeepSeek-V3) want arguments of calls as JSON in a text, as OpenAI has them.
+        """
+        try:
+            return chat, self._apply(chat.messages, False, chat.tools)
+        except REFUSALS:
+            as_text = replace(chat, messages=with_text_arguments(chat.messages))
+            if as_text != chat and (full := self._render_of(chat)(as_text.messages)) is not None:
+                return as_text, full
+            raise
+
     def _spans(self, chat: Chat, numbers: list[int], full: str) -> list[Span | None]:
         """Return the characters of the answers with these numbers; None where that is unsure."""
         _, template = self._templates.choose(chat.tools is not None)
@@ -155,12 +203,7 @@ class Renderer:
             if len(found := blocks_of(marked, full)) == len(numbers):
                 return [*found]
 
-        def render(messages: Sequence[dict[str, Any]], generation: bool = False) -> str | None:
-            try:
-                return self._apply(messages, generation, chat.tools)
-            except REFUSALS:
-                return None
-
+        render = self._render_of(chat)
         return self._answers.find(render, chat.messages, numbers, full)
 
     def _with_content(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

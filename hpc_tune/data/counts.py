@@ -13,6 +13,8 @@ _REMARKS = {
     "unclear_answers": "answers not learned: the chat template does not show where they are",
     "unended_answers": "answers end with no control token: the model will not learn where to stop"
     " (let the chat template end the assistant's turns with one)",
+    "ended_by_next": "answers learned with the control token that opens the next turn: the chat"
+    " template ends them with none",
     "empty_answers": "empty answers not learned",
     "marked_answers": "answers not learned, as the data mark them",
     "lost_reasoning": "answers whose reasoning the chat template leaves out",
@@ -55,6 +57,7 @@ class Counters:
     split: int = 0
     unclear_answers: int = 0
     unended_answers: int = 0
+    ended_by_next: int = 0
     empty_answers: int = 0
     marked_answers: int = 0
     lost_reasoning: int = 0

@@ -49,6 +49,7 @@ from hpc_tune.world.comm import RunAndAgree, alone
 
 STALE_S = 24 * 3600
 _FACTS = "facts.json"
+_MEANING = 2  # of what is learned of a row: files of another are prepared again
 Report = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -302,7 +303,7 @@ def _key(paths: Paths, mark: str, settings: PrepareSettings) -> str:
     if settings.reading.form == "answers":
         version = VERSION
         del values["reading"]["form"]
-    facts = [version, __version__, identity(paths), mark, *values.values()]
+    facts = [version, _MEANING, __version__, identity(paths), mark, *values.values()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

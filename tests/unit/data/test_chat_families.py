@@ -17,12 +17,16 @@ from hpc_tune.data.records import to_example
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A template, its control tokens (``~`` in front: swallows white space behind it)."""
+    """A template, its control tokens (``~`` in front: swallows white space behind it).
+
+    ``added``: to a last answer, which the template does not end.
+    """
 
     template: str
     controls: str
     learned: list[str]
     unended: int = 0
+    added: str = ""
 
 
 def plain(turn, prompt, start="", end=""):
@@ -141,11 +145,11 @@ FAMILIES = {
         "<SPECIAL_11> <SPECIAL_12>",
         ["1<SPECIAL_12>", "2<SPECIAL_12>"],
     ),
-    "GLM-4: nothing ends an answer": Family(
+    "GLM-4: the next turn ends an answer": Family(
         plain("<|ROLE|>\nTEXT", "<|assistant|>\n", "[gMASK]<sop>"),
         "[gMASK] <sop> <|user|> <|assistant|> <|endoftext|>",
-        ["1", "2"],
-        unended=2,
+        ["1<|user|>", "2<|user|>"],
+        added="<|user|>",
     ),
     "Zephyr": Family(plain("<|ROLE|>\nTEXT</s>\n", "<|assistant|>\n"), "</s>", ["1</s>", "2</s>"]),
     "Command R": Family(

@@ -43,11 +43,12 @@ PLAIN_ATTRIBUTES = (
     " tokenizer tokenizer_fingerprint version vocab_size"
 )
 PLAIN_COUNTERS = (
-    "bad_rows control_texts control_tokens documents dropped empty_answers examples left_out"
-    " loss_tokens lost_calls lost_reasoning lost_tools marked_answers null_contents other_answers"
-    " own_controls split tokens truncated unclear_answers unended_answers unended_texts"
+    "bad_rows control_texts control_tokens documents dropped empty_answers ended_by_next examples"
+    " left_out loss_tokens lost_calls lost_reasoning lost_tools marked_answers null_contents"
+    " other_answers own_controls split tokens truncated unclear_answers unended_answers"
+    " unended_texts"
 )
-PLAIN_KEY = "86606a4f32ba1715"
+PLAIN_KEY = "900d069c3893f436"
 PAIRS = [
     {"prompt": f"question {n}", "chosen": "good " * (n % 7 + 1), "rejected": "bad" * (n % 5 + 1)}
     for n in range(60)
@@ -98,7 +99,7 @@ def test_both_sides_are_what_the_stock_template_writes_and_the_answer_is_learned
     border = int(block.borders[0])
     for side, answer in ((slice(0, border), "2"), (slice(border, None), "3")):
         whole = [*asked, {"role": "assistant", "content": answer}]
-        stock = tokenizer.apply_chat_template(whole, tokenize=False)
+        stock = tokenizer.apply_chat_template(whole, tokenize=False) + FAMILIES[name].added
         ids = tokenizer(stock, add_special_tokens=False)["input_ids"]
         assert block.tokens[side].tolist() == ids
         mask = block.loss_mask[side]
