@@ -152,7 +152,9 @@ class AnswerFinder:
         opening: str,
     ) -> Span | None:
         # Calls are written after the content, and belong to the answer.
-        own = {key: value for key, value in messages[number].items() if key != "tool_calls"}
+        own = messages[number]
+        if "tool_calls" in own:
+            own = {key: value for key, value in own.items() if key != "tool_calls"}
         probed = [*messages[:number], {**own, "content": PROBE}, *messages[number + 1 :]]
         whole = render(probed)
         if whole is None or whole.count(PROBE) != 1:
@@ -179,6 +181,10 @@ class AnswerFinder:
             stop = len(full) - len(rest)
             if not full.endswith(rest) or not full[:stop].endswith(self._controls):
                 return None
+        if own is not messages[number] and stop > self._begin_of_next(
+            render, messages, number, full
+        ):
+            return None  # its calls are written elsewhere, and others' words lie between
         return (start, stop) if start < stop else None
 
     def _by_calls(
@@ -198,16 +204,20 @@ class AnswerFinder:
         if not messages[number].get("tool_calls"):
             return None
         start = self._behind_prompt(render, messages, number, full, opening)
-        limit = len(full)
-        if number + 1 < len(messages):
-            probed = render(_with_probe(messages, number + 1)) or ""
-            limit = len(os.path.commonprefix([full, probed.partition(PROBE)[0]]))
+        limit = self._begin_of_next(render, messages, number, full)
         alone = (render_first(number + 1, False) or "").rstrip()
         if start is None or not alone.endswith(self._controls):
             return None
         end = max((c for c in self._controls if alone.endswith(c)), key=len)
         found = self._most_alike(full[:limit], start, alone.removesuffix(end), end)
         return (start, found.end()) if found else None
+
+    def _begin_of_next(self, render: Render, messages: Messages, number: int, full: str) -> int:
+        """Return where the content of the message behind an answer begins, or ``full`` ends."""
+        if number + 1 == len(messages):
+            return len(full)
+        before, found, _ = (render(_with_probe(messages, number + 1)) or "").partition(PROBE)
+        return len(os.path.commonprefix([full, before])) if found else len(full)
 
     def _most_alike(
         self, text: str, start: int, answer: str, end: str = ""

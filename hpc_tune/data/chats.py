@@ -132,8 +132,9 @@ class Renderer:
             message = example.messages[number]
             self._counters.lost_reasoning += _reasoning(message) not in answer
             names = Counter(_called(message))
-            self._counters.lost_calls += any(answer.count(n) < names[n] for n in names)
-            if _is_empty(message, answer):
+            written = answer if span else full
+            self._counters.lost_calls += any(written.count(n) < names[n] for n in names)
+            if _is_empty(message, answer) and (span or not names):
                 num_empty += 1
             elif span is None:
                 self._counters.unclear_answers += 1

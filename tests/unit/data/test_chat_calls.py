@@ -134,6 +134,24 @@ def test_a_chat_that_ends_with_a_call_teaches_its_end(name):
     assert not counters.unended_answers
 
 
+def test_an_answer_whose_words_are_written_behind_a_tools_result_is_not_learned_with_it():
+    """One of Gemma 4's templates writes the calls of an answer, their results, then its words."""
+    words, set_called = "{{ m.content or '' }}", "{% set ns.called = 'tool_calls' in m %}"
+    behind = "{% if 'tool_calls' in m and not loop.nextitem %}{{ m.content or '' }}{% endif %}"
+    template = GEMMA_4.template.replace(words + set_called, set_called + "{{ words }}")
+    template = template.replace(
+        "{{ words }}", "{% if 'tool_calls' not in m %}" + words + "{% endif %}"
+    )
+    template = template.replace("{{ '<|tool_response>'", behind + "{{ '<|tool_response>'")
+    template = template.replace(
+        "<tool_response|>{% else %}", "<tool_response|>{{ loop.previtem.content }}{% else %}"
+    )
+    chat = [CHAT[0], {**calling("Rome"), "content": "I look."}, CHAT[2], CHAT[3]]
+    found, counters = learned(Family(template, GEMMA_4.controls, []), {"messages": chat})
+    assert found == ["<|channel>I know.<channel|>Clear.<turn|>"]
+    assert (counters.unclear_answers, counters.lost_calls) == (1, 0)
+
+
 def test_calls_of_one_tool_of_which_a_template_writes_the_first_alone_are_counted():
     found, counters = learned(GPT_OSS, {"messages": [CHAT[0], calling("Rome", "Oslo")]})
     assert "Oslo" not in found[0]
