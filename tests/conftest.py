@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
+
 # Two tests at a time, and whatever else this machine does: a second thread in each would wait for
 # its core by spinning. Ranks decide about theirs by themselves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +29,10 @@ sys.dont_write_bytecode = False
 if "HPC_TUNE_TEST_DATA" not in os.environ:
     os.environ["HPC_TUNE_TEST_DATA"] = tempfile.mkdtemp(prefix="hpc-tune-data-")
     atexit.register(shutil.rmtree, os.environ["HPC_TUNE_TEST_DATA"], ignore_errors=True)
+
+# One server of ranks for all workers, which lives as long as the first process does.
+if "HPC_TUNE_TEST_WARM" not in os.environ:
+    warm.make_place()
 
 # Under nohup, or in the background of a shell, these are ignored, and so they would be by each
 # program that a test starts.

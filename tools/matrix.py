@@ -44,6 +44,7 @@ from hpc_tune.step.stages import staging_problems
 from hpc_tune.train.startup.proof import Proof, prove
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = [sys.executable]  # what runs a rank
 JITTER = 1e-7
 TOLERANCE = 1e-4  # after steps of AdamW, which makes much of little gradients
 LAUNCH_S = 3600.0
@@ -183,7 +184,7 @@ def launch(rows: list[dict[str, Any]], ranks: int, work: Path) -> list[dict[str,
         results.write_text("")
     listed.write_text(json.dumps(rows))
     while (done := len(results.read_text().splitlines())) < len(rows):
-        command = ["mpirun", "-np", str(ranks), sys.executable, str(ROOT / "tools/matrix_ranks.py")]
+        command = ["mpirun", "-np", str(ranks), *PYTHON, str(ROOT / "tools/matrix_ranks.py")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         ended = subprocess.run(
             [*command, str(listed), str(results), str(done)],

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hpc_tune.world.processes import is_alive
-from tests.ranks.test_train_ends import ENDLESS, Job, rank_of
+from tests.ranks.test_train_ends import ENDLESS, Job
 from tests.support.hosts import hosts
 from tests.support.launchers import ACROSS, across
 from tests.support.ranks import HANG_S, rank_environment, run_ranks
@@ -55,9 +55,8 @@ class JobAcross(Job):
 
     def pids(self, num_ranks):
         """Return the ranks' processes, by rank."""
-        found = {rank_of(pid): pid for pid in self.rank_pids()}
-        assert sorted(found) == list(range(num_ranks))
-        return found
+        assert len(self.rank_pids()) == num_ranks
+        return {rank: self.pid_of(rank) for rank in range(num_ranks)}
 
 
 def supervised(name, made, num_hosts, run_dir, *words):

@@ -155,11 +155,11 @@ def test_a_checkpoint_from_another_model_is_refused(tmp_path, a_run):
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def two_ranks(folder, *words_of_each):
+def two_ranks(folder, *words_of_each, cold=False):
     """Train with two ranks, each with words of its own."""
     argv = [find_mpirun()]
     for words in words_of_each:
-        argv += ["-np", "1", *python(cold=True), *TRAIN, *BASE, f"run.dir={folder}", *words, ":"]
+        argv += ["-np", "1", *python(cold), *TRAIN, *BASE, f"run.dir={folder}", *words, ":"]
     return run_ranks(argv[:-1], rank_environment(2), HANG_S)
 
 
@@ -170,7 +170,7 @@ def test_ranks_with_different_settings_are_refused_by_field(tmp_path):
 
 
 def test_what_is_wrong_on_one_rank_alone_is_said(tmp_path):
-    done = two_ranks(tmp_path / "run", [], ["data.cache=$NOT_ON_THIS_NODE/data"])
+    done = two_ranks(tmp_path / "run", [], ["data.cache=$NOT_ON_THIS_NODE/data"], cold=True)
     refused(done, "rank 1: ", "the environment has no NOT_ON_THIS_NODE")
 
 
@@ -221,15 +221,13 @@ def test_a_read_only_run_directory_is_refused_before_any_work(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a small tmpfs")
-@pytest.mark.parametrize("size_kib", [64, 4500, 9000])
-def test_a_full_run_directory_ends_the_run_with_one_message(tmp_path, size_kib):
+@pytest.mark.parametrize(("size_kib", "data"), [(64, ""), (4500, ""), (9000, ":heldout")])
+def test_a_full_run_directory_ends_the_run_with_one_message(tmp_path, size_kib, data):
     """64 KiB stop the model, 4500 the data, 9000 the first checkpoint."""
     place = tmp_path / "small"
     place.mkdir()
     with mounted(place, f"size={size_kib}k"):
-        done = train(
-            [*BASE, f"run.dir={place / 'run'}", "data.path=builtin:pydocs", "tune.method=full"]
-        )
+        done = train([*BASE, f"run.dir={place / 'run'}", f"data.path=builtin:pydocs{data}"])
         left = list(place.rglob("step-*"))
     assert done.returncode in (1, 2), done.stderr
     assert "No space left" in done.stderr, done.stderr

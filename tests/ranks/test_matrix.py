@@ -1,29 +1,29 @@
 """Architectures trained in each method and layout beside stock transformers, peft and AdamW."""
 
-import subprocess
-import sys
+import json
 
 import pytest
 from transformers import AutoConfig
 
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.stock import write_small
-from tests.support.ranks import HANG_S, ROOT, rank_environment
+from tests.support.ranks import HANG_S, ROOT, python, rank_environment, run_ranks
 from tests.support.training import SMALL, launch_runs, losses
 
-MATRIX = ROOT / "tools" / "matrix.py"
+# As python tools/matrix.py, but for the imports of its ranks.
+MATRIX = """
+import json, sys
+sys.path.insert(0, "tools")
+import matrix
+matrix.PYTHON = json.loads(sys.argv[1])
+sys.exit(matrix.main(sys.argv[2:]))
+"""
 
 
 def table_of(*words, limit_s=HANG_S):
     """Return {(architecture, method): cells} and all that was printed."""
-    done = subprocess.run(
-        [sys.executable, str(MATRIX), *words],
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        env=rank_environment(1),
-        cwd=ROOT,
-    )
+    argv = [*python(), "-c", MATRIX, json.dumps(python()), *words]
+    done = run_ranks(argv, rank_environment(1), limit_s, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [line[2:-2].split(" | ") for line in done.stdout.splitlines() if "| " in line]
     return {(row[0], row[2]): row[3:] for row in rows[1:]}, done.stdout

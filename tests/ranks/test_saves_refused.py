@@ -115,7 +115,7 @@ def test_where_checkpoints_are_not_required_training_goes_on_and_saves_again(tro
 
 def test_where_they_are_the_run_ends_with_one_message_and_the_old_one_stays(trouble):
     run_dir, bring, _, said = trouble
-    with Job(run_dir, 2, *SAVES, "tune.method=full") as job:
+    with Job(run_dir, 2, *SAVES, "tune.method=full", cold=False) as job:
         wait_for_checkpoint(run_dir)
         bring(lambda: job.process.poll() is not None)
         code, took_s = job.wait(30)

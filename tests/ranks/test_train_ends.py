@@ -6,7 +6,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.world.processes import is_alive
-from tests.support.ranks import HANG_S, descendants, find_mpirun, rank_environment, started
+from tests.support import warm
+from tests.support.ranks import (
+    HANG_S,
+    descendants,
+    find_mpirun,
+    python,
+    rank_environment,
+    started,
+)
 from tests.support.training import (
     PREPARED,
     SMALL,
@@ -43,9 +50,9 @@ ENDLESS = [
 class Job:
     """A training job on ``n`` ranks whose output is read as it comes."""
 
-    def __init__(self, run_dir, n, *overrides):
+    def __init__(self, run_dir, n, *overrides, cold=True, program=("-m", "hpc_tune")):
         self.run_dir = run_dir
-        argv = [find_mpirun(), "-np", str(n), sys.executable, "-m", "hpc_tune"]
+        argv = [find_mpirun(), "-np", str(n), *python(cold), *program]
         self.argv = [*argv, *ENDLESS, f"run.dir={run_dir}", *overrides]
         self.environment = rank_environment(n)
         self.stderr = ""
@@ -80,15 +87,24 @@ class Job:
             assert time.monotonic() < until_s, self.stderr
             time.sleep(0.02)
 
-    def rank_pids(self):
-        """Return the ranks' processes in the order they were started."""
+    def _started_ranks(self):
+        """Return what was started for each rank, and the rank's process: they differ if warm."""
         pids = []
         for pid in descendants(self.process.pid):
             with contextlib.suppress(OSError):  # a short-lived child of theirs
                 command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                if command[1:3] == ["-m", "hpc_tune"]:
-                    pids.append(pid)
+                behind = warm.rank_behind(pid)
+                if behind != pid or command[1:3] == ["-m", "hpc_tune"]:
+                    pids.append((pid, behind))
         return sorted(pids)
+
+    def rank_pids(self):
+        """Return the ranks' processes in the order they were started."""
+        return [pid for _, pid in self._started_ranks()]
+
+    def pid_of(self, rank):
+        """Return the process of a rank."""
+        return next(pid for first, pid in self._started_ranks() if rank_of(first) == rank)
 
     def wait_for_end(self, limit_s):
         """Return the exit code of mpirun; one that does not end tells how far it came."""
@@ -123,7 +139,7 @@ def test_sigusr1_to_mpirun_leaves_a_checkpoint_and_75_and_the_same_command_goes_
         "step": stopped_at,
         "exit_code": 75,
     }
-    with Job(tmp_path, 3) as job:
+    with Job(tmp_path, 3, cold=False) as job:
         job.wait_for_step(stopped_at + 2)
         (tmp_path / "STOP").touch()
         code, _ = job.wait(HANG_S)
@@ -144,12 +160,13 @@ def test_the_time_limit_ends_a_run_with_a_checkpoint_before_it_passes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("victim", "limit_s"), [(2, HANG_S), pytest.param(0, 15, marks=pytest.mark.full)]
+    ("victim", "limit_s", "cold"),
+    [(2, HANG_S, False), pytest.param(0, 15, True, marks=pytest.mark.full)],
 )
-def test_kill_9_of_one_rank_ends_the_job_in_seconds_and_names_it(tmp_path, victim, limit_s):
-    with Job(tmp_path, 4) as job:
+def test_kill_9_of_one_rank_ends_the_job_in_seconds_and_names_it(tmp_path, victim, limit_s, cold):
+    with Job(tmp_path, 4, cold=cold) as job:
         job.wait_for_step(2)
-        pid = next(p for p in job.rank_pids() if rank_of(p) == victim)
+        pid = job.pid_of(victim)
         os.kill(pid, signal.SIGKILL)
         code, took_s = job.wait(HANG_S)
     assert code not in (0, 75)
@@ -181,7 +198,7 @@ def test_kill_9_of_one_rank_ends_the_job_in_seconds_and_names_it(tmp_path, victi
 def test_a_rank_that_answers_no_more_ends_the_job_after_the_limit(tmp_path, layout):
     with Job(tmp_path, 2, layout, "run.timeout=8") as job:
         job.wait_for_step(2)
-        pid = next(p for p in job.rank_pids() if rank_of(p) == 1)
+        pid = job.pid_of(1)
         os.kill(pid, signal.SIGSTOP)
         began_s = time.monotonic()
         code = job.wait_for_end(HANG_S)
@@ -200,9 +217,8 @@ def failing(how, rank, place, step):
 @pytest.mark.parametrize(("before", "step"), [("boundary", 3), ("extremes", 3), ("save", 6)])
 def test_a_rank_that_comes_to_no_small_message_ends_the_job_too(tmp_path, before, step):
     """Those of a step and of a save have the limit of the large ones."""
-    job = Job(tmp_path / "run", 2, "run.timeout=5", "checkpoint.every_steps=2")
-    job.argv[4:6] = failing("stop", 1, before, step)
-    with job:
+    words = ["run.timeout=5", "checkpoint.every_steps=2"]
+    with Job(tmp_path / "run", 2, *words, program=failing("stop", 1, before, step)) as job:
         code = job.wait_for_end(HANG_S)
     assert code not in (0, 75)
     assert outcome(tmp_path / "run")["late_ranks"] == [1]
@@ -217,9 +233,9 @@ LATE = {
 @pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.full), "sleep"])
 def test_a_rank_that_does_not_come_to_a_step_is_named_before_the_backend_gives_up(tmp_path, how):
     """The other's main thread waits in C++ for a minute longer, as NCCL's would until its abort."""
-    job = Job(tmp_path / "run", 2, "run.timeout=5", "parallel.shard=2", "tune.method=full")
-    job.argv[4:6] = failing(how, 1, "step", 3)
-    with job:
+    words = ["run.timeout=5", "parallel.shard=2", "tune.method=full"]
+    program = failing(how, 1, "step", 3)
+    with Job(tmp_path / "run", 2, *words, cold=how == "stop", program=program) as job:
         job.wait_for_step(2)
         began_s = time.monotonic()
         code = job.wait_for_end(HANG_S)
@@ -248,9 +264,7 @@ def rank_of(pid):
 
 @pytest.mark.full
 def test_an_exception_on_one_rank_ends_the_job_with_one_line_that_names_its_traceback(tmp_path):
-    job = Job(tmp_path / "run", 4)
-    job.argv[4:6] = failing("raise", 1, "step", 3)
-    with job:
+    with Job(tmp_path / "run", 4, program=failing("raise", 1, "step", 3)) as job:
         job.wait_for_step(2)
         code, _ = job.wait(HANG_S)
     assert code not in (0, 75)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_tune.world.processes import is_alive
-from tests.support.ranks import HANG_S, find_mpirun, mpirun, rank_environment, started
+from tests.support.ranks import HANG_S, find_mpirun, mpirun, python, rank_environment, started
 
 # The environment variable CAUSE says what rank 2 (of 4) or rank 1 (of 2) does.
 PROGRAM = """
@@ -85,7 +85,7 @@ def wait_until_gone(pids, limit_s):
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_a_killed_rank_ends_the_job_in_seconds_and_is_named(victim, tmp_path):
-    command = [find_mpirun(), "-np", "4", sys.executable, "-c", PROGRAM]
+    command = [find_mpirun(), "-np", "4", *python(), "-c", PROGRAM]
     said = tmp_path / "said"  # tells a rank that said nothing from one that was not heard
     said.touch()
     with started(command, environment(4, "none", victim, SAID=str(said))) as job:
@@ -108,7 +108,7 @@ def test_a_killed_rank_ends_the_job_in_seconds_and_is_named(victim, tmp_path):
 @pytest.mark.parametrize("uncaught", ["", pytest.param("1", marks=pytest.mark.full)])
 def test_an_exception_on_one_rank_ends_the_job_with_one_traceback(uncaught):
     env = {"CAUSE": "raise", "VICTIM": "2", "UNCAUGHT": uncaught}
-    done = mpirun(4, ["-c", PROGRAM], env=env, cold=True)
+    done = mpirun(4, ["-c", PROGRAM], env=env, cold=bool(uncaught))
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1, done.stderr
     assert "rank 2 on" in done.stderr

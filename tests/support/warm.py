@@ -23,6 +23,7 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 SHIM = Path(__file__).with_name("warm_shim.py")
-SOCKET = "HPC_TUNE_WARM_SOCKET"
+_PLACE = "HPC_TUNE_TEST_WARM"  # the environment's word for the folder of the server
 # Not mpi4py.MPI, which would initialise it.
 _IMPORTED = (
     "mpi4py",
@@ -52,35 +53,63 @@ _IMPORTED = (
     "peft",
     "jinja2",
 )
-_START_LIMIT_S = 600.0
+
+
+def make_place() -> None:
+    """Make the folder of one server for this process and all that it starts.
+
+    Whoever of them starts the server, it ends with this process, which alone holds its pipe.
+    """
+    folder = tempfile.mkdtemp(prefix="warm-")
+    os.environ[_PLACE] = folder
+    os.mkfifo(os.path.join(folder, "alive"))
+    held = os.open(os.path.join(folder, "alive"), os.O_RDWR)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(os.close, held)
 
 
 @functools.cache
 def command() -> tuple[str, ...]:
-    """Return the words in front of a rank's own (``-m module ...``); starts the server once."""
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
-    path = os.path.join(folder.name, "socket")
+    """Return the words in front of a rank's own (``-m module ...``).
+
+    Whoever asks first starts the server.
+    """
+    if _PLACE not in os.environ:
+        make_place()
+    path = os.path.join(os.environ[_PLACE], "socket")
+    with open(path + ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(path):
+            _start(path)
+    return sys.executable, "-IS", str(SHIM), path
+
+
+def rank_behind(pid: int) -> int:
+    """Return the process of the rank that a shim stands for; any other stands for itself.
+
+    Raises:
+        OSError: if there is no such process.
+    """
+    is_shim = str(SHIM) in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return int(name) if is_shim and name.isdigit() else pid
+
+
+def _start(path: str) -> None:
+    """Start the server and wait until it listens."""
     # A thread does not survive a fork, and these two libraries start some when they are imported.
     alone = {"OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm", path],
-        stdin=subprocess.PIPE,  # its end tells the server that nobody is left
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env={**os.environ, **alone, "PYTHONUNBUFFERED": "1"},
         cwd=Path(__file__).resolve().parents[2],
         start_new_session=True,
     )
-    assert server.stdin is not None
+    atexit.register(server.poll)  # it may outlive this process, and is no forgotten one until then
     assert server.stdout is not None
-
-    def end() -> None:
-        server.stdin.close()
-        server.wait(_START_LIMIT_S)
-        folder.cleanup()
-
-    atexit.register(end)
     assert server.stdout.readline() == b"ready\n", "the server of warm ranks did not start"
-    return sys.executable, "-IS", str(SHIM), path
 
 
 @dataclass(frozen=True)
@@ -118,7 +147,9 @@ def serve(path: str) -> Request:
     listener.listen(128)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, "new")
-    selector.register(sys.stdin, selectors.EVENT_READ, "over")
+    # Its end tells that nobody is left.
+    alive = os.open(os.path.join(os.path.dirname(path), "alive"), os.O_RDONLY | os.O_NONBLOCK)
+    selector.register(alive, selectors.EVENT_READ, "over")
     ranks: dict[int, tuple[socket.socket, int]] = {}  # by pid: its shim, and its pidfd
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -148,6 +179,7 @@ def serve(path: str) -> Request:
                     pid = os.fork()
                     if pid == 0:
                         selector.close()
+                        os.close(alive)
                         for file in (listener, shim, *(s for s, _ in ranks.values())):
                             file.close()
                         for _, pidfd in ranks.values():

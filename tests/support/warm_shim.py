@@ -39,7 +39,9 @@ files = array.array("i", [0, 1, 2]).tobytes()
 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
 server.sendmsg([len(told).to_bytes(8, "little")], rights)
 server.sendall(told)
-exactly(server, 4)
+pid = int.from_bytes(exactly(server, 4), "little")
+with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name_of_this_process:
+    name_of_this_process.write(str(pid))  # for tests that look for the rank behind it
 for name in FORWARDED:
     signal.signal(getattr(signal, name), pass_on)
 code = os.waitstatus_to_exitcode(int.from_bytes(exactly(server, 4), "little"))
