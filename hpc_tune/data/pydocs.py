@@ -22,6 +22,7 @@ _SKIPPED = {
     "antigravity", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "this",
     "tkinter", "turtledemo",
 }  # fmt: skip
+_ROOT = Path(sysconfig.get_path("stdlib"))
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "_vendor"}
 
 
@@ -51,12 +52,11 @@ def _is_heldout(name: str) -> bool:
 
 def _files(name: str) -> list[tuple[str, Path]]:
     """Return (dotted module name, source file) of a top-level module, sorted."""
-    root = Path(sysconfig.get_path("stdlib"))
-    if (root / f"{name}.py").is_file():
-        return [(name, root / f"{name}.py")]
+    if (_ROOT / f"{name}.py").is_file():
+        return [(name, _ROOT / f"{name}.py")]
     sources = []
-    for path in sorted((root / name).rglob("*.py")) if (root / name).is_dir() else []:
-        parts = path.relative_to(root).with_suffix("").parts
+    for path in sorted((_ROOT / name).rglob("*.py")) if (_ROOT / name).is_dir() else []:
+        parts = path.relative_to(_ROOT).with_suffix("").parts
         if not _SKIPPED_FOLDERS.intersection(parts):
             sources.append((".".join(parts).removesuffix(".__init__"), path))
     return sources
