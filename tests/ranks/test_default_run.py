@@ -22,7 +22,8 @@ def run_default(folder, n, *settings, limit_s=400, cold=True):
 @pytest.mark.parametrize(
     ("n", "settings"),
     [
-        (2, ["train.max_steps=3"]),  # as many as show it: all 40 take minutes
+        # As many as show it: all 40 take minutes.
+        (2, ["train.max_steps=3", "train.eval_rows=8"]),
         *(pytest.param(n, [], marks=pytest.mark.full) for n in (2, 4, 16)),
     ],
 )

@@ -1,5 +1,6 @@
 """The parity matrix: every layout gives the losses, the norms and the adapter of one process."""
 
+import functools
 import itertools
 import math
 import re
@@ -70,6 +71,10 @@ SAMPLE = {
     ("tensor", "lora"),
     ("pipeline interleaved", "lora"),
 }
+# As many steps and micro-batches as show it: a warm-up, moments, an accumulation, and on 2 ranks
+# a last micro-batch of the evaluation that is empty.
+SAMPLE_STEPS = 6
+FEWER = [f"train.max_steps={SAMPLE_STEPS}", "batch.micro_size=2", "train.eval_rows=5"]
 MARKS = {2: pytest.mark.full, 4: pytest.mark.full, 8: pytest.mark.soak}
 MARKED = [
     pytest.param(layout, method, marks=() if (layout, method) in SAMPLE else MARKS[n])
@@ -106,9 +111,22 @@ def named(layout, method, dtype="fp32"):
 
 @pytest.fixture(scope="module")
 def references(shared):
-    jobs = [job(shared, named("one", m), m) for m in METHODS]
-    assert many_runs(1, jobs, shared) == [0] * len(jobs)
-    return {m: shared / named("one", m) for m in METHODS}
+    """Return a function that gives the runs of one process, by method, of so many steps."""
+
+    @functools.cache
+    def of(steps):
+        fewer = [*FEWER, "batch.micro_size=1"] if steps == SAMPLE_STEPS else []
+        runs = {m: named(f"one of {steps} steps", m) for m in METHODS}
+        jobs = [job(shared, name, m, (), *fewer) for m, name in runs.items()]
+        assert many_runs(1, jobs, shared) == [0] * len(jobs)
+        return {m: shared / name for m, name in runs.items()}
+
+    return of
+
+
+def steps_of(layout, method, dtype="fp32"):
+    """Return how many steps the runs of a layout have."""
+    return SAMPLE_STEPS if (layout, method) in SAMPLE and dtype == "fp32" else STEPS
 
 
 def together(layout, method):
@@ -118,7 +136,7 @@ def together(layout, method):
 
 
 @pytest.fixture(scope="module")
-def launched(shared, references):
+def launched(shared):
     """Return a function that does a run and those that go together with it, once.
 
     It returns how each ended by layout and method; the run directories are ``named`` so.
@@ -128,10 +146,12 @@ def launched(shared, references):
     def launch(*wanted, dtype="fp32"):
         key = together(*wanted), dtype
         if key not in ended:
+            more = [
+                f"model.dtype={dtype}",
+                *(FEWER if steps_of(*wanted, dtype) == SAMPLE_STEPS else []),
+            ]
             runs = {
-                (layout, method): job(
-                    shared, named(layout, method, dtype), method, axes, f"model.dtype={dtype}"
-                )
+                (layout, method): job(shared, named(layout, method, dtype), method, axes, *more)
                 for layout, (_, axes) in LAYOUTS.items()
                 for method in METHODS
                 if together(layout, method) == together(*wanted)
@@ -154,7 +174,8 @@ def test_a_layout_gives_what_one_process_gives(shared, references, launched, lay
     ended = launched(layout, method)[layout, method]
     assert ended.code == 0, ended.output
     assert not re.findall(r"\w+Warning: .*", ended.output), "packages warn a user, of what we do"
-    one, run = references[method], shared / named(layout, method)
+    one = references(steps_of(layout, method))[method]
+    run = shared / named(layout, method)
     gaps = {
         key: worst_gap(list(rows(run, key).values()), list(rows(one, key).values()))
         for key in ("loss", "eval_loss", "grad_norm")
@@ -202,7 +223,7 @@ def test_in_bf16_every_layout_is_as_near_to_fp32_as_one_process(shared, referenc
         spread[method] = max(spread[method], worst_gap(losses(one), losses(exact)))
     for layout, method in codes:
         run = shared / named(layout, method, "bf16")
-        gaps[layout, method] = worst_gap(losses(run), losses(references[method]))
+        gaps[layout, method] = worst_gap(losses(run), losses(references(STEPS)[method]))
     print(f"\nbf16, from fp32: one process up to {spread}, layouts {gaps}")
     assert all(gap < spread[method] for (_, method), gap in gaps.items())
 
@@ -236,7 +257,7 @@ def test_recompute_accumulation_and_compilation_change_nothing_in_any_layout(
         more += [f"batch.micro_size={rows_per_rank // accumulation}"]
         if compiled:
             more += ["train.compile=true", f"run.compile_cache={shared / 'compiled'}"]
-        runs[run] = (job(shared, run, method, axes, *more), references[method])
+        runs[run] = (job(shared, run, method, axes, *more), references(STEPS)[method])
     jobs = [job for job, _ in runs.values()]
     program = "tests.support.many_small_swaps"
     assert many_runs(n, jobs, shared, timeout=3000, program=program) == [0] * len(jobs)
@@ -271,7 +292,7 @@ def test_bytes_sent_by_kind_are_those_of_the_formulas(shared, launched, dtype, l
     run = shared / named(layout, method, dtype)
     sent, expected = (rows(run, key) for key in ("sent_bytes", "expected_bytes"))
     print(f"\nbytes {layout} {method} {dtype}: sent {sent[STEP]}, expected {expected[STEP]}")
-    assert len(sent) == STEPS
+    assert len(sent) == steps_of(layout, method, dtype)
     if "zero" not in layout:
         assert sent == expected
         return
@@ -297,9 +318,10 @@ ALL_LEGS = [
 def test_a_run_travels_through_layouts_and_engines(shared, references, legs):
     """Two steps in each layout, and the rest in the last one."""
     run = f"travelled {len(legs)}"
+    steps, fewer = (SAMPLE_STEPS, FEWER) if legs == FEW_LEGS else (STEPS, [])
     for number, (n, axes) in enumerate(legs):
         stop = None if number == len(legs) - 1 else 2
-        jobs = [job(shared, f"{run} {m}", m, axes, stop_after=stop) for m in METHODS]
+        jobs = [job(shared, f"{run} {m}", m, axes, *fewer, stop_after=stop) for m in METHODS]
         assert many_runs(n, jobs, shared) == [0 if stop is None else 75] * len(jobs)
         if number == 0:
             folder = shared / f"{run} full" / "checkpoints" / "step-00000002"
@@ -308,8 +330,8 @@ def test_a_run_travels_through_layouts_and_engines(shared, references, legs):
             assert max(sizes) < 1.2 * min(sizes), "each rank writes its own share"
     for method in METHODS:
         travelled = shared / f"{run} {method}"
-        assert worst_gap(losses(travelled), losses(references[method])) < 1e-5, method
-    assert_same_adapter(shared / f"{run} lora", references["lora"])
+        assert worst_gap(losses(travelled), losses(references(steps)[method])) < 1e-5, method
+    assert_same_adapter(shared / f"{run} lora", references(steps)["lora"])
 
 
 @pytest.mark.soak
@@ -323,7 +345,7 @@ def test_a_run_goes_from_native_to_nvme_to_zero_2(shared, references):
         assert codes == [0 if stop is None else 75] * len(jobs)
     for method in METHODS:
         run = shared / f"by nvme {method}"
-        assert worst_gap(losses(run), losses(references[method])) < 1e-5, method
+        assert worst_gap(losses(run), losses(references(STEPS)[method])) < 1e-5, method
 
 
 def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_path):
@@ -337,12 +359,11 @@ def test_an_unusable_nvme_folder_is_said_once_and_ends_all_ranks(shared, tmp_pat
 
 def test_a_rank_without_rows_takes_part_where_offloaded_weights_have_copies(shared):
     """Nothing is sharded, but FSDP adds gradients up: its ranks wait for each other's passes."""
-    axes = ["replicate=2", "offload_params=cpu"]
+    axes, one_row = ["replicate=2", "offload_params=cpu"], ["batch.global_size=1", *FEWER]
     ends = {}
     for n, layout in ((1, []), (2, axes)):
         runs = [
-            job(shared, f"one row on {n} {method}", method, layout, "batch.global_size=1")
-            for method in METHODS
+            job(shared, f"one row on {n} {method}", method, layout, *one_row) for method in METHODS
         ]
         ends[n] = many_runs(n, runs, shared, timeout=120)
     assert ends == {1: [0, 0], 2: [0, 0]}

@@ -30,7 +30,8 @@ def shared(tmp_path_factory):
 
 def settings(shared, name, *overrides):
     compiled = f"run.compile_cache={shared / 'compiled'}"
-    return [*SMALL, "optim.lr=1e-2", compiled, f"run.dir={shared / name}", *overrides]
+    words = [*SMALL, "train.max_steps=6", "optim.lr=1e-2", compiled]
+    return [*words, f"run.dir={shared / name}", *overrides]
 
 
 def gaps(shared, n, runs, reference):

@@ -124,10 +124,12 @@ def references(shared):
     return {method: losses(shared / f"one {method}") for method in METHODS}
 
 
-def train_in(layouts, num, mode, shared, references, legs):
+def train_in(layouts, num, mode, shared, references, legs, *more):
     """Train ``layouts`` on ``num`` ranks, each leg up to its stop; compare the losses."""
     runs = {
-        (layout, method): words(shared, f"{layout} {method} {mode}", method, LAYOUTS[layout][1])
+        (layout, method): words(
+            shared, f"{layout} {method} {mode}", method, LAYOUTS[layout][1], *more
+        )
         for layout in layouts
         for method in METHODS
     }
@@ -149,7 +151,8 @@ def train_in(layouts, num, mode, shared, references, legs):
 def test_each_kind_of_message_reaches_its_rank(shared, references, monkeypatch, mode):
     """The stages' messages, FSDP's, a tensor's; training, evaluation and a save."""
     monkeypatch.setenv(MODE, mode)
-    train_in(["pipeline interleaved", "fsdp", "tensor"], 2, mode, shared, references, [None])
+    layouts, more = ["pipeline interleaved", "fsdp", "tensor"], "batch.micro_size=2"
+    train_in(layouts, 2, mode, shared, references, [None], more)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ def shared(tmp_path_factory):
 
 def job(shared, name, *overrides):
     where = f"run.dir={shared / name}"
-    return {"overrides": [*SMALL, "tune.method=lora", "optim.lr=2e-3", where, *overrides]}
+    words = [*SMALL, "train.max_steps=6", "tune.method=lora", "optim.lr=2e-3"]
+    return {"overrides": [*words, where, *overrides]}
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ HUNGRY = [
 # Way, bytes; what follows needs a few steps of time.
 WAYS = {
     "a leak of 20 MB per step": ("leak", 20 * MIB, []),
-    "a leak of 200 MB/s within a step": ("burst", 200 * MIB, []),
+    "a leak of 200 MB/s within a step": ("burst", 200 * MIB, ["train.max_steps=16"]),
     "a micro-batch that grows too large": ("batch", 120 * MIB, []),
     "an evaluation of long rows": (
         "eval",

@@ -180,8 +180,9 @@ def test_what_preferences_did_is_told_and_that_chosen_answers_are_unlearned_too(
     names = {name for name, _, _ in all_figures([read_run(falling)])}
     assert {"preferences", "log-probs"} <= names
     steady = make("steady", [*steps, *evaluations(-2.0, -2.1, -2.0, -2.3)], evals=False)
-    assert "evaluations in a row" not in checked(write_report([steady]))
-    assert '"margin":0.5' in write_report([steady]).read_text()
+    page = write_report([steady])
+    assert "evaluations in a row" not in checked(page)
+    assert '"margin":0.5' in page.read_text()
 
 
 def test_a_run_without_preferences_has_no_figure_of_them(make):

@@ -1,19 +1,17 @@
 """What a rank of 4,096 does, on a world that is not there, against a rank of 16."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.ranks import HANG_S, ROOT
+from tests.support.ranks import HANG_S, ROOT, python, rank_environment, run_ranks
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    command = [sys.executable, "-m", "tests.support.fake_world", str(folder), "16", "4096"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT)
+    command = [*python(), "-m", "tests.support.fake_world", str(folder), "16", "4096"]
+    done = run_ranks(command, rank_environment(1), HANG_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     return json.loads(done.stdout.splitlines()[-1])
