@@ -47,9 +47,9 @@ def expected_bytes(
 
     ``micros`` are its micro-batches, and ``place`` is where it stands on the pipeline axis.
     ``recomputes``: blocks run again in the backward pass, also where parallel.recompute does not
-    say so. Exact where the ranks of an axis divide what they share; but
-    for ZeRO, which DeepSpeed decides, and in a pipeline with reshard=micro for a frozen embedding
-    of its own.
+    say so. Exact where the ranks of an axis divide what they share (shards are padded where they do
+    not); but for ZeRO, which DeepSpeed decides, and in a pipeline with reshard=micro for a frozen
+    embedding of its own.
     """
     sent: Counter[str] = Counter()
     for message in step_messages(plan, micros, recomputes, place):
@@ -101,6 +101,7 @@ def gathered_weights(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
             case _:
                 times = 2 * num_micro
         num_bytes = plan.itemsize * weights.num_values if plan.gathers_cast else weights.num_bytes
+        num_bytes = plan.padded(weights, num_bytes)
         yield _over(plan, "all_gather", (plan.shard_axis(weights.kind),), num_bytes, times)
 
 
@@ -114,23 +115,27 @@ def summed_gradients(plan: StepPlan, num_micro: int, place: int) -> Iterator[Mes
     first and last stage add up what they hold both, the embedding that is the head too.
     """
     layout, parallel = plan.layout, plan.parallel
-    held = plan.held_by(place)
+    held, whole = plan.held_by(place), Counter[tuple[str, ...]]()
     for weights in held:
         if weights.is_trained and not plan.is_sharded(weights):
             axes = plan.reducing_axes(weights.role == "partial", plan.deals(weights.kind))
-            yield _over(plan, "all_reduce", axes, weights.num_bytes)
+            whole[axes] += weights.num_bytes
+    for axes, num_bytes in whole.items():
+        yield _over(plan, "all_reduce", axes, num_bytes)
     if not plan.size.is_full:
         return
     itemsize = 2 if parallel.reduce_dtype == "bf16" else 4
     passes = 1 if parallel.reshard == "step" else num_micro
     for weights in filter(plan.is_sharded, held):
-        num_bytes, shards = itemsize * weights.num_values, plan.shards_of(weights)
+        num_bytes = plan.padded(weights, itemsize * weights.num_values)
+        shards = plan.shards_of(weights)
         yield _over(plan, "reduce_scatter", (plan.shard_axis(weights.kind),), num_bytes, passes)
         yield _over(plan, "all_reduce", ("replicate",), num_bytes // shards)
         if weights.role == "partial":
-            yield _over(plan, "all_reduce", ("tensor",), weights.num_bytes // shards)
+            own_bytes = plan.padded(weights, weights.num_bytes) // shards
+            yield _over(plan, "all_reduce", ("tensor",), own_bytes)
     if plan.is_tied and layout.pipeline > 1 and place in (0, layout.pipeline - 1):
-        embedding = sum(w.num_bytes for w in held if w.part == "embedding")
+        embedding = sum(plan.padded(w, w.num_bytes) for w in held if w.part == "embedding")
         yield Message("all_reduce", ENDS, 2, embedding // layout.shard)
 
 

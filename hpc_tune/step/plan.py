@@ -17,6 +17,7 @@ from hpc_tune.model.build import BuiltModel
 from hpc_tune.model.experts import ROUTED, chosen_share
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import ModelSize, Weights, measure
+from hpc_tune.step.slices import SLICES
 from hpc_tune.step.stages import stage_blocks
 
 # Gradients that are added up beside a backward pass are sent in pieces of so many bytes: enough for
@@ -199,10 +200,12 @@ class StepPlan:
             part = weights.num_values
             if weights.part == "blocks":
                 part = weights.in_blocks(self.blocks_of(place), num_blocks)
-            ways = layout.tensor if weights.role == "slice" else 1
-            ways *= self.layout.expert if weights.kind == ROUTED else 1
+            dealt = layout.expert if weights.kind == ROUTED else 1
+            ways = dealt * (layout.tensor if weights.role in SLICES else 1)
             num_bytes = weights.num_bytes * part // (ways * max(1, weights.num_values))
-            held.append(replace(weights, num_values=part // ways, num_bytes=num_bytes))
+            shape = weights.of_rows(dealt * (layout.tensor if weights.role == "slice" else 1))
+            cut = replace(weights, num_values=part // ways, num_bytes=num_bytes, shape=shape)
+            held.append(cut)
         return held
 
     def is_sharded(self, weights: Weights) -> bool:
@@ -225,6 +228,10 @@ class StepPlan:
             return 1
         return self.layout.size_of([self.shard_axis(weights.kind)])
 
+    def padded(self, weights: Weights, num: int) -> int:
+        """Return ``num`` values or bytes of a rank's weights with what FSDP2 pads shards with."""
+        return weights.padded(num, self.shards_of(weights), along_any=self.deals(weights.kind))
+
     def units_of(self, place: int) -> int:
         """Return how many parts of a rank's weights FSDP2 gathers each by itself."""
         experts = self.mixtures_of(place) if self.shards_experts else 0
@@ -233,7 +240,7 @@ class StepPlan:
     def updated_by(self, place: int) -> int:
         """Return how many values a rank's optimizer updates."""
         return sum(
-            weights.num_values // self.shards_of(weights)
+            self.padded(weights, weights.num_values) // self.shards_of(weights)
             for weights in self.held_by(place)
             if weights.is_trained
         )

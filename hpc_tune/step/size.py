@@ -37,6 +37,7 @@ class Weights:
     all of it, and if all of it, whether its gradient is whole or partial. ``is_vector``: norms and
     biases, of fewer than two dims. ``kind``: what they are in a mixture of experts
     (``experts.kinds_of``). ``by_block``: the values in each decoder block, where they differ.
+    ``shape``: of each, empty for what no layout shards; of packed codes the first length alone.
     """
 
     part: Part
@@ -47,6 +48,23 @@ class Weights:
     num_bytes: int = 0
     kind: str = ""
     by_block: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    def padded(self, num: int, shards: int, along_any: bool = False) -> int:
+        """Return ``num`` values or bytes of these with what makes their shards equally large.
+
+        FSDP2 deals the rows of each tensor, the same number to each shard: some get empty ones.
+        ``along_any``: it is sharded along another dimension where the shards divide that.
+        """
+        divided = self.shape if along_any else self.shape[:1]
+        if not divided or any(length % shards == 0 for length in divided):
+            return num
+        rows = self.shape[0]
+        return num * (-(-rows // shards) * shards) // rows
+
+    def of_rows(self, ways: int) -> tuple[int, ...]:
+        """Return the shape of each where its rows are cut ``ways`` times."""
+        return (self.shape[0] // ways, *self.shape[1:]) if self.shape else ()
 
     def in_blocks(self, blocks: Sequence[int], num_blocks: int) -> int:
         """Return the values in some of the ``num_blocks`` decoder blocks."""
@@ -157,12 +175,18 @@ def _spared_bytes(parameter: nn.Parameter) -> int:
 def _weights_of(module: LossModel, packed: Mapping[nn.Parameter, Packed]) -> tuple[Weights, ...]:
     roles, blocks = roles_of(module), _blocks_of(module)
     embedding = set(module.causal_lm().get_input_embeddings().parameters())
-    kinds = kinds_of(module)
+    kinds, trained = kinds_of(module), {p for p in module.parameters() if p.requires_grad}
+    adapters = trained if len(trained) < len(list(module.parameters())) else set()
     groups: dict[Weights, list[nn.Parameter]] = {}
     for p in module.parameters():
         part: Part = "blocks" if p in blocks else "embedding" if p in embedding else "end"
         alike = Weights(
-            part, roles.get(p, "whole"), p.requires_grad, p.dim() < 2, kind=kinds.get(p, "")
+            part,
+            roles.get(p, "whole"),
+            p.requires_grad,
+            p.dim() < 2,
+            kind=kinds.get(p, ""),
+            shape=() if p in adapters else tuple(p.shape[:1] if p in packed else p.shape),
         )
         groups.setdefault(alike, []).append(p)
     held = []
@@ -187,16 +211,34 @@ def static_bytes(size: ModelSize, layout: Layout) -> int:
     """Return the bytes per rank of weights, gradients and optimizer state.
 
     Adapters (a frozen base is there) and the scales of a 4-bit base are not sharded, but those on
-    experts are dealt with them; all else is divided by the shards. The tensor and pipeline axes
-    divide everything, but for norms and uneven stages.
+    experts are dealt with them; all else is divided by the shards, with padding. The tensor and
+    pipeline axes divide everything, but for norms and uneven stages.
     """
     state = STATE_COPIES * size.trained_bytes - size.spared_bytes
     cut = layout.tensor * layout.pipeline
     if not size.is_full:
         routed = sum(w.num_bytes for w in size.weights if w.is_trained and w.kind == ROUTED)
         state -= STATE_COPIES * (routed - routed // layout.expert)
-        return size.frozen_bytes // (layout.shard * cut) + (size.scale_bytes + state) // cut
-    return state // (layout.shard * cut)
+        frozen = _padded(size.frozen_bytes, size, layout) // (layout.shard * cut)
+        return frozen + (size.scale_bytes + state) // cut
+    return _padded(state, size, layout) // (layout.shard * cut)
+
+
+def _padded(num_bytes: int, size: ModelSize, layout: Layout) -> int:
+    """Return the bytes of all shards, which take as much more as the sharded weights with padding.
+
+    Their lengths are taken before the tensor axis cuts them.
+    """
+    sharded = [w for w in size.weights if w.shape]
+    whole = sum(w.num_bytes for w in sharded)
+    padded = 0
+    for weights in sharded:
+        if weights.kind == ROUTED and layout.expert > 1:
+            dealt = replace(weights, shape=weights.of_rows(layout.expert))
+            padded += dealt.padded(weights.num_bytes, layout.expert_shard, along_any=True)
+        else:
+            padded += weights.padded(weights.num_bytes, layout.shard)
+    return num_bytes * padded // whole if whole else num_bytes
 
 
 def activation_bound(model: Any, tokens: int) -> int:

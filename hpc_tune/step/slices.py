@@ -14,7 +14,9 @@ from torch import nn
 from hpc_tune.model.config_json import common_value
 from hpc_tune.model.loss import LossModel, decoder_of
 
-Role = Literal["slice", "partial"]
+# "slice": of the first dimension, "inner slice": of another one.
+Role = Literal["slice", "inner slice", "partial"]
+SLICES = ("slice", "inner slice")
 EXPERTS = "moe_tp_experts"  # the style of a module with stacks of experts
 _STYLES = {
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"),
@@ -147,12 +149,13 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
             roles |= {parameter: "partial" for parameter in layer.parameters()}
             continue
         is_columns = style.startswith("colwise")
-        roles[base.weight] = "slice"
+        roles[base.weight] = "slice" if is_columns else "inner slice"
         if is_columns and base.bias is not None:
             roles[base.bias] = "slice"
         for a, b in adapters:
             sliced, whole = (b, a) if is_columns else (a, b)
-            roles[sliced.weight], roles[whole.weight] = "slice", "partial"
+            roles[sliced.weight] = "slice" if is_columns else "inner slice"
+            roles[whole.weight] = "partial"
     embedding = module.causal_lm().get_input_embeddings()
     return roles | {embedding.weight: "slice"}
 
@@ -160,9 +163,10 @@ def roles_of(module: LossModel) -> dict[nn.Parameter, Role]:
 def _roles_of_experts(layer: Any, config: Any, path: str) -> dict[nn.Parameter, Role]:
     roles: dict[nn.Parameter, Role] = {}
     for stack, dim, _ in stack_cuts(layer, config, path):
-        roles[stack.parameter] = "slice"
-        for sliced, whole, _ in stack.cut_adapters(dim):
-            roles[sliced.weight], roles[whole.weight] = "slice", "partial"
+        roles[stack.parameter] = "inner slice"
+        for sliced, whole, cut in stack.cut_adapters(dim):
+            roles[sliced.weight] = "inner slice" if cut else "slice"
+            roles[whole.weight] = "partial"
     return roles
 
 

@@ -136,6 +136,27 @@ def mixture(tmp_path_factory):
     return write_shape(folder, "qwen3-30b-a3b", blocks=2, **sizes)
 
 
+def write_odd(folder):
+    """Write the config.json of a mixture of 6 experts and 250 words, which 4 shards do not divide.
+
+    Its embedding is the head too.
+    """
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"vocab_size": 250, "tie_word_embeddings": True}
+    return write_shape(folder, "qwen3-30b-a3b", blocks=2, **sizes)
+
+
+def test_shards_of_rows_that_they_do_not_divide_are_sent_with_padding(tmp_path):
+    """4 ranks hold 2 of 6 experts each, two of which are empty, and 63 of 250 words."""
+    sent = expected(write_odd(tmp_path / "odd"), "lora", Layout(1, 4), [(32, 20)])
+    expert, word = 3 * HIDDEN * 32, HIDDEN
+    attention = 2 * HIDDEN * (HIDDEN + KV) + 2 * 16  # with the norms of a head's queries and keys
+    router, norms = 8 * HIDDEN, 2 * HIDDEN  # a router has a row for each expert
+    block = 8 * expert + router + attention + norms
+    ends = 252 * word + HIDDEN  # the embedding is gathered once, with the last norm
+    assert sent["all_gather"] == 3 * 4 * (2 * 2 * block + ends) // 4
+
+
 EXPERTS_BYTES = 2 * 8 * 3 * HIDDEN * 32 * 4  # gate, up and down of 8 experts in two blocks
 
 
@@ -210,6 +231,8 @@ CASES = [
     ("phi", [LORA, FP32, "parallel.tensor=2", "parallel.recompute=selective"]),
     ("linear", [FULL, FP32, "parallel.tensor=2"]),
     ("mixture", [LORA, FP32, "parallel.shard=4", "parallel.expert=2", BLOCK, EXPERTS]),
+    ("odd", [FULL, FP32, "parallel.shard=4", BLOCK]),
+    ("odd", [LORA, FP32, "parallel.shard=4", BLOCK]),
 ]
 MORE_CASES = [
     *(
@@ -221,6 +244,16 @@ MORE_CASES = [
             ["shard=8", "expert=2", "reshard=micro", "blocks_per_unit=2"],
             ["shard=4", "expert=2", "reshard=step", "recompute=selective"],
             ["pipeline=2", "shard=4", "expert=2", "reshard=block"],
+        )
+    ),
+    *(
+        ("odd", [method, BF16, IN_FP32, *(f"parallel.{axis}" for axis in axes)])
+        for method in (FULL, LORA)
+        for axes in (
+            ["replicate=2", "shard=4", "reshard=block"],
+            ["shard=8", "expert=2", "reshard=micro"],
+            ["pipeline=2", "shard=4", "expert=2", "reshard=step"],
+            ["pipeline=2", "shard=4", "reshard=block"],
         )
     ),
     ("tied", [FULL, FP32, "parallel.shard=2", "parallel.reduce_dtype=bf16", BLOCK]),
@@ -262,6 +295,7 @@ def test_the_engine_counts_what_the_formulas_say(tmp_path, mixture, cases):
         "phi": write_shape(tmp_path / "phi", "phi3-mini", blocks=2),
         "linear": write_linear(tmp_path / "linear"),
         "mixture": mixture,
+        "odd": write_odd(tmp_path / "odd"),
     }
     axes = ("replicate", "shard", "tensor", "pipeline")
     jobs = []

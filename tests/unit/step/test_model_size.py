@@ -60,6 +60,17 @@ def test_adapters_on_experts_are_dealt_with_them():
         assert static_bytes(size, Layout(1, 4, expert=expert)) == 500 + 16 * held
 
 
+def test_shards_of_what_they_do_not_divide_are_as_large_as_the_largest():
+    """6 experts over 4 ranks: 2 each, 8 in all; of dealt ones another dimension is divided."""
+    routed = Weights("blocks", "whole", True, False, 6 * 40, 960, ROUTED, shape=(6, 8, 5))
+    rest = Weights("blocks", "whole", True, False, 80, 320, shape=(8, 10))
+    size = ModelSize(0, 320, 0, 1280, weights=(routed, rest))
+    copies = 4  # gradients and two moments
+    assert static_bytes(size, Layout(1, 4)) == copies * (960 // 6 * 2 + 320 // 4)
+    assert static_bytes(size, Layout(1, 8, expert=2)) == copies * (960 // 8 + 320 // 8)
+    assert static_bytes(size, Layout(1, 2)) == copies * 1280 // 2
+
+
 def config(tied):
     return SimpleNamespace(
         tie_word_embeddings=tied, vocab_size=10, hidden_size=4, num_hidden_layers=3
