@@ -19,6 +19,7 @@ OBJECTS = (96, 176, 32, 32, 48, 64, 80)
 _LEAST, _HEADER, _GRAIN = 32, 8, 16
 _MAX_KEPT, _NUM_KEPT = 1040, 7  # the per-thread cache: sizes, and blocks of each
 _FAST, _SMALL, _JOINING = 128, 1024, 1 << 16
+_PAGE, _UNTRIMMED = 4096, 1 << 17  # bytes, and so many free ones at the end
 
 
 class Heap:
@@ -30,9 +31,13 @@ class Heap:
     in the order of a hash table, which is another one each time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trims: bool = False) -> None:
+        """``trims``: its free end is returned to the kernel, as glibc does unless it is told."""
         self.reach = 0
+        self._trims = trims
         self._end = 0  # behind it all is free
+        self._pages, self._num_pages = bytearray(), 0  # 1 for each that is used, and their number
+        self._left: list[int] = []
         self._sizes: dict[int, int] = {}  # of blocks in use, and of those that are kept
         self._kept: dict[int, list[int]] = defaultdict(list)
         self._fast: list[int] = []  # small blocks that are joined later
@@ -43,15 +48,55 @@ class Heap:
 
     def allocate(self, num_bytes: int) -> tuple[int, ...]:
         """Return the addresses of an aligned block and of the small objects that come with it."""
+        self._release()
+        return self._aligned(num_bytes), *self.objects()
+
+    def objects(self) -> tuple[int, ...]:
+        """Return the addresses of the small objects alone: of a block that lies elsewhere."""
+        self._release()
+        return tuple(map(self._small, OBJECTS))
+
+    def _release(self) -> None:
         for blocks in sorted(self._freed, reverse=True):
             for block in blocks:
                 self._free(block)
         self._freed.clear()
-        return self._aligned(num_bytes), *map(self._small, OBJECTS)
 
     def leave(self, num_bytes: int) -> None:
         """Allocate a small object that stays, so that its neighbours never become one hole."""
-        self._small(num_bytes)
+        self._left.append(self._small(num_bytes))
+
+    @property
+    def resident(self) -> int:
+        """Bytes that it takes: of the pages that were used since it was trimmed."""
+        return min(self.reach, self._num_pages * _PAGE)
+
+    def trim(self) -> None:
+        """Free what was left, and return all free pages to the kernel, as ``malloc_trim`` does."""
+        self._release()
+        for block in self._left:
+            self._free(block)
+        self._left.clear()
+        self._join_fast()
+        self.reach = self._end
+        self._pages, self._num_pages = bytearray(), 0
+        for block, size in self._sizes.items():
+            self._touch(block, size)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a block fits without a longer heap: where malloc looks before it maps memory."""
+        self._release()
+        self._join_fast()
+        largest = self._by_size[-1][0] if self._by_size else 0
+        behind = 0 if self._trims else self.reach - self._end
+        return max(largest, behind) >= _size_of(num_bytes) + ALIGNMENT + _LEAST
+
+    def _touch(self, start: int, size: int) -> None:
+        first, last = start // _PAGE, (start + size - 1) // _PAGE + 1
+        if len(self._pages) < last:
+            self._pages.extend(bytes(last - len(self._pages)))
+        self._num_pages += last - first - self._pages.count(1, first, last)
+        self._pages[first:last] = b"\1" * (last - first)
 
     def free(self, blocks: tuple[int, ...]) -> None:
         """Free what ``allocate`` returned."""
@@ -60,7 +105,9 @@ class Heap:
     def _small(self, num_bytes: int) -> int:
         size = _size_of(num_bytes)
         kept = self._kept[size]
-        return kept.pop() if kept else self._take(size)
+        block = kept.pop() if kept else self._take(size)
+        self._touch(block, size)
+        return block
 
     def _aligned(self, num_bytes: int) -> int:
         """As glibc's ``_int_memalign``: what lies before and behind the block is freed."""
@@ -77,6 +124,7 @@ class Heap:
         if found > size + _LEAST:
             self._sizes[block], self._sizes[block + size] = size, found - size
             self._free(block + size)
+        self._touch(block, self._sizes[block])
         return block
 
     def _take(self, size: int) -> int:
@@ -127,6 +175,10 @@ class Heap:
             self._unlink(block)
         if stop == self._end:
             self._end = block
+            if self._trims and block + _UNTRIMMED < len(self._pages) * _PAGE:
+                gone = -(-(block + _UNTRIMMED) // _PAGE)
+                self._num_pages -= self._pages.count(1, gone)
+                del self._pages[gone:]
         else:
             self._link(block, stop - block)
 

@@ -26,6 +26,7 @@ from hpc_tune.memory.process_bytes import (
     MODEL_OBJECTS_BYTES,
     RANK_BYTES,
     STEPPED_BYTES,
+    TRIMMED_BYTES,
 )
 from hpc_tune.model.weights import PIECE_BYTES
 from hpc_tune.plan.hardware import Machine
@@ -66,7 +67,8 @@ class ModelBytes:
     ``trained``: all trained values, whole; ``largest_tensor``: as it is stored; ``largest_unit``:
     the most that shards are gathered to at once, a block or the embedding. ``is_full``: all weights
     are trained; ``is_stored_so``: the files have the dtype that is computed with. ``more_saved``:
-    what a checkpoint has beside ``trained`` and two moments like it.
+    what a checkpoint has beside ``trained`` and two moments like it. ``largest_trained``: of the
+    tensors that are saved.
     """
 
     trained: int
@@ -75,6 +77,7 @@ class ModelBytes:
     is_full: bool = False
     is_stored_so: bool = True
     more_saved: int = 0
+    largest_trained: int = PIECE_BYTES
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ def memory_by_phase(
     process += 0 if on_cpu else GPU_RANK_BYTES
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
     step = _step_bytes(trace, on_cpu, model, settings)
-    left = STEPPED_BYTES if on_cpu else 0
+    left, trimmed = (STEPPED_BYTES, TRIMMED_BYTES) if on_cpu else (0, 0)
+    piece = min(PIECE_BYTES, model.largest_trained)
     step_bytes = settings.step_tokens * BYTES_OF_FORM[settings.form]
     buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
     state = SAVED_COPIES * model.trained + model.more_saved
@@ -144,23 +148,23 @@ def memory_by_phase(
 
     phases = [phase("load", step.loaded, 2 * min(PIECE_BYTES, model.largest_tensor))]
     if settings.has_reference:
-        phases.append(phase("reference", step.evaluation + left, 0))
+        phases.append(phase("reference", step.evaluation + trimmed, 0))
     if settings.compile_threads is not None:
         workers = num_workers(settings.compile_threads, machine.host_bytes_per_rank)
         phases.append(phase("compile", step.peak + left, buffers + workers * COMPILING_BYTES))
     phases += [
         phase("first step", step.peak + left, buffers),
         phase("steady", step.peak + left, buffers),
-        phase("evaluate", step.evaluation + left, buffers),
+        phase("evaluate", step.evaluation + trimmed, buffers),
     ]
     if settings.save == "gathered":
         phases.append(phase("save", step.idle, buffers, state))
     else:
-        phases.append(phase("save, training waits", step.idle + left, buffers + PIECE_BYTES))
+        phases.append(phase("save, training waits", step.idle + trimmed, buffers + piece))
         if checkpoint.background:
             # With a slow disk. The governor lets training wait instead.
             each, first = _staging_bytes(state, machine, model, settings)
-            on_host = buffers + PIECE_BYTES + each
+            on_host = buffers + piece + each
             copied = phase("save, in the background", step.peak + left, on_host, first)
             phases.append(replace(copied, optional=settings.governed))
     merge = MERGING_BYTES + merge_bytes(model.largest_tensor)
@@ -209,9 +213,6 @@ def _step_bytes(
     evaluation = (trace.heap_evaluation_bytes if on_cpu else trace.evaluation_bytes) - mapped
     if parallel.zero_stage == 3:
         peak += model.largest_unit  # the next block is prefetched
-    if on_cpu and sharded:
-        # gloo makes a copy of what it gathers.
-        peak, evaluation = peak + model.largest_unit, evaluation + model.largest_unit
     if not on_cpu and parallel.offload_params == "cpu":
         # Sharded values wait on the host, in pinned blocks; gathered ones are activations.
         kept = trace.adapter_bytes * 4 if frozen else 0

@@ -240,16 +240,17 @@ def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
 def _model_bytes(
     shape: ModelShape, built: BuiltModel, size: ModelSize, layout: Layout, is_8bit: bool
 ) -> ModelBytes:
-    stored = _stored_dtypes(shape.directory, built) or {shape.dtype}
-    largest = max(p.numel() for p in built.module.parameters())
+    stored, largest = _stored(shape.directory, built)
+    trained = [p for p in built.module.parameters() if p.requires_grad]
     return ModelBytes(
         size.trained_bytes,
-        largest * max(dtype.itemsize for dtype in stored),
+        largest,
         _gathered_values(built, layout) * shape.dtype.itemsize,
         size.is_full,
         is_stored_so=stored == {shape.dtype},
         # Moments in 8 bits are saved in fp32, whatever the weights are.
         more_saved=MOMENTS * (4 * size.num_trained - size.trained_bytes) if is_8bit else 0,
+        largest_trained=max((p.nbytes for p in trained), default=0),
     )
 
 
@@ -264,12 +265,18 @@ def _gathered_values(built: BuiltModel, layout: Layout) -> int:
     return max(*map(sum, others), of_rank)
 
 
-def _stored_dtypes(directory: Path, built: BuiltModel) -> set[torch.dtype]:
-    """Return the dtypes of the model's files, where they are there, else what its config says."""
+def _stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype], int]:
+    """Return the dtypes of the model's files, and the bytes of the largest tensor in them.
+
+    Where files have experts one by one, that is one of them. Without files it is as the model has
+    it, in the dtype of the config, or what is computed with.
+    """
     if any(directory.glob("*.safetensors")):
-        return set(index_model_directory(directory).dtypes.values())
+        index = index_model_directory(directory)
+        return set(index.dtypes.values()), max(map(index.bytes_of, index.stored))
     dtype = getattr(built.config, "dtype", None)
-    return {dtype} if isinstance(dtype, torch.dtype) else set()
+    stored = dtype if isinstance(dtype, torch.dtype) else built.dtype
+    return {stored}, stored.itemsize * max(p.numel() for p in built.module.parameters())
 
 
 def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:

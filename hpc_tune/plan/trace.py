@@ -28,7 +28,7 @@ from hpc_tune.batch import Batch
 from hpc_tune.config.optim import OptimConfig
 from hpc_tune.config.parallel import ParallelConfig
 from hpc_tune.config.schema import RunConfig
-from hpc_tune.engine import native
+from hpc_tune.engine import counted_collectives, native
 from hpc_tune.engine.activation_checkpoint import outside_modes
 from hpc_tune.engine.adamw_8bit import Quantized
 from hpc_tune.engine.base import EngineSettings, evaluate, train_step
@@ -50,7 +50,11 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.plan import StepPlan
 from hpc_tune.step.size import measure
 
+_all_gather = counted_collectives._all_gather
 DEVICE = torch.device("cpu")
+# Rows are rarely full. Blocks that grow with them are of less than a limit of malloc's in most
+# micro-batches, though above it in the fullest.
+NARROWER = 1.125
 DOCUMENT = 128  # tokens: about as long as answers to instructions (Alpaca's rows: 107)
 DEVICE_BYTES = 80 << 30  # of the ranks, where the layout is left to choose
 # A mesh looks its rank up in a tensor; fake parameters can neither be copied deeply, as stages are,
@@ -154,11 +158,16 @@ def trace_step(step: TracedStep) -> TraceReport:
     """
     began_s = time.perf_counter()
     built, layout, world_size = step.shape.build(), step.layout, step.layout.size
-    memory = TracedMemory(RETURNED_BYTES if layout.shard > 1 else MAX_KEPT_BYTES)
+    most = RETURNED_BYTES if layout.shard > 1 else MAX_KEPT_BYTES
+    memory = TracedMemory(int(NARROWER * most), trims=layout.shard > 1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     plan = StepPlan.of(built, layout, step.parallel)
-    scratch = with_scratch() if step.has_kernel else contextlib.nullcontext()
-    with _fake_world(step.rank, world_size), one_by_one_in_32_bits(), fake, memory.watch(), scratch:
+    more = contextlib.ExitStack()
+    if step.has_kernel:
+        more.enter_context(with_scratch())
+    if not step.for_gpu:
+        more.enter_context(replaced(counted_collectives, "_all_gather", _gathered_by_gloo))
+    with _fake_world(step.rank, world_size), one_by_one_in_32_bits(), fake, memory.watch(), more:
         engine = NativeEngine(built, EngineSettings(plan, DEVICE, step.optim))
         for stage in engine._stages:
             stage.module.within_documents &= step.has_tiles
@@ -176,7 +185,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         kinds = _bytes_by_kind(engine, step.is_full)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
-        memory.begin()
+        memory.begin(trimmed=True)
         evaluate(engine, batches, plan, DEVICE)
     return TraceReport(
         str(layout),
@@ -270,6 +279,14 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+def _gathered_by_gloo(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Gather with a copy of all that is gathered, which gloo makes for as long as it takes."""
+    copy = torch.empty_like(out)
+    done = _all_gather(out, *args, **kwargs)
+    del copy
+    return done
 
 
 class _Sent:

@@ -32,22 +32,31 @@ class TracedMemory(TorchDispatchMode):
     part of a phase, the most bytes and the most with such a heap.
     """
 
-    def __init__(self, heap_block_bytes: int) -> None:
+    def __init__(self, heap_block_bytes: int, trims: bool = False) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peaks: dict[str, tuple[int, int]] = {}
         self._part = ""
-        self._heap_block_bytes, self._heap = heap_block_bytes, Heap()
+        self._trims = trims
+        self._heap_block_bytes, self._heap = heap_block_bytes, Heap(trims)
         self._in_heap = self._num_allocated = 0
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}  # addresses in the heap
+        self._bytes_in_heap: dict[int, int] = {}  # of the blocks that are there themselves
         self._kernels: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
 
-    def begin(self) -> None:
-        """Begin a phase: its peaks count from here, and its blocks have a heap of their own."""
-        self._heap, self._in_heap, self._blocks = Heap(), 0, {}
+    def begin(self, trimmed: bool = False) -> None:
+        """Begin a phase: its peaks count from here, and its blocks have a heap of their own.
+
+        ``trimmed``: the heap of the last phase, whose free pages have been returned.
+        """
         self._num_allocated = 0
-        self._kernels.clear()
+        if trimmed:
+            self._heap.trim()
+        else:
+            self._heap, self._in_heap, self._blocks = Heap(self._trims), 0, {}
+            self._bytes_in_heap = {}
+            self._kernels.clear()
         self.peaks = {}
         self.begin_part("")
 
@@ -122,17 +131,24 @@ class TracedMemory(TorchDispatchMode):
         self.live_bytes += num_bytes - before
         if (block := self._blocks.pop(key, None)) is not None:
             self._heap.free(block)
-            self._in_heap -= before
-        if 0 < num_bytes < self._heap_block_bytes:
-            self._blocks[key] = self._heap.allocate(num_bytes)
-            self._in_heap += num_bytes
+            self._in_heap -= self._bytes_in_heap.pop(key, 0)
+        if num_bytes > 0:
+            self._place(key, num_bytes)
             self._num_allocated += 1
             if self._num_allocated % LEAVING_BLOCKS == 0:
                 self._heap.leave(LEFT_BYTES)
         self._count()
 
+    def _place(self, key: int, num_bytes: int) -> None:
+        if num_bytes < self._heap_block_bytes or self._heap.has_room(num_bytes):
+            self._blocks[key] = self._heap.allocate(num_bytes)
+            self._bytes_in_heap[key] = num_bytes
+            self._in_heap += num_bytes
+        else:
+            self._blocks[key] = self._heap.objects()
+
     def _count(self) -> None:
-        heap = self.live_bytes - self._in_heap + self._heap.reach
+        heap = self.live_bytes - self._in_heap + self._heap.resident
         peak, heap_peak = self.peaks.get(self._part, (0, 0))
         self.peaks[self._part] = max(peak, self.live_bytes), max(heap_peak, heap)
 

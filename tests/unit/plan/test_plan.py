@@ -211,7 +211,7 @@ TRACE = TraceReport(
     heap_evaluation_bytes=1150 * MIB,
     trace_s=0.0,
 )
-PROCESS, LEFT = (284 + 20) * MIB + 10 * 900 * 1024, 32 * MIB
+PROCESS, LEFT, TRIMMED = (284 + 20) * MIB + 10 * 900 * 1024, 32 * MIB, 12 * MIB
 LARGEST, UNIT = 64 * MIB, 48 * MIB
 
 
@@ -240,7 +240,16 @@ def test_on_cpus_a_frozen_base_that_is_whole_is_pages_of_the_file():
     assert phases["load"] == Phase("load", 0, PROCESS + 40 * MIB + 32 * MIB)
     buffers = 2 * 1024 * 24  # two steps of one row
     assert phases["steady"].rank_bytes == PROCESS + 500 * MIB + LEFT + buffers
-    assert phases["evaluate"].rank_bytes == PROCESS + 150 * MIB + LEFT + buffers
+    assert phases["evaluate"].rank_bytes == PROCESS + 150 * MIB + TRIMMED + buffers
+
+
+def test_a_save_that_training_waits_for_holds_a_piece_and_no_more_than_the_largest_tensor():
+    machine, buffers = Machine(1, 4, None, 64 * GIB), 2 * 1024 * 24
+    words = ["checkpoint.background=false"]
+    for largest, piece in ((1 << 30, 16 * MIB), (MIB, MIB)):
+        phases = by_name(machine, overrides=words, largest_trained=largest)
+        idle = PROCESS + 40 * MIB + TRIMMED + buffers
+        assert phases["save, training waits"].rank_bytes == idle + piece
 
 
 @pytest.mark.parametrize(
@@ -360,13 +369,6 @@ def test_on_cpus_a_base_of_another_dtype_than_the_files_is_private():
 def test_on_cpus_shards_are_private():
     phases = by_name(Machine(1, 4, None, 64 * GIB), overrides=["parallel.shard=4"])
     assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
-
-
-def test_gloo_makes_a_copy_of_what_it_gathers():
-    whole = by_name(Machine(1, 4, None, 64 * GIB), is_stored_so=False)
-    sharded = by_name(Machine(1, 4, None, 64 * GIB), overrides=["parallel.shard=4"])
-    for phase in ("steady", "evaluate"):
-        assert sharded[phase].rank_bytes == whole[phase].rank_bytes + UNIT
 
 
 def test_on_gpus_the_host_holds_the_process_and_what_streams():
