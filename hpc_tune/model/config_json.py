@@ -9,6 +9,9 @@ from typing import Any
 
 from hpc_tune.errors import DataError
 
+# Where config.json may name kernels of the hub, as OWNER/NAME.
+_KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
+
 _COUNT = re.compile(r"(layers?|experts|blocks|^depth)$")
 MOST_PARTS = 10_000  # layers of a model, or experts of a layer; ten times what there is
 
@@ -60,4 +63,16 @@ def require_an_end(directory: Path) -> None:
             raise DataError(
                 f"{directory}/config.json cannot be used: {name}={value:,}, and no model has more "
                 f"than {MOST_PARTS:,}; is the file damaged?"
+            )
+
+
+def refuse_kernels(directory: Path) -> None:
+    """Refuse a config.json that names code of the hub, which transformers would load and run."""
+    settings = config_json(directory)
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    for key, name in ((key, str(part.get(key))) for part in parts for key in _KERNEL_KEYS):
+        if "/" in name:
+            raise DataError(
+                f"{directory}/config.json: {key} is {name}, code of the Hugging Face hub, which is "
+                f"not run; remove {key} from it"
             )

@@ -22,7 +22,7 @@ from torch import nn
 
 from hpc_tune.errors import DataError, first_line
 from hpc_tune.lazy_imports import lazy_imports
-from hpc_tune.model.config_json import config_json, require_an_end
+from hpc_tune.model.config_json import refuse_kernels, require_an_end
 from hpc_tune.model.experts import Adapted, adapted_tensors, without_router_losses
 from hpc_tune.model.joined import Part, joined_tensors, renamed_tensors
 from hpc_tune.model.loss import decoder_of
@@ -30,8 +30,6 @@ from hpc_tune.model.own_functions import use_own_functions_on_cpu
 from hpc_tune.model.weights import PIECE_BYTES, TensorIndex
 from hpc_tune.pointer_file import why_pointer
 
-# Where config.json may name kernels of the hub, as OWNER/NAME.
-_KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 _CONSTANTS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 
 
@@ -78,7 +76,7 @@ def read_config(directory: Path) -> Any:
         refuse_code(directory, "config.json", error)
         why = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{directory}/config.json cannot be used: {why}") from None
-    _refuse_kernels(directory)
+    refuse_kernels(directory)
     without_router_losses(config)
     return config
 
@@ -108,18 +106,6 @@ def refuse_code(directory: Path, file: str, error: Exception) -> None:
             f"{directory}/{file} needs Python code that is in the directory (auto_map), and no "
             "code of a model directory is run; take a model whose type transformers knows itself"
         ) from None
-
-
-def _refuse_kernels(directory: Path) -> None:
-    """Refuse a config.json that names code of the hub, which transformers would load and run."""
-    settings = config_json(directory)
-    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
-    for key, name in ((key, str(part.get(key))) for part in parts for key in _KERNEL_KEYS):
-        if "/" in name:
-            raise DataError(
-                f"{directory}/config.json: {key} is {name}, code of the Hugging Face hub, which is "
-                f"not run; remove {key} from it"
-            )
 
 
 def read_shape(directory: Path) -> Any:
