@@ -13,6 +13,7 @@ from hpc_tune.config.tune import TuneConfig
 from hpc_tune.errors import ConfigError
 from hpc_tune.model.build import build
 from hpc_tune.model.language import stock_class
+from hpc_tune.model.loss import decoder_of
 from hpc_tune.model.stock import write_small
 from hpc_tune.model.weights import index_model_directory
 from tests.support.mixtures import write_mixture
@@ -109,6 +110,43 @@ def test_a_layer_whose_gate_and_up_lie_apart_in_files_is_merged(tmp_path, method
     merged, first = map(logits, models)
     assert torch.allclose(merged, logits(module), atol=1e-4)
     assert not torch.allclose(merged, first, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("family", "tune"),
+    [
+        ("mistral_large4", EXPERTS),
+        pytest.param("mistral_large4", FULL, marks=pytest.mark.full),
+        pytest.param("mistral4", EXPERTS, marks=pytest.mark.full),
+        pytest.param("mistral4", FULL, marks=pytest.mark.full),
+    ],
+    ids=["mistral_large4-experts", "mistral_large4-full", "mistral4-experts", "mistral4-full"],
+)
+def test_a_mistral_large_4_is_merged_as_its_files_are(tmp_path, family, tune):
+    """Its files have short names, each expert by itself, and parts for images beside."""
+    base = tmp_path / "base"
+    base.mkdir()
+    config = AutoConfig.for_model(family)
+    write_small(config, base)
+    module = trained(base, tune, tmp_path / "step")
+    lm = module.causal_lm()  # its class is that of the whole model, and wants more than its decoder
+    with torch.no_grad():
+        hidden = decoder_of(lm)(input_ids=TOKENS_BT, use_cache=False).last_hidden_state
+        ours = lm.get_output_embeddings()(hidden)
+    if cap := getattr(config.get_text_config(), "final_logit_softcapping", None):
+        ours = cap * torch.tanh(ours / cap)
+    out = export_merged(tmp_path / "step", tune, base, tmp_path / "merged")
+    stored, merged = (index_model_directory(folder) for folder in (base, out))
+    assert merged.shapes == stored.shapes
+    assert merged.dtypes == stored.dtypes
+    model, report = stock_class(config).from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.allclose(logits(model.eval()), ours, atol=1e-4)
+    first = stock_class(config).from_pretrained(base, dtype=torch.float32).eval()
+    assert not torch.allclose(logits(first), ours, atol=1e-2)
 
 
 @pytest.mark.parametrize(("family", "lost"), [("laguna", 9), ("hy_v3", 0)])
