@@ -31,7 +31,7 @@ if "HPC_TUNE_TEST_DATA" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["HPC_TUNE_TEST_DATA"], ignore_errors=True)
 
 # One server of ranks for all workers, which lives as long as the first process does.
-if "HPC_TUNE_TEST_WARM" not in os.environ:
+if warm.place() is None:
     warm.make_place()
 
 # Under nohup, or in the background of a shell, these are ignored, and so they would be by each

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 SHIM = Path(__file__).with_name("warm_shim.py")
-_PLACE = "HPC_TUNE_TEST_WARM"  # the environment's word for the folder of the server
+ROOT = Path(__file__).resolve().parents[2]
+_PLACE = "HPC_TUNE_TEST_WARM"  # in the environment: the folder of the server, and whose code it has
 # Not mpi4py.MPI, which would initialise it.
 _IMPORTED = (
     "mpi4py",
@@ -61,11 +62,17 @@ def make_place() -> None:
     Whoever of them starts the server, it ends with this process, which alone holds its pipe.
     """
     folder = tempfile.mkdtemp(prefix="warm-")
-    os.environ[_PLACE] = folder
+    os.environ[_PLACE] = f"{folder}{os.pathsep}{ROOT}"
     os.mkfifo(os.path.join(folder, "alive"))
     held = os.open(os.path.join(folder, "alive"), os.O_RDWR)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(os.close, held)
+
+
+def place() -> str | None:
+    """Return the folder of the server, if there is one of this code: a copy of it has its own."""
+    folder, _, root = os.environ.get(_PLACE, "").partition(os.pathsep)
+    return folder if root == str(ROOT) else None
 
 
 @functools.cache
@@ -74,9 +81,9 @@ def command() -> tuple[str, ...]:
 
     Whoever asks first starts the server.
     """
-    if _PLACE not in os.environ:
+    if place() is None:
         make_place()
-    path = os.path.join(os.environ[_PLACE], "socket")
+    path = f"{place()}/socket"
     with open(path + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(path):
@@ -104,7 +111,7 @@ def _start(path: str) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env={**os.environ, **alone, "PYTHONUNBUFFERED": "1"},
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
         start_new_session=True,
     )
     atexit.register(server.poll)  # it may outlive this process, and is no forgotten one until then
