@@ -128,7 +128,7 @@ def write_adapter(index: TensorIndex, tune: TuneConfig, base: Path, out: Path) -
         config.target_modules = {layer.rpartition(".")[2] for layer in layers}
     if within:  # the other parts of such a model may have layers of the same names
         kinds = "|".join(sorted(config.target_modules))
-        config.target_modules = rf"{re.escape(within.group())}.*\.({kinds})"
+        config.target_modules = rf"{re.escape(within.group())}(.*\.)?({kinds})"
         if config.modules_to_save:
             others = (path for path in paths if ".lora_" not in path and SUFFIX not in path)
             saved = {path.rpartition(".")[0] for path in others}

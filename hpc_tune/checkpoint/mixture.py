@@ -43,7 +43,8 @@ def _stacks_in(base: Path) -> Mapping[str, Adapted]:
 
 def passed_over_by_peft(index: TensorIndex, base: Path) -> list[str]:
     """Return the layers whose adapters in ``index`` peft does not load over the model of a base."""
-    named = (n.removeprefix(_ADAPTERS) for n in index.pieces if ".lora_" in n)
+    adapters = (n for n in index.pieces if n.startswith(_ADAPTERS) and ".lora_" in n)
+    named = (n.removeprefix(_ADAPTERS) for n in adapters)
     lost = renamed_again(whole_model(read_config(base)), named)
     return sorted({name.partition(".lora_")[0] for name in lost})
 

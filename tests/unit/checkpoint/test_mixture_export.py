@@ -149,7 +149,24 @@ def test_a_mistral_large_4_is_merged_as_its_files_are(tmp_path, family, tune):
     assert not torch.allclose(logits(first), ours, atol=1e-2)
 
 
-@pytest.mark.parametrize(("family", "lost"), [("laguna", 9), ("hy_v3", 0)])
+def test_an_adapter_on_the_experts_of_a_part_for_language_is_what_peft_loads(tmp_path):
+    """Gemma 4 with experts: its blocks have dense layers beside them, and one lies beside all."""
+    config = AutoConfig.for_model("gemma4")
+    text = config.get_text_config()
+    text.enable_moe_block, text.num_experts, text.top_k_experts = True, 8, 2
+    text.moe_intermediate_size = 32
+    base = tmp_path / "base"
+    base.mkdir()
+    write_small(config, base)
+    module = trained(base, EXPERTS, tmp_path / "step")
+    out = export_adapter(tmp_path / "step", EXPERTS, base, tmp_path / "adapter")
+    models = [stock_class(config).from_pretrained(base, dtype=torch.float32) for _ in "ab"]
+    loaded = PeftModel.from_pretrained(models[0], out).eval()
+    assert torch.allclose(logits(loaded), logits(module), atol=1e-4)
+    assert not torch.allclose(logits(models[1].eval()), logits(module), atol=1e-2)
+
+
+@pytest.mark.parametrize(("family", "lost"), [("laguna", 3), ("hy_v3", 0)])
 def test_adapters_that_peft_passes_over_are_said(tmp_path, caplog, family, lost):
     """Of Laguna's shared experts, which transformers renames although they have their own name."""
     base = tmp_path / "base"
