@@ -6,7 +6,7 @@ from hpc_tune.convert.another_training import of_axolotl
 from hpc_tune.convert.axolotl_data import CHAT_TEMPLATE, LISTS, data_rules, files_of
 from hpc_tune.convert.axolotl_others import DECIDED, LEFT
 from hpc_tune.convert.axolotl_preferences import PREFERENCES, objective, preference_defaults
-from hpc_tune.convert.layers import targets
+from hpc_tune.convert.layers import are_experts, targets, with_experts
 from hpc_tune.convert.outcomes import (
     NO_ADAPTERS,
     Automatic,
@@ -86,6 +86,24 @@ def _weight_dtype(value: Any, theirs: ForeignConfig) -> Outcome:
 def _targets(value: Any, theirs: ForeignConfig) -> Outcome:
     if _method(theirs) == "full":
         return NO_ADAPTERS
+    if not are_experts(theirs.get("lora_target_parameters")):
+        return _layers(theirs)
+    has_layers = theirs.get("lora_target_modules") or theirs.is_on("lora_target_linear")
+    layers = _layers(theirs) if has_layers else Mapped({"tune.targets": []})
+    return with_experts(layers, theirs.get("lora_r"))
+
+
+def _target_parameters(value: Any, theirs: ForeignConfig) -> Outcome:
+    if not are_experts(value):
+        return Unsupported(
+            "adapters go on both stacks of all layers' experts, where tune.targets names them: "
+            "[all-linear, experts], with tune.expert_rank for each expert",
+            to_do=True,
+        )
+    return _targets(value, theirs)
+
+
+def _layers(theirs: ForeignConfig) -> Outcome:
     names = theirs.get("lora_target_modules")
     is_pattern = isinstance(names, str) and names.replace("_", "-") != "all-linear"
     names = names if isinstance(names, list) else []
@@ -235,6 +253,7 @@ _TAKEN: dict[str, Rule] = {
     "loraplus_lr_ratio": adapter("optim.lora_b_ratio", _method),
     "lora_target_modules": _targets,
     "lora_target_linear": _target_linear,
+    "lora_target_parameters": _target_parameters,
     "lora_model_dir": reference_adapter(first_adapter(_method), objective),
     **data_rules(),
     **CHAT_TEMPLATE,

@@ -4,6 +4,7 @@ from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each,
 from hpc_tune.convert.trainer import (
     NF4,
     ONE_SCHEDULE,
+    ROUTER_LOSS,
     modules_to_save,
     only,
     schedule_part,
@@ -13,6 +14,7 @@ from hpc_tune.convert.trainer import (
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 _OWN = Automatic("attention and loss are PyTorch's own; logits are never held whole")
 DECIDED: dict[str, Rule] = {
+    "quantize_moe_experts": Automatic("tune.method=qlora keeps routed experts in 4 bits too"),
     **each(
         Automatic("padding is neither attended to nor learned"),
         "special_tokens.pad_token tokens.pad_token",
@@ -136,7 +138,7 @@ LEFT: dict[str, Rule] = {
     "peft_trainable_token_indices": trainable_tokens,
     **each(
         lacking("all linear layers named in tune.targets get adapters", to_do=True),
-        "peft_layers_to_transform peft_layers_pattern lora_target_parameters",
+        "peft_layers_to_transform peft_layers_pattern",
     ),
     **each(
         lacking("adapters begin and are trained as in LoRA, with B at 0", to_do=True),
@@ -152,6 +154,14 @@ LEFT: dict[str, Rule] = {
     ),
     "lisa_layers_attribute": Automatic("no parts are frozen"),
     **each(
+        ROUTER_LOSS,
+        "model_config.router_aux_loss_coef overrides_of_model_config.router_aux_loss_coef",
+    ),
+    **each(
+        Automatic("a loss of routers is learned where tune.router_aux_loss is set"),
+        "model_config.output_router_logits overrides_of_model_config.output_router_logits",
+    ),
+    **each(
         lacking(_SHAPE, to_do=True),
         "overrides_of_model_config.* model_config.* rope_scaling peft_layer_replication "
         "reinit_weights random_init_weights scaling_softmax scaling_softmax_factor "
@@ -161,7 +171,7 @@ LEFT: dict[str, Rule] = {
     **each(
         lacking("the model is loaded as model.dtype says"),
         "torch_dtype overrides_of_model_kwargs.* model_kwargs.* model_quantization_config "
-        "model_quantization_config_kwargs.* embeddings_skip_upcast quantize_moe_experts",
+        "model_quantization_config_kwargs.* embeddings_skip_upcast",
     ),
     **each(
         lacking(

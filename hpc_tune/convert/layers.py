@@ -5,6 +5,7 @@ model.path is a directory here -> the names of its weights, without reading one
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
+_STACK = re.compile(r"(?:[a-z_]+\.)*experts\.(gate_up|down)_proj")
 _OUTPUT_HEAD = {"lm_head"}  # files leave out one that is tied to the embedding
 _LARGEST_HEADER = 64 << 20  # bytes; one of more is damaged
 
@@ -43,6 +45,23 @@ def targets(names: list[str], model_key: str, theirs: ForeignConfig) -> Outcome:
         "layers",
         to_do=True,
     )
+
+
+def are_experts(parameters: Any) -> bool:
+    """Return whether peft's target_parameters are both stacks of the experts of all layers."""
+    names = parameters if isinstance(parameters, list) else [parameters]
+    found = [_STACK.fullmatch(str(name)) for name in names]
+    return all(found) and {match[1] for match in found if match} == {"gate_up", "down"}
+
+
+def with_experts(outcome: Outcome, rank: Any) -> Outcome:
+    """Return targets with routed experts among them; peft gives each expert the whole rank."""
+    if not isinstance(outcome, Mapped):
+        return outcome
+    names = outcome.settings["tune.targets"]
+    every = [*([names] if isinstance(names, str) else names), "experts"]
+    settings = {"tune.targets": every, "tune.expert_rank": rank}
+    return Mapped(settings, "the rank of each expert, as there")
 
 
 def fused(names: list[str], builder: str) -> Outcome | None:

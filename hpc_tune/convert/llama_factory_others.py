@@ -1,7 +1,7 @@
 """LLaMA-Factory's keys that give no setting: what hpc_tune decides itself, and what it lacks."""
 
 from hpc_tune.convert.outcomes import LAYOUT, NO_TRACKER, Automatic, Rule, each, lacking
-from hpc_tune.convert.trainer import NF4, modules_to_save, only, schedule_part
+from hpc_tune.convert.trainer import NF4, ROUTER_LOSS, modules_to_save, only, schedule_part
 
 _PREPARED = "raw data are prepared once, into data.cache; ranks read ahead of their steps"
 DECIDED: dict[str, Rule] = {
@@ -146,11 +146,7 @@ LEFT: dict[str, Rule] = {
         lacking("cross entropy of the next token is the only loss", to_do=True),
         "label_smoothing_factor use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha",
     ),
-    "moe_aux_loss_coef": lacking(
-        "tune.router_aux_loss is by layer and row, theirs of all layers and a micro-batch at once; "
-        "set it if balance is to be learned",
-        to_do=True,
-    ),
+    "moe_aux_loss_coef": ROUTER_LOSS,
     **each(
         lacking("the model is what config.json of model.path says", to_do=True),
         "rope_scaling shift_attn mixture_of_depths use_llama_pro resize_vocab add_tokens "

@@ -15,6 +15,7 @@ from hpc_tune.convert.outcomes import (
     Rule,
     Unsupported,
     is_path,
+    lacking,
 )
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
@@ -23,6 +24,12 @@ ONE_SCHEDULE = "optim.schedule is constant, linear, cosine, cosine_with_restarts
 _TAKES_ARGUMENTS = ("warmup_stable_decay", "cosine_with_restarts")
 _KWARGS = "lr_scheduler_kwargs"
 _ENDS = "its end is reached in the last step here, and one step after it there"
+# Of balance between experts.
+ROUTER_LOSS = lacking(
+    "tune.router_aux_loss is by layer and row, theirs of all layers and a micro-batch at once; "
+    "set it if balance is to be learned",
+    to_do=True,
+)
 NF4 = "NF4 with double quantization, by bitsandbytes"
 _STAGE = re.compile(r"(?:z|zero|stage)[_-]?([1-3])(?!\d)")
 _BNB = "embeddings too, whose state theirs keeps in fp32"

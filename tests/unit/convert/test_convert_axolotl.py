@@ -11,6 +11,7 @@ from hpc_tune.convert.outcomes import ForeignConfig
 from hpc_tune.errors import EXIT_DONE, ConfigError
 from tests.support.converting import line_of, on_four_ranks, settings, theirs
 
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LORA = """
 base_model: /models/Llama-3.1-8B
 load_in_8bit: false
@@ -285,6 +286,18 @@ def test_every_key_of_the_reference_is_known():
         ({"peft_trainable_token_indices": [5, 6]}, {"tune.trainable_tokens": [5, 6]}),
         ({"lora_modules_to_save": ["lm_head"]}, {"tune.modules_to_save": ["lm_head"]}),
         ({"lora_target_modules": "all-linear"}, {"tune.targets": "all-linear"}),
+        (
+            {"lora_target_parameters": STACKS},
+            {"tune.targets": ["q_proj", "k_proj", "v_proj", "o_proj", "experts"]},
+        ),
+        (
+            {"lora_target_parameters": STACKS, "lora_target_linear": True, "lora_r": 8},
+            {"tune.targets": ["all-linear", "experts"], "tune.expert_rank": 8},
+        ),
+        (
+            {"lora_target_parameters": STACKS, "lora_target_modules": None},
+            {"tune.targets": ["experts"]},
+        ),
         ({"lora_model_dir": "./first"}, {"tune.init_from": "./first"}),
         ({"adapter": None, "deepspeed": None}, {"tune.param_dtype": "bf16"}),
         ({"adapter": None}, {"tune.param_dtype": None}),  # DeepSpeed keeps fp32
@@ -358,6 +371,17 @@ def test_what_axolotl_says_elsewhere_or_by_default_counts_too(changes, expected)
         ({"qat": {"weight_dtype": "int4"}}, "qat.weight_dtype", "quantized or pruned"),
         ({"curriculum_sampling": True}, "curriculum_sampling", "shuffled"),
         ({"my_own_key": 1}, "my_own_key", command.UNKNOWN),
+        ({"lora_target_parameters": STACKS[:1]}, "lora_target_parameters", "both stacks"),
+        (
+            {"lora_target_parameters": [f"22.{name}" for name in STACKS]},
+            "lora_target_parameters",
+            "all layers",
+        ),
+        (
+            {"model_config": {"router_aux_loss_coef": 0.01}},
+            "model_config.router_aux_loss_coef",
+            "tune.router_aux_loss",
+        ),
         ({"lr_scheduler": "one_cycle"}, "lr_scheduler", "cosine_with_restarts or wsd"),
         ({"optimizer": "muon"}, "optimizer", "only optimizer"),
         ({"val_set_size": 500, "eval_steps": None}, "val_set_size", "share"),
