@@ -28,8 +28,10 @@ PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.o
 class TracedMemory(TorchDispatchMode):
     """Adds up the live storages of fake tensors, and gives 1 for their values.
 
-    Blocks below ``heap_block_bytes`` lie in a heap that never shrinks. ``peaks`` holds, for each
-    part of a phase, the most bytes and the most with such a heap.
+    Where a model asks which values are not zero, as experts' own code does for those that are hit
+    and then for the tokens of each, all experts are hit, and tokens are dealt evenly. Blocks below
+    ``heap_block_bytes`` lie in a heap that never shrinks. ``peaks`` holds, for each part of a
+    phase, the most bytes and the most with such a heap.
     """
 
     def __init__(self, heap_block_bytes: int, trims: bool = False) -> None:
@@ -40,6 +42,7 @@ class TracedMemory(TorchDispatchMode):
         self._trims = trims
         self._heap_block_bytes, self._heap = heap_block_bytes, Heap(trims)
         self._in_heap = self._num_allocated = 0
+        self._num_hit = 1  # experts, of the layer at hand
         self._sizes: dict[int, int] = {}
         self._blocks: dict[int, tuple[int, ...]] = {}  # addresses in the heap
         self._bytes_in_heap: dict[int, int] = {}  # of the blocks that are there themselves
@@ -94,6 +97,8 @@ class TracedMemory(TorchDispatchMode):
             return NotImplemented  # it comes again with the local tensors
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1  # a step reads its loss and norm, to report them
+        if func is torch.ops.aten.nonzero.default:
+            return self._nonzero(args[0])
         self._note_product(func, args)
         if func is torch.ops.hpc_tune.document_attention.default:
             with self:  # its tiles are seen too
@@ -103,6 +108,14 @@ class TracedMemory(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
                 self._see(leaf.untyped_storage())
         return result
+
+    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        if mask.dim() == 1:
+            self._num_hit = mask.numel()
+        count = mask.numel() if mask.dim() == 1 else -(-mask.numel() // self._num_hit)
+        places = mask.new_empty((count, mask.dim()), dtype=torch.int64)
+        self._see(places.untyped_storage())
+        return places
 
     def _note_product(self, func: Any, args: Any) -> None:
         """Make the kernel of a product in 16 bits that oneDNN has not met, or has forgotten."""

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from hpc_tune.model.blocks import block_list
-from hpc_tune.model.experts import ROUTED, chosen_share, kinds_of
+from hpc_tune.model.config_json import common_value
+from hpc_tune.model.experts import ROUTED, chosen_experts, chosen_share, has_experts, kinds_of
 from hpc_tune.model.kernels import windows_of
 from hpc_tune.model.loss import LossModel
 from hpc_tune.model.quantize import Packed, packed_weights, scale_bytes
@@ -245,11 +246,23 @@ def activation_bound(model: Any, tokens: int) -> int:
     """Return more than a micro-batch of ``tokens`` makes a rank keep without recompute, in bytes.
 
     34 bytes x tokens x hidden x layers in 16 bits (arXiv:2205.05198, without the scores, which are
-    not kept), twice that in 32, and the logits in fp32 with their gradient.
+    not kept), twice that in 32, and the logits in fp32 with their gradient. Of each expert of a
+    token 4 bytes x (3 hidden + 4 inner): its input, output and weighted output; gate and up, the
+    activation, and the product.
     """
-    kept: int = 68 * tokens * model.hidden_size * model.num_hidden_layers
+    hidden: int = model.hidden_size
+    of_token = 68 * hidden
+    if has_experts(model):
+        of_token += 4 * (3 * hidden + 4 * _inner_of_experts(model)) * chosen_experts(model)
+    kept: int = of_token * tokens * model.num_hidden_layers
     logits: int = 8 * tokens * model.vocab_size
     return kept + logits
+
+
+def _inner_of_experts(model: Any) -> int:
+    names = ("moe_intermediate_size", "intermediate_size")
+    inner = next((value for n in names if (value := common_value(model, n))), 0)
+    return int(max(inner) if isinstance(inner, list) else inner)
 
 
 def flops_per_token(size: ModelSize, model: Any, seq_len: int) -> float:

@@ -290,6 +290,17 @@ def test_zero_is_refused():
     assert done.stderr.startswith("parallel.zero_stage cannot be traced")
 
 
+def test_experts_that_look_for_their_tokens_get_an_even_share():
+    """LongCat's own code asks which experts are hit, and then for the tokens of each."""
+    memory = TracedMemory(heap_block_bytes=0)
+    with FakeTensorMode(), memory.watch():
+        experts_of_NK = torch.zeros(6, 2, dtype=torch.int64)
+        mask_EKN = torch.nn.functional.one_hot(experts_of_NK, num_classes=4).permute(2, 1, 0)
+        hit = mask_EKN.sum(dim=(-1, -2)).gt(0).nonzero()
+        assert hit.shape == (4, 1)
+        assert [tokens.shape for tokens in torch.where(mask_EKN[0])] == [(3,), (3,)]
+
+
 def test_memory_is_followed_through_views_frees_and_resizes():
     memory = TracedMemory(heap_block_bytes=0)
     with FakeTensorMode(), memory.watch():

@@ -10,6 +10,7 @@ from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import (
     ModelSize,
     Weights,
+    activation_bound,
     attention_flops,
     flops_per_token,
     measure,
@@ -132,3 +133,12 @@ def test_attention_takes_the_flops_of_the_scores_within_documents(said, lengths,
 )
 def test_a_gpus_peak_is_found_by_its_name(name, peak):
     assert peak_flops(name) == peak
+
+
+def test_what_the_experts_of_a_token_keep_is_in_the_bound():
+    """Each has rows of 8 hidden values and 4 of 6 inner ones; a layer has 2 for a token."""
+    dense = SimpleNamespace(hidden_size=8, num_hidden_layers=3, vocab_size=10)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    mixture = SimpleNamespace(**vars(dense), **experts)
+    more = activation_bound(mixture, 5) - activation_bound(dense, 5)
+    assert more == 5 * 3 * 2 * 4 * (3 * 8 + 4 * 6)
