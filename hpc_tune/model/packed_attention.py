@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from hpc_tune.model import tiled_attention, varlen_attention
 from hpc_tune.model.scoped import Document, batch_context
@@ -25,6 +26,11 @@ NAME = "hpc_tune_documents"
 # Sparse attention (DeepSeek V3.2): a part of a layer chooses the keys of each token. transformers
 # masks the others for its own implementations alone, and would leave that to any other.
 _INDEXER = re.compile(r"(^|\.)indexer$")
+
+
+def indexers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the parts of layers that choose the keys of each token."""
+    return [module for path, module in model.named_modules() if _INDEXER.search(path)]
 
 
 def documents_of(lengths: Sequence[Sequence[int]]) -> list[Document]:
@@ -52,7 +58,7 @@ def use_document_attention(model: Any) -> bool:
     _tell_masks_positions(model)
     if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False
-    if any(_INDEXER.search(path) for path, _ in model.named_modules()):
+    if any(indexers_of(model)):
         return False
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)

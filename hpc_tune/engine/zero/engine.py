@@ -46,6 +46,7 @@ from hpc_tune.model.grouped_experts import is_decorated
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.neftune import use_neftune
 from hpc_tune.model.objective import Objective
+from hpc_tune.model.packed_attention import indexers_of
 from hpc_tune.model.regions import Region
 from hpc_tune.model.weights import TensorIndex
 from hpc_tune.step.size import SAVED_COPIES
@@ -234,7 +235,7 @@ class ZeroEngine:
         if self._stage == 3:
             from hpc_tune.engine.zero.partition import partition
 
-            _gather_experts_at_once(built.module)
+            _gather_at_once(built.module)
             partition(built, config, self._device, reserve)
         else:
             allocate(built.module, self._device)
@@ -247,17 +248,18 @@ class ZeroEngine:
         return adamw_of([{**g, "params": [loaded[n] for n in g["params"]]} for g in groups], optim)
 
 
-def _gather_experts_at_once(module: nn.Module) -> None:
-    """Let DeepSpeed see experts that run by their own code as one layer, without those in it.
+def _gather_at_once(module: nn.Module) -> None:
+    """Let DeepSpeed see as one layer each what calls the layers in it as its tokens have it.
 
-    LongCat's call such a layer for each expert that has tokens, which differ by rank: each call
-    gathers weights ahead, and ranks would wait for each other in other collectives.
+    LongCat's experts call such a layer for each expert that has tokens, Qwen4's indexer for each
+    token; those differ by rank. Each call gathers weights ahead, and ranks would wait for each
+    other in other collectives.
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    for _, experts in stacks_of(module):
-        if not is_decorated(experts):
-            set_z3_leaf_module(experts, True)
+    experts = (part for _, part in stacks_of(module) if not is_decorated(part))
+    for part in (*experts, *indexers_of(module)):
+        set_z3_leaf_module(part, True)
 
 
 def _named(part: str, name: str) -> str:
