@@ -17,7 +17,9 @@ qwen3_5_text recurrent_gemma rwkv seed_oss smollm3 stablelm starcoder2 vaultgemm
 zaya
 """
 OTHERS = "bart bert camembert cpmant electra roberta xlnet xlstm"  # most are not causal
-WITH_IMAGES = "exaone4_5 gemma3 gemma4 internvl llava mistral3 qwen3_5 qwen3_vl smolvlm"
+WITH_IMAGES = (
+    "exaone4_5 gemma3 gemma4 internvl llava mistral3 muse_glimmer qwen3_5 qwen3_vl smolvlm"
+)
 SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 EXPERTS = """
 exaone_moe flex_olmo gemma4 glm4_moe_lite gpt_oss granitemoe granitemoeshared jetmoe llama4_text

@@ -261,27 +261,27 @@ def _stored_names(
             )
     missing = [name for name in shapes if name not in names]
     if missing:
+        _require_known_making(directory, missing, language.names, index)
         raise DataError(
             f"{directory}: {len(missing)} of {len(shapes)} tensors that config.json asks for "
             f"are not in its safetensors files, such as {', '.join(missing[:3])}"
             + _behind_a_prefix(missing[0], index)
-            + _of_unknown_making(missing, language.names, index)
         )
     return names
 
 
-def _of_unknown_making(
-    missing: Sequence[str], names: Names, index: TensorIndex | ShapeIndex
-) -> str:
-    """Return by what transformers makes a missing tensor of others that are there, if it does."""
+def _require_known_making(
+    directory: Path, missing: Sequence[str], names: Names, index: TensorIndex | ShapeIndex
+) -> None:
+    """Refuse a model of which transformers makes a tensor of others in a way not known here."""
     unfollowed = getattr(index, "unfollowed", {})
     found = next((name for name in missing if names.of_whole(name) in unfollowed), None)
-    if found is None:
-        return ""
-    return (
-        f". transformers makes {found} of others by {unfollowed[names.of_whole(found)]}, which is "
-        "not followed here: such a model is not read"
-    )
+    if found is not None:
+        raise DataError(
+            f"{directory}: transformers makes {found} of tensors of its files by "
+            f"{unfollowed[names.of_whole(found)]}, which is not followed here: such files are not "
+            "read"
+        )
 
 
 def _behind_a_prefix(name: str, index: TensorIndex | ShapeIndex) -> str:

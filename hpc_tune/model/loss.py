@@ -35,7 +35,7 @@ TokenLoss = Callable[[torch.Tensor, Any, torch.Tensor, Any], torch.Tensor]  # [N
 # transformers keeps the documents of a row apart by their positions; these take a mask for it.
 _BLIND_TO_POSITIONS = ("biogpt", "falcon", "opt")
 # What a config.json says is done to logits. Granite divides by its factor, HyperCLOVA X multiplies.
-_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _MULTIPLY = ("hyperclovax",)
 

@@ -106,6 +106,7 @@ def test_tokens_see_the_keys_alone_that_an_indexer_chooses(kind, monkeypatch):
         ("step3p7", {"text_config": {"sliding_window": 512}}),
         pytest.param("glm5_next", {}, marks=pytest.mark.full),
         pytest.param("unlimited_ocr", {}, marks=pytest.mark.full),
+        pytest.param("muse_spark", {}, marks=pytest.mark.full),
         pytest.param("dots3_note", {}, marks=pytest.mark.full),
     ],
 )
