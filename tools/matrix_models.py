@@ -27,7 +27,7 @@ longcat_flash minimax minimax_m2 mixtral nemotron_h olmoe phimoe qwen2_moe qwen3
 qwen3_moe qwen3_next qwen3_vl_moe afmoe aria jamba ernie4_5_moe deepseek_v3 deepseek_v32
 axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v4 dots3_note ernie4_5_vl_moe flint glm4v_moe
 glm5_next glm_moe_dsa granitemoe_swa hy_v3 hy_v4 inkling2 inkling_mm_model kimi_k25 kimi_linear
-kolibri1 laguna llama4 mellum mimo_v2_flash minimax_m3_vl mistral4 mistral_large4 muse_spark
+kolibri1 laguna llama4 mellum mimo_v2_flash mistral4 mistral_large4 muse_spark
 nemotron_h_omni openai_privacy_filter qwen3_omni_moe solar_open unlimited_ocr
 """
 INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128}
@@ -83,6 +83,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"text_config": HEADS_OF_128 | {"num_attention_heads": 32}},
     "qwen4_exp": {
         "text_config": INDEXER | {"rope_parameters": QUARTER | {"mrope_section": [11, 11, 10]}}
+    },
+    "minimax_m3_vl": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        }
     },
     "step3p7": {"text_config": {"sliding_window": 512}},
     "nemotron": {"num_key_value_heads": 8},
