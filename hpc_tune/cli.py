@@ -154,6 +154,8 @@ def _build_parser() -> _Parser:
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=1)
+    if near and word.startswith("-") and not near[0].startswith("-"):
+        return f"; {near[0].upper()} is given without a name"
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -319,20 +319,29 @@ def _parts(index: TensorIndex, name: str) -> tuple[Part, ...]:
 def parts_beside(index: TensorIndex, used: Collection[str]) -> tuple[str, ...]:
     """Return what files hold beside the tensors ``used``, by the beginnings of their names.
 
-    Such as ``("model.vision_tower (437 tensors)",)``, and files that are not read. Constants that
-    transformers computes itself, and which old versions have stored, are left out.
+    Such as ``("model.vision_tower (437 tensors)",)``, and files that are not read; of blocks behind
+    the last one (of prediction of several tokens), their number. Constants that transformers
+    computes itself, and which old versions have stored, are left out.
     """
     parts: dict[str, int] = {}
     shared = {name.partition(".")[0] for name in used}
+    in_blocks = {_before_number(name) for name in used}
     used = {*used, *(part.stored for name in used for part in _parts(index, name))}
     for name in index.stored:
         if name not in used and not name.endswith(_CONSTANTS):
-            beginning = itertools.takewhile(lambda part: not part.isdigit(), name.split("."))
-            first, *more = [*beginning] or [name]
+            blocks = _before_number(name)
+            first, *more = blocks.split(".") if blocks else [name]
             key = ".".join([first, *more[:1]]) if first in shared else first
+            if blocks != name and blocks in in_blocks:
+                key = f"{blocks}.{name.removeprefix(blocks).split('.')[1]}"
             parts[key] = parts.get(key, 0) + 1
     beside = (f"{key} ({count:,} tensors)" for key, count in sorted(parts.items()))
     return (*beside, *index.unread)
+
+
+def _before_number(name: str) -> str:
+    """Return the beginning of a tensor's name in front of a number, such as of its block."""
+    return ".".join(itertools.takewhile(lambda part: not part.isdigit(), name.split(".")))
 
 
 def _head_is_another(language: LanguageModel, index: TensorIndex) -> bool:

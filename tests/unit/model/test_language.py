@@ -17,6 +17,7 @@ from hpc_tune.model.build import build
 from hpc_tune.model.builtin import write_tiny
 from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.stock import write_small
+from tests.support.mixtures import write_mixture
 from tests.unit.checkpoint.test_export import METHODS, trained
 from tests.unit.model.test_model_build import loaded, our_loss, row, stock_loss
 
@@ -142,3 +143,19 @@ def test_a_model_that_would_take_for_ever_to_make_is_refused(tmp_path, part, nam
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **said}))
     with pytest.raises(DataError, match=f"{name}=1,000,000,000, and no model has more than 10,000"):
         read_config(tmp_path)
+
+
+def test_blocks_behind_the_last_one_are_named_by_their_number(tmp_path):
+    """DeepSeek-V3's and GLM-4.5's files end with one that predicts a second token."""
+    base = write_mixture("deepseek_v3", tmp_path / "base")
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    last = max(int(name.split(".")[2]) for name in tensors if ".layers." in name)
+    further = {
+        name.replace(f".layers.{last}.", f".layers.{last + 1}."): tensor.clone()
+        for name, tensor in tensors.items()
+        if f".layers.{last}." in name
+    }
+    save_file(tensors | further | {"mtp.fc.weight": torch.ones(2, 2)}, file)
+    built = build(base, torch.float32, TuneConfig(), 0)
+    assert built.others == (f"model.layers.{last + 1} ({len(further)} tensors)", "mtp (1 tensors)")

@@ -300,6 +300,7 @@ def test_a_python_without_the_dependencies_is_told_so():
         (["--config", "nowhere.yaml"], 2, "no such file"),
         (["--cofnig", "x"], 2, "unknown argument --cofnig; did you mean --config?"),
         (["inspect", "x", "--verfiy"], 2, "unknown argument --verfiy; did you mean --verify?"),
+        (["export", "--run", "x", "--to", "merged"], 2, "RUN is given without a name"),
         (["inspect", "--verify"], 2, "the following arguments are required: RUN; see python"),
         (["plan", "--nodes", "zwei"], 2, "--nodes: found zwei, expected a whole number"),
         (["doctor", "--links", "5s"], 2, "--links: found 5s, expected a number"),
