@@ -119,13 +119,14 @@ class AnswerFinder:
         Of a template that ends no answer it is the one at which a model stops: it opens the turn
         of the user, or of the tools that the answer calls. Empty if there is none.
         """
-        called = bool(messages[number].get("tool_calls"))
-        followers = messages[number + 1 : number + 2] or [_RESULT if called else _QUESTION]
-        if followers[0]["role"] in ("assistant", "system"):
-            return ""
-        whole = render([*messages[: number + 1], {**followers[0], "content": PROBE}]) or ""
-        head = whole.partition(PROBE)[0]
-        found = self._most_alike(head, 0, full[slice(*span)].rstrip())
+        answer = full[slice(*span)].rstrip()
+        if number + 1 < len(messages):
+            is_end = messages[number + 1]["role"] not in ("assistant", "system")
+            found = self._next_control.match(full, span[0] + len(answer)) if is_end else None
+            return found[0] if found else ""
+        follower = _RESULT if messages[number].get("tool_calls") else _QUESTION
+        head = (render([*messages, follower]) or "").partition(PROBE)[0]
+        found = self._most_alike(head, 0, answer)
         return head[len(head[: found.start()].rstrip()) : found.end()] if found else ""
 
     def _by_beginnings(self, render_first: RenderFirst, number: int, full: str) -> Span | None:
@@ -163,10 +164,15 @@ class AnswerFinder:
         alone = whole if is_last else render(probed[: number + 1])
         before, _, after = whole.partition(PROBE)
         prompt = render_first(number, True) if number else None
-        start = len(prompt) if prompt and before.startswith(prompt) else None
-        start = start or self._behind_prompt(render, messages, number, full, opening)
-        if start is None or start > len(before):
-            start = self._behind_opening(before, opening, is_first=number == 0)
+        if prompt and before.startswith(prompt):
+            start = len(prompt)
+        else:
+            start = (
+                self._behind_opening(before, opening, is_first=number == 0)
+                or self._behind_prompt(render, messages, number, full, opening)
+                or len(before)
+            )
+        start = min(start, len(before))
         if full[:start] != before[:start]:
             return None
         after_alone = (alone or "").partition(PROBE)[2]
@@ -203,7 +209,11 @@ class AnswerFinder:
         """
         if not messages[number].get("tool_calls"):
             return None
-        start = self._behind_prompt(render, messages, number, full, opening)
+        prompt = render_first(number, True) if number else None
+        if prompt and full.startswith(prompt):
+            start: int | None = len(prompt)
+        else:
+            start = self._behind_prompt(render, messages, number, full, opening)
         limit = self._begin_of_next(render, messages, number, full)
         alone = (render_first(number + 1, False) or "").rstrip()
         if start is None or not alone.endswith(self._controls):
@@ -263,8 +273,8 @@ class AnswerFinder:
         ends = [found.end() for found in re.finditer(rf"{self._control.pattern}|\n", opening)]
         return sorted({*ends, len(opening)} - {0}, reverse=True)
 
-    def _behind_opening(self, before: str, opening: str, is_first: bool) -> int:
-        """Return where an answer begins in ``before``, the text up to its content.
+    def _behind_opening(self, before: str, opening: str, is_first: bool) -> int | None:
+        """Return where an answer begins in ``before``, the text up to its content; None if unsure.
 
         Behind what opens an answer's turn, or the part of it that is there. In front of a chat's
         first message there is no other turn, whose opening could be taken for its own.
@@ -274,7 +284,7 @@ class AnswerFinder:
             is_own = is_first and length == len(opening)
             if at >= 0 and (is_own or not self._control.search(before, at + length)):
                 return at + length
-        return len(before)
+        return None
 
     def _opening(self, render: Render, render_first: RenderFirst, messages: Messages) -> str:
         """Return the generation prompt alone, such as ``<|im_start|>assistant`` and a line end.
