@@ -124,10 +124,12 @@ class AnswerFinder:
             is_end = messages[number + 1]["role"] not in ("assistant", "system")
             found = self._next_control.match(full, span[0] + len(answer)) if is_end else None
             return found[0] if found else ""
-        follower = _RESULT if messages[number].get("tool_calls") else _QUESTION
-        head = (render([*messages, follower]) or "").partition(PROBE)[0]
-        found = self._most_alike(head, 0, answer)
-        return head[len(head[: found.start()].rstrip()) : found.end()] if found else ""
+        for follower in [*([_RESULT] if messages[number].get("tool_calls") else []), _QUESTION]:
+            head = (render([*messages, follower]) or "").partition(PROBE)[0]
+            same = len(os.path.commonprefix([head, full[: span[0]]]))
+            if found := self._most_alike(head, same, answer):
+                return head[len(head[: found.start()].rstrip()) : found.end()]
+        return ""
 
     def _by_beginnings(self, render_first: RenderFirst, number: int, full: str) -> Span | None:
         if number == 0:

@@ -133,8 +133,9 @@ class Renderer:
             self._counters.lost_reasoning += _reasoning(message) not in answer
             names = Counter(_called(message))
             written = answer if span else full
-            self._counters.lost_calls += any(written.count(n) < names[n] for n in names)
-            if _is_empty(message, answer) and (span or not names):
+            lost_calls = any(written.count(name) < names[name] for name in names)
+            self._counters.lost_calls += lost_calls
+            if _is_empty(message, answer) and (span or lost_calls or not names):
                 num_empty += 1
             elif span is None:
                 self._counters.unclear_answers += 1

@@ -71,7 +71,8 @@ def templates(draw):
     last = f"{reasoning}2{last_end}{space if end_of_all else ''}{end_of_all}"
     names = ["<|user|>", "<|assistant|>", "<|im_start|>", "<|im_end|>", "</s>", "<s>"]
     controls = " ".join([*names, "<|return|>", "<|endoftext|>"])
-    return Family(template, controls, [f"1{end}", last])
+    opens = "" if end else {"<|im_start|>ROLE\n": "<|im_start|>"}.get(opening, "<|user|>")
+    return Family(template, controls, [f"1{end}", last], added="" if "[" in opening else opens)
 
 
 def said_under(family):
@@ -112,9 +113,26 @@ def chats(draw):
     return family, messages
 
 
+def end_of(family, messages, number, text):
+    """Return the token of the next turn that ends an answer, where nothing else does."""
+    own = TOKENIZERS[family.template].apply_chat_template(
+        [{"role": role, "content": "1"} for role in ("system", "user", "assistant", "user")],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    controls = [control for control in family.controls.split() if control not in own]
+    follower = messages[number + 1]["role"] if number + 1 < len(messages) else "user"
+    # Nothing is left of reasoning alone once the next turn is asked for.
+    is_ended = not text.strip() or text.rstrip().endswith(tuple(controls))
+    return "" if is_ended or follower != "user" else family.added
+
+
 def expected(family, messages):
-    """Return what is to be learned, by the family's two patterns: of a turn, and of the last."""
-    learned = []
+    """Return what is to be learned, and what is added behind a last answer.
+
+    By the family's two patterns, of a turn and of the last.
+    """
+    learned, added = [], ""
     for number, message in enumerate(messages):
         is_last = number + 1 == len(messages)
         text, thoughts = message["content"], message.get("reasoning_content", "")
@@ -134,18 +152,21 @@ def expected(family, messages):
             text = text.lstrip()  # the token in front has swallowed it
         head, mark, tail = family.learned[is_last].partition("12"[is_last])
         assert mark
+        if family.added and tail in ("", family.added):
+            tail = end_of(family, messages, number, text + calls)
+            added = tail if is_last else ""
         if thinks:
             before, line, after = head.partition("\n</think>")
             head = f"{before}{thoughts}{line}{after}"
         learned.append(f"{head}{text}{calls}{tail}")
-    return "".join(learned)
+    return "".join(learned), added
 
 
 def check(drawn):
     family, messages = drawn
     if family.template not in TOKENIZERS:
         TOKENIZERS[family.template] = tokenizer_of(family)
-    tokenizer, wanted = TOKENIZERS[family.template], expected(family, messages)
+    tokenizer, (wanted, added) = TOKENIZERS[family.template], expected(family, messages)
     encoder = Encoder(tokenizer, 1 << 20, "answers")
     blocks = list(encoder.encode([to_example({"messages": messages})]))
     assert encoder.counters.unclear_answers == 0
@@ -164,7 +185,8 @@ def check(drawn):
     num_own, num_typed = encoder.counters.own_controls, encoder.counters.control_texts
     if not (num_own and num_typed):
         stock = tokenizer.apply_chat_template(plain, sanitize_control_tokens=not num_own)
-        assert block.tokens.tolist() == stock["input_ids"]
+        end = tokenizer.encode(added, add_special_tokens=False)
+        assert block.tokens.tolist() == stock["input_ids"] + end
 
 
 def draw_and_check(num):
