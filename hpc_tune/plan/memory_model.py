@@ -66,7 +66,8 @@ class ModelBytes:
 
     ``trained``: all trained values, whole; ``largest_tensor``: as it is stored; ``largest_unit``:
     the most that shards are gathered to at once, a block or the embedding. ``is_full``: all weights
-    are trained; ``is_stored_so``: the files have the dtype that is computed with. ``more_saved``:
+    are trained; ``mapped_share``: of the frozen values, those that the files have as they are
+    computed with. ``more_saved``:
     what a checkpoint has beside ``trained`` and two moments like it. ``largest_trained``: of the
     tensors that are saved.
     """
@@ -75,7 +76,7 @@ class ModelBytes:
     largest_tensor: int
     largest_unit: int
     is_full: bool = False
-    is_stored_so: bool = True
+    mapped_share: float = 1.0
     more_saved: int = 0
     largest_trained: int = PIECE_BYTES
 
@@ -135,6 +136,7 @@ def memory_by_phase(
     process += 0 if settings.parallel.zero_stage is None else DEEPSPEED_BYTES
     step = _step_bytes(trace, on_cpu, model, settings)
     left, trimmed = (STEPPED_BYTES, TRIMMED_BYTES) if on_cpu else (0, 0)
+    kernels = trace.kernel_bytes if on_cpu else 0
     piece = min(PIECE_BYTES, model.largest_trained)
     step_bytes = settings.step_tokens * BYTES_OF_FORM[settings.form]
     buffers = min(prefetch_limit(step_bytes), 2 * step_bytes)
@@ -160,7 +162,8 @@ def memory_by_phase(
     if settings.save == "gathered":
         phases.append(phase("save", step.idle, buffers, state))
     else:
-        phases.append(phase("save, training waits", step.idle + trimmed, buffers + piece))
+        idle = step.idle + trimmed + kernels
+        phases.append(phase("save, training waits", idle, buffers + piece))
         if checkpoint.background:
             # With a slow disk. The governor lets training wait instead.
             each, first = _staging_bytes(state, machine, model, settings)
@@ -206,8 +209,8 @@ def _step_bytes(
 ) -> _StepBytes:
     parallel, sharded = settings.parallel, settings.is_sharded
     frozen = 0 if model.is_full else trace.weight_bytes
-    # Whole frozen weights on CPUs are pages of the files, if those have their dtype.
-    mapped = frozen if on_cpu and model.is_stored_so and not sharded else 0
+    # Whole frozen weights on CPUs are pages of the files, if these have them so.
+    mapped = int(frozen * model.mapped_share) if on_cpu and not sharded else 0
     idle, loaded = trace.idle_bytes - mapped, trace.loaded_bytes - mapped
     peak = (trace.heap_peak_bytes if on_cpu else trace.peak_bytes) - mapped
     evaluation = (trace.heap_evaluation_bytes if on_cpu else trace.evaluation_bytes) - mapped

@@ -19,7 +19,7 @@ from hpc_tune.engine.zero.settings import BUCKET_VALUES
 from hpc_tune.memory.policy import DEVICE, HOST
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import BuiltModel
-from hpc_tune.model.experts import ROUTED, kinds_of
+from hpc_tune.model.experts import ROUTED, kinds_of, stacks_of
 from hpc_tune.model.kernels import kernels_of
 from hpc_tune.model.weights import index_model_directory
 from hpc_tune.plan.advice import Remedy, fits, remedies_for
@@ -240,14 +240,14 @@ def _with_more(report: TraceReport, loaded: int, idle: int, in_step: int) -> Tra
 def _model_bytes(
     shape: ModelShape, built: BuiltModel, size: ModelSize, layout: Layout, is_8bit: bool
 ) -> ModelBytes:
-    stored, largest = _stored(shape.directory, built)
+    stored, largest, mapped_share = _stored(shape.directory, built)
     trained = [p for p in built.module.parameters() if p.requires_grad]
     return ModelBytes(
         size.trained_bytes,
         largest,
         _gathered_values(built, layout) * shape.dtype.itemsize,
         size.is_full,
-        is_stored_so=stored == {shape.dtype},
+        mapped_share=mapped_share if stored == {shape.dtype} else 0.0,
         # Moments in 8 bits are saved in fp32, whatever the weights are.
         more_saved=MOMENTS * (4 * size.num_trained - size.trained_bytes) if is_8bit else 0,
         largest_trained=max((p.nbytes for p in trained), default=0),
@@ -265,18 +265,26 @@ def _gathered_values(built: BuiltModel, layout: Layout) -> int:
     return max(*map(sum, others), of_rank)
 
 
-def _stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype], int]:
-    """Return the dtypes of the model's files, and the bytes of the largest tensor in them.
+def _stored(directory: Path, built: BuiltModel) -> tuple[set[torch.dtype], int, float]:
+    """Return the dtypes of a model's files, the bytes of the largest tensor in them, and a share.
 
-    Where files have experts one by one, that is one of them. Without files it is as the model has
-    it, in the dtype of the config, or what is computed with.
+    That is of the frozen values that lie in the files as the model has them: not of experts that
+    are there one by one. Without files all do but stacks of experts, in the dtype of the config, or
+    what is computed with.
     """
+    frozen = [p for p in built.module.parameters() if not p.requires_grad]
+    num_frozen = max(1, sum(p.numel() for p in frozen))
     if any(directory.glob("*.safetensors")):
         index = index_model_directory(directory)
-        return set(index.dtypes.values()), max(map(index.bytes_of, index.stored))
+        shapes = {tuple(index.shapes[name]) for name in index.stored}
+        alike = sum(p.numel() for p in frozen if tuple(p.shape) in shapes)
+        largest = max(map(index.bytes_of, index.stored))
+        return set(index.dtypes.values()), largest, alike / num_frozen
     dtype = getattr(built.config, "dtype", None)
     stored = dtype if isinstance(dtype, torch.dtype) else built.dtype
-    return {stored}, stored.itemsize * max(p.numel() for p in built.module.parameters())
+    largest = stored.itemsize * max(p.numel() for p in built.module.parameters())
+    stacks = sum(p.numel() for _, part in stacks_of(built.module) for p in part.parameters(False))
+    return {stored}, largest, max(0.0, 1 - stacks / num_frozen)
 
 
 def _left_in_steady(phases: Sequence[Phase], machine: Machine) -> int:

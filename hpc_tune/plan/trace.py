@@ -35,7 +35,7 @@ from hpc_tune.engine.base import EngineSettings, evaluate, train_step
 from hpc_tune.engine.native import NativeEngine
 from hpc_tune.errors import ConfigError
 from hpc_tune.memory.host import MAX_KEPT_BYTES, RETURNED_BYTES
-from hpc_tune.model import tiled_attention
+from hpc_tune.model import sorted_rows, tiled_attention
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.experts import one_by_one_in_32_bits
 from hpc_tune.model.kernels import kernels_of
@@ -80,7 +80,8 @@ class TraceReport:
     ``evaluation_bytes`` is the worst moment of an evaluation, ``loaded_bytes`` what is there before
     the first step, ``idle_bytes`` between two steps; all are whole sums. The two ``heap_`` figures
     are what glibc's heap takes for the worst moments. ``num_micro`` micro-batches were traced, in
-    ``trace_s`` seconds. ``parts``: the two peaks of the step's parts (see ``_mark_parts``).
+    ``trace_s`` seconds. ``kernel_bytes``: of oneDNN's kernels, which stay. ``parts``: the two peaks
+    of the step's parts (see ``_mark_parts``).
     """
 
     layout: str
@@ -101,6 +102,7 @@ class TraceReport:
     heap_peak_bytes: int
     heap_evaluation_bytes: int
     trace_s: float
+    kernel_bytes: int = 0
     parts: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
@@ -167,6 +169,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         more.enter_context(with_scratch())
     if not step.for_gpu:
         more.enter_context(replaced(counted_collectives, "_all_gather", _gathered_by_gloo))
+        more.enter_context(replaced(sorted_rows, "traced_padding", sorted_rows.likely_padding))
     with _fake_world(step.rank, world_size), one_by_one_in_32_bits(), fake, memory.watch(), more:
         engine = NativeEngine(built, EngineSettings(plan, DEVICE, step.optim))
         for stage in engine._stages:
@@ -185,6 +188,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         kinds = _bytes_by_kind(engine, step.is_full)
         peak_bytes, idle_bytes = memory.peak_bytes, memory.live_bytes
         heap_peak_bytes, parts = memory.heap_peak_bytes, memory.peaks
+        kernel_bytes = memory.kernel_bytes
         memory.begin(trimmed=True)
         evaluate(engine, batches, plan, DEVICE)
     return TraceReport(
@@ -203,6 +207,7 @@ def trace_step(step: TracedStep) -> TraceReport:
         heap_peak_bytes=heap_peak_bytes,
         heap_evaluation_bytes=memory.heap_peak_bytes,
         trace_s=time.perf_counter() - began_s,
+        kernel_bytes=kernel_bytes,
         parts=parts,
     )
 

@@ -22,7 +22,14 @@ KERNEL_BYTES = 258376
 # One of so many blocks leaves an object of as many bytes for the rest of the step: nodes of the
 # graph, Python's dicts. Fitted to 22 runs (benchmarks/README.md).
 LEAVING_BLOCKS, LEFT_BYTES = 4, 64
-PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+GROUPED = torch.ops.aten._grouped_mm
+PRODUCTS = {
+    GROUPED,
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+}
 
 
 class TracedMemory(TorchDispatchMode):
@@ -117,12 +124,25 @@ class TracedMemory(TorchDispatchMode):
         self._see(places.untyped_storage())
         return places
 
+    @property
+    def kernel_bytes(self) -> int:
+        """Bytes of the kernels that oneDNN keeps."""
+        return len(self._kernels) * KERNEL_BYTES
+
     def _note_product(self, func: Any, args: Any) -> None:
-        """Make the kernel of a product in 16 bits that oneDNN has not met, or has forgotten."""
+        """Make the kernel of a product in 16 bits that oneDNN has not met, or has forgotten.
+
+        One that is grouped has a kernel for each number of rows of an expert, which differ from
+        layer to layer and from step to step: it makes as many as are kept.
+        """
         if func.overloadpacket not in PRODUCTS or args[0].element_size() != 2:
             return
         factors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         key = func.overloadpacket, *((f.shape, f.stride()) for f in factors)
+        for number in range(KERNELS_KEPT if func.overloadpacket is GROUPED else 1):
+            self._keep_kernel((number, *key))
+
+    def _keep_kernel(self, key: tuple[Any, ...]) -> None:
         if key not in self._kernels:
             if len(self._kernels) == KERNELS_KEPT:
                 self._heap.free(self._kernels.popitem(last=False)[1])

@@ -13,7 +13,9 @@ import torch
 from hpc_tune.config.load import load_config
 from hpc_tune.config.tune import TuneConfig
 from hpc_tune.memory.process_bytes import DEEPSPEED_BYTES
-from hpc_tune.model.build import compute_dtype
+from hpc_tune.model.build import build, compute_dtype
+from hpc_tune.model.experts import stacks_of
+from hpc_tune.plan import report
 from hpc_tune.plan.hardware import Machine
 from hpc_tune.plan.memory_model import (
     MemorySettings,
@@ -24,6 +26,7 @@ from hpc_tune.plan.memory_model import (
 )
 from hpc_tune.plan.shape import ModelShape, planned_dtype
 from hpc_tune.plan.trace import TraceReport
+from tests.support.mixtures import write_mixture
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[3]
@@ -362,8 +365,26 @@ def test_blocks_are_counted_by_the_name_that_a_family_has_for_them(kind, said, n
 
 
 def test_on_cpus_a_base_of_another_dtype_than_the_files_is_private():
-    phases = by_name(Machine(1, 4, None, 64 * GIB), is_stored_so=False)
+    phases = by_name(Machine(1, 4, None, 64 * GIB), mapped_share=0.0)
     assert phases["load"].rank_bytes == PROCESS + 1040 * MIB + 32 * MIB
+
+
+def test_on_cpus_what_the_files_have_in_other_pieces_is_private():
+    phases = by_name(Machine(1, 4, None, 64 * GIB), mapped_share=0.25)
+    assert phases["load"].rank_bytes == PROCESS + 790 * MIB + 32 * MIB
+
+
+def test_experts_that_lie_one_by_one_in_the_files_are_not_mapped(tmp_path):
+    """By the shapes in the files: of a small mixture all but its stacks are there as they are."""
+    write_mixture("qwen3_moe", tmp_path / "model")
+    built = build(tmp_path / "model", torch.float32, TuneConfig(method="lora"), 0, weights=False)
+    stacks = sum(p.numel() for _, part in stacks_of(built.module) for p in part.parameters(False))
+    frozen = sum(p.numel() for p in built.module.parameters() if not p.requires_grad)
+    dtypes, largest, share = report._stored(tmp_path / "model", built)
+    assert dtypes == {torch.float32}
+    assert 0 < stacks < frozen
+    assert share == pytest.approx(1 - stacks / frozen)
+    assert largest <= 4 * max(p.numel() for p in built.module.parameters())
 
 
 def test_on_cpus_shards_are_private():

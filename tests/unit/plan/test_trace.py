@@ -27,6 +27,7 @@ from hpc_tune.plan.heap import OBJECTS, Heap
 from hpc_tune.plan.traced_memory import KERNEL_BYTES, TracedMemory
 from hpc_tune.step.layout import Layout
 from hpc_tune.step.size import measure, static_bytes
+from hpc_tune.world.affinity import KERNELS_KEPT
 from tests.support.mixtures import write_mixture
 from tests.support.ranks import HANG_S, python, rank_environment, run_ranks
 
@@ -372,6 +373,17 @@ def test_kernels_of_products_in_16_bits_stay_in_the_heap():
                 for _ in range(2):
                     factor.t() @ factor
         assert least * KERNEL_BYTES < memory.heap_peak_bytes < most * KERNEL_BYTES
+
+
+def test_a_product_that_is_grouped_by_expert_fills_the_kernels_that_are_kept():
+    memory = TracedMemory(heap_block_bytes=1 << 25)
+    for dtype, kept in ((torch.float32, 0), (torch.bfloat16, KERNELS_KEPT)):
+        with FakeTensorMode(), memory.watch():
+            memory.begin()
+            x_SI, weight_EIO = torch.empty(32, 16, dtype=dtype), torch.empty(4, 16, 8, dtype=dtype)
+            if dtype == torch.bfloat16:
+                torch.nn.functional.grouped_mm(x_SI, weight_EIO, offs=torch.ones(4).int())
+            assert memory.kernel_bytes == kept * KERNEL_BYTES
 
 
 ASKED = """
