@@ -139,10 +139,11 @@ class TracedMemory(TorchDispatchMode):
             return
         factors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         key = func.overloadpacket, *((f.shape, f.stride()) for f in factors)
-        for number in range(KERNELS_KEPT if func.overloadpacket is GROUPED else 1):
-            self._keep_kernel((number, *key))
-
-    def _keep_kernel(self, key: tuple[Any, ...]) -> None:
+        if func.overloadpacket is GROUPED:
+            for number in range(KERNELS_KEPT - len(self._kernels)):
+                of_number = (*key, number)
+                self._kernels[of_number] = self._heap.allocate(KERNEL_BYTES)
+            return
         if key not in self._kernels:
             if len(self._kernels) == KERNELS_KEPT:
                 self._heap.free(self._kernels.popitem(last=False)[1])
