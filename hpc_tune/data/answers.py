@@ -126,8 +126,8 @@ class AnswerFinder:
             return found[0] if found else ""
         for follower in [*([_RESULT] if messages[number].get("tool_calls") else []), _QUESTION]:
             head = (render([*messages, follower]) or "").partition(PROBE)[0]
-            same = len(os.path.commonprefix([head, full[: span[0]]]))
-            if found := self._most_alike(head, same, answer):
+            begin = len(os.path.commonprefix([head, full[: span[0]]]))
+            if found := self._most_alike(head, begin, answer):
                 return head[len(head[: found.start()].rstrip()) : found.end()]
         return ""
 
@@ -222,7 +222,10 @@ class AnswerFinder:
             return None
         end = max((c for c in self._controls if alone.endswith(c)), key=len)
         found = self._most_alike(full[:limit], start, alone.removesuffix(end), end)
-        return (start, found.end()) if found else None
+        names = [call.get("function", call)["name"] for call in messages[number]["tool_calls"]]
+        if found is None or not any(name in full[start : found.end()] for name in names):
+            return None
+        return start, found.end()
 
     def _begin_of_next(self, render: Render, messages: Messages, number: int, full: str) -> int:
         """Return where the content of the message behind an answer begins, or ``full`` ends."""
@@ -236,11 +239,13 @@ class AnswerFinder:
     ) -> re.Match[str] | None:
         """Return the control token in ``text`` before which it is most like the end of ``answer``.
 
-        It is ``end``, if that is given, and stands behind ``start``; of several the last.
+        It is ``end``, if that is given, and stands behind ``start``; of several the last. One that
+        the answer has itself, with the same words behind it and in front, is none.
         """
-        best, most = None, 1
+        own = [*self._control.finditer(answer)]
+        best, most = None, len(answer) - own[-1].start() if own and not end else 1
         for control in self._control.finditer(text, start):
-            before = text[start : control.start()].rstrip()
+            before = text[: control.start()].rstrip()
             same = len(os.path.commonprefix([before[::-1], answer[::-1]]))
             if same >= most and end in ("", control[0]):
                 best, most = control, same
