@@ -148,7 +148,8 @@ class _Slicer:
     def experts(self, layer: Any, config: Any, path: str) -> None:
         """Each expert's inner features are split; the outputs are partial sums.
 
-        So is what routers get back for the weight of an expert's output.
+        So is what routers get back for the weight of an expert's output: few numbers, added up in
+        fp32, in whichever dtype a family has them.
         """
         for stack, dim, parts in stack_cuts(layer, config, path):
             self._cut(stack.owner, stack.name, dim, parts)
@@ -157,11 +158,13 @@ class _Slicer:
                 self.partial.add(whole.weight)
 
         def sum_gradients(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            floats = (isinstance(a, torch.Tensor) and a.is_floating_point() for a in args)
-            return tuple(
-                _SumGradient.apply(a, self._axis) if is_float else a
-                for a, is_float in zip(args, floats, strict=True)
+            hidden, *others = args
+            floats = (isinstance(a, torch.Tensor) and a.is_floating_point() for a in others)
+            weights = (
+                _SumGradient.apply(a, self._axis, torch.float32) if is_float else a
+                for a, is_float in zip(others, floats, strict=True)
             )
+            return (_SumGradient.apply(hidden, self._axis), *weights)
 
         layer.register_forward_pre_hook(sum_gradients)
         _after(layer, lambda y: _Sum.apply(y, self._axis))
@@ -219,16 +222,19 @@ def _sum_input_gradient(axis: Axis) -> Callable[..., Any]:
 
 
 class _SumGradient(torch.autograd.Function):
-    """Identity; backward, the ranks' partial gradients are all-reduced."""
+    """Identity; backward, the ranks' partial gradients are all-reduced, in ``dtype`` if given."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        ctx.axis, ctx.dtype = axis, dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.axis.all_reduce(grad), None
+        total = ctx.axis.all_reduce(grad.to(ctx.dtype or grad.dtype))
+        return total.to(grad.dtype), None, None
 
 
 class _Sum(torch.autograd.Function):

@@ -160,15 +160,18 @@ def tensor_messages(
     of_all = plan.size.sums or [Sums(FORWARD_SUMS, BACKWARD_SUMS)] * plan.size.blocks(model)
     sums = [of_all[block] for block in blocks]
     forward = sum(of_block.forward for of_block in sums)
-    forward += max(0, forward - num_blocks) if recomputes else 0
+    routed = sum(of_block.routed for of_block in sums)
+    # Experts give values of the dtype of what flows between blocks, and are a block's last sum.
+    others = forward - routed
+    others += max(0, forward - num_blocks) if recomputes else 0
     backward = sum(of_block.backward for of_block in sums)
     backward -= sums[0].of_input and is_first and not plan.size.trains_first
-    yield over(values * plan.itemsize, forward)
-    yield over(values * wire, backward)
+    yield over(values * plan.itemsize, others)
+    yield over(values * wire, routed + backward)
     if inner := sum(of_block.inner_features for of_block in sums):
         yield over(values // model.hidden_size * inner * wire)
-    if routed := sum(of_block.routed for of_block in sums):
-        yield over(values // model.hidden_size * chosen_experts(model) * wire, routed)
+    if routed:  # and what routers get back for each expert of a token, in fp32
+        yield over(values // model.hidden_size * chosen_experts(model) * 4, routed)
     if is_first:
         itemsize = plan.itemsize if plan.gathers_cast else wire
         yield over(values * itemsize)

@@ -231,6 +231,7 @@ CASES = [
     ("phi", [LORA, FP32, "parallel.tensor=2", "parallel.recompute=selective"]),
     ("linear", [FULL, FP32, "parallel.tensor=2"]),
     ("mixture", [LORA, FP32, "parallel.shard=4", "parallel.expert=2", BLOCK, EXPERTS]),
+    ("mixture", [FULL, BF16, IN_FP32, "parallel.tensor=2"]),
     ("odd", [FULL, FP32, "parallel.shard=4", BLOCK]),
     ("odd", [LORA, FP32, "parallel.shard=4", BLOCK]),
 ]
@@ -257,6 +258,9 @@ MORE_CASES = [
         )
     ),
     ("tied", [FULL, FP32, "parallel.shard=2", "parallel.reduce_dtype=bf16", BLOCK]),
+    ("mixture", [FULL, BF16, IN_FP32, "parallel.tensor=2", "parallel.recompute=full"]),
+    ("mixture", [LORA, BF16, EXPERTS, "parallel.tensor=2", "parallel.recompute=full"]),
+    ("mixture", [LORA, FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
     ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.recompute=full"]),
     ("linear", [LORA, BF16, "parallel.tensor=2", "parallel.recompute=full"]),
     ("qwen", [FULL, FP32, "parallel.tensor=2", "parallel.shard=2", BLOCK]),
