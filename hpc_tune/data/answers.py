@@ -111,25 +111,33 @@ class AnswerFinder:
         """
         return full[span[0] : span[1]].rstrip().endswith(self._controls)
 
-    def opening_of_next(
+    def with_next_opening(
         self, render: Render, messages: Messages, number: int, full: str, span: Span
-    ) -> str:
-        """Return the control token that follows an answer, with the white space in front of it.
+    ) -> tuple[str, Span] | None:
+        """Return ``full``, and an answer together with the control token that follows it.
 
         Of a template that ends no answer it is the one at which a model stops: it opens the turn
-        of the user, or of the tools that the answer calls. Empty if there is none.
+        of the user, or of the tools that the answer calls. Behind a last answer, which stays as the
+        template writes it, it is added to ``full``: as it follows another text that is answered
+        there. None if there is no such token.
         """
-        answer = full[slice(*span)].rstrip()
+        stop = span[0] + len(full[slice(*span)].rstrip())
         if number + 1 < len(messages):
             is_end = messages[number + 1]["role"] not in ("assistant", "system")
-            found = self._next_control.match(full, span[0] + len(answer)) if is_end else None
-            return found[0] if found else ""
+            found = self._next_control.match(full, stop) if is_end else None
+            return (full, (span[0], found.end())) if found else None
+        if full[stop:].strip():
+            return None  # what ends the whole chat
+        probed = _with_probe(messages, number)
+        alone = (render(probed) or "").partition(PROBE)[2]
+        last = alone.rstrip()  # calls of tools
         for follower in [*([_RESULT] if messages[number].get("tool_calls") else []), _QUESTION]:
-            head = (render([*messages, follower]) or "").partition(PROBE)[0]
-            begin = len(os.path.commonprefix([head, full[: span[0]]]))
-            if found := self._most_alike(head, begin, answer):
-                return head[len(head[: found.start()].rstrip()) : found.end()]
-        return ""
+            followed = (render([*probed, follower]) or "").partition(PROBE)[2]
+            found = self._next_control.match(followed, len(last))
+            if found and followed.startswith(last):
+                full = full.removesuffix(alone[len(last) :]) + found[0]
+                return full, (span[0], len(full))
+        return None
 
     def _by_beginnings(self, render_first: RenderFirst, number: int, full: str) -> Span | None:
         if number == 0:
@@ -221,11 +229,11 @@ class AnswerFinder:
         if start is None or not alone.endswith(self._controls):
             return None
         end = max((c for c in self._controls if alone.endswith(c)), key=len)
-        found = self._most_alike(full[:limit], start, alone.removesuffix(end), end)
+        stop = self._most_alike(full[:limit], start, alone.removesuffix(end), end)
         names = [call.get("function", call)["name"] for call in messages[number]["tool_calls"]]
-        if found is None or not any(name in full[start : found.end()] for name in names):
+        if stop is None or not any(name in full[start:stop] for name in names):
             return None
-        return start, found.end()
+        return start, stop
 
     def _begin_of_next(self, render: Render, messages: Messages, number: int, full: str) -> int:
         """Return where the content of the message behind an answer begins, or ``full`` ends."""
@@ -234,21 +242,17 @@ class AnswerFinder:
         before, found, _ = (render(_with_probe(messages, number + 1)) or "").partition(PROBE)
         return len(os.path.commonprefix([full, before])) if found else len(full)
 
-    def _most_alike(
-        self, text: str, start: int, answer: str, end: str = ""
-    ) -> re.Match[str] | None:
-        """Return the control token in ``text`` before which it is most like the end of ``answer``.
+    def _most_alike(self, text: str, start: int, answer: str, end: str) -> int | None:
+        """Return the end of that ``end`` in ``text`` before which it is most like ``answer``'s end.
 
-        It is ``end``, if that is given, and stands behind ``start``; of several the last. One that
-        the answer has itself, with the same words behind it and in front, is none.
+        It stands behind ``start``; of several it is the last.
         """
-        own = [*self._control.finditer(answer)]
-        best, most = None, len(answer) - own[-1].start() if own and not end else 1
+        best, most = None, 1
         for control in self._control.finditer(text, start):
             before = text[: control.start()].rstrip()
             same = len(os.path.commonprefix([before[::-1], answer[::-1]]))
-            if same >= most and end in ("", control[0]):
-                best, most = control, same
+            if same >= most and control[0] == end:
+                best, most = control.end(), same
         return best
 
     def _behind_prompt(
@@ -268,7 +272,9 @@ class AnswerFinder:
         rest, told, prompt = ((text or "").partition(PROBE)[2] for text in texts)
         if not full.endswith(rest):
             return None
+        # The end of the turn before may be another than where it ends the chat.
         least = len(os.path.commonprefix([told, prompt]))
+        least = max(least, len(prompt) - len(opening) if prompt.endswith(opening) else 0)
         for length in [len(prompt), *self._pieces(prompt)]:
             if (length > least or length == len(prompt)) and rest.startswith(prompt[:length]):
                 start = len(full) - len(rest) + length

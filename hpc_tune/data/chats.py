@@ -159,19 +159,14 @@ class Renderer:
         It is added to the text where the answer is the last message. Where the template marks what
         is to be learned, that is all.
         """
-        if self._templates.choose(chat.tools is not None)[1] is not None:
-            self._counters.unended_answers += 1
-            return full, span
-        stop = span[0] + len(full[slice(*span)].rstrip())
-        render = self._render_of(chat)
-        end = self._answers.opening_of_next(render, chat.messages, number, full, span)
-        if end and number + 1 == len(chat.messages):
-            full = full[:stop] + end
-        if not end or not full.startswith(end, stop):
-            self._counters.unended_answers += 1
-            return full, span
-        self._counters.ended_by_next += 1
-        return full, (span[0], stop + len(end))
+        is_marked = self._templates.choose(chat.tools is not None)[1] is not None
+        ended = None
+        if not is_marked:
+            render = self._render_of(chat)
+            ended = self._answers.with_next_opening(render, chat.messages, number, full, span)
+        self._counters.unended_answers += ended is None
+        self._counters.ended_by_next += ended is not None
+        return ended or (full, span)
 
     def _render_of(self, chat: Chat) -> Render:
         """Return what renders messages of a chat, with its tools."""

@@ -201,3 +201,34 @@ def test_a_first_answer_that_a_template_refuses_without_a_question_is_learned_wi
     turns = chat("", "Hello.", "one?", "1")["messages"][1:]
     found, _ = learned(family, {"messages": turns})
     assert found == ["Hello.<|im_end|>", "1<|im_end|>"]
+
+
+@pytest.mark.parametrize("said", ["", "Hm. ", " \n", "Clear.\n"])
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_a_last_answer_is_what_the_template_writes_of_it_and_then_the_token_of_the_next_turn(
+    said, space
+):
+    """Also where nothing of it is left once that turn is there: its reasoning is left out then."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}"
+        "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+        "{{ SPACE }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ).replace("SPACE", repr(space))
+    family = Family(template, "<|user|> <|assistant|>", [])
+    turns = chat("one?", "", "two?", said)
+    turns["messages"][-1]["reasoning_content"] = "hm"
+    found, counters = learned(family, turns)
+    assert found == [f"<think>\nhm\n</think>\n\n{said}{space}<|user|>"]
+    assert (counters.unended_answers, counters.ended_by_next) == (0, 1)
+
+
+def test_an_answer_behind_another_is_not_learned_with_an_opening_that_no_control_token_ends():
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+        "{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant] <think>\n{% endif %}"
+    )
+    family = Family(template, "<|im_end|> <|return|>", [])
+    turns = chat("one?", "assistant", "", "assistant")["messages"]
+    del turns[2]
+    assert learned(family, {"messages": turns})[0] == ["assistant<|im_end|>", "assistant<|return|>"]

@@ -129,8 +129,7 @@ def ends_with_control(family, text):
 def end_of(family, messages, number, text):
     """Return the token of the next turn that ends an answer, where nothing else does."""
     follower = messages[number + 1]["role"] if number + 1 < len(messages) else "user"
-    # Nothing is left of reasoning alone once the next turn is asked for.
-    is_ended = not text.strip() or ends_with_control(family, text)
+    is_ended = ends_with_control(family, text)
     return "" if is_ended or follower != "user" else family.added
 
 
