@@ -104,12 +104,14 @@ class AnswerFinder:
                 end = span[1]
         return spans
 
-    def is_ended(self, full: str, span: Span) -> bool:
+    def is_ended(self, full: str, span: Span, content: str) -> bool:
         """Return whether an answer ends with a control token, at which a model stops.
 
-        White space behind it, in a block that the template marks, does not matter.
+        White space behind it, in a block that the template marks, does not matter. A token with
+        which its own words end, its ``content``, is none.
         """
-        return full[span[0] : span[1]].rstrip().endswith(self._controls)
+        answer, words = full[slice(*span)].rstrip(), content.rpartition("</think>")[2].strip()
+        return answer.endswith(self._controls) and not (words and answer.endswith(words))
 
     def with_next_opening(
         self, render: Render, messages: Messages, number: int, full: str, span: Span

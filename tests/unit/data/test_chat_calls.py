@@ -222,6 +222,16 @@ def test_a_last_answer_is_what_the_template_writes_of_it_and_then_the_token_of_t
     assert (counters.unended_answers, counters.ended_by_next) == (0, 1)
 
 
+@pytest.mark.parametrize("space", ["", " \n"])
+def test_a_token_with_which_an_answers_own_words_end_is_not_the_end_of_its_turn(space):
+    """As around the result of GLM-4.5V."""
+    said = f"<box>2<|box_end|>{space}"
+    family = Family(GLM_4.template, f"{GLM_4.controls} <|box_end|>", [])
+    found, counters = learned(family, chat("one?", said, "two?", said))
+    assert found == [f"<think></think>\n{said}<|user|>"] * 2
+    assert (counters.unended_answers, counters.ended_by_next) == (0, 2)
+
+
 def test_an_answer_behind_another_is_not_learned_with_an_opening_that_no_control_token_ends():
     template = (
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}"
