@@ -111,7 +111,8 @@ class AnswerFinder:
         which its own words end, its ``content``, is none.
         """
         answer, words = full[slice(*span)].rstrip(), content.rpartition("</think>")[2].strip()
-        return answer.endswith(self._controls) and not (words and answer.endswith(words))
+        is_own = words.endswith(self._controls) and answer.endswith(words)
+        return answer.endswith(self._controls) and not is_own
 
     def with_next_opening(
         self, render: Render, messages: Messages, number: int, full: str, span: Span

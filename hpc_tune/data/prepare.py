@@ -49,7 +49,7 @@ from hpc_tune.world.comm import RunAndAgree, alone
 
 STALE_S = 24 * 3600
 _FACTS = "facts.json"
-_MEANING = 2  # of what is learned of a row: files of another are prepared again
+_MEANING = 3  # of what is learned of a row: files of another are prepared again
 Report = Callable[[int, int], None]
 T = TypeVar("T")
 

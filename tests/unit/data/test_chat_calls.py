@@ -6,7 +6,7 @@ left out once the user writes again, and results of tools are refused where noth
 
 import pytest
 
-from tests.unit.data.test_chat_families import Family, chat, learned
+from tests.unit.data.test_chat_families import CHATML, Family, chat, learned
 
 CONTROLS = "<|start|> <|end|> <|message|> <|channel|> <|call|> <|return|>"
 REFUSED = "{{ raise_exception('a result without a call') }}"
@@ -230,6 +230,12 @@ def test_a_token_with_which_an_answers_own_words_end_is_not_the_end_of_its_turn(
     found, counters = learned(family, chat("one?", said, "two?", said))
     assert found == [f"<think></think>\n{said}<|user|>"] * 2
     assert (counters.unended_answers, counters.ended_by_next) == (0, 2)
+
+
+def test_words_that_are_the_end_of_a_token_are_not_taken_for_it():
+    turns = chat("one?", ">")
+    turns["messages"][1]["tool_calls"] = calling("Rome")["tool_calls"]
+    assert learned(CHATML, turns)[0] == ["><|im_end|>"]
 
 
 def test_an_answer_behind_another_is_not_learned_with_an_opening_that_no_control_token_ends():
