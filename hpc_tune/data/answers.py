@@ -87,7 +87,7 @@ class AnswerFinder:
                 beginnings[key] = render(messages[:count], generation)
             return beginnings[key]
 
-        spans = [self._by_beginnings(render_first, number, full) for number in answers]
+        spans = [self._by_beginnings(render_first, messages, number, full) for number in answers]
         if None in spans:
             opening = self._opening(render, render_first, messages)
             spans = [
@@ -104,13 +104,14 @@ class AnswerFinder:
                 end = span[1]
         return spans
 
-    def is_ended(self, full: str, span: Span, content: str) -> bool:
+    def is_ended(self, full: str, span: Span, message: dict[str, Any]) -> bool:
         """Return whether an answer ends with a control token, at which a model stops.
 
         White space behind it, in a block that the template marks, does not matter. A token with
-        which its own words end, its ``content``, is none.
+        which its own words end is none.
         """
-        answer, words = full[slice(*span)].rstrip(), content.rpartition("</think>")[2].strip()
+        answer = full[slice(*span)].rstrip()
+        words = (message.get("content") or "").rpartition("</think>")[2].strip()
         is_own = words.endswith(self._controls) and answer.endswith(words)
         return answer.endswith(self._controls) and not is_own
 
@@ -142,7 +143,9 @@ class AnswerFinder:
                 return full, (span[0], len(full))
         return None
 
-    def _by_beginnings(self, render_first: RenderFirst, number: int, full: str) -> Span | None:
+    def _by_beginnings(
+        self, render_first: RenderFirst, messages: Messages, number: int, full: str
+    ) -> Span | None:
         if number == 0:
             return None  # templates render no empty list to compare with
         before, after = render_first(number, True), render_first(number + 1, False)
@@ -150,11 +153,10 @@ class AnswerFinder:
             return None
         if not after.startswith(before) or after == before:
             return None
-        # White space after the end of the turn is not the answer's.
-        answer = full[len(before) : len(after)]
-        trimmed = answer.rstrip()
-        stop = len(before) + len(trimmed if trimmed.endswith(self._controls) else answer)
-        return len(before), stop
+        span = len(before), len(after)
+        if self.is_ended(full, span, messages[number]):
+            return span[0], len(after.rstrip())  # white space after the end is not the answer's
+        return span
 
     def _by_probe(
         self,

@@ -140,7 +140,7 @@ class Renderer:
             elif span is None:
                 self._counters.unclear_answers += 1
             else:
-                if not self._answers.is_ended(full, span, message.get("content") or ""):
+                if not self._answers.is_ended(full, span, message):
                     full, span = self._with_end(example, number, full, span)
                 learned.append(span)
                 weights.append(example.weights.get(number, example.weight))

@@ -232,6 +232,15 @@ def test_a_token_with_which_an_answers_own_words_end_is_not_the_end_of_its_turn(
     assert (counters.unended_answers, counters.ended_by_next) == (0, 2)
 
 
+def test_white_space_behind_a_token_with_which_an_answers_own_words_end_is_learned():
+    template = (
+        "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    found, counters = learned(Family(template, "<s> <|box_end|>", []), chat("1?", "<|box_end|>\n"))
+    assert (found, counters.unended_answers) == (["<|box_end|>\n"], 1)
+
+
 def test_words_that_are_the_end_of_a_token_are_not_taken_for_it():
     turns = chat("one?", ">")
     turns["messages"][1]["tool_calls"] = calling("Rome")["tool_calls"]
