@@ -33,11 +33,11 @@ from hpc_tune.model.blocks import block_list
 from hpc_tune.model.build import build
 from hpc_tune.model.dropout import without_dropout
 from hpc_tune.model.experts import has_experts, routers_of
-from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.grouped_experts import is_decorated, stack_names
 from hpc_tune.model.language import read_config, read_shape, stock_class
 from hpc_tune.model.load import allocate, load_weights
 from hpc_tune.model.loss import decoder_of
+from hpc_tune.model.special_linears import special_linears
 from hpc_tune.model.stock import NoTrial, write_small
 from hpc_tune.step.slices import slicing_problems
 from hpc_tune.step.stages import staging_problems
@@ -135,11 +135,11 @@ def _round_matrix(matrix: torch.Tensor) -> None:
 def _linears_outside_blocks(model: Any) -> list[str]:
     """Return the names of the linear layers that hpc_tune does not quantise.
 
-    The decoder's blocks without routers and what fused kernels read: those of parts for images may
-    be more and larger.
+    The decoder's blocks without routers and special layers: those of parts for images may be more
+    and larger.
     """
     blocks = block_list(decoder_of(model))
-    whole = {*routers_of(blocks), *fused_projections(blocks)}
+    whole = {*routers_of(blocks), *special_linears(blocks)}
     inside = set(blocks.modules()) - {blocks.get_submodule(path) for path in whole}
     return [
         name
@@ -170,7 +170,8 @@ def _with_our_adapters(model: Any, directory: Path, method: str) -> Any:
     )
     with names_as_they_are():
         model = get_peft_model(model, adapters)
-    assert not set_peft_model_state_dict(model, values).unexpected_keys
+    if passed_over := set_peft_model_state_dict(model, values).unexpected_keys:
+        raise ValueError(f"peft passes over {len(passed_over)} adapters, such as {passed_over[0]}")
     return model
 
 

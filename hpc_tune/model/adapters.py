@@ -26,9 +26,9 @@ from hpc_tune.model.experts import (
     stacked_tensors,
     stacks_of,
 )
-from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.language import LanguageModel
 from hpc_tune.model.modules_to_save import train_modules
+from hpc_tune.model.special_linears import special_linears
 from hpc_tune.model.token_rows import token_ids, train_rows
 
 ALL_LINEAR = "all-linear"
@@ -132,14 +132,14 @@ def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
     """Return what ``tune.targets`` means in a model, before it has adapters.
 
     In a mixture of experts all-linear means attention, dense layers and shared experts; stacks of
-    experts and routers are adapted where they are named. It leaves out ``fused_projections``.
+    experts and routers are adapted where they are named. It leaves out ``special_linears``.
 
     Raises:
         ConfigError: if experts are named that cannot have adapters with these settings.
     """
     routers, stacks = routers_of(model), [path for path, _ in stacks_of(model)]
-    fused = list(fused_projections(model))
-    if not stacks and not routers and not fused:
+    special = list(special_linears(model))
+    if not stacks and not routers and not special:
         return Targets(tune.targets)
     named = [tune.targets] if isinstance(tune.targets, str) else tune.targets
     modules = [name for name in named if name != ALL_LINEAR]
@@ -153,7 +153,7 @@ def targets_of(model: nn.Module, tune: TuneConfig) -> Targets:
     chosen = [path for path in bare if _is_named(path, modules)]
     rest = [n for n in modules if not any(_is_named(path, [n]) for path in (*stacks, *bare))]
     if ALL_LINEAR in named:
-        rest += _all_linear(model, {*routers, *fused})
+        rest += _all_linear(model, {*routers, *special})
     if adapted:
         _require_plain(tune)
     parameters = [name for path in adapted for name in stacked_tensors(model, path)]
@@ -183,14 +183,14 @@ def _is_bare(router: nn.Module) -> bool:
 
 
 def _require_called(tune: TuneConfig, model: nn.Module) -> None:
-    """Refuse named targets among ``fused_projections``."""
+    """Refuse named targets among ``special_linears``."""
     named = [] if isinstance(tune.targets, str) else tune.targets
-    fused = list(fused_projections(model))
-    if bad := [name for name in named if any(_is_named(path, [name]) for path in fused)]:
+    special = list(special_linears(model))
+    if bad := [name for name in named if any(_is_named(path, [name]) for path in special)]:
         raise ConfigError(
-            f"tune.targets={tune.targets}: the fused kernels of state-space layers take the weight "
-            f"of {bad[0]} as it is, so that its adapter would not be trained; leave "
-            f"{', '.join(bad)} out (all-linear does)"
+            f"tune.targets={tune.targets}: {bad[0]} is not called as a linear layer is: a fused "
+            "kernel takes its weight, or the product is of groups, so that its adapter would not "
+            f"be trained; leave {', '.join(bad)} out (all-linear does)"
         )
 
 

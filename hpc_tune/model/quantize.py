@@ -20,7 +20,6 @@ from torch import nn
 from hpc_tune.errors import ConfigError, first_line
 from hpc_tune.model.blocks import block_list
 from hpc_tune.model.experts import holders_of, routers_of
-from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.grouped_experts import (
     is_decorated,
     packing_name,
@@ -28,6 +27,7 @@ from hpc_tune.model.grouped_experts import (
     use_grouped_experts,
 )
 from hpc_tune.model.shapes import ShapeIndex
+from hpc_tune.model.special_linears import special_linears
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
 
 BLOCK = 64  # values that share a scale
@@ -137,7 +137,7 @@ class _Product(torch.autograd.Function):
 def quantize_linears(model: Any, dtype: torch.dtype) -> None:
     """Replace every linear layer inside of the decoder blocks, on the meta device.
 
-    But routers and what fused kernels read.
+    But routers, and layers that are not called as linear layers are.
 
     Some families read a layer's weight themselves, unless the config says, as transformers does of
     what it has quantised, that it is no matrix (Jamba).
@@ -147,7 +147,7 @@ def quantize_linears(model: Any, dtype: torch.dtype) -> None:
     """
     require_bitsandbytes()
     blocks = block_list(model)
-    whole = {*routers_of(blocks), *fused_projections(blocks)}
+    whole = {*routers_of(blocks), *special_linears(blocks)}
     others = {blocks.get_submodule(path) for path in whole}
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):

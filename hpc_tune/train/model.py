@@ -17,13 +17,13 @@ from hpc_tune.model.build import BuiltModel, build, compute_dtype
 from hpc_tune.model.builtin import BUILTIN_TINY, write_tiny
 from hpc_tune.model.config_json import asks_router_losses
 from hpc_tune.model.experts import is_mixture, require_dealable
-from hpc_tune.model.fused_projections import fused_projections
 from hpc_tune.model.init_adapter import start_from
 from hpc_tune.model.kernels import Kernels, kernels_of, lora_by
 from hpc_tune.model.language import read_config
 from hpc_tune.model.positions import scaled_by_length
 from hpc_tune.model.quantize import whole_stack_bytes
 from hpc_tune.model.shapes import refuse_shape
+from hpc_tune.model.special_linears import special_linears
 from hpc_tune.model.weights import ADAPTER_FILE
 from hpc_tune.plan.hardware import machine_of
 from hpc_tune.plan.resolve import Resolved, resolve, without_effect
@@ -130,13 +130,13 @@ def _say_of_model(built: BuiltModel, seq_len: int) -> None:
             *(seq_len, longest, longest),
             extra=OF_ALL,
         )
-    fused = sorted({path.rpartition(".")[2] for path in fused_projections(built.module)})
+    special = sorted({path.rpartition(".")[2] for path in special_linears(built.module)})
     what = ["have no adapters"] if ALL_LINEAR in built.tune.targets else []
     what += ["are not in 4 bits"] if built.tune.method == "qlora" else []
-    if fused and what and built.tune.method != "full":
+    if special and what and built.tune.method != "full":
         log.info(
-            "%s of state-space layers %s: fused kernels take their weights as they are",
-            *(", ".join(fused), " and ".join(what)),
+            "%s %s: they are not called as linear layers are",
+            *(", ".join(special), " and ".join(what)),
         )
     if built.others:
         log.info("ignored in the model's files: %s", ", ".join(built.others))
