@@ -28,3 +28,17 @@ def keep_fp32(model: Any, dtype: torch.dtype, is_full: bool) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if is_kept(f"{path}.{name}"):
                 parameter.data = parameter.data.to(torch.float32)
+
+
+def kept_linears(model: Any) -> list[nn.Module]:
+    """Return the linear layers that a family wants in fp32, which stock tools do not quantise."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    names = [name for kept in lists for name in getattr(model, kept, None) or ()]
+    is_kept = build_glob_alternation(names)[0].search if names else lambda _: None
+    return [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and is_kept(f"{path}.weight")
+    ]

@@ -26,6 +26,7 @@ from hpc_tune.model.grouped_experts import (
     stack_names,
     use_grouped_experts,
 )
+from hpc_tune.model.kept_fp32 import kept_linears
 from hpc_tune.model.shapes import ShapeIndex
 from hpc_tune.model.special_linears import special_linears
 from hpc_tune.model.weights import PIECE_BYTES, Reserve, TensorIndex, reserve_nothing
@@ -137,7 +138,7 @@ class _Product(torch.autograd.Function):
 def quantize_linears(model: Any, dtype: torch.dtype) -> None:
     """Replace every linear layer inside of the decoder blocks, on the meta device.
 
-    But routers, and layers that are not called as linear layers are.
+    But routers, layers that are not called as linear layers are, and those that are kept in fp32.
 
     Some families read a layer's weight themselves, unless the config says, as transformers does of
     what it has quantised, that it is no matrix (Jamba).
@@ -148,7 +149,7 @@ def quantize_linears(model: Any, dtype: torch.dtype) -> None:
     require_bitsandbytes()
     blocks = block_list(model)
     whole = {*routers_of(blocks), *special_linears(blocks)}
-    others = {blocks.get_submodule(path) for path in whole}
+    others = {*kept_linears(model), *(blocks.get_submodule(path) for path in whole)}
     for owner in list(blocks.modules()):
         for name, child in list(owner.named_children()):
             if type(child) is nn.Linear and child not in others:
