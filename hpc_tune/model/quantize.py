@@ -157,6 +157,17 @@ def quantize_linears(model: Any, dtype: torch.dtype) -> None:
     model.config._is_quantized = True
 
 
+def with_plain_linears(module: nn.Module) -> nn.Module:
+    """Put linear layers of the same values in the place of those in 4 bits; return the module."""
+    packed = [(path, m) for path, m in module.named_modules() if isinstance(m, FourBitLinear)]
+    for path, layer in packed:
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        plain.weight = nn.Parameter(layer.unpack(layer.weight), requires_grad=False)
+        plain.bias = layer.bias
+        module.set_submodule(path, plain)
+    return module
+
+
 class FourBitStack(nn.Module):
     """What the bytes of a stack of experts mean; they stay the experts' own parameter.
 

@@ -7,11 +7,15 @@ anywhere:
   projection too, and Mamba 1's all after the first: an adapter would not be trained, without a word
   (https://github.com/huggingface/peft/issues/2274 and 2556), and 4-bit codes be taken for weights.
 - The product is of groups of inputs, each with its part of the weight (DeepSeek V4).
+- An indexer of sparse attention (DeepSeek V3.2, GLM-5) chooses keys by scores that no loss reaches;
+  some cast to the dtype of a weight, which of 4-bit codes is that of bytes.
 """
 
 from collections.abc import Iterator
 
 from torch import nn
+
+from hpc_tune.model.packed_attention import indexers_of
 
 # With norms between its projections Jamba's Mamba 1 calls each, and has another slow form.
 _MAMBA_1 = ("MambaMixer", "FalconMambaMixer")
@@ -19,11 +23,12 @@ _MAMBA_1 = ("MambaMixer", "FalconMambaMixer")
 
 def special_linears(model: nn.Module) -> Iterator[str]:
     """Yield the paths of such layers of a model."""
+    choosing = {layer for indexer in indexers_of(model) for layer in indexer.modules()}
     for path, module in model.named_modules():
         own = module._parameters.keys()
         if {"A_log", "D", "dt_bias"} <= own:
             yield f"{path}.out_proj"
         elif type(module).__name__ in _MAMBA_1:
             yield from (f"{path}.{name}" for name in ("x_proj", "dt_proj", "out_proj"))
-        elif isinstance(module, nn.Linear) and hasattr(module, "n_groups"):
+        elif isinstance(module, nn.Linear) and (hasattr(module, "n_groups") or module in choosing):
             yield path

@@ -36,7 +36,7 @@ from hpc_tune.model.balance import Score, score_of
 from hpc_tune.model.blocks import block_list, use_own_layers
 from hpc_tune.model.build import BuiltModel, build
 from hpc_tune.model.load import allocate, load_weights
-from hpc_tune.model.quantize import require_bitsandbytes
+from hpc_tune.model.quantize import require_bitsandbytes, with_plain_linears
 from hpc_tune.model.scoped import MicroBatch, batch_context
 from hpc_tune.model.stock import NoTrial, reference, software
 from hpc_tune.step.layout import Layout
@@ -310,8 +310,18 @@ class _Trial:
             return "", ""
         except Exception as error:  # noqa: BLE001 - whatever such a model's own code raises
             return _failed(error), ""
-        wrong = "" if loss.isfinite() else f"a document's loss is {loss.item()}"
-        return wrong, _without_gradient(built)
+        untrained = _without_gradient(built)
+        if not loss.isfinite():
+            return f"a document's loss is {loss.item()}", untrained
+        return self._wrong_codes(built) if tune.method == "qlora" else "", untrained
+
+    def _wrong_codes(self, built: BuiltModel) -> str:
+        """Return what shows that a model's own code takes 4-bit codes for weights."""
+        batch = _batch([[tokens_T] for tokens_T in self.documents])
+        packed: float = built.module(batch).item()
+        plain: float = with_plain_linears(built.module)(batch).item()
+        text = f"in 4 bits the loss is {packed:.6g}, of the same values {plain:.6g}"
+        return text if _differ(packed, plain) else ""
 
     def wrong_slices(self) -> str:
         if slicing_problems(self.build().config, 2):

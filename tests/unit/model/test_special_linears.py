@@ -21,6 +21,7 @@ FAMILIES = {
     "granitemoehybrid": (LAYERS | {"num_local_experts": 0}, {"out_proj"}, "in_proj"),
     "mamba2": ({}, {"out_proj"}, "in_proj"),
     "deepseek_v4": ({}, {"o_a_proj"}, "o_b_proj"),  # of groups
+    "deepseek_v32": ({}, {"wq_b", "wk", "weights_proj"}, "o_proj"),  # chooses keys
     "falcon_mamba": ({}, {"out_proj", "x_proj", "dt_proj"}, "in_proj"),
     "jamba": ({}, set(), "out_proj"),  # Mamba 1 with norms between: it calls each projection
     "qwen3_next": (
@@ -52,9 +53,8 @@ def test_all_linear_leaves_them_out_and_says_so(model, caplog):
     assert not adapted(built) & expected
     with caplog.at_level(logging.INFO, logger="hpc_tune"):
         _say_of_model(built, 64)
-    said = f"{', '.join(sorted(expected))} have no adapters: they are not called"
-    assert (said in caplog.text) == bool(expected)
-    assert ("not called" in caplog.text) == bool(expected)
+    assert ("have no adapters: they are not called" in caplog.text) == bool(expected)
+    assert all(name in caplog.text for name in expected)
 
 
 def test_a_named_one_is_refused(model):
