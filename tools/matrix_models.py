@@ -57,6 +57,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "diffusion_gemma": {
         "text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
     },
+    "deepseek_v32": {
+        **{"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 1024},
+        **{"intermediate_size": 2048, "moe_intermediate_size": 512},
+    },
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "falcon_h1": {"num_hidden_layers": 2},
     "gemma3n_text": {},
